@@ -1,0 +1,459 @@
+"""The config tree: YAML in, one validated object out, every derived number a property.
+
+This module imports no torch, ray or vllm, so that `asyncrl --help` and `asyncrl plan` answer at once. Names that users of
+slime and TRL know are kept; a name of theirs that differs here is answered by its name here (`RENAMED`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+__all__ = ["Config", "ConfigError", "load_config"]
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+RENAMED = {
+    "rollout_max_response_len": "rollout.max_completion_length",
+    "rollout_max_prompt_len": "data.max_prompt_length",
+    "rollout_temperature": "rollout.temperature",
+    "context_parallel_size": "learner.sequence_parallel_size",
+    "sglang_mem_fraction_static": "generator.gpu_memory_utilization",
+    "vllm_gpu_memory_utilization": "generator.gpu_memory_utilization",
+    "rollout_num_gpus": "generator.num_replicas",
+    "actor_num_gpus_per_node": "learner.world_size",
+    "prompt_data": "data.train",
+    "input_key": "data.prompt_column",
+    "hf_checkpoint": "model.path",
+    "model_name_or_path": "model.path",
+    "save_interval": "checkpoint.every_steps",
+    "num_generations": "rollout.n_samples_per_prompt",
+    "custom_rm_path": "reward.functions",
+    "lr": "learner.learning_rate",
+    "epsilon": "algorithm.eps_clip",
+    "epsilon_high": "algorithm.eps_clip_high",
+    "clip_grad": "learner.max_grad_norm",
+    "eval_interval": "eval.every_steps",
+    "use_dynamic_batch_size": "nothing: dynamic batching is always on, capped by learner.max_tokens_per_gpu",
+    "packing": "nothing: packing is always on",
+}
+"""Flags of slime and TRL → the name here."""
+
+NOT_IMPLEMENTED = {
+    "colocate": "generators and learner always have processes of their own; remove it",
+    "sequence_parallel_size": "remove it, and lower rollout.max_completion_length if a trajectory does not fit",
+    "ref_load": "no KL term exists yet; remove it",
+    "kl_coef": "no KL term exists yet; remove it",
+    "kl_loss_coef": "no KL term exists yet; remove it",
+    "ds3_gather_for_generation": "the learner never generates and never gathers the whole model; remove it",
+}
+"""Names that the design knows and nothing implements yet → the way out."""
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message is one line that names the field, the value and the fix."""
+
+
+class Section(BaseModel):
+    """A part of the tree: unknown keys refused, values frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    path: str
+    """Hugging Face checkpoint directory: config, safetensors and tokenizer. Read by learner and generators alike."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights that the generators hold, and in which versions are published."""
+
+
+class DataConfig(Section):
+    train: str
+    """Training prompts: a Parquet or JSONL file."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages ({role, content})."""
+    apply_chat_template: bool = False
+    """Render string prompts as one user message through the tokenizer's chat template. Chat messages always are."""
+    max_prompt_length: int = Field(default=512, gt=0)
+    """Longest prompt, in tokens."""
+    prompt_policy: Literal["error", "drop"] = "error"
+    """What happens to a longer prompt: the run is refused before anything is allocated, or the row is left out and counted."""
+    shuffle: bool = True
+    """Permute every epoch by (seed, epoch). False keeps the file's order."""
+
+
+class RolloutConfig(Section):
+    rollout_batch_size: int = Field(default=16, gt=0)
+    """Groups per round."""
+    n_samples_per_prompt: int = Field(default=8, gt=1)
+    """Trajectories per group."""
+    num_steps_per_rollout: int = Field(default=1, gt=0)
+    """Optimizer steps per round. Must divide rollout_batch_size."""
+    global_batch_size: int | None = Field(default=None, gt=0)
+    """Trajectories per step. Optional: if given, it must equal rollout_batch_size * n_samples_per_prompt / num_steps_per_rollout."""
+    max_completion_length: int = Field(gt=0)
+    """Longest completion, in tokens. Required: nothing else ends a model that never stops."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature. Log-probs are those of the distribution sampled from, on both sides."""
+    rollout_stop: list[str] = []
+    """Further stop strings, beyond EOS and the chat end token. Each must be one token of the tokenizer."""
+    rollout_stop_token_ids: list[int] = []
+    """Further stop token ids."""
+    ignore_eos: bool = False
+    """Go on past EOS to max_completion_length (for measurements)."""
+    num_workers: int = Field(default=1, gt=0)
+    """Rollout worker processes."""
+    deadline_s: float = Field(default=300.0, gt=0)
+    """Seconds after which a group's generation, retries included, fails."""
+
+
+class RewardFunction(Section):
+    function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """`package.module:function`, importable in a fresh process."""
+    weight: float = 1.0
+    """Weight in the reward. 0 = reported only."""
+
+
+class RewardConfig(Section):
+    functions: dict[str, RewardFunction] = Field(min_length=1)
+    """Name → function. The reward is their weighted sum; each is kept as a reward part."""
+    deadline_s: float = Field(default=30.0, gt=0)
+    """Seconds one group may take. Then the process that computes it is killed and the policy decides."""
+    policy: Literal["fail", "drop_group", "retry"] = "fail"
+    """When a reward raises, hangs or breaks its contract: end the run, drop the group, or try again (`retries` times, then drop the group)."""
+    retries: int = Field(default=2, ge=0)
+    """Further tries under `policy: retry`."""
+    processes: int = Field(default=2, gt=0)
+    """Reward processes: so many slow groups do not delay the others."""
+
+
+class GeneratorConfig(Section):
+    num_replicas: int = Field(default=1, gt=0)
+    """Serve replicas, each one vLLM engine."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What the engines run on."""
+    num_cpus: float = Field(default=0.5, ge=0)
+    """Logical CPUs that one replica declares to Ray."""
+    max_num_seqs: int = Field(default=128, gt=0)
+    """Sequences that one engine runs at once."""
+    kv_cache_memory_bytes: int = Field(default=256 << 20, gt=0)
+    """KV cache of one engine on CPU, in bytes."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of the GPU's memory that one engine takes (device: cuda)."""
+    in_flight: Literal["keep", "recompute", "drain"] = "recompute"
+    """Generations in flight at an update: go on with the old KV cache, go on after recomputing it, or finish first."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds a replica may take from placement to its first answer."""
+
+
+class LearnerConfig(Section):
+    world_size: int = Field(default=1, gt=0)
+    """ZeRO-3 data-parallel ranks."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What the ranks run on: gloo on cpu, nccl on cuda."""
+    num_cpus: float = Field(default=0.5, ge=0)
+    """Logical CPUs that one rank declares to Ray."""
+    num_threads: int = Field(default=1, gt=0)
+    """Torch threads of one rank."""
+    bf16: bool = False
+    """Train in bfloat16 with fp32 master weights."""
+    max_tokens_per_gpu: int = Field(default=4096, gt=0)
+    """Hard cap on the tokens of one micro-batch, prompt and completion counted. Dynamic batching is always on."""
+    learning_rate: float = Field(default=1e-6, ge=0)
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Applied steps over which the learning rate rises linearly from 0."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's betas."""
+    adam_eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Clip the gradient to this L2 norm."""
+    max_skipped_steps: int = Field(default=3, gt=0)
+    """Steps skipped in a row (NaN or Inf) after which the run ends."""
+
+
+class AlgorithmConfig(Section):
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """GRPO: (reward - group mean) / (group std + 1e-6). Dr.GRPO: without the division."""
+    eps_clip: float = Field(default=0.2, gt=0, lt=1)
+    """Lower clip of the ratio: 1 - eps_clip."""
+    eps_clip_high: float = Field(default=0.28, gt=0)
+    """Upper clip of the ratio: 1 + eps_clip_high."""
+
+
+class StalenessConfig(Section):
+    max_staleness: int = Field(default=2, ge=0)
+    """Hard bound, in versions: no trajectory is trained whose oldest token is older. 0 = synchronous training."""
+    on_stale: Literal["wait"] = "wait"
+    """`wait` holds batches back until no outstanding group would expire."""
+
+
+class WeightsConfig(Section):
+    bucket_bytes: int = Field(default=64 << 20, gt=0)
+    """Size of one published bucket, in bytes; raised to the largest parameter if that is larger."""
+    push_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds a replica may take to apply a version, retries included. Then it is unroutable until it has caught up."""
+    logprob_tolerance: float | None = Field(default=None, gt=0)
+    """Largest difference allowed between generator and learner log-probs at the same version. Default: 1e-4 in float32, 0.1 in bfloat16."""
+    check_every_versions: int = Field(default=20, ge=0)
+    """Compare log-probs of probe prompts every so many versions during the run. 0 = at start only."""
+    probe_prompts: int = Field(default=32, gt=0)
+    """Probe prompts of one comparison."""
+    probe_tokens: int = Field(default=64, gt=0)
+    """Tokens sampled for each probe, at most the model's context."""
+
+
+class EvalConfig(Section):
+    data: str | None = None
+    """Held-out prompts: a Parquet or JSONL file like data.train. None = no evaluation."""
+    every_steps: int = Field(default=0, ge=0)
+    """Evaluate every so many steps. 0 = before and after only."""
+    max_prompts: int = Field(default=1024, gt=0)
+    """Prompts of one evaluation: the first so many of the file."""
+    accuracy: str | None = None
+    """Name of the reward function whose mean is called accuracy. Default: the first one of reward.functions."""
+
+
+class CheckpointConfig(Section):
+    every_steps: int = Field(default=50, ge=0)
+    """Save every so many applied steps. 0 = only at the end."""
+    keep: int = Field(default=2, gt=0)
+    """Committed checkpoints kept."""
+
+
+class WarmStartConfig(Section):
+    """Supervised steps before version 0, until held-out greedy accuracy lies in a window."""
+
+    data: str | None = None
+    """Parquet or JSONL file with prompts as in data.train and a column of answers. None = no warm start."""
+    target_column: str = "answer"
+    """Column with the text that should follow the prompt. EOS is appended."""
+    min_accuracy: float = Field(default=0.40, ge=0, le=1)
+    """Lower edge of the window."""
+    max_accuracy: float = Field(default=0.65, ge=0, le=1)
+    """Upper edge of the window. A run that jumps over it goes back to its last check with a halved learning rate."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Learning rate of the supervised steps."""
+    batch_size: int = Field(default=256, gt=0)
+    """Rows of one supervised step."""
+    check_every_steps: int = Field(default=10, gt=0)
+    """Supervised steps between two checks of the accuracy."""
+    max_steps: int = Field(default=2000, gt=0)
+    """Supervised steps after which the warm start is given up."""
+
+
+class Config(Section):
+    """One training run."""
+
+    name: str
+    """Name of the run, and of its directory under runs_root."""
+    runs_root: str | None = None
+    """Directory of all runs. Default: the variable ASYNCRL_RUNS, else `runs/` here."""
+    seed: int = 0
+    """Seed of data order, sampling and initial state."""
+    max_steps: int = Field(gt=0)
+    """Optimizer steps applied before the run ends."""
+    resume: Literal["never", "auto", "must"] = "never"
+    """`must`: go on from the last committed checkpoint, else fail. `auto`: the same if there is one. `never`: a new run; an existing directory is refused."""
+    placement_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds that a part may wait for resources before the run is given up with a table of what is missing."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    generator: GeneratorConfig = GeneratorConfig()
+    learner: LearnerConfig = LearnerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+
+    @field_validator("name")
+    @classmethod
+    def name_stays_in_root(cls, name: str) -> str:
+        if not NAME_PATTERN.fullmatch(name):
+            raise ValueError("a name is 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit; choose another")
+        return name
+
+    @model_validator(mode="after")
+    def arithmetic_holds(self) -> Config:
+        rollout, staleness = self.rollout, self.staleness
+        if rollout.rollout_batch_size % rollout.num_steps_per_rollout:
+            raise ValueError(
+                f"rollout.num_steps_per_rollout = {rollout.num_steps_per_rollout} does not divide "
+                f"rollout.rollout_batch_size = {rollout.rollout_batch_size}; change one of them"
+            )
+        if rollout.global_batch_size not in (None, self.global_batch_size):
+            raise ValueError(
+                f"rollout.global_batch_size = {rollout.global_batch_size}, but rollout_batch_size * n_samples_per_prompt / "
+                f"num_steps_per_rollout = {self.global_batch_size}; set that, or leave it out"
+            )
+        if staleness.max_staleness < rollout.num_steps_per_rollout - 1:
+            raise ValueError(
+                f"staleness.max_staleness = {staleness.max_staleness} cannot hold with rollout.num_steps_per_rollout = "
+                f"{rollout.num_steps_per_rollout}: a round's last step is {rollout.num_steps_per_rollout - 1} versions behind its "
+                f"generation; set staleness.max_staleness: {rollout.num_steps_per_rollout - 1}"
+            )
+        if self.longest_trajectory > self.learner.max_tokens_per_gpu:
+            raise ValueError(
+                f"data.max_prompt_length + rollout.max_completion_length = {self.longest_trajectory} is above "
+                f"learner.max_tokens_per_gpu = {self.learner.max_tokens_per_gpu}; raise that, or shorten one of the two"
+            )
+        if self.eval.accuracy is not None and self.eval.accuracy not in self.reward.functions:
+            raise ValueError(f"eval.accuracy = {self.eval.accuracy!r} is not one of reward.functions {sorted(self.reward.functions)}; name one")
+        return self
+
+    @property
+    def groups_per_step(self) -> int:
+        """Groups in one step's batch."""
+        return self.rollout.rollout_batch_size // self.rollout.num_steps_per_rollout
+
+    @property
+    def global_batch_size(self) -> int:
+        """Trajectories in one step's batch."""
+        return self.groups_per_step * self.rollout.n_samples_per_prompt
+
+    @property
+    def longest_trajectory(self) -> int:
+        """Tokens of the longest possible trajectory: prompt and completion."""
+        return self.data.max_prompt_length + self.rollout.max_completion_length
+
+    @property
+    def max_outstanding(self) -> int:
+        """Groups that may be outstanding when every version is committed."""
+        return (self.staleness.max_staleness + 1) * self.groups_per_step
+
+    @property
+    def accuracy(self) -> str:
+        """Name of the reward function whose mean is called accuracy."""
+        return self.eval.accuracy or next(iter(self.reward.functions))
+
+    @property
+    def logprob_tolerance(self) -> float:
+        """Largest log-prob difference between generator and learner, in nats. bfloat16 keeps 8 bits of mantissa: 0.1 over a model's depth."""
+        return self.weights.logprob_tolerance or (1e-4 if self.model.dtype == "float32" and not self.learner.bf16 else 0.1)
+
+    @property
+    def run_directory(self) -> Path:
+        """Absolute run directory.
+
+        Raises:
+            ConfigError: it would lie inside a Ray runtime directory, which is deleted with the job.
+        """
+        root = self.runs_root or os.environ.get("ASYNCRL_RUNS") or "runs"
+        directory = Path(root).expanduser().resolve() / self.name
+        if "runtime_resources" in directory.parts:
+            raise ConfigError(
+                f"runs_root = {root!r} lies inside Ray's working directory, which is deleted with the job; submit with "
+                '--runtime-env-json \'{"env_vars": {"ASYNCRL_RUNS": "/absolute/path"}}\''
+            )
+        return directory
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file and apply command-line overrides such as `["--rollout.temperature", "0.8"]`.
+
+    Raises:
+        ConfigError: the file cannot be read, or a field is unknown, missing or has a value that cannot be used.
+    """
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"config {str(path)!r} cannot be read ({error.strerror}); give the path of a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config {str(path)!r} holds {type(tree).__name__}, not a mapping of settings; see jobs/quickstart.yaml")
+    try:
+        if not overrides:
+            return Config.model_validate(tree)
+        _refuse_unknown_overrides(overrides)
+        return command_line(overrides, tree)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+
+
+def command_line(arguments: list[str], tree: dict[str, Any], exit_on_error: bool = False) -> Config:
+    """The config from a YAML tree and command-line arguments, which win. `--help` among them prints every setting and exits.
+
+    Raises:
+        ConfigError: the arguments cannot be parsed.
+        ValidationError: the result is no valid config.
+    """
+    from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+
+    class CommandLine(BaseSettings, Config):
+        """Settings of one run; each may also stand in the YAML file."""
+
+        model_config = SettingsConfigDict(cli_prog_name="asyncrl train CONFIG.yaml", cli_avoid_json=True, cli_hide_none_type=True)
+
+        @classmethod
+        def settings_customise_sources(cls, settings_cls: Any, init_settings: Any, **others: Any) -> tuple[Any, ...]:
+            return (init_settings,)
+
+    try:
+        settings = CliApp.run(CommandLine, cli_args=arguments, cli_exit_on_error=exit_on_error, **tree)
+    except SettingsError as error:
+        raise ConfigError(f"command line: {' '.join(str(error).split())}; options look like --rollout.temperature 0.8") from None
+    return Config.model_validate(settings.model_dump())
+
+
+def explain(error: ValidationError) -> str:
+    """One line for each thing wrong: field, value, fix."""
+    return "; ".join(_explain_one(dict(item)) for item in error.errors())
+
+
+def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Dotted names of all settings, depth first."""
+    names = []
+    for name, field in section.model_fields.items():
+        names.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            names += field_names(field.annotation, f"{prefix}{name}.")
+    return names
+
+
+def _explain_one(item: dict[str, Any]) -> str:
+    name = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return _explain_unknown(name)
+    if item["type"] == "missing":
+        return f"{name} is missing; set it"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{name} = {item['input']!r}: {message[0].lower()}{message[1:]}" if name else message
+
+
+def _explain_unknown(name: str) -> str:
+    leaf = name.rsplit(".", 1)[-1].replace("-", "_")
+    if leaf in NOT_IMPLEMENTED:
+        return f"{name} is not implemented: {NOT_IMPLEMENTED[leaf]}"
+    if leaf in RENAMED:
+        return f"{name} is unknown; here it is {RENAMED[leaf]}"
+    known = field_names()
+    same_leaf = [other for other in known if other.rsplit(".", 1)[-1] == leaf]
+    near = same_leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.5) or _near_leaf(leaf, known)
+    return f"{name} is unknown; " + (f"did you mean {near[0]}?" if near else "see asyncrl train --help")
+
+
+def _near_leaf(leaf: str, known: list[str]) -> list[str]:
+    by_leaf = {other.rsplit(".", 1)[-1]: other for other in known}
+    return [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=1)]
+
+
+def _refuse_unknown_overrides(overrides: list[str]) -> None:
+    known = set(field_names())
+    for word in overrides:
+        name = word.removeprefix("--").split("=", 1)[0]
+        if word.startswith("--") and name not in known and not name.startswith("reward.functions."):
+            raise ConfigError(_explain_unknown(name))

@@ -1,0 +1,165 @@
+"""What the coordinator needs of the other stations. Each has a real part and a fake in `asyncrl.testing`.
+
+Everything here is small: references, ordinals, versions and counts. Token data stays in workers, blocks and files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.types import Prompt
+
+__all__ = ["Finished", "Learner", "Manifest", "PromptSource", "PushReport", "RolloutFailed", "Rollouts", "Scored", "Scores", "StepResult", "TensorEntry", "WeightSync"]
+
+
+class RolloutFailed(Exception):
+    """A group could not be generated within its deadline. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A group that waits, in its rollout worker, to be scored."""
+
+    ordinal: int
+    begun: int
+    """Oldest token version among its trajectories."""
+    tokens: int
+    """Completion tokens generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A scored group: where its row is, and what control needs to know of it."""
+
+    ordinal: int
+    begun: int
+    ref: Any
+    """Ray object reference to its one-row Arrow table (a fake may hold anything)."""
+    tokens: int
+    rewards: tuple[float, ...]
+    """Rewards of the usable trajectories."""
+    reward_parts: Mapping[str, float]
+    """Mean of each part over the usable trajectories."""
+    usable: int
+    """Trajectories with status ok. Fewer than two: the group is dropped."""
+    truncated: int
+    """Trajectories that ended at max_completion_length."""
+    failure: str | None = None
+    """Why scoring gave the group up (policy drop_group), or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step attempted. `applied` is False if all ranks skipped it (NaN or Inf)."""
+
+    applied: bool
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one parameter lies: `nbytes` bytes from `offset` in bucket `bucket`, row-major, of `dtype` ("float32", "bfloat16")."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bucket: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One version's weights: every parameter exactly once, in buckets held in the object store by the learner."""
+
+    run_id: str
+    attempt: int
+    version: int
+    tensors: tuple[TensorEntry, ...]
+    buckets: tuple[Any, ...]
+    """Object references (uint8 arrays), one per bucket."""
+    sizes: tuple[int, ...]
+    """Bytes of each bucket."""
+    checksums: tuple[int, ...]
+    """zlib.crc32 of each bucket."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """A version is committed: every routable replica has applied it."""
+
+    version: int
+    replicas: Mapping[str, Mapping[str, float]]
+    """Per replica: fetch_s, pause_s, apply_s, tokens_during_fetch, in_flight."""
+    unroutable: tuple[str, ...] = ()
+    """Replicas that did not apply it in time; they take no traffic until they have caught up."""
+
+
+class PromptSource(Protocol):
+    """Prompts in ordinal order, without end."""
+
+    async def next(self) -> Prompt: ...
+
+    async def close(self) -> None: ...
+
+
+class Rollouts(Protocol):
+    """Makes groups and keeps each until it is acknowledged."""
+
+    async def rollout(self, prompt: Prompt, committed: int) -> Finished:
+        """Generate the group of one prompt with weights at least as new as `committed`; return when it waits for scoring.
+
+        Raises:
+            RolloutFailed: not done by the deadline. The group is forgotten.
+        """
+        ...
+
+    def committed(self, version: int) -> None:
+        """From now on requests, retries included, ask for at least this version."""
+        ...
+
+    async def ack(self, ordinals: Sequence[int]) -> None:
+        """These groups' scored rows are safe: forget them."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Scores(Protocol):
+    """Scored groups in the order in which they are done. Each is in a complete Parquet file before it comes."""
+
+    async def next(self) -> list[Scored]: ...
+
+    async def close(self) -> None: ...
+
+
+class Learner(Protocol):
+    """The learner group: all ranks act together, one call at a time."""
+
+    async def step(self, batch: Sequence[Scored]) -> StepResult: ...
+
+    async def gather(self, version: int) -> Manifest:
+        """Put the current weights in the object store as this version, bucket by bucket."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """Write the learner's state under `directory`."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class WeightSync(Protocol):
+    """Brings one version to all replicas."""
+
+    async def push(self, manifest: Manifest) -> PushReport:
+        """Return when every routable replica has applied the version.
+
+        Raises:
+            RuntimeError: no replica applied it in time.
+        """
+        ...

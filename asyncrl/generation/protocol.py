@@ -1,0 +1,62 @@
+"""What a generator is asked and what it answers. Used by rollout workers, evaluation and the Serve replica; imports no vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from asyncrl.types import Completion
+
+__all__ = ["Generate", "GenerateRequest", "Generated", "GenerationTimeout", "StaleReplica", "WeightsId"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsId:
+    """Identity of one version's weights: ordered by version, and only within one run and attempt."""
+
+    run_id: str
+    attempt: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Completions wanted for one prompt, as token ids."""
+
+    prompt_ids: tuple[int, ...]
+    n: int
+    """Completions."""
+    max_tokens: int
+    """Longest completion, in tokens."""
+    temperature: float
+    """0 = greedy. Log-probs are those of the distribution sampled from (at 0: of the model's own)."""
+    seed: int | None = None
+    deadline_s: float = 300.0
+    """Seconds from arrival at the replica until the request is aborted."""
+    min_weights: WeightsId | None = None
+    """Oldest weights that may answer. None = whatever is loaded."""
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """n completions and the id of the replica that made them."""
+
+    completions: tuple[Completion, ...]
+    replica: str
+
+
+class StaleReplica(Exception):
+    """The replica is below the version asked for and cannot catch up: ask another."""
+
+
+class GenerationTimeout(Exception):
+    """The request was aborted at its deadline."""
+
+
+class Generate(Protocol):
+    """One generator, or many behind a router."""
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """Raises StaleReplica or GenerationTimeout."""
+        ...
