@@ -1,0 +1,49 @@
+"""How one version's parameters lie in buckets: pure arithmetic, shared by the learner that fills them and the replica that maps them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from asyncrl.control.protocols import TensorEntry
+
+__all__ = ["ALIGNMENT", "ITEM_BYTES", "plan_buckets"]
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of one element."""
+
+ALIGNMENT = 64
+"""Every parameter starts at a multiple of so many bytes in its bucket, so that it can be viewed in place as any dtype."""
+
+
+def plan_buckets(shapes: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
+    """Lay out parameters `(name, shape, dtype)` in the order given; return their entries and the bytes of each bucket.
+
+    No parameter straddles buckets. A bucket holds at most `bucket_bytes`, or the largest parameter if that is larger.
+
+    Raises:
+        ValueError: a name comes twice, a dtype is unknown, or there are no parameters.
+    """
+    if not shapes:
+        raise ValueError("a version needs at least one parameter")
+    entries: list[TensorEntry] = []
+    sizes: list[int] = [0]
+    limit = max(bucket_bytes, *(_nbytes(name, shape, dtype) for name, shape, dtype in shapes))
+    for name, shape, dtype in shapes:
+        nbytes = _nbytes(name, shape, dtype)
+        offset = -(-sizes[-1] // ALIGNMENT) * ALIGNMENT
+        if offset + nbytes > limit:
+            sizes.append(0)
+            offset = 0
+        entries.append(TensorEntry(name, tuple(shape), dtype, len(sizes) - 1, offset, nbytes))
+        sizes[-1] = offset + nbytes
+    names = [entry.name for entry in entries]
+    if len(set(names)) != len(names):
+        raise ValueError(f"parameter {next(n for n in names if names.count(n) > 1)!r} comes twice; publish each once")
+    return tuple(entries), tuple(sizes)
+
+
+def _nbytes(name: str, shape: tuple[int, ...], dtype: str) -> int:
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"parameter {name!r} has dtype {dtype!r}; publish it as one of {sorted(ITEM_BYTES)}")
+    return math.prod(shape) * ITEM_BYTES[dtype]
