@@ -399,7 +399,7 @@ def command_line(arguments: list[str], tree: dict[str, Any], exit_on_error: bool
         model_config = SettingsConfigDict(cli_prog_name="asyncrl train CONFIG.yaml", cli_avoid_json=True, cli_hide_none_type=True)
 
         @classmethod
-        def settings_customise_sources(cls, settings_cls: Any, init_settings: Any, **others: Any) -> tuple[Any, ...]:
+        def settings_customise_sources(cls, settings_cls: Any, init_settings: Any, *environment: Any, **files: Any) -> tuple[Any, ...]:
             return (init_settings,)
 
     try:
@@ -416,7 +416,7 @@ def explain(error: ValidationError) -> str:
 
 def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     """Dotted names of all settings, depth first."""
-    names = []
+    names: list[str] = []
     for name, field in section.model_fields.items():
         names.append(prefix + name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):

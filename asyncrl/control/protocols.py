@@ -12,7 +12,20 @@ from typing import Any, Protocol
 
 from asyncrl.types import Prompt
 
-__all__ = ["Finished", "Learner", "Manifest", "PromptSource", "PushReport", "RolloutFailed", "Rollouts", "Scored", "Scores", "StepResult", "TensorEntry", "WeightSync"]
+__all__ = [
+    "Finished",
+    "Learner",
+    "Manifest",
+    "PromptSource",
+    "PushReport",
+    "RolloutFailed",
+    "Rollouts",
+    "Scored",
+    "Scores",
+    "StepResult",
+    "TensorEntry",
+    "WeightSync",
+]
 
 
 class RolloutFailed(Exception):

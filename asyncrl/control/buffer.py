@@ -1,0 +1,111 @@
+"""Groups between admission and their end: the one place that knows what is outstanding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from asyncrl.control.protocols import Scored
+from asyncrl.control.staleness import Staleness
+
+__all__ = ["Buffer", "Frontier"]
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """An admitted group without an outcome. `begun` is a lower bound until the group is finished: committed at its admission."""
+
+    ordinal: int
+    begun: int
+    running: bool = True
+    scored: Scored | None = None
+    training: bool = False
+
+
+class Frontier:
+    """Which ordinals have an outcome: all below `lowest`, and those in `above`."""
+
+    def __init__(self, lowest: int = 0, above: Iterable[int] = ()) -> None:
+        self.lowest = lowest
+        self.above = set(above)
+
+    def finish(self, ordinal: int) -> None:
+        """Raises ValueError if the ordinal is finished already."""
+        if ordinal < self.lowest or ordinal in self.above:
+            raise ValueError(f"ordinal {ordinal} has an outcome already")
+        self.above.add(ordinal)
+        while self.lowest in self.above:
+            self.above.remove(self.lowest)
+            self.lowest += 1
+
+
+class Buffer:
+    """Outstanding groups by ordinal, oldest version first when a batch is cut."""
+
+    def __init__(self, staleness: Staleness, frontier: Frontier) -> None:
+        self.staleness = staleness
+        self.frontier = frontier
+        self.groups: dict[int, Outstanding] = {}
+
+    def __len__(self) -> int:
+        """Groups outstanding: running, being scored, ready, or in the batch now training."""
+        return len(self.groups)
+
+    def __contains__(self, ordinal: int) -> bool:
+        return ordinal in self.groups
+
+    @property
+    def running(self) -> int:
+        """Groups being generated."""
+        return sum(group.running for group in self.groups.values())
+
+    @property
+    def ready(self) -> int:
+        """Groups that wait to be trained."""
+        return sum(group.scored is not None and not group.training for group in self.groups.values())
+
+    def admit(self, ordinal: int, committed: int) -> None:
+        """Raises ValueError if the ordinal is outstanding or finished already."""
+        if ordinal in self.groups or ordinal < self.frontier.lowest or ordinal in self.frontier.above:
+            raise ValueError(f"ordinal {ordinal} was admitted before")
+        self.groups[ordinal] = Outstanding(ordinal, committed)
+
+    def finished(self, ordinal: int, begun: int) -> None:
+        """The group is generated; its oldest token version is known now."""
+        if ordinal in self.groups:
+            self.groups[ordinal].running = False
+            self.groups[ordinal].begun = begun
+
+    def add_scored(self, scored: Scored) -> None:
+        """The group may be trained."""
+        group = self.groups[scored.ordinal]
+        group.running, group.begun, group.scored = False, scored.begun, scored
+
+    def end(self, ordinal: int) -> Outstanding:
+        """The group has its outcome: its slot is free, and the frontier knows."""
+        self.frontier.finish(ordinal)
+        return self.groups.pop(ordinal)
+
+    def stale(self, learner_version: int) -> list[int]:
+        """Ready groups beyond the bound: there are none, but after a resume or a change to a smaller bound."""
+        return [g.ordinal for g in self._ready() if self.staleness.is_stale(g.begun, learner_version)]
+
+    def next_batch(self, learner_version: int) -> list[Scored] | None:
+        """The batch to train next, oldest version first, then by ordinal; None while it is not full or its cut would let a group expire."""
+        ready = [g for g in self._ready() if not self.staleness.is_stale(g.begun, learner_version)]
+        batch = ready[: self.staleness.groups_per_step]
+        if len(batch) < self.staleness.groups_per_step:
+            return None
+        taken = {group.ordinal for group in batch}
+        if not self.staleness.may_cut([g.begun for g in self.groups.values() if g.ordinal not in taken], learner_version):
+            return None
+        return [group.scored for group in batch if group.scored is not None]
+
+    def take(self, batch: Iterable[Scored]) -> None:
+        """These groups are in the batch now training."""
+        for scored in batch:
+            self.groups[scored.ordinal].training = True
+
+    def _ready(self) -> list[Outstanding]:
+        ready = [g for g in self.groups.values() if g.scored is not None and not g.training]
+        return sorted(ready, key=lambda group: (group.begun, group.ordinal))

@@ -1,0 +1,433 @@
+"""The coordinator: five loops over small protocols, joined by one condition variable.
+
+| loop       | consumes            | produces                                        | waits for                      | ends                          |
+|------------|---------------------|-------------------------------------------------|--------------------------------|-------------------------------|
+| rollouts   | prompts, slots      | groups                                          | a slot, a completion           | never by itself               |
+| scoring    | groups              | scored groups in the buffer                     | rewards                        | never by itself               |
+| learning   | batches             | an applied step, then a gathered version        | a full, fresh batch            | after max_steps               |
+| publishing | a gathered version  | a committed version                             | replicas                       | when the last one is committed |
+| evaluation | a committed version | evaluation metrics                              | its own prompts                | after the last one, if due    |
+
+A loop that never ends by itself and does so all the same is an error. Everything runs on one event loop and nothing here
+imports Ray, vLLM or DeepSpeed: on fakes a whole run takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from asyncrl.control.buffer import Buffer, Frontier
+from asyncrl.control.checkpoint import Checkpoints, State
+from asyncrl.control.fates import Fate
+from asyncrl.control.protocols import Learner, Manifest, PromptSource, PushReport, RolloutFailed, Rollouts, Scored, Scores, StepResult, WeightSync
+from asyncrl.control.staleness import Staleness
+from asyncrl.types import Prompt
+
+__all__ = ["Coordinator", "LogprobCheck", "Parts", "Progress", "Recorder", "Schedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How far and how often. Steps and versions count from the run's beginning, over all attempts."""
+
+    max_steps: int
+    staleness: Staleness
+    max_skipped_steps: int = 3
+    checkpoint_every: int = 0
+    check_every: int = 0
+    """Versions between two log-prob checks; 0 = none but the one at start."""
+    evaluate_every: int = 0
+
+
+class Recorder(Protocol):
+    """Where the run's story is written."""
+
+    def record(self, kind: str, step: int, version: int, metrics: Mapping[str, float]) -> None: ...
+
+    def fates(self, fates: list[Fate]) -> None: ...
+
+
+class LogprobCheck(Protocol):
+    """Generator against learner on probe prompts, at one version."""
+
+    async def at_gather(self, version: int) -> None:
+        """Learner's side; called between two steps."""
+        ...
+
+    async def after_commit(self, version: int) -> Mapping[str, float]:
+        """Generators' side, and the comparison. Raises RuntimeError past the tolerance."""
+        ...
+
+
+Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
+"""Evaluate the committed version given; every completion has that version."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """The stations as the coordinator sees them. `evaluate` and `check` are optional."""
+
+    prompts: PromptSource
+    rollouts: Rollouts
+    scores: Scores
+    learner: Learner
+    weights: WeightSync
+    recorder: Recorder
+    checkpoints: Checkpoints | None = None
+    evaluate: Evaluate | None = None
+    check: LogprobCheck | None = None
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a person sees while it runs; read by the live table."""
+
+    phase: str = "starting"
+    attempted: int = 0
+    version: int = 0
+    committed: int = -1
+    reward: float | None = None
+    accuracy: float | None = None
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    learner_waited_s: float = 0.0
+    generators_waited_s: float = 0.0
+    outstanding: int = 0
+    ready: int = 0
+    ended: dict[str, int] = field(default_factory=dict)
+
+
+class Coordinator:
+    """Trains from version `state.version` to `schedule.max_steps`."""
+
+    def __init__(self, parts: Parts, schedule: Schedule, state: State) -> None:
+        self.parts = parts
+        self.schedule = schedule
+        self.run_id, self.attempt = state.run_id, state.attempt
+        self.buffer = Buffer(schedule.staleness, Frontier(state.frontier, state.finished_above))
+        self.first_version = self.last_marked = state.version
+        self.gathered = state.version - 1
+        self.progress = Progress(phase="publishing", version=state.version, attempted=state.steps_attempted)
+        self.skipped_in_row = 0
+        self.in_publication: Manifest | None = None
+        self.evaluating = False
+        self.learning_done = False
+        self.publishing_done = False
+        self.evaluations_due = {0} if state.version == 0 else set()
+        self._condition = asyncio.Condition()
+        self._fates: list[Fate] = []
+        self._idle_since: float | None = None
+        self._generators_waited_before = 0.0
+
+    async def run(self) -> Progress:
+        """Train to the last version, commit and evaluate it. Raises what ended a loop too early."""
+        endless = {"rollouts": self._rollouts, "scoring": self._scoring}
+        finite = {"learning": self._learning, "publishing": self._publishing, "evaluation": self._evaluation}
+        loops = {name: asyncio.create_task(loop(), name=name) for name, loop in (endless | finite).items()}
+        try:
+            unfinished = set(loops.values())
+            while any(not loops[name].done() for name in finite):
+                done, unfinished = await asyncio.wait(unfinished, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    _raise_cause(task)
+                    if task.get_name() in endless:
+                        raise RuntimeError(f"the {task.get_name()} loop ended before the last step")
+        finally:
+            for task in loops.values():
+                task.cancel()
+            await asyncio.gather(*loops.values(), return_exceptions=True)
+            self._flush_fates()
+        self.progress.phase = "done"
+        return self.progress
+
+    # rollouts: prompts, slots → groups. Waits for a slot, then for a completion. Never ends by itself.
+
+    async def _rollouts(self) -> None:
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                prompt = await self.parts.prompts.next()
+                async with self._when(self._may_admit):
+                    self.buffer.admit(prompt.ordinal, self.progress.committed)
+                    self._count_idle()
+                groups.create_task(self._rollout(prompt))
+
+    def _may_admit(self) -> bool:
+        progress, staleness = self.progress, self.schedule.staleness
+        needed = (self.schedule.max_steps - progress.version) * staleness.groups_per_step
+        if progress.committed < self.first_version or len(self.buffer) >= needed:
+            return False
+        return staleness.may_admit(len(self.buffer), progress.version, progress.committed)
+
+    async def _rollout(self, prompt: Prompt) -> None:
+        try:
+            finished = await self.parts.rollouts.rollout(prompt, self.progress.committed)
+        except RolloutFailed as error:
+            async with self._changing():
+                self._end(prompt.ordinal, "failed", str(error))
+            return
+        async with self._changing():
+            self.progress.generated_tokens += finished.tokens
+            self.buffer.finished(prompt.ordinal, finished.begun)
+            self._count_idle()
+
+    # scoring: groups → scored groups in the buffer. Waits for rewards. Never ends by itself.
+
+    async def _scoring(self) -> None:
+        while True:
+            arrived = await self.parts.scores.next()
+            async with self._changing():
+                for scored in arrived:
+                    self._take_scored(scored)
+
+    def _take_scored(self, scored: Scored) -> None:
+        if scored.ordinal not in self.buffer:
+            return
+        if scored.failure is not None:
+            self._end(scored.ordinal, "dropped", scored.failure)
+        elif scored.usable < 2:
+            self._end(scored.ordinal, "dropped", "fewer than two usable trajectories")
+        else:
+            self.buffer.add_scored(scored)
+            self._count_idle()
+
+    # learning: batches → an applied step, then a gathered version. Waits for a full, fresh batch. Ends after max_steps.
+
+    async def _learning(self) -> None:
+        await self._gather()
+        while self.progress.version < self.schedule.max_steps:
+            self.progress.phase = "training"
+            clock = asyncio.get_running_loop().time
+            started = clock()
+            batch = await self._next_batch()
+            waited, began = clock() - started, clock()
+            self.progress.learner_waited_s += waited
+            result = await self.parts.learner.step(batch)
+            async with self._changing():
+                self._settle(batch, result, {"time/learner_waited_s": waited, "time/step_s": clock() - began})
+            if self.skipped_in_row >= self.schedule.max_skipped_steps:
+                raise RuntimeError(f"{self.skipped_in_row} steps in a row were skipped for NaN or Inf in loss or gradient; lower learner.learning_rate")
+            if result.applied:
+                await self._save_if_due()
+            if self._gather_due():
+                await self._gather()
+        while self.gathered < self.progress.version:
+            async with self._when(self._gather_due):
+                pass
+            await self._gather()
+        async with self._changing():
+            self.learning_done = True
+
+    async def _next_batch(self) -> list[Scored]:
+        """Waits for a batch; gathers the newest version meanwhile, as soon as the publication before it ends."""
+        while True:
+            async with self._when(lambda: self._gather_due() or self._cut_due()):
+                for ordinal in self.buffer.stale(self.progress.version):
+                    self._end(ordinal, "dropped", "stale")
+                batch = None if self._gather_due() else self.buffer.next_batch(self.progress.version)
+                self.buffer.take(batch or [])
+            if batch is not None:
+                return batch
+            if self._gather_due():
+                await self._gather()
+
+    def _gather_due(self) -> bool:
+        return self.in_publication is None and self.gathered < self.progress.version
+
+    def _cut_due(self) -> bool:
+        version = self.progress.version
+        return self.buffer.next_batch(version) is not None or bool(self.buffer.stale(version))
+
+    def _settle(self, batch: list[Scored], result: StepResult, times: Mapping[str, float]) -> None:
+        """The batch has its outcome; an applied step is the next policy version."""
+        progress = self.progress
+        progress.attempted += 1
+        staleness = [progress.version - scored.begun for scored in batch]
+        if result.applied and max(staleness) > self.schedule.staleness.max_staleness:
+            raise AssertionError(f"a group of staleness {max(staleness)} was trained at version {progress.version}")
+        for scored, stale in zip(batch, staleness, strict=True):
+            if result.applied:
+                self._end(scored.ordinal, "trained", "", progress.version, stale)
+            else:
+                self._end(scored.ordinal, "skipped", "NaN or Inf in loss or gradient")
+        self._flush_fates()
+        self.skipped_in_row = 0 if result.applied else self.skipped_in_row + 1
+        tokens = sum(scored.tokens for scored in batch)
+        if result.applied:
+            progress.version += 1
+            progress.trained_tokens += tokens
+        rewards = [reward for scored in batch for reward in scored.rewards]
+        progress.reward = sum(rewards) / len(rewards)
+        progress.staleness_mean, progress.staleness_max = sum(staleness) / len(staleness), max(staleness)
+        waited = progress.generators_waited_s - self._generators_waited_before
+        self._generators_waited_before = progress.generators_waited_s
+        completions = sum(scored.usable for scored in batch)
+        metrics = {
+            **result.metrics,
+            **times,
+            "time/generators_waited_s": waited,
+            "staleness/mean": progress.staleness_mean,
+            "staleness/max": progress.staleness_max,
+            "reward/mean": progress.reward,
+            "rollout/completion_tokens": tokens / completions,
+            "rollout/truncated_ratio": sum(scored.truncated for scored in batch) / completions,
+            "control/applied": float(result.applied),
+            "control/outstanding": len(self.buffer),
+            "control/ready": self.buffer.ready,
+        }
+        for name in batch[0].reward_parts:
+            metrics[f"reward/{name}"] = sum(scored.reward_parts[name] for scored in batch) / len(batch)
+        self.parts.recorder.record("step", progress.attempted, progress.version, metrics)
+
+    async def _gather(self) -> None:
+        """Put the newest applied version up for publication. Called between two steps: it is a collective."""
+        version = self.progress.version
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        if self.parts.check is not None and self._check_due(version):
+            await self.parts.check.at_gather(version)
+        manifest = await self.parts.learner.gather(version)
+        metrics = {"weights/gather_s": clock() - started, "weights/versions_passed_over": version - self.gathered - 1, **manifest.metrics}
+        self.parts.recorder.record("gather", self.progress.attempted, version, metrics)
+        async with self._changing():
+            self.gathered = version
+            self.in_publication = manifest
+
+    def _check_due(self, version: int) -> bool:
+        return version == self.first_version or (self.schedule.check_every > 0 and version % self.schedule.check_every == 0)
+
+    async def _save_if_due(self) -> None:
+        version, every = self.progress.version, self.schedule.checkpoint_every
+        due = version == self.schedule.max_steps or (every > 0 and version % every == 0)
+        if self.parts.checkpoints is None or not due:
+            return
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        await self.parts.checkpoints.write(self.state(), self.parts.learner.save)
+        self.parts.recorder.record("checkpoint", self.progress.attempted, version, {"checkpoint/save_s": clock() - started})
+
+    def state(self) -> State:
+        """What a resume needs of control. Groups outstanding have no outcome, and so are made again."""
+        frontier = self.buffer.frontier
+        return State(self.run_id, self.attempt, self.progress.version, self.progress.attempted, frontier.lowest, tuple(sorted(frontier.above)))
+
+    # publishing: a gathered version → a committed version. Waits for replicas. Ends when the last version is committed.
+
+    async def _publishing(self) -> None:
+        while True:
+            async with self._when(lambda: not self.evaluating and (self.in_publication is not None or self.learning_done)):
+                manifest = self.in_publication
+            if manifest is None:
+                break
+            report = await self._push(manifest)
+            if self.parts.check is not None and self._check_due(manifest.version):
+                metrics = await self.parts.check.after_commit(manifest.version)
+                self.parts.recorder.record("logprob_check", self.progress.attempted, manifest.version, metrics)
+            async with self._changing():
+                self.progress.committed = report.version
+                self.parts.rollouts.committed(report.version)
+                self.in_publication = None
+                self._mark_evaluation_due(report.version)
+            self._record_push(report)
+        async with self._changing():
+            self.publishing_done = True
+
+    async def _push(self, manifest: Manifest) -> PushReport:
+        """Once more after a failure; then the run ends with the cause."""
+        try:
+            return await self.parts.weights.push(manifest)
+        except RuntimeError as error:
+            self.parts.recorder.record("push_failed", self.progress.attempted, manifest.version, {})
+            try:
+                return await self.parts.weights.push(manifest)
+            except RuntimeError as again:
+                raise RuntimeError(f"version {manifest.version} could not be published: {again}") from error
+
+    def _record_push(self, report: PushReport) -> None:
+        for replica, timings in report.replicas.items():
+            metrics = {f"weights/{name}": value for name, value in timings.items()}
+            self.parts.recorder.record(f"push/{replica}", self.progress.attempted, report.version, metrics)
+        metrics = {"weights/replicas": len(report.replicas), "weights/unroutable": len(report.unroutable)}
+        self.parts.recorder.record("commit", self.progress.attempted, report.version, metrics)
+
+    def _mark_evaluation_due(self, version: int) -> None:
+        every = self.schedule.evaluate_every
+        passed = every > 0 and version // every > self.last_marked // every
+        if passed or version >= self.schedule.max_steps:
+            self.evaluations_due.add(version)
+        self.last_marked = version
+
+    # evaluation: a committed version → evaluation metrics. Waits for its own prompts. Ends after the last committed version.
+
+    async def _evaluation(self) -> None:
+        while True:
+            async with self._when(lambda: (self._evaluation_due() and self.in_publication is None) or self.publishing_done):
+                if not self._evaluation_due():
+                    return
+                self.evaluating = True
+                version = self.progress.committed
+                self.evaluations_due = {due for due in self.evaluations_due if due > version}
+            if self.parts.evaluate is not None:
+                metrics = await self.parts.evaluate(version)
+                self.progress.accuracy = metrics.get("eval/greedy_accuracy", self.progress.accuracy)
+                self.parts.recorder.record("evaluation", self.progress.attempted, version, metrics)
+            async with self._changing():
+                self.evaluating = False
+
+    def _evaluation_due(self) -> bool:
+        return any(due <= self.progress.committed for due in self.evaluations_due)
+
+    # shared by the loops
+
+    def _end(self, ordinal: int, outcome: str, reason: str, trained_at: int | None = None, staleness: int | None = None) -> None:
+        self.buffer.end(ordinal)
+        self._count_idle()
+        self.progress.ended[outcome] = self.progress.ended.get(outcome, 0) + 1
+        self._fates.append(Fate(self.attempt, ordinal, outcome, reason, self.progress.attempted, trained_at, staleness))
+
+    def _flush_fates(self) -> None:
+        self.parts.recorder.fates(self._fates)
+        self._fates = []
+
+    def _count_idle(self) -> None:
+        """Generators wait while no group is running, once the first version is committed."""
+        now = asyncio.get_running_loop().time()
+        if self.buffer.running:
+            if self._idle_since is not None:
+                self.progress.generators_waited_s += now - self._idle_since
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+
+    @asynccontextmanager
+    async def _when(self, predicate: Callable[[], bool]) -> AsyncIterator[None]:
+        """Wait until the predicate holds, then change shared state while it does."""
+        async with self._condition:
+            await self._condition.wait_for(predicate)
+            yield
+            self._changed()
+
+    @asynccontextmanager
+    async def _changing(self) -> AsyncIterator[None]:
+        """Change shared state, then let every loop look again."""
+        async with self._condition:
+            yield
+            self._changed()
+
+    def _changed(self) -> None:
+        self.progress.outstanding, self.progress.ready = len(self.buffer), self.buffer.ready
+        self._condition.notify_all()
+
+
+def _raise_cause(task: asyncio.Task[None]) -> None:
+    """Raise what ended the task: of an exception group, the first cause."""
+    error = task.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if error is not None:
+        raise error

@@ -1,0 +1,169 @@
+"""The whole control flow on fakes, in milliseconds."""
+
+import asyncio
+import random
+
+import pytest
+
+from asyncrl.control.checkpoint import Checkpoints, State
+from asyncrl.control.coordinator import Coordinator, Parts, Schedule
+from asyncrl.control.staleness import Staleness
+from asyncrl.testing import FakeLearner, FakeLogprobCheck, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync
+
+NEW = State("run", 0, 0, 0, 0, ())
+
+
+def make(steps=6, max_staleness=2, groups=4, state=NEW, *, rollouts=None, learner=None, weights=None, scores=None, **others):
+    rollouts = rollouts or FakeRollouts()
+    parts = Parts(
+        prompts=FakePrompts(state.frontier, state.finished_above),
+        rollouts=rollouts,
+        scores=scores(rollouts) if scores else FakeScores(rollouts),
+        learner=learner or FakeLearner(groups, version=state.version),
+        weights=weights or FakeWeightSync(),
+        recorder=FakeRecorder(),
+        **{name: value for name, value in others.items() if name in ("checkpoints", "evaluate", "check")},
+    )
+    options = {name: value for name, value in others.items() if name not in ("checkpoints", "evaluate", "check")}
+    return Coordinator(parts, Schedule(steps, Staleness(max_staleness, groups), **options), state)
+
+
+def run(coordinator):
+    async def bounded():
+        return await asyncio.wait_for(coordinator.run(), 20)
+
+    return asyncio.run(bounded())
+
+
+def test_trains_to_the_last_version_and_commits_it():
+    coordinator = make(steps=6)
+    progress = run(coordinator)
+    assert (progress.version, progress.committed, progress.phase) == (6, 6, "done")
+    assert progress.ended == {"trained": 24}
+    assert coordinator.parts.weights.applied[0] == 0 and coordinator.parts.weights.applied[-1] == 6
+    assert len(coordinator.buffer) == 0 and coordinator.buffer.frontier.lowest == 24
+    assert [fate.ordinal for fate in coordinator.parts.recorder.all_fates] == sorted(range(24))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+def test_bound_holds_under_random_latencies(max_staleness):
+    random_ = random.Random(max_staleness)
+    coordinator = make(
+        steps=30,
+        max_staleness=max_staleness,
+        rollouts=FakeRollouts(latency=lambda _: random_.choice([0, 0, 0.001, 0.01])),
+        learner=FakeLearner(4, latency=0.001),
+        weights=FakeWeightSync(latency=lambda _: random_.choice([0, 0.005])),
+    )
+    run(coordinator)
+    trained = coordinator.parts.recorder.all_fates
+    assert len(trained) == 120 and max(fate.staleness for fate in trained) <= max_staleness
+    assert len({fate.ordinal for fate in trained}) == 120
+
+
+def test_staleness_zero_is_synchronous():
+    coordinator = make(steps=5, max_staleness=0)
+    run(coordinator)
+    assert coordinator.parts.weights.applied == [0, 1, 2, 3, 4, 5]
+    assert [[scored.ordinal for scored in batch] for batch in coordinator.parts.learner.batches] == [list(range(i, i + 4)) for i in range(0, 20, 4)]
+    assert all(fate.staleness == 0 for fate in coordinator.parts.recorder.all_fates)
+
+
+def test_wait_loses_no_slow_group():
+    slow = {3, 17}
+    coordinator = make(steps=20, rollouts=FakeRollouts(latency=lambda ordinal: 0.2 if ordinal in slow else 0.0))
+    progress = run(coordinator)
+    assert progress.ended == {"trained": 80}
+    assert slow <= {fate.ordinal for fate in coordinator.parts.recorder.all_fates}
+
+
+def test_failed_dropped_and_skipped_groups_give_their_slots_back():
+    coordinator = make(
+        steps=10,
+        rollouts=FakeRollouts(fails=lambda ordinal: "deadline" if ordinal % 7 == 0 else None),
+        scores=lambda rollouts: FakeScores(
+            rollouts,
+            score=lambda ordinal: (1.0,) if ordinal % 5 == 0 else (0.0, 1.0),
+            fails=lambda ordinal: "reward raised" if ordinal % 11 == 0 else None,
+        ),
+        learner=FakeLearner(4, skips=lambda step: step in (2, 5)),
+    )
+    progress = run(coordinator)
+    assert progress.version == 10 and progress.attempted == 12
+    assert progress.ended["trained"] == 40 and progress.ended["skipped"] == 8
+    assert progress.ended["failed"] > 0 and progress.ended["dropped"] > 0
+    ordinals = [fate.ordinal for fate in coordinator.parts.recorder.all_fates]
+    assert len(ordinals) == len(set(ordinals)) == sum(progress.ended.values())
+
+
+def test_skipped_steps_in_a_row_end_the_run():
+    coordinator = make(learner=FakeLearner(4, skips=lambda step: step >= 1), max_skipped_steps=3)
+    with pytest.raises(RuntimeError, match="3 steps in a row"):
+        run(coordinator)
+
+
+def test_slow_publication_passes_versions_over():
+    coordinator = make(steps=12, max_staleness=4, weights=FakeWeightSync(latency=lambda _: 0.02), learner=FakeLearner(4, latency=0.003))
+    run(coordinator)
+    applied = coordinator.parts.weights.applied
+    assert applied == sorted(applied) and applied[-1] == 12 and len(applied) < 13
+    passed = sum(metrics["weights/versions_passed_over"] for kind, _, _, metrics in coordinator.parts.recorder.records if kind == "gather")
+    assert passed == 13 - len(applied)
+
+
+def test_a_failed_push_is_retried_once():
+    coordinator = make(weights=FakeWeightSync(fails=lambda version, attempt: version == 0 and attempt == 1))
+    assert run(coordinator).version == 6
+
+
+def test_a_push_that_fails_again_ends_the_run_with_its_cause():
+    with pytest.raises(RuntimeError, match="version 0 could not be published"):
+        run(make(weights=FakeWeightSync(fails=lambda version, attempt: version == 0)))
+
+
+def test_evaluates_before_after_and_in_between_at_one_version():
+    seen = []
+
+    async def evaluate(version):
+        before = coordinator.progress.committed
+        await asyncio.sleep(0.005)
+        assert coordinator.progress.committed == before == version
+        seen.append(version)
+        return {"eval/greedy_accuracy": 0.5}
+
+    coordinator = make(steps=12, evaluate=evaluate, evaluate_every=4)
+    progress = run(coordinator)
+    assert seen[0] == 0 and seen[-1] == 12 and len(seen) >= 3 and progress.accuracy == 0.5
+
+
+def test_log_probs_are_checked_at_the_same_version_on_both_sides():
+    check = FakeLogprobCheck()
+    run(make(steps=9, max_staleness=0, check=check, check_every=3))
+    assert check.learner_side == check.generator_side == [0, 3, 6, 9]
+
+
+def test_a_failed_self_test_ends_the_run_before_a_step():
+    coordinator = make(check=FakeLogprobCheck(fails_at=0))
+    with pytest.raises(RuntimeError, match="log-probs differ"):
+        run(coordinator)
+    assert coordinator.parts.learner.batches == []
+
+
+def test_an_error_in_a_rollout_ends_the_run_with_its_cause():
+    class Broken(FakeRollouts):
+        async def rollout(self, prompt, committed):
+            raise ValueError("broken worker")
+
+    with pytest.raises(ValueError, match="broken worker"):
+        run(make(rollouts=Broken()))
+
+
+def test_resume_goes_on_from_the_frontier(tmp_path):
+    first = make(steps=4, checkpoints=Checkpoints(tmp_path, keep=2), checkpoint_every=2)
+    run(first)
+    path, state = Checkpoints(tmp_path, keep=2).latest()
+    assert (path.name, state.version, state.frontier, state.finished_above) == ("step_000004", 4, 16, ())
+    second = make(steps=7, state=state)
+    progress = run(second)
+    assert progress.version == 7 and [fate.ordinal for fate in second.parts.recorder.all_fates] == list(range(16, 28))
+    assert second.parts.weights.applied[0] == 4

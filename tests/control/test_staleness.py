@@ -1,0 +1,59 @@
+"""The three formulas on hand-computed numbers, and the buffer's order."""
+
+import pytest
+
+from asyncrl.control.buffer import Buffer, Frontier
+from asyncrl.control.protocols import Scored
+from asyncrl.control.staleness import Staleness
+
+
+def scored(ordinal, begun):
+    return Scored(ordinal, begun, None, 4, (0.0, 1.0), {}, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("outstanding", "learner", "committed", "admitted"),
+    [(0, 0, 0, True), (11, 0, 0, True), (12, 0, 0, False), (7, 5, 4, True), (8, 5, 4, False), (3, 6, 4, True), (4, 6, 4, False), (0, 7, 4, False)],
+)
+def test_pace(outstanding, learner, committed, admitted):
+    assert Staleness(2, 4).may_admit(outstanding, learner, committed) is admitted
+
+
+def test_bound():
+    assert not Staleness(2, 4).is_stale(begun=3, learner_version=5)
+    assert Staleness(2, 4).is_stale(begun=2, learner_version=5)
+
+
+@pytest.mark.parametrize(
+    ("left", "cut"),
+    [([], True), ([3], False), ([4] * 4, True), ([4] * 5, False), ([4] * 4 + [5] * 4, True), ([4] * 4 + [5] * 5, False), ([5] * 8, True), ([5] * 9, False)],
+)
+def test_wait_cuts_only_what_can_still_be_trained(left, cut):
+    assert Staleness(2, 4).may_cut(left, learner_version=5) is cut
+
+
+def test_batch_takes_the_oldest_version_then_the_lowest_ordinal():
+    buffer = Buffer(Staleness(4, 2), Frontier())
+    for ordinal, begun in [(0, 2), (1, 1), (2, 1), (3, 0)]:
+        buffer.admit(ordinal, begun)
+        buffer.add_scored(scored(ordinal, begun))
+    assert [s.ordinal for s in buffer.next_batch(4)] == [3, 1]
+
+
+def test_a_running_group_about_to_expire_holds_the_cut():
+    buffer = Buffer(Staleness(1, 1), Frontier())
+    buffer.admit(0, 0)
+    buffer.admit(1, 1)
+    buffer.add_scored(scored(1, 1))
+    assert buffer.next_batch(1) is None
+    buffer.add_scored(scored(0, 0))
+    assert [s.ordinal for s in buffer.next_batch(1)] == [0]
+
+
+def test_frontier_swallows_what_joins_it():
+    frontier = Frontier()
+    for ordinal in (2, 0, 4, 1):
+        frontier.finish(ordinal)
+    assert (frontier.lowest, frontier.above) == (3, {4})
+    with pytest.raises(ValueError, match="outcome already"):
+        frontier.finish(1)
