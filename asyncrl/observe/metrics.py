@@ -1,0 +1,134 @@
+"""metrics.jsonl and TensorBoard: one record per step or event, with stable names.
+
+Made by the run's driver, read by `asyncrl.open_run`, the report and TensorBoard. Imports no torch: TensorBoard's own event
+writer is enough.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+__all__ = ["METRICS_FILE", "RESERVED", "SCHEMA", "MetricsWriter", "read_metrics"]
+
+SCHEMA = 1
+"""Version of the record's layout. It rises when a name changes its meaning."""
+
+METRICS_FILE = "metrics.jsonl"
+
+RESERVED = ("schema", "event", "step", "version", "time")
+"""Fields that every record has: layout, kind of record, steps applied, policy version, Unix seconds."""
+
+
+class MetricsWriter:
+    """Appends records to `<run>/metrics.jsonl` and scalars to `<run>/tensorboard/`.
+
+    A record is one line, written whole and flushed, so a reader of a live run sees complete lines only (but for the last).
+    Numbers that JSON does not know (NaN, Inf) are written as null. A new attempt appends to the same file.
+    """
+
+    def __init__(self, directory: Path, tensorboard: bool = True) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / METRICS_FILE
+        _end_last_line(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._board = _Board(directory / "tensorboard") if tensorboard else None
+
+    def write(self, event: str, step: int, version: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Write one record and return it. `values` are numbers, strings, None or lists and mappings of these.
+
+        Raises:
+            ValueError: a value has the name of a field that every record has.
+        """
+        taken = sorted(set(values) & set(RESERVED))
+        if taken:
+            raise ValueError(f"metrics named {taken} would hide the record's own fields; rename them")
+        now = time.time()
+        record = {"schema": SCHEMA, "event": event, "step": step, "version": version, "time": now, **_plain(values)}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            self._board.add(event, step, now, record)
+        return record
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Board:
+    """TensorBoard scalars named `<event>/<name>`, against the step."""
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(directory), flush_secs=5)
+
+    def add(self, event: str, step: int, now: float, record: Mapping[str, Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = {name: value for name, value in record.items() if name not in RESERVED and _is_number(value)}
+        if not scalars:
+            return
+        values = [Summary.Value(tag=f"{event}/{name}", simple_value=value) for name, value in scalars.items()]
+        self._writer.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file, oldest first. A last line that is still being written is left out.
+
+    Raises:
+        ValueError: a finished line is no record; the message names file and line.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is no JSON record ({error.msg}); remove that line") from None
+
+
+def _end_last_line(path: Path) -> None:
+    """Cut off a line that a killed attempt left half-written."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON knows it: numpy scalars become numbers, NaN and Inf become None."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item") and not isinstance(value, str | bytes):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

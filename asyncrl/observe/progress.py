@@ -1,0 +1,210 @@
+"""What a person sees while a run goes on: a live table on a terminal, plain lines in a log.
+
+The run fills in a `Progress` and hands it to a `ProgressView`; nothing here asks the run for anything. Text that a model
+wrote is shown without its control characters and never read as markup.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+    from rich.table import Table
+
+__all__ = ["Progress", "ProgressView", "duration", "line", "printable", "table", "time_left"]
+
+
+@dataclass(slots=True)
+class Progress:
+    """The state of a run at one moment. None = not known yet. Times are in seconds, rates in tokens per second."""
+
+    phase: str
+    """What the run is doing: `starting`, `warm start`, `evaluating`, `training`, `saving`, `done`, …"""
+    step: int = 0
+    max_steps: int = 0
+    learner_version: int | None = None
+    committed_version: int | None = None
+    reward: float | None = None
+    accuracy: float | None = None
+    """Mean of the accuracy reward over the last batch's trajectories (sampled)."""
+    held_out_accuracy: float | None = None
+    """Greedy accuracy of the last evaluation."""
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
+    max_staleness: int | None = None
+    generated_tokens_per_s: float | None = None
+    trained_tokens_per_s: float | None = None
+    learner_waited_s: float | None = None
+    """Seconds so far in which the learner had no batch to train."""
+    generators_waited_s: float | None = None
+    """Seconds so far in which no new group could be admitted because the learner was behind."""
+    elapsed_s: float = 0.0
+    left_s: float | None = None
+    memory_bytes: int | None = None
+    prompt: str = ""
+    completion: str = ""
+    """One prompt and completion of the last batch."""
+    notes: tuple[str, ...] = field(default=())
+    """Short lines about things out of the ordinary, newest last."""
+
+
+class ProgressView:
+    """Shows the newest `Progress`: redrawn in place on a terminal, else one line per interval and one per change of phase.
+
+    Use as a context manager; `show` is cheap and may be called as often as something changes.
+    """
+
+    def __init__(self, interval_s: float = 10.0, stream: TextIO | None = None, live: bool | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._interval_s = interval_s
+        self._live_wanted = self._stream.isatty() if live is None else live
+        self._live: Live | None = None
+        self._last_line = -float("inf")
+        self._last_phase = ""
+        self._last: Progress | None = None
+
+    def __enter__(self) -> ProgressView:
+        if self._live_wanted:
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(file=self._stream), refresh_per_second=4, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self._last is not None:
+            self._print(self._last)
+
+    def show(self, progress: Progress) -> None:
+        """Show this state. In a log: now if the phase is new or the interval is over, else not at all."""
+        if self._live is not None:
+            self._live.update(table(progress))
+        elif progress.phase != self._last_phase or time.monotonic() - self._last_line >= self._interval_s:
+            self._print(progress)
+        else:
+            self._last = progress
+
+    def _print(self, progress: Progress) -> None:
+        self._last_phase, self._last_line, self._last = progress.phase, time.monotonic(), None
+        print(line(progress), file=self._stream, flush=True)
+
+
+def line(progress: Progress) -> str:
+    """One plain line; what is not known is left out."""
+    parts = [duration(progress.elapsed_s), printable(progress.phase)]
+    if progress.max_steps:
+        parts.append(f"step {progress.step}/{progress.max_steps}")
+    parts += [f"{name} {value}" for name, value in _rows(progress).items() if name not in ("step", "elapsed", "prompt")]
+    parts += [f"note: {printable(note)}" for note in progress.notes[-1:]]
+    return " | ".join(parts)
+
+
+def table(progress: Progress) -> RenderableType:
+    """The live table: progress bar, then two columns of what is known."""
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = list(_rows(progress).items())
+    shown_below = [(name, value) for name, value in rows if name == "prompt"]
+    beside = [(name, value) for name, value in rows if name != "prompt"]
+    half = (len(beside) + 1) // 2
+    columns = Table.grid(padding=(0, 4), expand=True)
+    columns.add_column(ratio=1)
+    columns.add_column(ratio=1)
+    columns.add_row(_pairs(beside[:half]), _pairs(beside[half:]))
+    body: list[RenderableType] = [columns]
+    if progress.max_steps:
+        bar = Table.grid(expand=True)  # the bar alone would not end its line
+        bar.add_row(ProgressBar(total=progress.max_steps, completed=min(progress.step, progress.max_steps)))
+        body = [bar, columns]
+    body += [Text(f"{name}  {value}", style="dim", overflow="ellipsis", no_wrap=True) for name, value in shown_below]
+    body += [Text(printable(note), style="yellow", overflow="ellipsis", no_wrap=True) for note in progress.notes[-3:]]
+    return Panel(Group(*body), title=Text(f"asyncrl · {printable(progress.phase)}", style="bold"), title_align="left", width=100)
+
+
+def printable(text: str, limit: int = 80) -> str:
+    """The text on one line without control characters (model text may hold escape sequences), at most `limit` long."""
+    cut = text if len(text) <= limit else text[: limit - 1] + "…"
+    return "".join(character if character.isprintable() else "�" for character in cut.replace("\n", "⏎"))
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `47s`, `5m07s` or `2h05m`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def time_left(step: int, max_steps: int, training_s: float) -> float | None:
+    """Seconds left at the mean pace so far; None before the first step."""
+    return None if step <= 0 else training_s / step * max(0, max_steps - step)
+
+
+def _pairs(rows: list[tuple[str, str]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        grid.add_row(Text(name, style="dim"), Text(value))
+    return grid
+
+
+def _rows(progress: Progress) -> dict[str, str]:
+    """Name → text of what is known, in the order in which it is shown."""
+    rows = {
+        "step": f"{progress.step} of {progress.max_steps}" if progress.max_steps else None,
+        "version": _versions(progress),
+        "reward": _number(progress.reward, ".3f"),
+        "accuracy": _number(progress.accuracy, ".1%"),
+        "held-out": _number(progress.held_out_accuracy, ".1%"),
+        "staleness": _staleness(progress),
+        "generated": _number(progress.generated_tokens_per_s, ",.0f", " tok/s"),
+        "trained": _number(progress.trained_tokens_per_s, ",.0f", " tok/s"),
+        "waited": _waited(progress),
+        "memory": None if progress.memory_bytes is None else f"{progress.memory_bytes / 2**30:.1f} GiB",
+        "elapsed": duration(progress.elapsed_s),
+        "left": None if progress.left_s is None else duration(progress.left_s),
+        "prompt": f"{printable(progress.prompt, 60)} → {printable(progress.completion, 60)}" if progress.prompt else None,
+    }
+    return {name: value for name, value in rows.items() if value is not None}
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str | None:
+    return None if value is None else f"{value:{form}}{unit}"
+
+
+def _versions(progress: Progress) -> str | None:
+    if progress.learner_version is None:
+        return None
+    committed = "none" if progress.committed_version is None else progress.committed_version
+    return f"{progress.learner_version} (committed {committed})"
+
+
+def _staleness(progress: Progress) -> str | None:
+    if progress.staleness_mean is None:
+        return None
+    bound = "" if progress.max_staleness is None else f" of {progress.max_staleness}"
+    return f"mean {progress.staleness_mean:.2f}, max {progress.staleness_max}{bound}"
+
+
+def _waited(progress: Progress) -> str | None:
+    sides = {"learner": progress.learner_waited_s, "generators": progress.generators_waited_s}
+    known = [f"{side} {duration(seconds)}" for side, seconds in sides.items() if seconds is not None]
+    return ", ".join(known) or None
