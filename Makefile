@@ -1,0 +1,23 @@
+.PHONY: setup demo test test-all lint types
+
+PYTHON := .venv/bin/python
+export PYTHONUNBUFFERED := 1
+
+setup:
+	@.ci/setup
+
+demo: setup  ## the main job, end to end
+	@$(PYTHON) jobs/quickstart.py
+
+test: setup  ## the default tests, real vLLM and DeepSpeed included
+	@$(PYTHON) -m pytest -q
+
+test-all: setup  ## what is too slow for `make test`
+	@$(PYTHON) -m pytest -q -m slow
+
+lint: setup
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+
+types: setup
+	@.venv/bin/mypy

@@ -1,0 +1,44 @@
+"""The `asyncrl` command. Heavy imports come after the arguments are understood."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from asyncrl.config import ConfigError, command_line, load_config
+
+__all__ = ["main"]
+
+TRAIN, PLAN = "train a model as a YAML file says", "check a config and show what it asks for; allocates nothing"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one subcommand and exit: 0 done, 1 failed, 2 a setting cannot be used, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="asyncrl", description="Asynchronous reinforcement-learning post-training for language models, on Ray.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan}")
+    for name, text in (("train", TRAIN), ("plan", PLAN)):
+        command = commands.add_parser(name, help=text, description=text, add_help=False, allow_abbrev=False)
+        command.add_argument("config", nargs="?", metavar="CONFIG")
+        command.add_argument("-h", "--help", action="store_true")
+    known, overrides = parser.parse_known_args(arguments)
+    if known.help or known.config is None:
+        command_line(["--help"], {}, exit_on_error=True)
+    sys.exit(run(known.command, known.config, overrides))
+
+
+def run(command: str, path: str, overrides: list[str]) -> int:
+    """The exit code of one subcommand."""
+    try:
+        config = load_config(path, overrides)
+        if command == "plan":
+            from asyncrl.plan import make_plan
+
+            print(make_plan(config).text())
+            return 0
+        from asyncrl.run import train
+
+        return train(config, resume_command=["asyncrl", "train", path, *overrides])
+    except ConfigError as error:
+        print(f"asyncrl: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,92 @@
+"""The run directory: who may write to it, and which attempt this is."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import uuid
+from pathlib import Path
+from types import TracebackType
+
+import yaml
+
+from asyncrl.config import Config, ConfigError
+from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
+
+__all__ = ["RunDirectory"]
+
+
+class RunDirectory:
+    """`<runs_root>/<name>` under an exclusive lock, for one attempt. A context manager.
+
+    Attributes:
+        path: absolute directory.
+        state: where control begins: version 0, or the checkpoint's.
+        checkpoint: the checkpoint's directory, or None for a new start.
+
+    Raises:
+        ConfigError: the directory is in use, exists under `resume: never`, or has no readable checkpoint under `must`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.path = config.run_directory
+        self.created = not self.path.exists()
+        if not self.created and config.resume == "never" and any(self.path.iterdir()):
+            self._refuse_in_use()
+            raise ConfigError(f"run directory {self.path} exists; go on with it (--resume auto), or choose another --name")
+        checkpoints = Checkpoints(self.path / "checkpoints", config.checkpoint.keep)
+        self.checkpoint: Path | None = None
+        resumed: State | None = None
+        if config.resume != "never":
+            try:
+                self.checkpoint, resumed = checkpoints.latest()
+            except NoCheckpoint as error:
+                if config.resume == "must":
+                    raise ConfigError(str(error)) from None
+            except UnreadableCheckpoint as error:
+                raise ConfigError(str(error)) from None
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = self._acquire()
+        self.checkpoints = checkpoints
+        self.state = self._begin_attempt(resumed)
+        (self.path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+    @property
+    def logs(self) -> Path:
+        """Log directory of this attempt."""
+        return self.path / "logs" / f"attempt_{self.state.attempt}"
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        os.close(self._lock)
+
+    def _acquire(self) -> int:
+        lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 32).decode() or "another process"
+            os.close(lock)
+            raise ConfigError(f"run directory {self.path} is in use by process {holder}; wait for it, or choose another --name") from None
+        os.ftruncate(lock, 0)
+        os.write(lock, str(os.getpid()).encode())
+        return lock
+
+    def _refuse_in_use(self) -> None:
+        if (self.path / ".lock").exists():
+            os.close(self._acquire())
+
+    def _begin_attempt(self, resumed: State | None) -> State:
+        record = self.path / "run.json"
+        tree = json.loads(record.read_text()) if record.exists() else {"run_id": uuid.uuid4().hex, "attempts": 0}
+        attempt = tree["attempts"]
+        temporary = record.with_name(".run.json")
+        temporary.write_text(json.dumps({**tree, "attempts": attempt + 1}))
+        os.replace(temporary, record)
+        (self.path / "logs" / f"attempt_{attempt}").mkdir(parents=True, exist_ok=True)
+        if resumed is None:
+            return State(tree["run_id"], attempt, 0, 0, 0, ())
+        return State(tree["run_id"], attempt, resumed.version, resumed.steps_attempted, resumed.frontier, resumed.finished_above)

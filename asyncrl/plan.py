@@ -1,0 +1,139 @@
+"""What a config asks for, before anything is allocated: batch arithmetic, logical CPUs, room in shared memory, model and prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.config import Config, ConfigError
+
+__all__ = ["Part", "Plan", "logical_cpus", "make_plan", "model_context"]
+
+STREAM_CPUS = 0.1
+"""Logical CPUs of one Ray Data task or actor, and of one rollout worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One row of the logical CPU table: `count` processes of `cpus` each."""
+
+    name: str
+    count: int
+    cpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything `asyncrl plan` prints."""
+
+    config: Config
+    parts: tuple[Part, ...]
+    weights_bytes: int
+    shared_memory_free: int
+    context: int
+    prompts: str
+
+    @property
+    def shared_memory_needed(self) -> int:
+        """Two versions in the object store, and one staging file per replica."""
+        return (2 + self.config.generator.num_replicas) * self.weights_bytes
+
+    def text(self) -> str:
+        """The plan as a person reads it."""
+        config = self.config
+        resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip()
+        return "\n\n".join([f"# resolved config\n{resolved}", arithmetic(config), self._cpu_table(), self._memory(), self.prompts])
+
+    def _cpu_table(self) -> str:
+        rows = [f"  {part.name:<24}{part.count:>4} x {part.cpus:<5g} = {part.count * part.cpus:5.2f}" for part in self.parts]
+        total = sum(part.count * part.cpus for part in self.parts)
+        return "\n".join(["# logical CPUs", *rows, f"  {'total':<36} = {total:5.2f}   (this machine has {os.cpu_count()})"])
+
+    def _memory(self) -> str:
+        mib = 1 << 20
+        return (
+            f"# shared memory\n  weights of one version {self.weights_bytes / mib:.1f} MiB; needed (2 versions + {self.config.generator.num_replicas} staged) "
+            f"{self.shared_memory_needed / mib:.1f} MiB; free in /dev/shm {self.shared_memory_free / mib:.0f} MiB"
+        )
+
+
+def make_plan(config: Config) -> Plan:
+    """Check what can be checked without allocating anything.
+
+    Raises:
+        ConfigError: the model or data cannot be read, a length does not fit, or shared memory is too small.
+    """
+    from asyncrl.data.prompts import check_prompts
+
+    context = model_context(config)
+    _ = config.run_directory
+    report = check_prompts(config)
+    plan = Plan(config, logical_cpus(config), weights_bytes(config), shutil.disk_usage("/dev/shm").free, context, str(report))
+    if plan.shared_memory_needed > plan.shared_memory_free:
+        raise ConfigError(
+            f"/dev/shm has {plan.shared_memory_free >> 20} MiB free, and two versions in the object store plus {config.generator.num_replicas} staged "
+            f"need {plan.shared_memory_needed >> 20} MiB; lower generator.num_replicas or enlarge /dev/shm"
+        )
+    return plan
+
+
+def arithmetic(config: Config) -> str:
+    """The batch arithmetic, every number with its name."""
+    rollout, staleness = config.rollout, config.staleness
+    return (
+        "# batch arithmetic\n"
+        f"  groups per step     = rollout_batch_size {rollout.rollout_batch_size} / num_steps_per_rollout {rollout.num_steps_per_rollout} = {config.groups_per_step}\n"
+        f"  global_batch_size   = groups per step * n_samples_per_prompt {rollout.n_samples_per_prompt} = {config.global_batch_size} trajectories\n"
+        f"  outstanding, at most = (max_staleness {staleness.max_staleness} + 1) * groups per step = {config.max_outstanding} groups\n"
+        f"  longest trajectory  = max_prompt_length {config.data.max_prompt_length} + max_completion_length {rollout.max_completion_length} = "
+        f"{config.longest_trajectory} tokens (max_tokens_per_gpu {config.learner.max_tokens_per_gpu})"
+    )
+
+
+def logical_cpus(config: Config) -> tuple[Part, ...]:
+    """What each part declares to Ray."""
+    return (
+        Part("learner ranks", config.learner.world_size, config.learner.num_cpus),
+        Part("generator replicas", config.generator.num_replicas, config.generator.num_cpus),
+        Part("rollout workers", config.rollout.num_workers, STREAM_CPUS),
+        Part("prompt stream", 1, STREAM_CPUS),
+        Part("scoring stream", 2, STREAM_CPUS),
+    )
+
+
+def model_context(config: Config) -> int:
+    """Longest sequence that the model takes, in tokens.
+
+    Raises:
+        ConfigError: no readable checkpoint at model.path, or a trajectory could be longer than that.
+    """
+    path = Path(config.model.path)
+    try:
+        tree: dict[str, Any] = json.loads((path / "config.json").read_text())
+    except OSError as error:
+        raise ConfigError(f"model.path = {config.model.path!r}: {error.strerror} (config.json); give a Hugging Face checkpoint directory") from None
+    except ValueError as error:
+        raise ConfigError(f"model.path = {config.model.path!r}: config.json is not JSON ({error})") from None
+    if not list(path.glob("*.safetensors")):
+        raise ConfigError(f"model.path = {config.model.path!r} holds no *.safetensors; give a Hugging Face checkpoint directory")
+    context = int(tree.get("max_position_embeddings") or 1 << 30)
+    if config.longest_trajectory > context:
+        raise ConfigError(
+            f"data.max_prompt_length {config.data.max_prompt_length} + rollout.max_completion_length {config.rollout.max_completion_length} = "
+            f"{config.longest_trajectory} tokens is above the model's context of {context}; lower one of them"
+        )
+    return context
+
+
+def weights_bytes(config: Config) -> int:
+    """Bytes of one published version: the checkpoint's, in the published type."""
+    stored = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    tree = json.loads((Path(config.model.path) / "config.json").read_text())
+    stored_width = 4 if (tree.get("dtype") or tree.get("torch_dtype") or "float32") == "float32" else 2
+    return stored * (4 if config.model.dtype == "float32" else 2) // stored_width
