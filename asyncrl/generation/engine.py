@@ -1,0 +1,298 @@
+"""One vLLM engine as a plain class: token ids in, log-probs and version spans out, weights changed under running generations.
+
+Knows neither Ray nor Serve. vLLM is imported in `start`, so that this module costs nothing to import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from asyncrl.generation.protocol import GenerateRequest, GenerationTimeout, StaleReplica
+from asyncrl.generation.settings import GeneratorApp
+from asyncrl.generation.stops import load_stop_set
+from asyncrl.types import Completion, VersionSpan
+from asyncrl.weights.engine import BACKEND
+
+__all__ = ["PAUSE", "Engine", "engine_environment", "version_spans"]
+
+PAUSE: dict[str, dict[str, Any]] = {
+    "keep": {"mode": "keep", "clear_cache": False},
+    "recompute": {"mode": "keep", "clear_cache": True},
+    "drain": {"mode": "wait", "clear_cache": True},
+}
+"""`generator.in_flight` → arguments of vLLM's pause. Not clearing the cache is what keeps the old KV."""
+
+STOP_TIMEOUT_S = 10.0
+"""Seconds that vLLM's processes get to end by themselves."""
+
+
+def engine_environment(device: str) -> dict[str, str]:
+    """Environment variables of a process that holds an engine; its child processes inherit them."""
+    common = {
+        "VLLM_PLUGINS": "asyncrl_weights",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_COLOR": "0",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        # One thread per engine: two replicas share two cores with the learner, and vLLM would pin threads to cores of its own choice.
+        return common | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return common
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """Seconds of a start: importing vLLM; making the engine (its process, its imports, the model); the first generation."""
+
+    import_s: float
+    engine_s: float
+    first_generation_s: float
+
+
+class Engine:
+    """vLLM's AsyncLLM with versioned weights. Use from one event loop: `await start()`, then the rest, then `stop()`."""
+
+    def __init__(self, app: GeneratorApp) -> None:
+        self.app = app
+        self.version = 0
+        self.broken: str | None = None
+        """Why the weights are in an unknown state, if an update failed after it had begun."""
+        self.tokens_at_pause: tuple[int, ...] = ()
+        """Tokens that each unfinished completion had when the last update paused it."""
+        self.stops: dict[int, tuple[str, ...]] = {}
+        self.load: LoadTimes | None = None
+        self._llm: Any = None
+        self._tokens = 0
+        self._ids = itertools.count()
+        self._open = asyncio.Event()
+        self._processes: list[psutil.Process] = []
+
+    async def start(self) -> LoadTimes:
+        """Load the model and generate one token. The weights are the checkpoint's, version 0."""
+        begun = time.monotonic()
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        imported = time.monotonic()
+        before = {process.pid for process in psutil.Process().children(recursive=True)}
+        vllm_config, executor = _engine_config(self.app)
+        # The constructor blocks for as long as the engine's process loads; the output loop has to be made by this event loop.
+        self._llm = await asyncio.to_thread(AsyncLLM, vllm_config, executor, log_stats=False, log_requests=False, stat_loggers=[self._token_counter()])
+        self._processes = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        tokenizer = self._llm.get_tokenizer()
+        self.stops = load_stop_set(self.app.model, tokenizer, self.app.rollout_stop, self.app.rollout_stop_token_ids)
+        loaded = time.monotonic()
+        self._open.set()
+        await self.generate(GenerateRequest(prompt_ids=(next(iter(self.stops), 0),), n=1, max_tokens=1, temperature=0.0, ignore_eos=True))
+        self.load = LoadTimes(imported - begun, loaded - imported, time.monotonic() - loaded)
+        return self.load
+
+    @property
+    def tokens_generated(self) -> int:
+        """Completion tokens made since the start."""
+        return self._tokens
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus completion, in tokens."""
+        return int(self._llm.model_config.max_model_len)
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        """n completions of one prompt.
+
+        Raises:
+            GenerationTimeout: not done `deadline_s` seconds from now; aborted.
+            StaleReplica: the engine was lost in an update.
+            ValueError: the prompt leaves no room for max_tokens in the model's context.
+        """
+        longest = len(request.prompt_ids) + request.max_tokens
+        if longest > self.max_model_len:
+            raise ValueError(f"prompt of {len(request.prompt_ids)} tokens + max_tokens = {request.max_tokens} is above max_model_len = {self.max_model_len}")
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                await self._open.wait()
+                outputs = await self._run(request)
+        except TimeoutError:
+            raise GenerationTimeout(f"{request.n} completions of up to {request.max_tokens} tokens were not done in {request.deadline_s:g} s") from None
+        tokenizer = self._llm.get_tokenizer()
+        return tuple(_completion(output, tokenizer) for output in outputs)
+
+    async def apply(self, update: Mapping[str, Any], version: int) -> dict[str, float]:
+        """Change to a staged version: pause, load, label, resume. Returns pause_s, apply_s (seconds) and in_flight (completions).
+
+        Raises:
+            RuntimeError: the update failed after it had begun. The engine is stopped and must be replaced.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        async def load() -> None:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(update)))
+            await self._llm.finish_weight_update(weight_version=str(version))
+            self.version = version
+
+        return await self._paused(load)
+
+    async def pause_empty(self) -> dict[str, float]:
+        """Pause and resume with nothing between: what an update costs at least."""
+
+        async def nothing() -> None:
+            return None
+
+        return await self._paused(nothing)
+
+    async def stop(self) -> None:
+        """End the engine and every process that it started."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, STOP_TIMEOUT_S)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, STOP_TIMEOUT_S)
+        for process in alive:
+            process.kill()
+        self._processes = []
+
+    async def check(self) -> None:
+        """Raise RuntimeError if the engine is dead or its weights are in an unknown state."""
+        if self.broken is not None:
+            raise RuntimeError(self.broken)
+        if self._llm is None or self._llm.errored:
+            raise RuntimeError("the vLLM engine's process has died")
+
+    async def _paused(self, work: Any) -> dict[str, float]:
+        self._open.clear()  # Requests that come now wait here: they would be salted and counted under the old version.
+        begun = time.monotonic()
+        try:
+            await self._llm.pause_generation(**PAUSE[self.app.generator.in_flight])
+            self.tokens_at_pause = tuple(state.detokenizer.num_output_tokens() for state in self._llm.output_processor.request_states.values())
+            paused = time.monotonic()
+            await work()
+            applied = time.monotonic()
+            await self._llm.resume_generation()
+        except Exception as error:
+            # The weights may be half old, half new, and vLLM has no way back: nothing may be generated from them.
+            self.broken = f"the update of version {self.version} failed: {type(error).__name__}: {error}"
+            raise RuntimeError(self.broken) from error
+        finally:
+            self._open.set()
+        return {"pause_s": time.monotonic() - begun, "apply_s": applied - paused, "in_flight": float(len(self.tokens_at_pause))}
+
+    async def _run(self, request: GenerateRequest) -> Sequence[Any]:
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self.broken is not None:
+            raise StaleReplica(self.broken)
+        # With the old KV kept over an update, blocks cached under one version must not serve requests of the next.
+        prompt = tokens_input(list(request.prompt_ids), cache_salt=f"version {self.version}")
+        final = None
+        try:
+            async for output in self._llm.generate(prompt, _sampling(request, self.stops), f"request-{next(self._ids)}"):
+                final = output
+        except EngineDeadError:
+            raise StaleReplica("the vLLM engine's process has died") from None
+        if final is None:
+            raise StaleReplica("the vLLM engine ended a request without an answer")
+        return sorted(final.outputs, key=lambda output: output.index)
+
+    def _token_counter(self) -> Any:
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        engine = self
+
+        class TokenCounter(StatLoggerBase):
+            """Counts generated tokens as they come; completions in flight give no output before their end."""
+
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+                if iteration_stats is not None:
+                    engine._tokens += iteration_stats.num_generation_tokens
+
+            def log_engine_initialized(self) -> None: ...
+
+        return TokenCounter
+
+
+def version_spans(labels: Sequence[Any], tokens: int) -> tuple[VersionSpan, ...]:
+    """vLLM's weight-version spans with integer versions. Labels that are no number are the checkpoint's own weights: version 0."""
+    spans: list[VersionSpan] = []
+    for label in labels:
+        version = int(label.version) if label.version.isdecimal() else 0
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, label.end)
+        elif label.end > label.start:
+            spans.append(VersionSpan(version, label.start, label.end))
+    return tuple(spans) if spans or not tokens else (VersionSpan(0, 0, tokens),)
+
+
+def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
+    """vLLM's config and executor class."""
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.executor import Executor, UniProcExecutor
+
+    generator = app.generator
+    device: dict[str, Any] = {"gpu_memory_utilization": generator.gpu_memory_utilization}
+    if generator.device == "cpu":
+        device = {"kv_cache_memory_bytes": generator.kv_cache_memory_bytes, "enforce_eager": True}
+    arguments = AsyncEngineArgs(
+        model=app.model,
+        dtype=app.dtype,
+        max_model_len=app.max_model_len,
+        max_num_seqs=generator.max_num_seqs,
+        seed=app.seed,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        trust_remote_code=False,
+        **device,
+    )
+    config = arguments.create_engine_config()
+    if generator.device == "cpu":
+        # vLLM gives a CPU worker a process of its own so that it can bind its threads. Ours are not bound, and without it
+        # an engine starts one import of vLLM earlier and does not spend a core on polling between the two.
+        config.parallel_config.distributed_executor_backend = "uni"
+        return config, UniProcExecutor
+    return config, Executor.get_class(config)
+
+
+def _sampling(request: GenerateRequest, stops: Mapping[int, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=request.n,
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        ignore_eos=request.ignore_eos,
+        stop_token_ids=[] if request.ignore_eos else list(stops),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _completion(output: Any, tokenizer: Any) -> Completion:
+    ids = tuple(output.token_ids)
+    if output.finish_reason not in ("stop", "length"):
+        raise StaleReplica(f"the vLLM engine ended a completion with {output.finish_reason!r}")
+    return Completion(
+        token_ids=ids,
+        logprobs=tuple(output.logprobs.logprobs),
+        versions=version_spans(output.weight_versions or (), len(ids)),
+        finish_reason=output.finish_reason,
+        text=tokenizer.decode(ids, skip_special_tokens=True),
+    )

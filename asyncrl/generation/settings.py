@@ -1,0 +1,54 @@
+"""The one argument of the generator app: what `serve deploy` takes from YAML and a job from its config. Imports no vLLM."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from asyncrl.config import Config, GeneratorConfig, Section
+
+__all__ = ["GeneratorApp", "board_name"]
+
+
+class GeneratorApp(Section):
+    """One generator application."""
+
+    model: str
+    """Hugging Face checkpoint directory."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights held, and of the versions taken."""
+    max_model_len: int | None = Field(default=None, gt=0)
+    """Longest prompt plus completion, in tokens. Default: the model's context."""
+    generator: GeneratorConfig = GeneratorConfig()
+    """Replicas, device, cache and what an update does to generations in flight."""
+    seed: int = 0
+    """Seed of the engine; a request's own seed wins."""
+    rollout_stop: list[str] = []
+    """Further stop strings, each one token of the tokenizer."""
+    rollout_stop_token_ids: list[int] = []
+    """Further stop token ids."""
+    board: str | None = None
+    """Name of the job's version board. None: the replicas keep the checkpoint's weights."""
+    fetch_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds that a replica may take to fetch a version."""
+
+    @classmethod
+    def from_config(cls, config: Config, board: str | None) -> GeneratorApp:
+        """The generator app of a training run."""
+        return cls(
+            model=config.model.path,
+            dtype=config.model.dtype,
+            max_model_len=config.longest_trajectory,
+            generator=config.generator,
+            seed=config.seed,
+            rollout_stop=config.rollout.rollout_stop,
+            rollout_stop_token_ids=config.rollout.rollout_stop_token_ids,
+            board=board,
+            fetch_timeout_s=config.weights.push_timeout_s,
+        )
+
+
+def board_name(app_name: str) -> str:
+    """Name of the version board that goes with a Serve application."""
+    return f"{app_name}-versions"
