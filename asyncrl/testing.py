@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.control.fates import Fate
 from asyncrl.control.protocols import Finished, Manifest, PushReport, RolloutFailed, Scored, StepResult
-from asyncrl.generation.protocol import Generated, GenerateRequest
+from asyncrl.generation.protocol import Generated, GenerateRequest, WeightsId
 from asyncrl.types import Completion, Prompt, VersionSpan
 
 __all__ = ["FakeGenerate", "FakeLearner", "FakeLogprobCheck", "FakePrompts", "FakeRecorder", "FakeRollouts", "FakeScores", "FakeWeightSync"]
@@ -163,11 +163,11 @@ class FakeRecorder:
     """Keeps everything in lists."""
 
     def __init__(self) -> None:
-        self.records: list[tuple[str, int, int, dict[str, float]]] = []
+        self.records: list[tuple[str, int, int, dict[str, float | str]]] = []
         self.all_fates: list[Fate] = []
 
-    def record(self, kind: str, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        self.records.append((kind, step, version, dict(metrics)))
+    def record(self, event: str, step: int, version: int, metrics: Mapping[str, float | str]) -> None:
+        self.records.append((event, step, version, dict(metrics)))
 
     def fates(self, fates: list[Fate]) -> None:
         self.all_fates += fates
@@ -204,6 +204,9 @@ class FakeGenerate:
             raise AssertionError(f"version {request.min_weights.version} was asked for, and {self.version} is there")
         await asyncio.sleep(self.latency)
         return Generated(tuple(self._completion(request, index) for index in range(request.n)), replica="fake")
+
+    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> list[tuple[float, ...]]:
+        return [tuple(-random.Random(f"{token}").random() for token in completion) for _, completion in rows]
 
     def _completion(self, request: GenerateRequest, index: int) -> Completion:
         random_ = random.Random(f"{request.seed}/{request.prompt_ids}/{index}")

@@ -46,7 +46,7 @@ class Schedule:
 class Recorder(Protocol):
     """Where the run's story is written."""
 
-    def record(self, kind: str, step: int, version: int, metrics: Mapping[str, float]) -> None: ...
+    def record(self, event: str, step: int, version: int, metrics: Mapping[str, float | str]) -> None: ...
 
     def fates(self, fates: list[Fate]) -> None: ...
 
@@ -351,9 +351,9 @@ class Coordinator:
     def _record_push(self, report: PushReport) -> None:
         for replica, timings in report.replicas.items():
             metrics = {f"weights/{name}": value for name, value in timings.items()}
-            self.parts.recorder.record(f"push/{replica}", self.progress.attempted, report.version, metrics)
-        metrics = {"weights/replicas": len(report.replicas), "weights/unroutable": len(report.unroutable)}
-        self.parts.recorder.record("commit", self.progress.attempted, report.version, metrics)
+            self.parts.recorder.record("push", self.progress.attempted, report.version, {"replica": replica, **metrics})
+        counts = {"weights/replicas": len(report.replicas), "weights/unroutable": len(report.unroutable)}
+        self.parts.recorder.record("commit", self.progress.attempted, report.version, counts)
 
     def _mark_evaluation_due(self, version: int) -> None:
         every = self.schedule.evaluate_every

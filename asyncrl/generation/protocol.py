@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,4 +60,8 @@ class Generate(Protocol):
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Raises StaleReplica or GenerationTimeout."""
+        ...
+
+    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> list[tuple[float, ...]]:
+        """Log-probs (nats, temperature 1) of each row's second ids, given its first: what the model itself says of tokens that are fixed."""
         ...

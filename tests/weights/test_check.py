@@ -1,0 +1,55 @@
+"""The log-prob comparison, on a learner and a generator that agree, differ by a little, or give NaN."""
+
+import asyncio
+
+import pytest
+
+from asyncrl.generation.protocol import WeightsId
+from asyncrl.testing import FakeGenerate
+from asyncrl.weights.check import ProbeCheck, compare
+
+
+class Learner:
+    def __init__(self, generate, error=0.0):
+        self.generate, self.error, self.sampled = generate, error, {}
+
+    async def logprobs(self, rows):
+        return [[value + self.error for value in row] for row in await self.generate.logprobs(rows, None)]
+
+
+class Consistent(FakeGenerate):
+    """Samples with the log-probs that it also scores."""
+
+    async def generate(self, request):
+        generated = await super().generate(request)
+        completion = generated.completions[0]
+        scored = (await self.logprobs([((), completion.token_ids)], None))[0]
+        return type(generated)((type(completion)(completion.token_ids, scored, completion.versions, completion.finish_reason),), generated.replica)
+
+
+def check(error, tolerance=1e-4):
+    generate = Consistent()
+    return ProbeCheck(generate, Learner(generate, error), [(1, 2), (3,)], tokens=8, tolerance=tolerance, first=WeightsId("run", 0, 0))
+
+
+async def versions(probe_check, *versions):
+    results = []
+    for version in versions:
+        probe_check.generate.version = version
+        await probe_check.at_gather(version)
+        results.append(await probe_check.after_commit(version))
+    return results
+
+
+def test_counts_the_tokens_and_goes_on():
+    first, later = asyncio.run(versions(check(0.0), 0, 20))
+    assert first == later == {"check/logprob_max_diff": 0.0, "check/logprob_mean_diff": 0.0, "check/tokens": 16.0}
+
+
+def test_refuses_past_the_tolerance():
+    with pytest.raises(RuntimeError, match=r"differ by up to 1\.00e-03 at version 0"):
+        asyncio.run(versions(check(1e-3), 0))
+
+
+def test_nan_is_never_within_the_tolerance():
+    assert compare([[float("nan")]], [[0.0]])["check/logprob_max_diff"] == float("inf")
