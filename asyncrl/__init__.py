@@ -1,0 +1,21 @@
+"""Asynchronous reinforcement-learning post-training for large language models, on Ray.
+
+Importing the package is cheap: what it exports is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.reading import open_run
+
+__all__ = ["open_run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "open_run":
+        from asyncrl.reading import open_run
+
+        return open_run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

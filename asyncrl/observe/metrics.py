@@ -69,7 +69,7 @@ class MetricsWriter:
 
 
 class _Board:
-    """TensorBoard scalars named `<event>/<name>`, against the step."""
+    """TensorBoard scalars against the step: a step's metrics under their names, others under `<event>/<name>`."""
 
     def __init__(self, directory: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -83,19 +83,21 @@ class _Board:
         scalars = {name: value for name, value in record.items() if name not in RESERVED and _is_number(value)}
         if not scalars:
             return
-        values = [Summary.Value(tag=f"{event}/{name}", simple_value=value) for name, value in scalars.items()]
+        prefix = "" if event == "step" else f"{event}/"
+        values = [Summary.Value(tag=prefix + name, simple_value=value) for name, value in scalars.items()]
         self._writer.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
         self._writer.close()
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file, oldest first. A last line that is still being written is left out.
+def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
+    """The records of a run directory, oldest first; none before the first. A last line still being written is left out.
 
     Raises:
         ValueError: a finished line is no record; the message names file and line.
     """
+    path = directory / METRICS_FILE
     if not path.exists():
         return
     with path.open(encoding="utf-8") as lines:
