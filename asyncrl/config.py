@@ -330,6 +330,11 @@ class Config(Section):
         return self.data.max_prompt_length + self.rollout.max_completion_length
 
     @property
+    def longest_request(self) -> int:
+        """Tokens of the longest request to a generator: a trajectory, or a probe of the log-prob check."""
+        return self.data.max_prompt_length + max(self.rollout.max_completion_length, self.weights.probe_tokens)
+
+    @property
     def max_outstanding(self) -> int:
         """Groups that may be outstanding when every version is committed."""
         return (self.staleness.max_staleness + 1) * self.groups_per_step

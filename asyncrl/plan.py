@@ -7,11 +7,14 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from asyncrl.config import Config, ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.data.prompts import PromptReport
 
 __all__ = ["Part", "Plan", "logical_cpus", "make_plan", "model_context"]
 
@@ -37,7 +40,8 @@ class Plan:
     weights_bytes: int
     shared_memory_free: int
     context: int
-    prompts: str
+    prompts: PromptReport
+    stops: dict[int, tuple[str, ...]]
 
     @property
     def shared_memory_needed(self) -> int:
@@ -48,7 +52,7 @@ class Plan:
         """The plan as a person reads it."""
         config = self.config
         resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip()
-        return "\n\n".join([f"# resolved config\n{resolved}", arithmetic(config), self._cpu_table(), self._memory(), self.prompts])
+        return "\n\n".join([f"# resolved config\n{resolved}", arithmetic(config), self._cpu_table(), self._memory(), self.prompts_text()])
 
     def _cpu_table(self) -> str:
         rows = [f"  {part.name:<24}{part.count:>4} x {part.cpus:<5g} = {part.count * part.cpus:5.2f}" for part in self.parts]
@@ -62,6 +66,16 @@ class Plan:
             f"{self.shared_memory_needed / mib:.1f} MiB; free in /dev/shm {self.shared_memory_free / mib:.0f} MiB"
         )
 
+    def prompts_text(self) -> str:
+        """Rows, the first prompt as the model sees it, and what ends a completion."""
+        report = self.prompts
+        ids = ", ".join(map(str, report.first_ids[:24])) + (", …" if len(report.first_ids) > 24 else "")
+        stops = ", ".join(f"{token} ({', '.join(sources)})" for token, sources in self.stops.items())
+        return (
+            f"# prompts\n  {report.rows} rows, {report.dropped} dropped as too long, longest {report.longest} tokens; columns for the reward: "
+            f"{', '.join(report.columns) or 'none'}\n  first prompt {report.first_text!r}\n  its token ids {ids}\n  stop token ids {stops}"
+        )
+
 
 def make_plan(config: Config) -> Plan:
     """Check what can be checked without allocating anything.
@@ -69,12 +83,20 @@ def make_plan(config: Config) -> Plan:
     Raises:
         ConfigError: the model or data cannot be read, a length does not fit, or shared memory is too small.
     """
-    from asyncrl.data.prompts import check_prompts
+    from asyncrl.data.prompts import check_prompts, load_tokenizer
+    from asyncrl.generation.stops import load_stop_set
 
     context = model_context(config)
     _ = config.run_directory
     report = check_prompts(config)
-    plan = Plan(config, logical_cpus(config), weights_bytes(config), shutil.disk_usage("/dev/shm").free, context, str(report))
+    if config.eval.data is not None:
+        check_prompts(config, config.eval.data, "eval.data")
+    rollout = config.rollout
+    try:
+        stops = load_stop_set(config.model.path, load_tokenizer(config.model.path), rollout.rollout_stop, rollout.rollout_stop_token_ids)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    plan = Plan(config, logical_cpus(config), weights_bytes(config), shutil.disk_usage("/dev/shm").free, context, report, stops)
     if plan.shared_memory_needed > plan.shared_memory_free:
         raise ConfigError(
             f"/dev/shm has {plan.shared_memory_free >> 20} MiB free, and two versions in the object store plus {config.generator.num_replicas} staged "

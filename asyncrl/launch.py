@@ -1,0 +1,203 @@
+"""The one place that joins the stations: a Ray cluster, generators and learner started in parallel, streams, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from asyncrl.config import Config
+from asyncrl.data.prompts import PromptReport, RayPromptSource, load_tokenizer, read_prompts
+from asyncrl.directory import RunDirectory
+from asyncrl.generation.app import ServeGenerate, begin_generators, stop_generators, wait_for_generators
+from asyncrl.generation.settings import GeneratorApp, board_name
+from asyncrl.learning.group import LearnerGroup
+from asyncrl.placement import needed, wait_for_room
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.score import score_completions
+from asyncrl.rewards.scoring import RayScores
+from asyncrl.rollout.group import RayRollouts, start_rollouts
+from asyncrl.rollout.worker import WorkerSpec
+from asyncrl.types import Completion, Prompt
+from asyncrl.weights.board import open_board
+from asyncrl.weights.push import ServeWeightSync
+
+__all__ = ["Stations", "cluster", "launch"]
+
+logger = logging.getLogger("asyncrl")
+
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds that one station gets to close before it is left to the end of its cluster."""
+LARGEST_LOG = 10 << 20
+Row = tuple[Sequence[int], Sequence[int]]
+
+
+@dataclass(slots=True)
+class Stations:
+    """The running parts of one run."""
+
+    config: Config
+    context: int
+    learner: LearnerGroup
+    generate: ServeGenerate
+    weights: ServeWeightSync
+    prompts: RayPromptSource
+    rollouts: RayRollouts
+    scores: RayScores
+    pool: RewardPool
+    held_out: list[Prompt]
+    startup: dict[str, float]
+    """Seconds that the parts took to start."""
+
+    @property
+    def probe_tokens(self) -> int:
+        """Tokens sampled for each probe: what the config asks for, as far as the model's context goes."""
+        return min(self.config.weights.probe_tokens, self.context - self.config.data.max_prompt_length)
+
+    @property
+    def probe_prompts(self) -> list[Sequence[int]]:
+        """Prompts of the log-prob check, the same ones in every attempt."""
+        prompts = self.held_out or read_prompts(self.config.data.train, self.config, self.config.weights.probe_prompts, "data.train")
+        return [prompt.token_ids for prompt in prompts[: self.config.weights.probe_prompts]]
+
+    async def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> dict[str, list[float | None]]:
+        """Raw rewards of one completion per prompt, name by name."""
+        texts = [completion.text for completion in completions]
+        ids = [completion.token_ids for completion in completions]
+        return await score_completions(self.pool, [prompt.text for prompt in prompts], texts, ids, [prompt.columns for prompt in prompts])
+
+    def supervised_rows(self) -> tuple[list[Row], list[Row]]:
+        """Prompt ids and target ids (EOS appended) of the warm start's rows, and of the held-out rows."""
+        warm_start = self.config.warm_start
+        assert warm_start.data is not None
+        train = read_prompts(warm_start.data, self.config, None, "warm_start.data")
+        return _with_targets(train, self.config), _with_targets(self.held_out, self.config)
+
+
+def _with_targets(prompts: Sequence[Prompt], config: Config) -> list[Row]:
+    tokenizer = load_tokenizer(config.model.path)
+    column = config.warm_start.target_column
+    targets = tokenizer([str(prompt.columns[column]) for prompt in prompts], add_special_tokens=False)["input_ids"]
+    return [(prompt.token_ids, [*target, tokenizer.eos_token_id]) for prompt, target in zip(prompts, targets, strict=True)]
+
+
+@contextmanager
+def cluster(config: Config, logs: Path) -> Iterator[None]:
+    """A Ray cluster: the one that RAY_ADDRESS names (in a submitted job, the job's), else a local one that ends with the run."""
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    else:
+        cpus = max(os.cpu_count() or 1, math.ceil(needed(config)["CPU"]))
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        if not address:
+            _keep_logs(session / "logs", logs / "ray")
+
+
+@asynccontextmanager
+async def launch(config: Config, directory: RunDirectory, report: PromptReport, context: int) -> AsyncIterator[Stations]:
+    """Start every station; end them all on the way out, whatever happened.
+
+    Raises:
+        PlacementError: no room on the cluster.
+        RuntimeError: a part failed to start; the message names it.
+    """
+    state = directory.state
+    await wait_for_room(config)
+    async with AsyncExitStack() as stack:
+        app_name = f"asyncrl-{config.name}"
+        board = open_board(board_name(app_name))
+        generators = asyncio.create_task(_start_generators(config, app_name, context, stack))
+        learner_task = asyncio.create_task(_timed(LearnerGroup.create(config, state.run_id, state.attempt)))
+        try:
+            (handle, generators_s), (learner, learner_s) = await _both(generators, learner_task)
+        finally:
+            if learner_task.done() and not learner_task.cancelled() and learner_task.exception() is None:
+                _closing(stack, "learner", learner_task.result()[0].close)
+        pool = RewardPool(config.reward)
+        _closing(stack, "reward processes", functools.partial(asyncio.to_thread, pool.close))
+        spec = WorkerSpec(config, state.run_id, state.attempt, functools.partial(ServeGenerate, handle))
+        rollouts = start_rollouts(spec)
+        _closing(stack, "rollout workers", rollouts.close)
+        await rollouts.ready()
+        scores = RayScores(config, state.attempt, rollouts.workers, rollouts, directory.path / "groups")
+        _closing(stack, "scoring", scores.close)
+        prompts = RayPromptSource(config, report, state.frontier, state.finished_above)
+        _closing(stack, "prompts", prompts.close)
+        held_out = read_prompts(config.eval.data, config, config.eval.max_prompts) if config.eval.data else []
+        startup = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
+        startup |= {f"startup/learner_{name}": seconds for name, seconds in learner.startup.items()}
+        startup |= await _generator_start_times(handle)
+        weights = ServeWeightSync(handle, board, config.weights.push_timeout_s)
+        yield Stations(config, context, learner, ServeGenerate(handle), weights, prompts, rollouts, scores, pool, held_out, startup)
+
+
+async def _start_generators(config: Config, name: str, context: int, stack: AsyncExitStack) -> tuple[Any, float]:
+    started = time.monotonic()
+    app = GeneratorApp.from_config(config, board_name(name)).model_copy(update={"max_model_len": min(config.longest_request, context)})
+    _closing(stack, "generators", functools.partial(asyncio.to_thread, stop_generators, name))
+    handle = await asyncio.to_thread(begin_generators, app, name)
+    await wait_for_generators(name, config.generator.start_timeout_s)
+    return handle, time.monotonic() - started
+
+
+async def _generator_start_times(handle: Any) -> dict[str, float]:
+    """Where a replica's start went, and what a pause costs at least."""
+    status = await handle.status.remote()
+    pauses = [(await handle.pause_empty.remote())["pause_s"] for _ in range(5)]
+    return {f"startup/generator_{name}": seconds for name, seconds in status["load"].items()} | {"startup/pause_empty_s": sorted(pauses)[2]}
+
+
+async def _timed(work: Awaitable[Any]) -> tuple[Any, float]:
+    started = time.monotonic()
+    return await work, time.monotonic() - started
+
+
+async def _both(first: asyncio.Task[Any], second: asyncio.Task[Any]) -> tuple[Any, Any]:
+    """Both results; if one fails or we are cancelled, the other is cancelled."""
+    try:
+        return await asyncio.gather(first, second)
+    except BaseException:
+        for task in (first, second):
+            task.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        raise
+
+
+def _closing(stack: AsyncExitStack, name: str, close: Callable[[], Awaitable[Any]]) -> None:
+    """Close on the way out, in reverse order, each within its time: one that hangs must not keep the others."""
+
+    async def bounded() -> None:
+        try:
+            await asyncio.wait_for(close(), CLOSE_TIMEOUT_S)
+        except Exception as error:
+            logger.warning("closing %s: %s: %s", name, type(error).__name__, error)
+
+    stack.push_async_callback(bounded)
+
+
+def _keep_logs(session: Path, target: Path) -> None:
+    """The Ray session's logs stay with the run: vLLM's, DeepSpeed's and Ray's own."""
+    for file in session.rglob("*"):
+        with contextlib.suppress(OSError):
+            if file.is_file() and 0 < file.stat().st_size <= LARGEST_LOG:
+                copy = target / file.relative_to(session)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)

@@ -1,0 +1,315 @@
+"""One run from config to summary: directory, cluster, stations, warm start, training, what is left behind.
+
+preflight → run directory → Ray → learner and generators (in parallel) → [warm start] → coordinator → hf/ → summary
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.control.checkpoint import State
+from asyncrl.control.coordinator import Coordinator, Parts, Schedule
+from asyncrl.control.fates import Fate, FatesWriter
+from asyncrl.control.staleness import Staleness
+from asyncrl.directory import RunDirectory
+from asyncrl.evaluation import Evaluator
+from asyncrl.generation.protocol import WeightsId
+from asyncrl.launch import Stations, cluster, launch
+from asyncrl.observe.metrics import MetricsWriter, read_metrics
+from asyncrl.observe.progress import Progress, ProgressView, duration, time_left
+from asyncrl.plan import Plan, arithmetic, make_plan
+from asyncrl.weights.check import ProbeCheck
+
+__all__ = ["Summary", "train"]
+
+SHOW_EVERY_S = 0.5
+RATE_WINDOW_S = 10.0
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a finished run is worth knowing by. Accuracies are held-out shares, 0..1, before and after; None without evaluation."""
+
+    directory: Path
+    seconds: float
+    before: dict[str, float] | None = None
+    after: dict[str, float] | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase."""
+
+
+def train(config: Config, resume_command: Sequence[str], after: Callable[[Config, Summary], None] | None = None) -> int:
+    """Train as the config says and return the exit code: 0 done, 1 failed, 130 interrupted.
+
+    Args:
+        resume_command: the command that was given, from which the resume command is made.
+        after: called with the summary of a finished run, to print more.
+
+    Raises:
+        ConfigError: something in the config cannot be used; nothing was started.
+    """
+    plan = make_plan(config)
+    with RunDirectory(config) as directory:
+        resume = shlex.join([*_without_resume(resume_command), "--name", config.name, "--resume", "must"])
+        _announce(plan, directory, resume)
+        try:
+            summary = asyncio.run(_interruptible(_train(config, plan, directory)))
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            print(f"\ninterrupted; {_way_on(directory, resume)}", file=sys.stderr)
+            return 130
+        except Exception as error:
+            logging.getLogger("asyncrl").error("the run failed", exc_info=error)
+            print(f"\nasyncrl: {_one_line(error)}\n  full log: {directory.logs / 'driver.log'}\n  {_way_on(directory, resume)}", file=sys.stderr)
+            return 1
+    _print_summary(summary, resume)
+    if after is not None:
+        after(config, summary)
+    return 0
+
+
+async def _interruptible(work: Any) -> Summary:
+    """Ctrl-C and SIGTERM cancel the work once; its clean-up then has time. Ray replaces SIGTERM's handler, so `_train` sets ours again."""
+    task = asyncio.ensure_future(work)
+    _catch_signals(task)
+    return await task  # type: ignore[no-any-return]
+
+
+def _catch_signals(task: asyncio.Future[Any]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+
+
+async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary:
+    started = time.monotonic()
+    task = asyncio.current_task()
+    assert task is not None
+    _log_to_file(directory.logs / "driver.log")
+    live = _Live(config, started)
+    with ProgressView() as view, MetricsWriter(directory.path) as writer, cluster(config, directory.logs):
+        _catch_signals(task)
+        showing = asyncio.create_task(live.show(view))
+        recorder = _RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live)
+        try:
+            live.phase("starting generators and learner")
+            async with launch(config, directory, plan.prompts, plan.context) as stations:
+                recorder.record("startup", directory.state.steps_attempted, directory.state.version, stations.startup)
+                await _prepare_learner(config, directory, stations, live, recorder)
+                coordinator = _coordinator(config, directory.state, directory, stations, recorder)
+                live.follow(coordinator)
+                await coordinator.run()
+                live.phase("saving")
+                await stations.learner.export_hf(directory.path / "hf")
+            recorder.close()
+        finally:
+            showing.cancel()
+            live.phase("stopping")
+            view.show(live.progress)
+        live.phase("done")
+        view.show(live.progress)
+    return _summary(directory, time.monotonic() - started, live.phases)
+
+
+async def _prepare_learner(config: Config, directory: RunDirectory, stations: Stations, live: _Live, recorder: _RunRecorder) -> None:
+    """The learner's state at the first version: a checkpoint's, or the model's own, warm-started if so configured."""
+    if directory.checkpoint is not None:
+        live.phase("loading the checkpoint")
+        await stations.learner.load(directory.checkpoint / "learner")
+        return
+    if config.warm_start.data is None:
+        return
+    from asyncrl.learning.warm_start import WarmStartCheck, warm_start
+
+    live.phase("warm start")
+
+    def progress(check: WarmStartCheck) -> None:
+        live.note(f"supervised step {check.steps}: held-out accuracy {check.accuracy:.1%}, learning rate {check.learning_rate:g}")
+        recorder.record("warm_start", check.steps, 0, {"warm_start/accuracy": check.accuracy, "warm_start/loss": check.loss})
+
+    train_rows, held_out_rows = stations.supervised_rows()
+    await warm_start(stations.learner, train_rows, held_out_rows, config.warm_start, config.seed, progress)
+    await stations.learner.reset_optimizer(config.learner.learning_rate, config.learner.warmup_steps)
+
+
+def _coordinator(config: Config, state: State, directory: RunDirectory, stations: Stations, recorder: _RunRecorder) -> Coordinator:
+    generate = stations.generate
+    evaluate = None
+    if stations.held_out:
+        evaluate = Evaluator(config, generate, stations.score, stations.held_out, state.run_id, state.attempt)
+    check = ProbeCheck(
+        generate,
+        stations.learner,
+        stations.probe_prompts,
+        stations.probe_tokens,
+        config.logprob_tolerance,
+        WeightsId(state.run_id, state.attempt, state.version),
+    )
+    parts = Parts(
+        prompts=stations.prompts,
+        rollouts=stations.rollouts,
+        scores=stations.scores,
+        learner=stations.learner,
+        weights=stations.weights,
+        recorder=recorder,
+        checkpoints=directory.checkpoints,
+        evaluate=evaluate,
+        check=check,
+    )
+    schedule = Schedule(
+        max_steps=config.max_steps,
+        staleness=Staleness(config.staleness.max_staleness, config.groups_per_step),
+        max_skipped_steps=config.learner.max_skipped_steps,
+        checkpoint_every=config.checkpoint.every_steps,
+        check_every=config.weights.check_every_versions,
+        evaluate_every=config.eval.every_steps,
+    )
+    return Coordinator(parts, schedule, state)
+
+
+class _RunRecorder:
+    """`Recorder` on files."""
+
+    def __init__(self, writer: MetricsWriter, fates: FatesWriter, live: _Live) -> None:
+        self.writer, self.fates_writer, self.live = writer, fates, live
+
+    def record(self, event: str, step: int, version: int, metrics: Any) -> None:
+        self.writer.write(event, step, version, metrics)
+        self.live.recorded(event, metrics)
+
+    def fates(self, fates: list[Fate]) -> None:
+        self.fates_writer.write(fates)
+
+    def close(self) -> None:
+        self.fates_writer.compact()
+
+
+class _Live:
+    """Turns the coordinator's counters into what the live table shows."""
+
+    def __init__(self, config: Config, started: float) -> None:
+        self.config, self.started = config, started
+        self.progress = Progress(phase="starting", max_steps=config.max_steps, max_staleness=config.staleness.max_staleness)
+        self.phases: dict[str, float] = {}
+        self._phase_began = started
+        self._coordinator: Coordinator | None = None
+        self._training_began = started
+        self._counts: list[tuple[float, int, int]] = []
+
+    def phase(self, name: str) -> None:
+        now = time.monotonic()
+        previous = self.progress.phase
+        self.phases[previous] = self.phases.get(previous, 0.0) + now - self._phase_began
+        self.progress.phase, self._phase_began = name, now
+
+    def note(self, text: str) -> None:
+        self.progress.notes = (*self.progress.notes[-2:], text)
+
+    def follow(self, coordinator: Coordinator) -> None:
+        self.phase("training")
+        self._coordinator = coordinator
+        self._training_began = time.monotonic()
+        self.progress.notes = ()
+
+    def recorded(self, event: str, metrics: Any) -> None:
+        if event == "evaluation":
+            self.progress.held_out_accuracy = metrics.get("eval/greedy_accuracy")
+        if event == "step":
+            self.progress.accuracy = metrics.get(f"reward/{self.config.accuracy}")
+        if event == "logprob_check":
+            self.note(f"generator and learner log-probs differ by at most {metrics['check/logprob_max_diff']:.1e} over {metrics['check/tokens']:.0f} tokens")
+
+    async def show(self, view: ProgressView) -> None:
+        while True:
+            self._update()
+            view.show(self.progress)
+            await asyncio.sleep(SHOW_EVERY_S)
+
+    def _update(self) -> None:
+        progress, now = self.progress, time.monotonic()
+        progress.elapsed_s = now - self.started
+        if self._coordinator is None:
+            return
+        seen = self._coordinator.progress
+        progress.step, progress.learner_version = seen.version, seen.version
+        progress.committed_version = seen.committed if seen.committed >= 0 else None
+        progress.reward = seen.reward
+        if seen.reward is not None:
+            progress.staleness_mean, progress.staleness_max = seen.staleness_mean, seen.staleness_max
+        progress.learner_waited_s, progress.generators_waited_s = seen.learner_waited_s, seen.generators_waited_s
+        self._counts = [count for count in self._counts if now - count[0] <= RATE_WINDOW_S] + [(now, seen.generated_tokens, seen.trained_tokens)]
+        began, generated, trained = self._counts[0]
+        if now > began:
+            progress.generated_tokens_per_s = (seen.generated_tokens - generated) / (now - began)
+            progress.trained_tokens_per_s = (seen.trained_tokens - trained) / (now - began)
+        first = self._coordinator.first_version
+        progress.left_s = time_left(seen.version - first, self.config.max_steps - first, now - self._training_began)
+
+
+def _summary(directory: RunDirectory, seconds: float, phases: dict[str, float]) -> Summary:
+    evaluations = [record for record in read_metrics(directory.path) if record["event"] == "evaluation"]
+    summary = Summary(directory.path, seconds, phases=phases)
+    if evaluations:
+        summary.before, summary.after = evaluations[0], evaluations[-1]
+    return summary
+
+
+def _announce(plan: Plan, directory: RunDirectory, resume: str) -> None:
+    state = directory.state
+    begin = f"resuming at version {state.version} from {directory.checkpoint}" if directory.checkpoint else "a new start at version 0"
+    print(f"run {plan.config.name}, attempt {state.attempt}: {begin}")
+    print(arithmetic(plan.config))
+    print(plan.prompts_text())
+    print(f"run directory  {directory.path}\nif it stops    {resume}\n", flush=True)
+
+
+def _print_summary(summary: Summary, resume: str) -> None:
+    print(f"\ndone in {duration(summary.seconds)}: " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in summary.phases.items() if seconds >= 1))
+    if summary.before and summary.after:
+        for kind in ("greedy", "sampled"):
+            before, after = (evaluation[f"eval/{kind}_accuracy"] for evaluation in (summary.before, summary.after))
+            print(f"held-out {kind} accuracy  {before:.1%} → {after:.1%}   ({after - before:+.1%} on {summary.after['eval/prompts']:.0f} prompts)")
+    path = summary.directory
+    print(f"model          {path / 'hf'}   (loads in transformers and vLLM)")
+    print(f"trajectories   {path / 'groups'}/*.parquet, fates in {path / 'fates'}/*.parquet")
+    print(f"metrics        {path / 'metrics.jsonl'}, tensorboard --logdir {path / 'tensorboard'}")
+    print(f"train longer   {resume} --max_steps N")
+    print(f"look inside    ASYNCRL_RUN={path} jupyter lab notebooks/01_quickstart.ipynb")
+
+
+def _way_on(directory: RunDirectory, resume: str) -> str:
+    if any((directory.path / "checkpoints").glob("step_*/COMMITTED")):
+        return f"go on with: {resume}"
+    return f"no checkpoint was written yet; start again with: {resume.removesuffix(' must')} auto"
+
+
+def _without_resume(command: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    words = iter(command)
+    for word in words:
+        if word in ("--resume", "--name"):
+            next(words, None)
+        elif not word.startswith(("--resume=", "--name=")):
+            kept.append(word)
+    return kept
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text if type(error).__module__.startswith("asyncrl") or type(error) is RuntimeError else f"{type(error).__name__}: {text}"
+
+
+def _log_to_file(path: Path) -> None:
+    """Everything that libraries log in this process goes to the file, and nothing to the terminal."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
