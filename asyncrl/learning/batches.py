@@ -1,0 +1,132 @@
+"""From Arrow rows to the tensors of one micro-batch: packed rows, no padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from asyncrl.learning.attention import Segments
+
+__all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "token_example"]
+
+TokenRow = tuple[Sequence[int], Sequence[int]]
+"""Prompt ids and the ids that follow them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What the learner needs of one trajectory: P prompt tokens and C completion tokens."""
+
+    tokens: np.ndarray
+    """[P + C] int64."""
+    prompt_length: int
+    loss_mask: np.ndarray
+    """[C] bool."""
+    behaviour_logprobs: np.ndarray
+    """[C] float32, nats."""
+    advantage: float
+
+    @property
+    def loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One packed row of T input tokens, and its N loss tokens. The last token of a trajectory is only a target, never an input."""
+
+    input_ids: Tensor
+    """[1, T] int64."""
+    position_ids: Tensor
+    """[1, T] int64, from 0 in each segment."""
+    segments: Segments
+    select: Tensor
+    """[N] int64: positions in the row whose hidden state predicts a loss token."""
+    targets: Tensor
+    """[N] int64."""
+    behaviour_logprobs: Tensor
+    """[N] float32, nats."""
+    advantages: Tensor
+    """[N] float32."""
+    order: tuple[int, ...]
+    """Indices of the trajectories, in the order of their segments."""
+    counts: tuple[int, ...]
+    """Loss tokens of each segment."""
+
+
+def examples_of(table: pa.Table) -> list[Example]:
+    """The trainable trajectories of a table of scored groups: status ok, and at least one loss token.
+
+    Raises:
+        ValueError: a trajectory with status ok has no advantage, or the table has not been scored.
+    """
+    missing = [name for name in ("status", "advantage") if name not in table.column_names]
+    if missing:
+        raise ValueError(f"columns {missing} are missing: the learner trains scored groups only; score them first")
+    return [example for row in range(table.num_rows) for example in _row_examples(table, row)]
+
+
+def _row_examples(table: pa.Table, row: int) -> list[Example]:
+    prompt = table["prompt_ids"][row].values.to_numpy(zero_copy_only=False)
+    statuses, advantages = table["status"][row].as_py(), table["advantage"][row].as_py()
+    nested = [table[name][row].values for name in ("completion_ids", "loss_mask", "logprobs")]
+    examples = []
+    for index, status in enumerate(statuses):
+        if status != "ok":
+            continue
+        if advantages[index] is None:
+            raise ValueError(f"group {table['ordinal'][row].as_py()}: trajectory {index} has status ok and no advantage; score it again")
+        ids, mask, logprobs = (values[index].values.to_numpy(zero_copy_only=False) for values in nested)
+        tokens = np.concatenate([prompt, ids]).astype(np.int64)
+        examples.append(Example(tokens, len(prompt), mask.astype(bool), logprobs.astype(np.float32), float(advantages[index])))
+    return [example for example in examples if example.loss_tokens]
+
+
+def token_example(row: TokenRow) -> Example:
+    """Every token after the prompt is a loss token with log-prob 0 and advantage 1.
+
+    Raises:
+        ValueError: the prompt or what follows it is empty.
+    """
+    prompt, following = (np.asarray(part, dtype=np.int64) for part in row)
+    if not prompt.size or not following.size:
+        raise ValueError(f"a row of {prompt.size} prompt and {following.size} following tokens has nothing to predict; give at least one of each")
+    ones = np.ones(following.size, dtype=np.float32)
+    return Example(np.concatenate([prompt, following]), prompt.size, ones.astype(bool), ones * 0, 1.0)
+
+
+def micro_batch(examples: Sequence[Example], indices: Sequence[int], device: torch.device | str) -> MicroBatch:
+    """Pack these trajectories, longest first. Without any, one token without loss stands in, so that the rank takes part in the collectives."""
+    order = tuple(sorted(indices, key=lambda index: (-len(examples[index].tokens), index)))
+    if not order:
+        return _empty(device)
+    chosen = [examples[index] for index in order]
+    lengths = [len(example.tokens) - 1 for example in chosen]
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    masked = [np.flatnonzero(example.loss_mask) for example in chosen]
+
+    def joined(parts: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    return MicroBatch(
+        input_ids=joined([example.tokens[:-1] for example in chosen])[None],
+        position_ids=joined([np.arange(length) for length in lengths])[None],
+        segments=Segments.of(lengths, device),
+        select=joined([start + example.prompt_length - 1 + at for start, example, at in zip(starts, chosen, masked, strict=True)]),
+        targets=joined([example.tokens[example.prompt_length + at] for example, at in zip(chosen, masked, strict=True)]),
+        behaviour_logprobs=joined([example.behaviour_logprobs[at] for example, at in zip(chosen, masked, strict=True)]),
+        advantages=joined([np.full(len(at), example.advantage, dtype=np.float32) for example, at in zip(chosen, masked, strict=True)]),
+        order=order,
+        counts=tuple(len(at) for at in masked),
+    )
+
+
+def _empty(device: torch.device | str) -> MicroBatch:
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    none, no_float = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, device=device)
+    return MicroBatch(zero, zero, Segments.of([1], device), none, none, no_float, no_float, (), ())

@@ -1,0 +1,83 @@
+"""The learner on disk: DeepSpeed's state to go on from, and a Hugging Face directory for everybody else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, PreTrainedModel
+
+from asyncrl.weights.gather import TORCH_DTYPES, gather_buckets, weight_layout
+
+__all__ = ["export_hf", "load_rank", "save_rank"]
+
+TAG = "zero3"
+
+
+def save_rank(engine: Any, directory: Path, rank: int, counters: dict[str, float]) -> None:
+    """Write this rank's shards, RNG state and counters under `directory` (a collective)."""
+    engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
+    torch.save({"rng": torch.get_rng_state(), "counters": dict(counters)}, _rank_file(directory, rank))
+
+
+def load_rank(engine: Any, directory: Path, rank: int, world_size: int) -> dict[str, float]:
+    """Restore what `save_rank` wrote (a collective); return the counters. The shards are pickles: load only what this project wrote.
+
+    Raises:
+        ValueError: the directory cannot be read, or was written by another number of ranks.
+    """
+    try:
+        own = torch.load(_rank_file(directory, rank), weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"learner state {str(directory)!r} has no file of rank {rank}; name a complete checkpoint") from None
+    counters: dict[str, float] = own["counters"]
+    if counters["world_size"] != world_size:
+        raise ValueError(
+            f"learner state {str(directory)!r} was written by {counters['world_size']:.0f} ranks; set learner.world_size to that, not {world_size}"
+        )
+    loaded, _ = engine.load_checkpoint(str(directory), tag=TAG, load_lr_scheduler_states=False)
+    if loaded is None:
+        raise ValueError(f"learner state {str(directory)!r} cannot be read; name a complete checkpoint")
+    torch.set_rng_state(own["rng"])
+    return counters
+
+
+def _rank_file(directory: Path, rank: int) -> Path:
+    return Path(directory) / f"rank_{rank}.pt"
+
+
+def export_hf(
+    model: PreTrainedModel, parameters: dict[str, torch.nn.Parameter], directory: Path, tokenizer_source: str, dtype: str, bucket_bytes: int, rank: int
+) -> None:
+    """Write config, tokenizer and one safetensors file for each bucket (a collective; rank 0 writes). Loads in plain transformers."""
+    entries, sizes = weight_layout(parameters.items(), dtype, bucket_bytes)
+    files = [f"model-{number + 1:05d}-of-{len(sizes):05d}.safetensors" for number in range(len(sizes))]
+    directory = Path(directory)
+
+    def write(number: int, content: np.ndarray) -> None:
+        flat = torch.from_numpy(content)
+        tensors = {
+            entry.name: flat[entry.offset : entry.offset + entry.nbytes].view(TORCH_DTYPES[dtype]).view(entry.shape)
+            for entry in entries
+            if entry.bucket == number
+        }
+        save_file(tensors, directory / files[number], metadata={"format": "pt"})
+
+    if rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    gather_buckets(parameters, entries, sizes, rank, write)
+    if rank != 0:
+        return
+    index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": {entry.name: files[entry.bucket] for entry in entries}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures = [type(model).__name__]
+    config.dtype = TORCH_DTYPES[dtype]
+    config.save_pretrained(directory)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(tokenizer_source, trust_remote_code=False).save_pretrained(directory)

@@ -1,0 +1,239 @@
+"""The learner as the driver sees it: all ZeRO-3 ranks act together, one call at a time. Imports no torch and no DeepSpeed."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from asyncrl.config import Config
+from asyncrl.control.protocols import Manifest, Scored, StepResult
+
+__all__ = ["LearnerError", "LearnerGroup", "PlacementError", "RankProcess"]
+
+
+class LearnerError(RuntimeError):
+    """A rank failed or died; all ranks have been ended. One line that names the rank and the cause."""
+
+
+class PlacementError(RuntimeError):
+    """The ranks were not placed in time. The message holds the table of what is needed, registered and free."""
+
+
+class RankProcess:
+    """The Ray actor of one rank. It imports the learner in its own process, so that the driver needs neither torch nor DeepSpeed."""
+
+    def __init__(self, rank: int, config: Config, run_id: str, attempt: int) -> None:
+        import logging
+        import warnings
+
+        warnings.filterwarnings("ignore", module=r"deepspeed|torch")
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        from transformers.utils import logging as transformers_logging
+
+        from asyncrl.learning.rank import LearnerRank
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        self.rank = LearnerRank(rank, config, run_id, attempt)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call one method of LearnerRank."""
+        return getattr(self.rank, method)(*arguments)
+
+
+class LearnerGroup:
+    """`Learner` on Ray actors. Make it with `LearnerGroup.create(config, run_id, attempt)`; end it with `close()`."""
+
+    def __init__(self, config: Config, placement: PlacementGroup, ranks: list[Any]) -> None:
+        self.config = config
+        self.placement = placement
+        self.ranks = ranks
+        self.startup: dict[str, float] = {}
+        """Seconds that the start took, by part."""
+        self._turn = asyncio.Lock()
+        self._snapshot: tempfile.TemporaryDirectory[str] | None = None
+        self._failure: str | None = None
+
+    @classmethod
+    async def create(cls, config: Config, run_id: str, attempt: int) -> LearnerGroup:
+        """Place the ranks, load the model, build the engine.
+
+        Raises:
+            PlacementError: no room within `placement_timeout_s`.
+            LearnerError: a rank failed.
+        """
+        placement = await _place(config)
+        ranks = [_start_actor(config, placement, rank, run_id, attempt) for rank in range(config.learner.world_size)]
+        group = cls(config, placement, ranks)
+        addresses = await group._all("node_address")
+        address = "127.0.0.1" if len(set(addresses)) == 1 else addresses[0]
+        port = await group._one(0, "listen", address)
+        group.startup = (await group._all("start", address, port))[0]
+        return group
+
+    async def step(self, batch: Sequence[Scored]) -> StepResult:
+        """One policy step on these groups."""
+        metrics = (await self._all("step", [scored.ref for scored in batch]))[0]
+        return StepResult(bool(metrics["applied"]), metrics)
+
+    async def gather(self, version: int) -> Manifest:
+        """Put the weights in the object store as `version`."""
+        manifest: Manifest = (await self._all("gather", version))[0]
+        return manifest
+
+    async def save(self, directory: Path) -> None:
+        """Write the learner's state under `directory`."""
+        await self._all("save", Path(directory).absolute())
+
+    async def load(self, directory: Path) -> None:
+        """Go on from `save(directory)`. Raises LearnerError if it cannot be read."""
+        await self._all("load", Path(directory).absolute())
+
+    async def export_hf(self, directory: Path, tokenizer_source: str | None = None) -> None:
+        """Write a Hugging Face directory; the tokenizer comes from `tokenizer_source`, else from model.path."""
+        await self._all("export_hf", Path(directory).absolute(), tokenizer_source or self.config.model.path)
+
+    async def supervised_step(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, float]:
+        """One supervised step on (prompt ids, target ids). Returns its metrics."""
+        metrics: dict[str, float] = (await self._all("supervised_step", rows))[0]
+        return metrics
+
+    async def exact_match(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
+        """Share of rows whose target ids are all the argmax, 0..1."""
+        return float((await self._all("exact_match", rows))[0])
+
+    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float = 1.0) -> list[Any]:
+        """Log-probs of each row's second ids: one float32 array for each row."""
+        parts = await self._all("logprobs", rows, temperature)
+        merged = {index: values for part in parts for index, values in part.items()}
+        return [merged[index] for index in range(len(rows))]
+
+    async def snapshot(self) -> None:
+        """Remember weights and optimizer; the snapshot before is forgotten."""
+        directory = tempfile.TemporaryDirectory(prefix="asyncrl_snapshot_")
+        await self.save(Path(directory.name))
+        self._forget_snapshot()
+        self._snapshot = directory
+
+    async def restore(self) -> None:
+        """Go back to the last snapshot. Raises LearnerError if there is none."""
+        if self._snapshot is None:
+            raise LearnerError("there is no snapshot to restore; call snapshot() first")
+        await self.load(Path(self._snapshot.name))
+
+    async def reset_optimizer(self, learning_rate: float, warmup_steps: int = 0) -> None:
+        """Fresh AdamW state, and the learning rate of the steps to come."""
+        await self._all("reset_optimizer", learning_rate, warmup_steps)
+
+    async def set_learning_rate(self, learning_rate: float) -> None:
+        """Learning rate of the steps to come; the optimizer's state stays."""
+        await self._all("set_learning_rate", learning_rate)
+
+    async def close(self) -> None:
+        """End all ranks and free their place. May be called twice."""
+        self._end()
+
+    async def _one(self, rank: int, method: str, *arguments: Any) -> Any:
+        async with self._turn:
+            return (await self._results(method, [self.ranks[rank].call.remote(method, *arguments)]))[0]
+
+    async def _all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on every rank and wait for all of them. The first failure ends them all."""
+        async with self._turn:
+            if not self.ranks:
+                raise LearnerError(self._failure or f"the learner is closed, so {method} cannot run; make a new one")
+            # In a list, a reference stays a reference: each rank fetches the rows itself.
+            return await self._results(method, [rank.call.remote(method, *arguments) for rank in self.ranks])
+
+    async def _results(self, method: str, calls: list[Any]) -> list[Any]:
+        waiting = [asyncio.ensure_future(_result(call)) for call in calls]
+        try:
+            return list(await asyncio.gather(*waiting))
+        except RayError as error:
+            failed = next(number for number, task in enumerate(waiting) if task.done() and task.exception() is error)
+            self._failure = f"learner rank {failed} failed in {method}: {_cause(error)}"
+            self._end()
+            raise LearnerError(self._failure) from error
+        except asyncio.CancelledError:
+            # Ranks in mid-collective cannot be called back one by one.
+            self._failure = f"the learner was ended in {method}: its caller was cancelled"
+            self._end()
+            raise
+        finally:
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _end(self) -> None:
+        ranks, self.ranks = self.ranks, []
+        for rank in ranks:
+            ray.kill(rank, no_restart=True)
+        if ranks:
+            remove_placement_group(self.placement)
+        self._forget_snapshot()
+
+    def _forget_snapshot(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.cleanup()
+            self._snapshot = None
+
+
+async def _result(call: Any) -> Any:
+    return await call
+
+
+def _cause(error: RayError) -> str:
+    """The last line of what went wrong."""
+    if isinstance(error, RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}"
+    if isinstance(error, RayActorError):
+        return "its process died; its log is in the Ray session's folder"
+    return " ".join(str(error).split())
+
+
+def _bundle(config: Config) -> dict[str, float]:
+    """Resources of one rank."""
+    bundle = {"CPU": float(config.learner.num_cpus)} if config.learner.num_cpus else {}
+    if config.learner.device == "cuda":
+        bundle["GPU"] = 1.0
+    return bundle
+
+
+async def _place(config: Config) -> PlacementGroup:
+    bundle, world_size = _bundle(config), config.learner.world_size
+    # Ray refuses an empty bundle.
+    placement = placement_group([dict(bundle) or {"CPU": 0.001}] * world_size, strategy="PACK", name=f"learner-{config.name}")
+    try:
+        await asyncio.wait_for(_result(placement.ready()), config.placement_timeout_s)
+    except TimeoutError:
+        table = resource_table({name: amount * world_size for name, amount in bundle.items()})
+        remove_placement_group(placement)
+        raise PlacementError(
+            f"{world_size} learner ranks were not placed within placement_timeout_s = {config.placement_timeout_s:g} s; free or add resources, "
+            f"or lower learner.world_size or learner.num_cpus\n{table}"
+        ) from None
+    return placement
+
+
+def resource_table(needed: dict[str, float]) -> str:
+    """What is needed, what the cluster has registered, and what is free, as text."""
+    registered, free = ray.cluster_resources(), ray.available_resources()
+    rows = [f"{'resource':<10} {'needed':>8} {'registered':>11} {'free':>8}"]
+    rows += [f"{name:<10} {amount:>8g} {registered.get(name, 0):>11g} {free.get(name, 0):>8g}" for name, amount in needed.items()]
+    return "\n".join(rows)
+
+
+def _start_actor(config: Config, placement: PlacementGroup, rank: int, run_id: str, attempt: int) -> Any:
+    learner = config.learner
+    environment = {"DS_ACCELERATOR": learner.device, "OMP_NUM_THREADS": str(learner.num_threads), "TOKENIZERS_PARALLELISM": "false"}
+    strategy = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
+    options = {"num_cpus": _bundle(config).get("CPU", 0.0), "num_gpus": _bundle(config).get("GPU", 0.0)}
+    actor = ray.remote(RankProcess).options(**options, scheduling_strategy=strategy, runtime_env={"env_vars": environment}, max_restarts=0)
+    return actor.remote(rank, config, run_id, attempt)

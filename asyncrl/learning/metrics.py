@@ -1,0 +1,79 @@
+"""What one step reports: sums over micro-batches and ranks, then means over the step's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.algorithms.losses import LossSums
+from asyncrl.data.packing import Packing
+from asyncrl.learning.batches import Example
+
+__all__ = ["StepSums", "step_metrics"]
+
+SUMS = ("loss", "ratio", "clipped", "kl_k1", "kl_k3")
+NAMES = (*SUMS, "entropy", "nonfinite_loss", "nonfinite_gradient")
+
+
+class StepSums:
+    """Sums of one step on one rank, kept on the device until `over_ranks`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(len(NAMES), dtype=torch.float64, device=device)
+        self.ratio_max = torch.zeros(1, dtype=torch.float64, device=device)
+
+    def add(self, sums: LossSums, entropy: Tensor) -> None:
+        """Add one micro-batch; `entropy` is [N]."""
+        values = [getattr(sums, name) for name in SUMS] + [entropy.sum()]
+        bad = sums.nonfinite + ~torch.isfinite(sums.loss)
+        zero = torch.zeros_like(bad)
+        self.sums += torch.stack([torch.as_tensor(value).double() for value in (*values, bad, zero)])
+        self.ratio_max = torch.maximum(self.ratio_max, sums.ratio_max.double())
+
+    def nonfinite_gradient(self, found: bool) -> None:
+        """This rank's gradient shards hold NaN or Inf."""
+        self.sums[-1] += found
+
+    def over_ranks(self) -> dict[str, float]:
+        """Sums over all ranks (a collective). `nonfinite_loss` counts tokens and micro-batches, `nonfinite_gradient` ranks."""
+        dist.all_reduce(self.sums)
+        dist.all_reduce(self.ratio_max, op=dist.ReduceOp.MAX)
+        return dict(zip(NAMES, self.sums.tolist(), strict=True)) | {"ratio_max": float(self.ratio_max)}
+
+
+def step_metrics(
+    totals: dict[str, float],
+    tokens: int,
+    examples: Sequence[Example],
+    plan: Packing,
+    grad_norm: float,
+    learning_rate: float,
+    applied: bool,
+    seconds: float,
+) -> dict[str, float]:
+    """The step's metrics. Means are over its `tokens` loss tokens; `input_tokens` counts prompts as well; `grad_norm` is before clipping."""
+    input_tokens = sum(len(example.tokens) for example in examples)
+    return {
+        "applied": float(applied),
+        "loss": totals["loss"] / tokens,
+        "grad_norm": grad_norm,
+        "learning_rate": learning_rate,
+        "tokens": float(tokens),
+        "input_tokens": float(input_tokens),
+        "trajectories": float(len(examples)),
+        "micro_batches": float(sum(len(micro_batches) for micro_batches in plan.micro_batches)),
+        "fill": plan.fill,
+        "ratio_mean": totals["ratio"] / tokens,
+        "ratio_max": totals["ratio_max"],
+        "clip_fraction": totals["clipped"] / tokens,
+        "kl_k1": totals["kl_k1"] / tokens,
+        "kl_k3": totals["kl_k3"] / tokens,
+        "entropy": totals["entropy"] / tokens,
+        "nonfinite_loss": totals["nonfinite_loss"],
+        "nonfinite_gradient": totals["nonfinite_gradient"],
+        "step_s": seconds,
+        "tokens_per_s": input_tokens / seconds,
+    }

@@ -1,0 +1,60 @@
+"""The policy that ZeRO-3 trains: a Hugging Face causal LM whose forward gives log-probs of chosen tokens instead of logits of all."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl.algorithms.logprobs import greedy_tokens, token_logprobs
+from asyncrl.learning.attention import register_attention
+from asyncrl.learning.batches import MicroBatch
+
+__all__ = ["Policy", "load_policy"]
+
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Settings with which a model changes its logits after the head; the log-probs here would miss that."""
+
+
+class Policy(nn.Module):
+    """Backbone and head of a causal LM. The head's weight is used here and not in its own module: gathered once for each micro-batch,
+    whatever the number of chunks, so that ranks never wait for each other inside the head."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.backbone_name = model.base_model_prefix
+
+    def forward(self, batch: MicroBatch, temperature: float | None = None, greedy: bool = False) -> tuple[Tensor, Tensor]:
+        """(log-probs [N] with gradient, entropy [N]) of the batch's targets; with `greedy`, (is the target the argmax [N] bool, nothing)."""
+        backbone = getattr(self.model, self.backbone_name)
+        output = backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, segments=batch.segments)
+        hidden = output.last_hidden_state[0, batch.select]
+        head = self.model.get_output_embeddings()
+        if greedy:
+            return greedy_tokens(hidden, head.weight, head.bias) == batch.targets, hidden.new_zeros(0)
+        logprobs, entropy = token_logprobs(hidden, head.weight, batch.targets, temperature or self.temperature, head.bias)
+        if not len(batch.targets):
+            # An empty micro-batch must still reach every parameter in the backward pass: its gradients take part in the reductions.
+            logprobs = logprobs + 0.0 * output.last_hidden_state.sum()
+        return logprobs, entropy
+
+
+def load_policy(path: str, dtype: torch.dtype, temperature: float) -> Policy:
+    """Load a checkpoint directory; sharded as it loads while an HfDeepSpeedConfig is alive.
+
+    Raises:
+        ValueError: the model changes its logits after the head.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    changes = [name for name in LOGIT_CHANGES if getattr(config, name, None) not in (None, 1, 1.0)]
+    if changes:
+        raise ValueError(
+            f"model.path = {path!r} changes its logits after the head ({', '.join(changes)}), which the learner does not compute; use another model"
+        )
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=register_attention(), trust_remote_code=False)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return Policy(model, temperature)

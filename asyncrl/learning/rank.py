@@ -1,0 +1,217 @@
+"""One ZeRO-3 rank: the learner's own process. Every public method from `start` on is a collective: all ranks call it, with the same arguments."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.algorithms.losses import LossSums, policy_loss, supervised_loss
+from asyncrl.config import Config
+from asyncrl.control.protocols import Manifest
+from asyncrl.data.packing import pack
+from asyncrl.learning import checkpoint, zero3
+from asyncrl.learning.batches import Example, MicroBatch, TokenRow, examples_of, micro_batch, token_example
+from asyncrl.learning.metrics import StepSums, step_metrics
+from asyncrl.weights.gather import gather_buckets, weight_layout
+
+__all__ = ["LearnerRank"]
+
+Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, LossSums]]
+
+VERSIONS_KEPT = 2
+"""The committed version and the coming one."""
+
+
+class LearnerRank:
+    """Rank `rank` of `config.learner.world_size`."""
+
+    def __init__(self, rank: int, config: Config, run_id: str, attempt: int) -> None:
+        self.rank = rank
+        self.config = config
+        self.run_id = run_id
+        self.attempt = attempt
+        self.learning_rate = config.learner.learning_rate
+        self.warmup_steps = config.learner.warmup_steps
+        self.applied = 0
+        """Steps applied since the optimizer was fresh: drives the warm-up."""
+        self.device = torch.device("cuda" if config.learner.device == "cuda" else "cpu")
+        self.versions: dict[int, list[Any]] = {}
+        self.listener: socket.socket | None = None
+        torch.set_num_threads(config.learner.num_threads)
+        torch.manual_seed(config.seed * 1_000_003 + rank)
+
+    def node_address(self) -> str:
+        """Address of this rank's machine."""
+        return str(ray.util.get_node_ip_address())
+
+    def listen(self, address: str) -> int:
+        """Hold a port for the ranks to meet at (rank 0 only)."""
+        self.listener = zero3.loopback_listener(address)
+        return int(self.listener.getsockname()[1])
+
+    def start(self, address: str, port: int) -> dict[str, float]:
+        """Meet the other ranks, load the model sharded, build the engine. Returns seconds by part."""
+        began = time.monotonic()
+        learner = self.config.learner
+        backend = "nccl" if learner.device == "cuda" else "gloo"
+        if address == "127.0.0.1":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        zero3.join_process_group(self.rank, learner.world_size, address, port, backend, self.listener)
+        self.listener = None
+        met = time.monotonic()
+        # The second value must live as long as the engine.
+        self.engine, self.sharded = zero3.start_engine(self.config.model.path, learner, self.config.rollout.temperature)
+        self.parameters = dict(zero3.policy_of(self.engine).model.named_parameters())
+        """Every parameter once, by its Hugging Face name: tied weights appear under the first one."""
+        return {"meet_s": met - began, "engine_s": time.monotonic() - met}
+
+    def step(self, refs: Sequence[Any]) -> dict[str, float]:
+        """One policy step on a batch of scored groups: Ray references to their one-row tables, or the tables.
+
+        Metrics hold `applied` (1.0 or 0.0). NaN or Inf on any rank: no rank steps.
+        """
+        tables = [ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref for ref in refs]
+        examples = [example for table in tables for example in examples_of(table)]
+        algorithm = self.config.algorithm
+
+        def loss(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
+            return policy_loss(logprobs, batch.behaviour_logprobs, batch.advantages, algorithm.eps_clip, algorithm.eps_clip_high)
+
+        return self._train(examples, loss)
+
+    def supervised_step(self, rows: Sequence[TokenRow]) -> dict[str, float]:
+        """One step of next-token prediction of the second ids of each row after the first ones."""
+        return self._train([token_example(row) for row in rows], lambda logprobs, batch: supervised_loss(logprobs), temperature=1.0)
+
+    def _train(self, examples: list[Example], loss_of: Loss, temperature: float | None = None) -> dict[str, float]:
+        began = time.monotonic()
+        learner = self.config.learner
+        tokens = sum(example.loss_tokens for example in examples)
+        if not tokens:
+            return {"applied": 0.0, "trajectories": 0.0, "tokens": 0.0}
+        plan = pack([len(example.tokens) for example in examples], learner.max_tokens_per_gpu, learner.world_size)
+        sums = StepSums(self.device)
+        mine = plan.micro_batches[self.rank]
+        self.engine.train()
+        for number, indices in enumerate(mine):
+            self.engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
+            batch = micro_batch(examples, indices, self.device)
+            logprobs, entropy = self.engine(batch, temperature)
+            loss, loss_sums = loss_of(logprobs, batch)
+            # ZeRO averages over ranks; the loss is a mean over the tokens of all of them.
+            self.engine.backward(loss * (learner.world_size / tokens), scale_wrt_gas=False)
+            sums.add(loss_sums, entropy)
+        sums.nonfinite_gradient(not zero3.gradients_finite(self.engine))
+        totals = sums.over_ranks()
+        learning_rate = self.learning_rate * min(1.0, (self.applied + 1) / max(1, self.warmup_steps))
+        applied = not (totals["nonfinite_loss"] or totals["nonfinite_gradient"])
+        if applied:
+            zero3.set_learning_rate(self.engine, learning_rate)
+            self.engine.step()
+            applied = self.engine.was_step_applied()
+        else:
+            zero3.discard_gradients(self.engine)
+        self.applied += applied
+        grad_norm = float(self.engine.get_global_grad_norm()) if applied else float("nan")
+        seconds = time.monotonic() - began
+        return step_metrics(totals, tokens, examples, plan, grad_norm, learning_rate, applied, seconds)
+
+    def exact_match(self, rows: Sequence[TokenRow]) -> float:
+        """Share of rows whose second ids are all the argmax after what precedes them: what greedy decoding would answer exactly."""
+        matches = self._forward_all(rows, greedy=True)
+        count = torch.tensor([sum(bool(match.all()) for match in matches.values())], dtype=torch.float64, device=self.device)
+        dist.all_reduce(count)
+        return float(count) / len(rows)
+
+    def logprobs(self, rows: Sequence[TokenRow], temperature: float = 1.0) -> dict[int, np.ndarray]:
+        """Log-probs [C] float32 of each row's second ids, for the rows that fell to this rank: row index → array."""
+        return self._forward_all(rows, temperature=temperature)
+
+    @torch.no_grad()
+    def _forward_all(self, rows: Sequence[TokenRow], temperature: float = 1.0, greedy: bool = False) -> dict[int, np.ndarray]:
+        examples = [token_example(row) for row in rows]
+        learner = self.config.learner
+        plan = pack([len(example.tokens) for example in examples], learner.max_tokens_per_gpu, learner.world_size)
+        self.engine.eval()
+        found: dict[int, np.ndarray] = {}
+        for indices in plan.micro_batches[self.rank]:
+            batch = micro_batch(examples, indices, self.device)
+            values, _ = self.engine(batch, temperature, greedy)
+            parts = values.cpu().split(list(batch.counts)) if batch.counts else ()
+            found |= {index: part.numpy() for index, part in zip(batch.order, parts, strict=True)}
+        return found
+
+    def reset_optimizer(self, learning_rate: float, warmup_steps: int = 0) -> None:
+        """Fresh AdamW moments, and the learning rate of the steps to come."""
+        zero3.fresh_optimizer(self.engine)
+        self.learning_rate, self.warmup_steps, self.applied = learning_rate, warmup_steps, 0
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Learning rate of the steps to come; moments and warm-up stay."""
+        self.learning_rate = learning_rate
+
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer, counters and RNG under `directory`."""
+        checkpoint.save_rank(self.engine, directory, self.rank, self._counters())
+
+    def load(self, directory: Path) -> None:
+        """Go on from `save(directory)`.
+
+        Raises:
+            ValueError: it cannot be read, or was written by another number of ranks.
+        """
+        counters = checkpoint.load_rank(self.engine, directory, self.rank, self.config.learner.world_size)
+        self.learning_rate, self.warmup_steps, self.applied = counters["learning_rate"], int(counters["warmup_steps"]), int(counters["applied"])
+
+    def _counters(self) -> dict[str, float]:
+        return {
+            "world_size": self.config.learner.world_size,
+            "learning_rate": self.learning_rate,
+            "warmup_steps": self.warmup_steps,
+            "applied": self.applied,
+        }
+
+    def export_hf(self, directory: Path, tokenizer_source: str) -> None:
+        """Write a Hugging Face directory, gathered bucket by bucket onto rank 0."""
+        weights, model = self.config.weights, zero3.policy_of(self.engine).model
+        checkpoint.export_hf(model, self.parameters, directory, tokenizer_source, self.config.model.dtype, weights.bucket_bytes, self.rank)
+
+    def gather(self, version: int) -> Manifest | None:
+        """Put the weights in the object store as `version`; rank 0 returns the manifest and keeps the references of the last two versions."""
+        began = time.monotonic()
+        entries, sizes = weight_layout(self.parameters.items(), self.config.model.dtype, self.config.weights.bucket_bytes)
+        buckets: list[Any] = []
+        checksums: list[int] = []
+
+        def put(number: int, content: np.ndarray) -> None:
+            checksums.append(zlib.crc32(content))
+            buckets.append(ray.put(content))
+
+        for old in sorted(self.versions)[: -(VERSIONS_KEPT - 1)]:
+            del self.versions[old]
+        gather_buckets(self.parameters, entries, sizes, self.rank, put)
+        if self.rank != 0:
+            return None
+        self.versions[version] = buckets
+        metrics = {"gather_s": time.monotonic() - began, "bytes": float(sum(sizes)), "buckets": float(len(sizes))}
+        return Manifest(self.run_id, self.attempt, version, entries, tuple(buckets), sizes, tuple(checksums), metrics)
+
+    def shards(self) -> dict[str, tuple[int, int]]:
+        """Parameter → (elements that this rank owns, elements in all)."""
+        return {name: (int(p.ds_tensor.numel()), int(p.ds_numel)) for name, p in self.parameters.items()}
+
+    def peak_memory(self) -> int:
+        """Peak resident memory of this process, in bytes."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

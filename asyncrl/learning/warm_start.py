@@ -1,0 +1,116 @@
+"""Supervised steps until held-out greedy accuracy lies in a window: neither hopeless nor finished, so that RL has something to do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from asyncrl.config import WarmStartConfig
+
+__all__ = ["SupervisedLearner", "WarmStartCheck", "WarmStartFailed", "WarmStartReport", "warm_start"]
+
+Row = tuple[Sequence[int], Sequence[int]]
+
+
+class WarmStartFailed(RuntimeError):
+    """The window was not reached. The message names the accuracy, the steps and the fix."""
+
+
+class SupervisedLearner(Protocol):
+    """What the warm start needs of the learner group."""
+
+    async def supervised_step(self, rows: Sequence[Row]) -> dict[str, float]: ...
+
+    async def exact_match(self, rows: Sequence[Row]) -> float: ...
+
+    async def snapshot(self) -> None: ...
+
+    async def restore(self) -> None: ...
+
+    async def reset_optimizer(self, learning_rate: float, warmup_steps: int = 0) -> None: ...
+
+    async def set_learning_rate(self, learning_rate: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartCheck:
+    """One check of held-out accuracy (0..1), after `steps` supervised steps; `loss` is the last step's, in nats per token."""
+
+    steps: int
+    accuracy: float
+    loss: float
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartReport:
+    """Where the warm start ended, and its checks. `jumps` counts returns to a snapshot."""
+
+    steps: int
+    accuracy: float
+    jumps: int
+    checks: tuple[WarmStartCheck, ...]
+
+
+async def warm_start(
+    learner: SupervisedLearner,
+    train_rows: Sequence[Row],
+    held_out_rows: Sequence[Row],
+    config: WarmStartConfig,
+    seed: int = 0,
+    progress: Callable[[WarmStartCheck], None] = lambda check: None,
+) -> WarmStartReport:
+    """Take supervised steps until held-out accuracy lies in [min_accuracy, max_accuracy]; call `progress` at every check.
+
+    A run that jumps over the window goes back to its last check, with its optimizer, and halves the learning rate. The caller resets the
+    optimizer for RL: supervised steps are not policy versions.
+
+    Raises:
+        WarmStartFailed: `max_steps` are used up, or the model was above the window from the start.
+    """
+    if not train_rows or not held_out_rows:
+        raise WarmStartFailed(
+            f"warm_start.data = {config.data!r} gave {len(train_rows)} training and {len(held_out_rows)} held-out rows; give at least one of each"
+        )
+    learning_rate = config.learning_rate
+    await learner.reset_optimizer(learning_rate)
+    checks = [WarmStartCheck(0, await learner.exact_match(held_out_rows), float("nan"), learning_rate)]
+    batches = _batches(train_rows, config.batch_size, seed)
+    steps = jumps = 0
+    while True:
+        progress(checks[-1])
+        accuracy = checks[-1].accuracy
+        if config.min_accuracy <= accuracy <= config.max_accuracy:
+            return WarmStartReport(steps, accuracy, jumps, tuple(checks))
+        if accuracy > config.max_accuracy and steps == 0:
+            raise WarmStartFailed(
+                f"held-out accuracy is {accuracy:.1%} before any supervised step, above warm_start.max_accuracy = {config.max_accuracy:.1%}; "
+                "leave warm_start out, or raise that"
+            )
+        if steps >= config.max_steps:
+            raise WarmStartFailed(
+                f"held-out accuracy is {accuracy:.1%} after warm_start.max_steps = {config.max_steps}, not {config.min_accuracy:.1%} to "
+                f"{config.max_accuracy:.1%}; raise max_steps, change learning_rate, or widen the window"
+            )
+        if accuracy > config.max_accuracy:
+            await learner.restore()
+            learning_rate, jumps = learning_rate / 2, jumps + 1
+            await learner.set_learning_rate(learning_rate)
+        else:
+            await learner.snapshot()
+        for _ in range(config.check_every_steps):
+            metrics = await learner.supervised_step(next(batches))
+        steps += config.check_every_steps
+        checks.append(WarmStartCheck(steps, await learner.exact_match(held_out_rows), metrics["loss"], learning_rate))
+
+
+def _batches(rows: Sequence[Row], batch_size: int, seed: int) -> Iterator[list[Row]]:
+    """Batches without end, in a new seeded order every epoch. An epoch's last short batch is left out unless it is the only one."""
+    generator = random.Random(seed)
+    order = list(range(len(rows)))
+    while True:
+        generator.shuffle(order)
+        for at in range(0, max(1, len(order) - batch_size + 1), batch_size):
+            yield [rows[index] for index in order[at : at + batch_size]]

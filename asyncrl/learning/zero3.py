@@ -1,0 +1,117 @@
+"""DeepSpeed ZeRO-3: process group, settings, engine, and the few things that its public interface does not offer."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from transformers.integrations import HfDeepSpeedConfig
+
+from asyncrl.config import LearnerConfig
+from asyncrl.learning.policy import Policy, load_policy
+
+__all__ = ["discard_gradients", "fresh_optimizer", "gradients_finite", "join_process_group", "loopback_listener", "set_learning_rate", "start_engine"]
+
+RENDEZVOUS_TIMEOUT_S = 300
+EVERYTHING = 10**12
+"""Above any parameter count: nothing is released between its uses."""
+
+
+def loopback_listener(address: str) -> socket.socket:
+    """A listening socket on a port that the system chose. Rank 0 holds it until the store takes it over, so nobody else gets the port."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((address, 0))
+    listener.listen(128)
+    return listener
+
+
+def join_process_group(rank: int, world_size: int, address: str, port: int, backend: str, listener: socket.socket | None) -> None:
+    """Meet the other ranks at (address, port); rank 0 serves the store on its own listener. Blocks until all are there."""
+    from datetime import timedelta
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR=address, MASTER_PORT=str(port))
+    descriptor = listener.detach() if listener is not None else None
+    timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+    store = dist.TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=descriptor, use_libuv=True)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+
+
+def settings(config: LearnerConfig) -> dict[str, Any]:
+    """DeepSpeed's configuration. A micro-batch is one packed row, so its own batch sizes are 1; gradients are scaled by the caller.
+
+    One rank holds everything anyway: it releases nothing, which saves the bookkeeping of gathers. More ranks release all but
+    biases and norms.
+    """
+    return {
+        "train_batch_size": config.world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm,
+        "bf16": {"enabled": config.bf16},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": config.device == "cuda",
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 50_000_000,
+            "stage3_prefetch_bucket_size": 50_000_000 if config.device == "cuda" else 0,
+            "stage3_param_persistence_threshold": EVERYTHING if config.world_size == 1 else 4_096,
+        },
+    }
+
+
+def start_engine(path: str, config: LearnerConfig, temperature: float) -> tuple[Any, HfDeepSpeedConfig]:
+    """The engine around the policy at `path`. Keep the second value: while it lives, transformers loads sharded."""
+    chosen = settings(config)
+    sharded = HfDeepSpeedConfig(chosen)
+    policy = load_policy(path, torch.bfloat16 if config.bf16 else torch.float32, temperature)
+    head = policy.model.get_output_embeddings()
+    for parameter in head.parameters():
+        deepspeed.zero.register_external_parameter(policy, parameter)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay)
+    engine, _, _, _ = deepspeed.initialize(model=policy, optimizer=optimizer, config=chosen)
+    return engine, sharded
+
+
+def policy_of(engine: Any) -> Policy:
+    """The policy inside an engine."""
+    policy: Policy = engine.module
+    return policy
+
+
+def set_learning_rate(engine: Any, learning_rate: float) -> None:
+    """Learning rate of the next step."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def fresh_optimizer(engine: Any) -> None:
+    """Forget AdamW's moments and step counts."""
+    engine.optimizer.optimizer.state.clear()
+
+
+def gradient_shards(engine: Any) -> Iterator[torch.Tensor]:
+    """This rank's shards of the gradients of the step in progress."""
+    for shards in engine.optimizer.averaged_gradients.values():
+        yield from (shard for shard in shards or () if shard is not None)
+
+
+def gradients_finite(engine: Any) -> bool:
+    """No NaN or Inf in this rank's shards, nor in their norm."""
+    shards = list(gradient_shards(engine))
+    return not shards or bool(torch.isfinite(torch.nn.utils.get_total_norm(shards)))
+
+
+def discard_gradients(engine: Any) -> None:
+    """Drop the gradients of the step in progress, as the engine itself does on an overflow."""
+    engine.optimizer._pre_step()
+    engine.optimizer._partition_all_parameters()
+    engine.optimizer._overflow_clean_up(1.0)

@@ -1,0 +1,56 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms.logprobs import greedy_tokens, token_logprobs
+
+
+def test_hand_computed_numbers() -> None:
+    # logits of the one row: [ln 1, ln 3]; at temperature 0.5 they are squared: 1 and 9.
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3)]])
+    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([1]), 1.0)
+    assert logprobs.item() == pytest.approx(math.log(0.75))
+    assert entropy.item() == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    assert token_logprobs(hidden, weight, torch.tensor([1]), 0.5)[0].item() == pytest.approx(math.log(0.9))
+    assert greedy_tokens(hidden, weight).tolist() == [1]
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 40, 10_000])
+def test_chunks_against_numpy(chunk_elements: int) -> None:
+    generator = np.random.default_rng(0)
+    hidden, weight, bias = generator.standard_normal((7, 5)), generator.standard_normal((13, 5)), generator.standard_normal(13)
+    targets = generator.integers(0, 13, 7)
+    logits = (hidden @ weight.T + bias) / 0.7
+    expected = logits - logits.max(1, keepdims=True)
+    expected = expected - np.log(np.exp(expected).sum(1, keepdims=True))
+    as_tensors = [torch.tensor(array, dtype=torch.float32) for array in (hidden, weight)]
+    logprobs, entropy = token_logprobs(*as_tensors, torch.tensor(targets), 0.7, torch.tensor(bias, dtype=torch.float32), chunk_elements)
+    np.testing.assert_allclose(logprobs, expected[np.arange(7), targets], atol=2e-6)
+    np.testing.assert_allclose(entropy, -(np.exp(expected) * expected).sum(1), atol=2e-6)
+    greedy = greedy_tokens(*as_tensors, torch.tensor(bias, dtype=torch.float32), chunk_elements)
+    assert greedy.tolist() == logits.argmax(1).tolist()
+
+
+def test_chunks_do_not_change_gradients() -> None:
+    torch.manual_seed(0)
+    targets = torch.randint(0, 13, (7,))
+    gradients = []
+    for chunk_elements in (1, 10_000):
+        torch.manual_seed(1)
+        hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(13, 5, requires_grad=True)
+        token_logprobs(hidden, weight, targets, 0.7, chunk_elements=chunk_elements)[0].sum().backward()
+        gradients.append((hidden.grad, weight.grad))
+    for whole, chunked in zip(*gradients, strict=True):
+        torch.testing.assert_close(whole, chunked)
+
+
+def test_no_rows() -> None:
+    logprobs, entropy = token_logprobs(torch.zeros(0, 5), torch.zeros(13, 5), torch.zeros(0, dtype=torch.int64), 1.0)
+    assert logprobs.shape == entropy.shape == greedy_tokens(torch.zeros(0, 5), torch.zeros(13, 5)).shape == (0,)
+
+
+def test_temperature_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="temperature = 0"):
+        token_logprobs(torch.zeros(1, 5), torch.zeros(13, 5), torch.zeros(1, dtype=torch.int64), 0)
