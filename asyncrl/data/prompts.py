@@ -1,0 +1,308 @@
+"""Prompts: the one source of a run, streamed by Ray Data as Arrow blocks, and the checks before a run starts.
+
+A prompt is known for ever by its ordinal = epoch * rows + position in that epoch's seeded permutation. Ordinals are attached
+before rows stream, so neither a retried read task nor a resume can change which row an ordinal means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.json
+import pyarrow.parquet
+
+from asyncrl.config import Config, ConfigError
+from asyncrl.types import COLUMNS, SCORED_COLUMNS, Prompt
+
+__all__ = ["PromptReport", "RayPromptSource", "check_prompts", "ordinal_to_row", "read_prompts", "read_rows", "render_prompts", "stream_ordinals"]
+
+ROWS_PER_BLOCK = 32
+BLOCK_BYTES = 16 << 10
+STREAM_BYTES = 32 << 20
+"""Object store that unread prompts may take: the stream runs ahead this far and no further."""
+WAITING_PROMPTS = 128
+"""Prompts that wait in this process."""
+TAKEN_COLUMNS = {*COLUMNS, *SCORED_COLUMNS, "reward_parts", "prompts", "completions"}
+"""Names of our own columns and of the reward's arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """What the check of a prompt file found."""
+
+    rows: int
+    """Rows that are used."""
+    dropped: int
+    """Rows left out because their prompt is longer than max_prompt_length (prompt_policy: drop)."""
+    longest: int
+    """Tokens of the longest prompt that is used."""
+    first_text: str
+    first_ids: tuple[int, ...]
+    columns: tuple[str, ...]
+    """Other columns, which reach the reward."""
+    kept: tuple[int, ...] | None
+    """Row indices that are used; None = all."""
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(rows)
+
+
+def ordinal_to_row(ordinal: int, rows: int, seed: int, shuffle: bool = True) -> tuple[int, int]:
+    """(epoch, row index) of an ordinal, for a dataset of `rows` rows."""
+    epoch, position = divmod(ordinal, rows)
+    return epoch, int(_permutation(rows, seed, epoch)[position]) if shuffle else position
+
+
+def stream_ordinals(lowest: int, finished: frozenset[int]) -> Iterator[int]:
+    """The ordinals from a frontier on: `lowest` is the lowest unfinished one, `finished` those above it to leave out."""
+    ordinal = lowest
+    while True:
+        if ordinal not in finished:
+            yield ordinal
+        ordinal += 1
+
+
+def read_rows(path: str, field: str = "data.train") -> pa.Table:
+    """The rows of a Parquet or JSONL file.
+
+    Raises:
+        ConfigError: the file is missing, cannot be read, or has no rows.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"{field} = {path!r}: no such file; give the path of a Parquet or JSONL file")
+    try:
+        table = pyarrow.parquet.read_table(path) if path.endswith((".parquet", ".pq")) else _read_jsonl(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"{field} = {path!r} is neither Parquet (*.parquet) nor JSONL: {' '.join(str(error).split())}") from None
+    if not table.num_rows:
+        raise ConfigError(f"{field} = {path!r} has no rows; give a file with at least one prompt")
+    return table
+
+
+def _read_jsonl(path: str) -> pa.Table:
+    if not Path(path).read_text().strip():
+        return pa.table({})
+    return pyarrow.json.read_json(path)
+
+
+def check_columns(table: pa.Table, config: Config, path: str, field: str) -> None:
+    """Raise ConfigError if the prompt column is missing or another column has a name of ours."""
+    column = config.data.prompt_column
+    if column not in table.column_names:
+        raise ConfigError(f"data.prompt_column = {column!r} is not a column of {path!r}, which has {table.column_names}; name one of them")
+    taken = sorted(TAKEN_COLUMNS & set(table.column_names) - {column})
+    if taken:
+        raise ConfigError(f"{field} = {path!r} has columns {taken}, names that asyncrl uses; rename them")
+
+
+@functools.lru_cache(maxsize=2)
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a Hugging Face checkpoint directory."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def render_prompts(values: Sequence[Any], config: Config) -> tuple[list[str], list[list[int]]]:
+    """Texts and token ids of prompts: strings as they are (special tokens as the tokenizer adds them), chat messages through the template.
+
+    Raises:
+        ConfigError: a value is neither, or a template is needed and the tokenizer has none.
+    """
+    tokenizer = load_tokenizer(config.model.path)
+    chat = config.data.apply_chat_template or not all(isinstance(value, str) for value in values)
+    if not chat:
+        texts = list(values)
+    else:
+        if not tokenizer.chat_template:
+            raise ConfigError(f"model.path = {config.model.path!r}: its tokenizer has no chat template; use string prompts, data.apply_chat_template: false")
+        texts = [tokenizer.apply_chat_template(_messages(value, config), tokenize=False, add_generation_prompt=True) for value in values]
+    # A template writes its own BOS.
+    return texts, tokenizer(texts, add_special_tokens=not chat)["input_ids"]
+
+
+def _messages(value: Any, config: Config) -> list[dict[str, str]]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if isinstance(value, list) and value and all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value):
+        return value
+    raise ConfigError(f"data.prompt_column = {config.data.prompt_column!r} holds {str(value)[:80]!r}: neither a string nor chat messages with role and content")
+
+
+def check_prompts(config: Config, path: str | None = None, field: str = "data.train") -> PromptReport:
+    """Read and tokenize a whole prompt file before anything is allocated.
+
+    Raises:
+        ConfigError: the file, a column or a prompt cannot be used.
+    """
+    path = path or config.data.train
+    table = read_rows(path, field)
+    check_columns(table, config, path, field)
+    limit, column = config.data.max_prompt_length, config.data.prompt_column
+    kept: list[int] = []
+    longest, first = 0, None
+    for start in range(0, table.num_rows, 1024):
+        texts, ids = render_prompts(table[column].slice(start, 1024).to_pylist(), config)
+        for row, (text, tokens) in enumerate(zip(texts, ids, strict=True), start):
+            if not tokens:
+                raise ConfigError(f"{field} = {path!r}: row {row} has an empty prompt; remove the row")
+            if len(tokens) > limit and config.data.prompt_policy == "error":
+                raise ConfigError(
+                    f"{field} = {path!r}: the prompt of row {row} has {len(tokens)} tokens, above data.max_prompt_length = {limit}; "
+                    "raise that, or set data.prompt_policy: drop"
+                )
+            if len(tokens) <= limit:
+                kept.append(row)
+                longest = max(longest, len(tokens))
+                first = first or (text, tuple(tokens))
+    if first is None:
+        raise ConfigError(f"{field} = {path!r}: every prompt is longer than data.max_prompt_length = {limit}; raise that")
+    dropped = table.num_rows - len(kept)
+    others = tuple(name for name in table.column_names if name != column)
+    return PromptReport(len(kept), dropped, longest, *first, others, tuple(kept) if dropped else None)
+
+
+def read_prompts(path: str, config: Config, limit: int | None = None, field: str = "eval.data") -> list[Prompt]:
+    """The first `limit` prompts of a small file, in the file's order, with their row index as ordinal and epoch 0.
+
+    Raises:
+        ConfigError: as `check_prompts`.
+    """
+    report = check_prompts(config, path, field)
+    table = read_rows(path, field)
+    rows = list(report.kept if report.kept is not None else range(table.num_rows))[:limit]
+    rendered = _render_table(_with_ordinals(table.take(rows), rows, [0] * len(rows)), config)
+    return list(_prompts(rendered))
+
+
+def _with_ordinals(table: pa.Table, ordinals: Sequence[int], epochs: Sequence[int]) -> pa.Table:
+    return table.append_column("ordinal", pa.array(ordinals, pa.int64())).append_column("epoch", pa.array(epochs, pa.int32()))
+
+
+def _render_table(table: pa.Table, config: Config) -> pa.Table:
+    """Replace the prompt column by prompt_text and prompt_ids."""
+    column = config.data.prompt_column
+    texts, ids = render_prompts(table[column].to_pylist(), config)
+    table = table.drop_columns([column])
+    return table.append_column("prompt_text", pa.array(texts, pa.string())).append_column("prompt_ids", pa.array(ids, pa.list_(pa.int32())))
+
+
+def _prompts(table: pa.Table) -> Iterator[Prompt]:
+    for row in table.to_pylist():
+        ordinal, epoch, text, ids = (row.pop(name) for name in ("ordinal", "epoch", "prompt_text", "prompt_ids"))
+        yield Prompt(ordinal, epoch, text, tuple(ids), row)
+
+
+def _stream_tables(path: str, config: Config, report: PromptReport, lowest: int, finished: frozenset[int]) -> Iterable[pa.Table]:
+    """Raw rows with ordinal and epoch, block after block, without end. Runs in the read task, which holds the file's rows."""
+    table = read_rows(path)
+    kept = report.kept if report.kept is not None else range(table.num_rows)
+    ordinals = stream_ordinals(lowest, finished)
+    while True:
+        block = [next(ordinals) for _ in range(ROWS_PER_BLOCK)]
+        places = [ordinal_to_row(ordinal, len(kept), config.seed, config.data.shuffle) for ordinal in block]
+        yield _with_ordinals(table.take([kept[row] for _, row in places]), block, [epoch for epoch, _ in places])
+
+
+class ReorderWindow:
+    """Gives prompts back in ordinal order, each once, in whatever order and however often they come."""
+
+    def __init__(self, lowest: int, finished: frozenset[int]) -> None:
+        self._ordinals = stream_ordinals(lowest, finished)
+        self._next = next(self._ordinals)
+        self._early: dict[int, Prompt] = {}
+
+    def put(self, prompt: Prompt) -> list[Prompt]:
+        """Take one prompt; return those that are now in order."""
+        if prompt.ordinal >= self._next:
+            self._early[prompt.ordinal] = prompt
+        ready = []
+        while self._next in self._early:
+            ready.append(self._early.pop(self._next))
+            self._next = next(self._ordinals)
+        return ready
+
+
+class RayPromptSource:
+    """`PromptSource`: one endless Ray Data execution, consumed by a thread; `next()` waits on the event loop without blocking it."""
+
+    def __init__(self, config: Config, report: PromptReport, lowest: int = 0, finished: Iterable[int] = ()) -> None:
+        """Start streaming.
+
+        Args:
+            report: of `check_prompts(config)`.
+            lowest: the lowest unfinished ordinal (the frontier).
+            finished: ordinals above it that are finished; they are left out.
+        """
+        self._frontier = lowest, frozenset(finished)
+        self._waiting: queue.Queue[Prompt | BaseException] = queue.Queue(WAITING_PROMPTS)
+        self._closed = threading.Event()
+        path = str(Path(config.data.train).resolve())
+        tables = functools.partial(_stream_tables, path, config, report, *self._frontier)
+        self._thread = threading.Thread(target=self._consume, args=(tables, functools.partial(_render_table, config=config)), name="prompts", daemon=True)
+        self._thread.start()
+
+    async def next(self) -> Prompt:
+        """The next prompt in ordinal order. Raises RuntimeError if the stream broke."""
+        item: Prompt | BaseException | None
+        while True:
+            try:
+                item = self._waiting.get_nowait()
+            except queue.Empty:
+                item = await asyncio.to_thread(self._get_within, 1.0)
+            if isinstance(item, BaseException):
+                raise RuntimeError(f"the prompt stream broke: {item}") from item
+            if item is not None:
+                return item
+
+    async def close(self) -> None:
+        """End the execution and its tasks."""
+        self._closed.set()
+        await asyncio.to_thread(self._thread.join, 30.0)
+
+    def _get_within(self, seconds: float) -> Prompt | BaseException | None:
+        try:
+            return self._waiting.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def _consume(self, tables: Any, stage: Any) -> None:
+        import ray
+
+        from asyncrl.data.stream import endless_dataset, quiet_ray_data
+
+        window = ReorderWindow(*self._frontier)
+        try:
+            quiet_ray_data()
+            bundles = endless_dataset(tables, stage, BLOCK_BYTES, STREAM_BYTES, "prompts").iter_internal_ref_bundles()
+            for bundle in bundles:
+                for entry in bundle.blocks:
+                    for prompt in _prompts(ray.get(entry.ref)):
+                        for ready in window.put(prompt):
+                            if not self._put(ready):
+                                return
+            raise RuntimeError("it ended, though it has no end")
+        except Exception as error:
+            # Handed to whoever waits in next(): this thread has no other way to be heard.
+            self._put(error)
+
+    def _put(self, item: Prompt | BaseException) -> bool:
+        """Wait for room; False if the source was closed."""
+        while not self._closed.is_set():
+            try:
+                self._waiting.put(item, timeout=0.2)
+                return True
+            except queue.Full:
+                continue
+        return False

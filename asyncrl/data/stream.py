@@ -1,0 +1,65 @@
+"""Settings of a long-lived Ray Data execution: an endless source that streams small blocks, quietly, in bounded memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import pyarrow as pa
+import ray.data
+from ray.data.block import BlockMetadata
+from ray.data.context import DataContext
+from ray.data.datasource import Datasource, ReadTask
+
+__all__ = ["STAGE_CPUS", "EndlessSource", "endless_dataset", "quiet_ray_data"]
+
+STAGE_CPUS = 0.1
+"""Logical CPUs of one stage's task. Ray's default of 1 would starve a machine of two: an endless task never gives it back."""
+
+
+class EndlessSource(Datasource):
+    """A datasource with one read task, which yields Arrow tables until its generator returns."""
+
+    def __init__(self, tables: Callable[[], Iterable[pa.Table]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tables = tables
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None) -> list[ReadTask]:
+        metadata = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+        return [ReadTask(self._tables, metadata)]
+
+
+def endless_dataset(
+    tables: Callable[[], Iterable[pa.Table]], stage: Callable[[pa.Table], pa.Table], block_bytes: int, memory_bytes: int, name: str
+) -> ray.data.Dataset:
+    """A dataset of one endless source and one stage, which Ray Data fuses into one task.
+
+    Args:
+        tables: makes the source's generator, in the task. A task that dies is run again from its first table.
+        stage: Arrow table in, Arrow table out.
+        block_bytes: a block leaves as soon as it is larger; 1 = every row at once.
+        memory_bytes: object store that unread blocks may take before the source is held back.
+    """
+    context = DataContext.get_current().copy()
+    context.execution_options.preserve_order = False
+    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(object_store_memory=memory_bytes)
+    context.execution_no_progress_timeout_s = -1
+    context.target_max_block_size = block_bytes
+    context.target_min_block_size = 1
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    with DataContext.current(context):
+        source = ray.data.read_datasource(EndlessSource(tables), override_num_blocks=1, num_cpus=STAGE_CPUS)
+        dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, num_cpus=STAGE_CPUS)
+        dataset.set_name(name)
+    return dataset
+
+
+def quiet_ray_data() -> None:
+    """Keep Ray Data's own log lines off the terminal. They stay in its log file."""
+    for logger in (logging.getLogger("ray.data"), logging.getLogger("ray.data.dataset")):
+        for handler in [h for h in logger.handlers if not isinstance(h, logging.FileHandler) and "console" in (h.get_name() or "").lower()]:
+            logger.removeHandler(handler)

@@ -1,0 +1,88 @@
+"""groups/*.parquet: one complete file per flush, merged later. Readers drop what has the same (attempt, ordinal) twice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+
+__all__ = ["compact", "next_flush", "read_groups", "write_groups"]
+
+MERGED_BYTES = 64 << 20
+"""Files are merged up to about this size."""
+
+
+def write_groups(path: Path, tables: Sequence[pa.Table]) -> None:
+    """Write one complete Parquet file: under a temporary name in the same directory, then renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pyarrow.parquet.write_table(_concat(tables), temporary, compression="zstd")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def next_flush(directory: Path, attempt: int) -> int:
+    """Number of the attempt's first flush that no file in the directory has."""
+    return 1 + max((int(path.stem.split("-")[-1]) for path in _files(directory, attempt)), default=-1)
+
+
+def flush_path(directory: Path, attempt: int, flush: int) -> Path:
+    """File of one flush; names sort by attempt and time."""
+    return directory / f"attempt_{attempt:04d}-{flush:08d}.parquet"
+
+
+def compact(directory: Path) -> int:
+    """Merge files of each attempt into files of about 64 MiB; return how many files are left. Safe while new flushes are written.
+
+    A merged file has the name of its last part and takes its place; earlier parts go afterwards. A crash between leaves rows
+    twice, and readers drop one of the two.
+    """
+    for attempt in sorted({_attempt(path) for path in _files(directory)}):
+        batch: list[Path] = []
+        size = 0
+        for path in _files(directory, attempt):
+            batch.append(path)
+            size += path.stat().st_size
+            if size >= MERGED_BYTES:
+                _merge(batch)
+                batch, size = [], 0
+        _merge(batch)
+    return len(_files(directory))
+
+
+def read_groups(directory: Path) -> pa.Table | None:
+    """All groups of a run, each (attempt, ordinal) once; None if there are none."""
+    files = _files(directory)
+    return _once(_concat([pyarrow.parquet.read_table(path) for path in files])) if files else None
+
+
+def _merge(files: Sequence[Path]) -> None:
+    if len(files) > 1:
+        write_groups(files[-1], [_once(_concat([pyarrow.parquet.read_table(path) for path in files]))])
+        for path in files[:-1]:
+            path.unlink()
+
+
+def _once(table: pa.Table) -> pa.Table:
+    keys = list(zip(table["attempt"].to_pylist(), table["ordinal"].to_pylist(), strict=True))
+    first: dict[tuple[int, int], int] = {}
+    for row, key in enumerate(keys):
+        first.setdefault(key, row)
+    return table if len(first) == len(keys) else table.take(list(first.values()))
+
+
+def _concat(tables: Sequence[pa.Table]) -> pa.Table:
+    """One table; a dataset column that is null in one part takes its type from another."""
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def _files(directory: Path, attempt: int | None = None) -> list[Path]:
+    return sorted(directory.glob("attempt_*.parquet" if attempt is None else f"attempt_{attempt:04d}-*.parquet"))
+
+
+def _attempt(path: Path) -> int:
+    return int(path.stem.split("-")[0].removeprefix("attempt_"))

@@ -1,0 +1,88 @@
+"""From raw rewards to a scored group: total, status, advantage. Pure; one table of groups in, one out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.config import Config
+from asyncrl.rewards.pool import GroupRewards, RewardPool, total_rewards
+from asyncrl.types import SCORED_COLUMNS, reward_parts_type
+
+__all__ = ["attach_rewards", "group_request", "score_completions", "score_table"]
+
+
+def group_request(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[str], list[str], list[list[int]], dict[str, Any]]:
+    """A group's row as the arguments of `RewardPool.submit`; `columns` are the dataset's own."""
+    n = len(row["completion_ids"])
+    return [row["prompt_text"]] * n, row["completion_text"], row["completion_ids"], {name: row[name] for name in columns}
+
+
+def attach_rewards(group: pa.Table, rewards: GroupRewards) -> pa.Table:
+    """One group's one-row table with its raw rewards: columns reward_parts and failure."""
+    names = list(rewards.parts)
+    parts = [dict(zip(names, values, strict=True)) for values in zip(*rewards.parts.values(), strict=True)]
+    group = group.append_column("reward_parts", pa.array([parts], reward_parts_type(names)))
+    return group.append_column("failure", pa.array([rewards.failure], SCORED_COLUMNS["failure"]))
+
+
+def score_table(table: pa.Table, config: Config) -> pa.Table:
+    """Add reward, advantage, status and scored_at to groups with raw rewards. The map stage of scoring."""
+    weights = {name: reward.weight for name, reward in config.reward.functions.items()}
+    scored: dict[str, list[Any]] = {"reward": [], "advantage": [], "status": [], "scored_at": []}
+    for row in table.select(["prompt_ids", "completion_ids", "logprobs", "reward_parts"]).to_pylist():
+        parts = {name: [part[name] for part in row["reward_parts"]] for name in weights}
+        rewards = total_rewards(parts, weights)
+        places = zip(rewards, row["logprobs"], row["completion_ids"], strict=True)
+        statuses = [trajectory_status(reward, logprobs, len(row["prompt_ids"]) + len(ids), config.longest_trajectory) for reward, logprobs, ids in places]
+        scored["reward"].append(rewards)
+        scored["status"].append(statuses)
+        scored["advantage"].append(group_advantages(rewards, [status == "ok" for status in statuses], config.algorithm.advantage))
+        scored["scored_at"].append(time.time())
+    for name, values in scored.items():
+        table = table.append_column(name, pa.array(values, SCORED_COLUMNS[name]))
+    return table
+
+
+def trajectory_status(reward: float | None, logprobs: Sequence[float], tokens: int, longest: int) -> str:
+    """ok, or why the trajectory is masked. `tokens` counts prompt and completion."""
+    if tokens > longest:
+        return "over_long"
+    if not all(math.isfinite(logprob) for logprob in logprobs):
+        return "bad_logprob"
+    return "unscored" if reward is None else "ok"
+
+
+async def score_completions(
+    pool: RewardPool,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Sequence[Mapping[str, Any]],
+    n: int = 1,
+) -> dict[str, list[float | None]]:
+    """Raw rewards of completions outside the training stream (evaluation): `n` consecutive ones belong to one prompt.
+
+    Args:
+        prompts, columns: one for each group of n completions.
+
+    Returns:
+        Name of the reward function → one reward per completion. A group given up under the pool's policy has None.
+
+    Raises:
+        RewardError: policy `fail`, and a reward failed.
+    """
+    if len(completions) != n * len(prompts):
+        raise ValueError(f"{len(completions)} completions do not belong to {len(prompts)} prompts, {n} each")
+    futures = [
+        asyncio.wrap_future(pool.submit([prompt] * n, completions[at : at + n], completion_ids[at : at + n], others))
+        for at, prompt, others in zip(range(0, len(completions), n), prompts, columns, strict=True)
+    ]
+    groups = await asyncio.gather(*futures)
+    return {name: [value for group in groups for value in group.parts[name]] for name in (groups[0].parts if groups else ())}

@@ -1,0 +1,187 @@
+"""Scoring: one long-lived Ray Data execution from the rollout workers' outboxes to scored groups in complete Parquet files.
+
+outboxes ─lease─► source: rewards, in reward processes ─► map_batches: status, advantage ─► threads here: Parquet, object store ─► next()
+    ▲                                                                                                                              │
+    └──────────────────────────────────────────────── ack ─────────────────────────────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray
+import ray.exceptions
+
+from asyncrl.config import Config
+from asyncrl.control.protocols import Rollouts, Scored
+from asyncrl.data.stream import endless_dataset, quiet_ray_data
+from asyncrl.rewards.contract import RewardError
+from asyncrl.rewards.files import flush_path, next_flush, write_groups
+from asyncrl.rewards.score import score_table
+from asyncrl.rewards.source import rewarded_groups
+
+__all__ = ["RayScores", "scored_summary"]
+
+STREAM_BYTES = 256 << 20
+"""Object store that scored groups may take before the stream is held back."""
+MOST_IN_FLUSH = 256
+
+
+class RayScores:
+    """`Scores` over Ray actors. Each admitted group comes once, by ordinal; a second copy is acknowledged and dropped."""
+
+    def __init__(self, config: Config, attempt: int, workers: Sequence[Any], rollouts: Rollouts, groups_directory: Path) -> None:
+        """Start the execution. Call it on the event loop.
+
+        Args:
+            workers: actor handles of the rollout workers (`RayRollouts.workers`).
+            rollouts: gets the acknowledgements.
+            groups_directory: <run>/groups; made if missing.
+        """
+        groups_directory.mkdir(parents=True, exist_ok=True)
+        self._config, self._attempt, self._workers, self._rollouts = config, attempt, list(workers), rollouts
+        self._directory = groups_directory
+        self._loop = asyncio.get_running_loop()
+        self._arrived: queue.Queue[pa.Table | BaseException | None] = queue.Queue()
+        self._safe: asyncio.Queue[list[tuple[int, Scored | None]] | BaseException] = asyncio.Queue()
+        self._seen: set[int] = set()
+        self._closed = False
+        self._threads = [threading.Thread(target=target, name=target.__name__, daemon=True) for target in (self._read_stream, self._write_files)]
+        for thread in self._threads:
+            thread.start()
+
+    async def next(self) -> list[Scored]:
+        """Groups scored since the last call, at least one; their rows are in a complete Parquet file and their workers forget them.
+
+        Raises:
+            RewardError: policy `fail`, and a reward failed.
+            RuntimeError: the execution broke.
+        """
+        while True:
+            items = await self._safe.get()
+            if isinstance(items, RewardError):
+                raise items
+            if isinstance(items, BaseException):
+                raise RuntimeError(f"the scoring stream broke: {type(items).__name__}: {items}") from items
+            await self._rollouts.ack([ordinal for ordinal, _ in items])
+            if scored := [group for _, group in items if group is not None]:
+                return scored
+
+    async def close(self) -> None:
+        """Close the workers' outboxes, which ends the execution; kill what rewards are still doing."""
+        self._closed = True
+        closing = [worker.close_outbox.remote() for worker in self._workers]
+        for closed in closing:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                await asyncio.wait_for(closed, 5.0)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join, 20.0)
+
+    def _read_stream(self) -> None:
+        """Thread: rows from Ray Data, as they come."""
+        end: BaseException | None = None
+        try:
+            quiet_ray_data()
+            source = partial(rewarded_groups, self._config.reward, self._workers)
+            stage = partial(score_table, config=self._config)
+            for bundle in endless_dataset(source, stage, 1, STREAM_BYTES, "scoring").iter_internal_ref_bundles():
+                for entry in bundle.blocks:
+                    self._arrived.put(ray.get(entry.ref))
+            end = RuntimeError("it ended though its rollout workers live")
+        except Exception as error:
+            # Handed to next(), which raises it: a thread cannot.
+            end = error
+        self._arrived.put(None if self._closed else end)
+
+    def _write_files(self) -> None:
+        """Thread: one file for whatever waits, then one object per group, then the event loop."""
+        flush = next_flush(self._directory, self._attempt)
+        try:
+            while True:
+                tables, end = _whatever_waits(self._arrived)
+                rows = [table.slice(row, 1) for table in tables for row in range(table.num_rows)]
+                if rows:
+                    self._flush(flush, rows)
+                    flush += 1
+                if end is not None:
+                    raise end
+        except _End:
+            return
+        except Exception as error:
+            # As above: next() raises it.
+            self._hand_over(error)
+
+    def _flush(self, flush: int, rows: list[pa.Table]) -> None:
+        ordinals = [row["ordinal"][0].as_py() for row in rows]
+        if self._config.reward.policy == "fail":
+            for row, ordinal in zip(rows, ordinals, strict=True):
+                if failure := row["failure"][0].as_py():
+                    raise RewardError(f"group {ordinal}: {failure}")
+        new = {}
+        for row, ordinal in zip(rows, ordinals, strict=True):
+            if ordinal not in self._seen:
+                new[ordinal] = row
+        self._seen.update(new)
+        if new:
+            write_groups(flush_path(self._directory, self._attempt, flush), list(new.values()))
+        names = list(self._config.reward.functions)
+        scored = {ordinal: scored_summary(row, ray.put(row.combine_chunks()), names) for ordinal, row in new.items()}
+        self._hand_over([(ordinal, scored.pop(ordinal, None)) for ordinal in ordinals])
+
+    def _hand_over(self, item: list[tuple[int, Scored | None]] | BaseException) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._safe.put_nowait, item)
+
+
+class _End(Exception):
+    """The stream ended because it was closed."""
+
+
+def _whatever_waits(arrived: queue.Queue[pa.Table | BaseException | None]) -> tuple[list[pa.Table], BaseException | None]:
+    """At least one table, or the end; never waits for a second."""
+    tables: list[pa.Table] = []
+    item = arrived.get()
+    while True:
+        if item is None:
+            return tables, _End()
+        if isinstance(item, BaseException):
+            return tables, item
+        tables.append(item)
+        if len(tables) >= MOST_IN_FLUSH:
+            return tables, None
+        try:
+            item = arrived.get_nowait()
+        except queue.Empty:
+            return tables, None
+
+
+def scored_summary(row: pa.Table, reference: Any, parts: Sequence[str]) -> Scored:
+    """What control needs to know of a scored group's one-row table."""
+    columns = ["ordinal", "versions", "completion_ids", "finish_reason", "status", "reward", "reward_parts", "failure"]
+    group = row.select(columns).to_pylist()[0]
+    usable = [index for index, status in enumerate(group["status"]) if status == "ok"]
+    return Scored(
+        ordinal=group["ordinal"],
+        begun=min((span["version"] for spans in group["versions"] for span in spans), default=0),
+        ref=reference,
+        tokens=sum(len(ids) for ids in group["completion_ids"]),
+        rewards=tuple(group["reward"][index] for index in usable),
+        reward_parts=_part_means(parts, [group["reward_parts"][index] for index in usable]),
+        usable=len(usable),
+        truncated=sum(reason == "length" for reason in group["finish_reason"]),
+        failure=group["failure"],
+    )
+
+
+def _part_means(names: Sequence[str], parts: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Mean of each part over the trajectories that have it; a part that none has is left out."""
+    values = {name: [part[name] for part in parts if part[name] is not None] for name in names}
+    return {name: sum(some) / len(some) for name, some in values.items() if some}  # type: ignore[arg-type]

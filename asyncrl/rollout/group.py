@@ -1,0 +1,179 @@
+"""The rollout workers of one run, seen from the driver: `Rollouts` over Ray actors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from asyncrl.control.protocols import Finished, RolloutFailed
+from asyncrl.rollout.worker import RolloutWorker, WorkerSpec
+from asyncrl.types import Prompt
+
+__all__ = ["WORKER_CPUS", "RayRollouts", "start_rollouts"]
+
+WORKER_CPUS = 0.1
+"""Logical CPUs that one rollout worker declares."""
+CALLS_AT_ONCE = 10_000
+"""An async actor's limit of concurrent calls. What really limits groups in flight is the coordinator's slots."""
+RESTART_PAUSE_S = 0.2
+
+
+@dataclass(slots=True)
+class _Held:
+    """A group that a worker makes or keeps, until it is acknowledged."""
+
+    prompt: Prompt
+    worker: int
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class _Worker:
+    actor: Any
+    load: int = 0
+    """Groups it makes or keeps."""
+
+
+def start_rollouts(spec: WorkerSpec) -> RayRollouts:
+    """Start config.rollout.num_workers actors. Call it on the event loop; `await rollouts.ready()` before use."""
+    remote = ray.remote(RolloutWorker).options(num_cpus=WORKER_CPUS, max_concurrency=CALLS_AT_ONCE, max_restarts=-1, max_task_retries=0)
+    return RayRollouts([remote.remote(spec) for _ in range(spec.config.rollout.num_workers)], spec.config.rollout.deadline_s)
+
+
+class RayRollouts:
+    """`Rollouts`: each prompt goes to the worker with the least to do.
+
+    A worker that dies is restarted by Ray, empty. Whatever it made or kept is generated again under the same ordinal: groups in
+    flight by the `rollout` call that waits for them, finished ones by a task of this class, since nobody waits for those.
+    """
+
+    def __init__(self, actors: Sequence[Any], deadline_s: float) -> None:
+        self.workers = list(actors)
+        self._deadline_s = deadline_s
+        self._states = [_Worker(actor) for actor in actors]
+        self._held: dict[int, _Held] = {}
+        self._committed = 0
+        self._closed = False
+        self._broken: BaseException | None = None
+        self._again: set[asyncio.Task[None]] = set()
+        self._watchers = [asyncio.create_task(self._watch(index)) for index in range(len(self._states))]
+
+    async def ready(self) -> None:
+        """Wait until every worker's constructor is done. Raises its error."""
+        await asyncio.gather(*(state.actor.ready.remote() for state in self._states))
+
+    async def rollout(self, prompt: Prompt, committed: int) -> Finished:
+        """Generate the group of one prompt; return when it waits for scoring. Raises RolloutFailed."""
+        if self._broken is not None:
+            raise RuntimeError(f"a lost group could not be made again: {self._broken}") from self._broken
+        self.committed(committed)
+        held = self._held[prompt.ordinal] = _Held(prompt, -1)
+        try:
+            finished = await self._until_deadline(held)
+        except BaseException:
+            # Failed or given up: nobody will acknowledge it.
+            self._forget(prompt.ordinal)
+            raise
+        held.finished = True
+        return finished
+
+    def committed(self, version: int) -> None:
+        """From now on requests, retries included, ask for at least this version."""
+        if version > self._committed:
+            self._committed = version
+            for state in self._states:
+                state.actor.committed.remote(version)
+
+    async def ack(self, ordinals: Sequence[int]) -> None:
+        """These groups' scored rows are safe: forget them. Ordinals held no more (duplicates) are told to every worker."""
+        by_worker: dict[int, list[int]] = {}
+        for ordinal in ordinals:
+            held = self._forget(ordinal)
+            for worker in range(len(self._states)) if held is None else [held.worker]:
+                by_worker.setdefault(worker, []).append(ordinal)
+        for worker, theirs in by_worker.items():
+            self._states[worker].actor.ack.remote(theirs)
+
+    async def close(self) -> None:
+        """End the workers. A scoring reader that leases from them ends as well."""
+        self._closed = True
+        tasks = [*self._watchers, *self._again]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for state in self._states:
+            ray.kill(state.actor)
+
+    async def _until_deadline(self, held: _Held) -> Finished:
+        """Try on the least loaded worker; if it dies, on whichever is up, until the deadline (the worker's own is the usual one)."""
+        ordinal = held.prompt.ordinal
+        try:
+            async with asyncio.timeout(self._deadline_s + 5):
+                while True:
+                    index = self._assign(held)
+                    try:
+                        finished: Finished = await self._states[index].actor.rollout.remote(held.prompt, self._committed)
+                        return finished
+                    except ray.exceptions.RayActorError:
+                        await asyncio.sleep(RESTART_PAUSE_S)
+        except RolloutFailed as error:
+            raise RolloutFailed(_message(error)) from None
+        except TimeoutError:
+            raise RolloutFailed(f"group {ordinal}: no rollout worker was up within rollout.deadline_s = {self._deadline_s:g} s") from None
+
+    def _assign(self, held: _Held) -> int:
+        if held.worker >= 0:
+            self._states[held.worker].load -= 1
+        held.worker = min(range(len(self._states)), key=lambda index: self._states[index].load)
+        self._states[held.worker].load += 1
+        return held.worker
+
+    def _forget(self, ordinal: int) -> _Held | None:
+        held = self._held.pop(ordinal, None)
+        if held is not None and held.worker >= 0:
+            self._states[held.worker].load -= 1
+        return held
+
+    async def _watch(self, index: int) -> None:
+        """Learn of a worker's death, and make again what only it had."""
+        state = self._states[index]
+        while True:
+            try:
+                await state.actor.until_dead.remote()
+            except ray.exceptions.RayActorError:
+                lost = [held for held in self._held.values() if held.worker == index and held.finished]
+                for held in lost:
+                    held.finished = False
+                    task = asyncio.create_task(self._make_again(held))
+                    self._again.add(task)
+                    task.add_done_callback(self._made_again)
+                await asyncio.sleep(RESTART_PAUSE_S)
+
+    def _made_again(self, task: asyncio.Task[None]) -> None:
+        self._again.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._broken = task.exception()
+
+    async def _make_again(self, held: _Held) -> None:
+        """Generate a lost finished group until it is there; stop if its scored row turns up after all."""
+        ordinal = held.prompt.ordinal
+        while self._held.get(ordinal) is held:
+            try:
+                await self._until_deadline(held)
+            except RolloutFailed:
+                continue
+            held.finished = True
+            if self._held.get(ordinal) is not held:
+                self._states[held.worker].actor.ack.remote([ordinal])
+            return
+
+
+def _message(error: RolloutFailed) -> str:
+    """The worker's own message, without Ray's traceback text around it."""
+    cause = getattr(error, "cause", None)
+    return str(cause) if cause is not None else str(error)

@@ -1,0 +1,84 @@
+"""Finished groups that wait in a rollout worker: leased by the scoring reader, kept until acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+__all__ = ["Outbox", "OutboxClosed"]
+
+Item = TypeVar("Item")
+
+
+class OutboxClosed(Exception):
+    """Nothing more comes from this outbox for this reader: it was closed, or another reader has taken over."""
+
+
+class Outbox(Generic[Item]):
+    """Per ordinal: waiting → leased → acknowledged (forgotten). A new reader's first lease frees what the old reader held.
+
+    So a group is offered until its scored row is safe, at least once to each reader; the consumer drops what comes twice.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Item] = {}
+        self._leased: dict[int, Item] = {}
+        self._reader: str | None = None
+        self._retired: set[str] = set()
+        self._closed = False
+        self._changed = asyncio.Condition()
+
+    def __len__(self) -> int:
+        """Groups not yet acknowledged."""
+        return len(self._waiting) + len(self._leased)
+
+    async def put(self, ordinal: int, item: Item) -> None:
+        """Offer a finished group. A group of the same ordinal that is still here is replaced."""
+        async with self._changed:
+            self._leased.pop(ordinal, None)
+            self._waiting[ordinal] = item
+            self._changed.notify_all()
+
+    async def lease(self, reader: str, most: int, wait_s: float) -> list[Item]:
+        """Up to `most` groups, in the order in which they finished; an empty list if none comes within `wait_s` seconds.
+
+        Raises:
+            OutboxClosed: this reader has nothing more to expect.
+        """
+        async with self._changed:
+            self._announce(reader)
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait_for(lambda: self._waiting or self._closed or reader != self._reader)
+            except TimeoutError:
+                return []
+            if self._closed or reader != self._reader:
+                raise OutboxClosed("closed" if self._closed else f"reader {reader} was replaced by {self._reader}")
+            ordinals = list(self._waiting)[:most]
+            for ordinal in ordinals:
+                self._leased[ordinal] = self._waiting.pop(ordinal)
+            return [self._leased[ordinal] for ordinal in ordinals]
+
+    async def ack(self, ordinals: Iterable[int]) -> None:
+        """Forget these groups, leased or not; unknown ordinals are no error (an acknowledgement may come twice)."""
+        async with self._changed:
+            for ordinal in ordinals:
+                self._leased.pop(ordinal, None)
+                self._waiting.pop(ordinal, None)
+
+    async def close(self) -> None:
+        """End all leases."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _announce(self, reader: str) -> None:
+        if reader in self._retired:
+            raise OutboxClosed(f"reader {reader} was replaced by {self._reader}")
+        if self._reader not in (None, reader):
+            self._retired.add(str(self._reader))
+            self._waiting = self._leased | self._waiting
+            self._leased = {}
+            self._changed.notify_all()
+        self._reader = reader

@@ -1,0 +1,155 @@
+"""A rollout worker: makes groups through a generator and keeps each until its scored row is safe."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pyarrow as pa
+import ray.exceptions
+
+from asyncrl.config import Config
+from asyncrl.control.protocols import Finished, RolloutFailed
+from asyncrl.generation.protocol import Generate, Generated, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
+from asyncrl.rollout.outbox import Outbox
+from asyncrl.types import Completion, Group, Prompt, Trajectory, groups_to_table
+
+__all__ = ["RolloutWorker", "WorkerSpec", "rollout_seed"]
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+RETRIED = (StaleReplica, ray.exceptions.RayActorError, ConnectionError)
+"""What another replica, or the same one a little later, may do better: it is behind, it died, it restarts."""
+
+
+def rollout_seed(seed: int, ordinal: int) -> int:
+    """Sampling seed of a group, below 2**48 (room for the engine to add a trajectory's index). The same in every process and attempt."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{ordinal}".encode(), digest_size=6).digest(), "big")
+
+
+class WorkerSpec:
+    """What a worker needs to know: the run, and how to get a generator and a decoder there."""
+
+    def __init__(
+        self, config: Config, run_id: str, attempt: int, generate: Callable[[], Generate], decode: Callable[[], Callable[[Sequence[int]], str]] | None = None
+    ) -> None:
+        """
+        Args:
+            generate: makes the generator, in the worker.
+            decode: makes the function from token ids to text, in the worker. Default: the model's tokenizer, special tokens left out.
+        """
+        self.config = config
+        self.run_id = run_id
+        self.attempt = attempt
+        self.generate = generate
+        self.decode = decode or _TokenizerDecoder(config.model.path)
+
+
+class _TokenizerDecoder:
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self) -> Callable[[Sequence[int]], str]:
+        from asyncrl.data.prompts import load_tokenizer
+
+        tokenizer = load_tokenizer(self._path)
+        return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class RolloutWorker:
+    """Plain asyncio; `asyncrl.rollout.group` runs it as a Ray actor. All groups of one worker share its event loop."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._config, self._run_id, self._attempt = spec.config, spec.run_id, spec.attempt
+        self._generate = spec.generate()
+        self._decode = spec.decode()
+        self._committed = 0
+        self._outbox: Outbox[pa.Table] = Outbox()
+        self._never = asyncio.Event()
+
+    async def ready(self) -> None:
+        """Answers once the constructor is done."""
+
+    async def until_dead(self) -> None:
+        """Never returns; its caller learns of this process's death by the call's error."""
+        await self._never.wait()
+
+    async def committed(self, version: int) -> None:
+        self._committed = max(self._committed, version)
+
+    async def rollout(self, prompt: Prompt, committed: int) -> Finished:
+        """Make the group of one prompt and keep it for scoring.
+
+        Raises:
+            RolloutFailed: not done within rollout.deadline_s, retries included.
+        """
+        await self.committed(committed)
+        admitted_at = time.time()
+        generated = await self._generate_until_deadline(prompt)
+        group = self._group(prompt, generated, admitted_at)
+        await self._outbox.put(prompt.ordinal, groups_to_table([group]))
+        tokens = sum(len(t.completion.token_ids) for t in group.trajectories)
+        return Finished(prompt.ordinal, committed if group.begun is None else group.begun, tokens)
+
+    async def lease(self, reader: str, most: int, wait_s: float) -> pa.Table | None:
+        """Up to `most` finished groups as one table, one row each; None if there are none within `wait_s` seconds. Raises OutboxClosed."""
+        tables = await self._outbox.lease(reader, most, wait_s)
+        return pa.concat_tables(tables, promote_options="permissive") if tables else None
+
+    async def ack(self, ordinals: Sequence[int]) -> None:
+        await self._outbox.ack(ordinals)
+
+    async def unacknowledged(self) -> int:
+        return len(self._outbox)
+
+    async def close_outbox(self) -> None:
+        """End the leases, and with them the scoring reader."""
+        await self._outbox.close()
+
+    async def _generate_until_deadline(self, prompt: Prompt) -> Generated:
+        deadline_s = self._config.rollout.deadline_s
+        ends = time.monotonic() + deadline_s
+        pause, reason = FIRST_PAUSE_S, "no answer"
+        try:
+            async with asyncio.timeout(deadline_s):
+                while True:
+                    try:
+                        return await self._generate.generate(self._request(prompt, ends - time.monotonic()))
+                    except RETRIED as error:
+                        reason = f"{type(error).__name__}: {_first_line(error)}"
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE_S)
+        except (TimeoutError, GenerationTimeout):
+            raise RolloutFailed(
+                f"group {prompt.ordinal} was not generated within rollout.deadline_s = {deadline_s:g} s (last: {reason}); raise that if completions take longer"
+            ) from None
+
+    def _request(self, prompt: Prompt, remaining_s: float) -> GenerateRequest:
+        rollout = self._config.rollout
+        return GenerateRequest(
+            prompt_ids=prompt.token_ids,
+            n=rollout.n_samples_per_prompt,
+            max_tokens=rollout.max_completion_length,
+            temperature=rollout.temperature,
+            seed=rollout_seed(self._config.seed, prompt.ordinal),
+            deadline_s=max(remaining_s, 0.001),
+            min_weights=WeightsId(self._run_id, self._attempt, self._committed),
+            ignore_eos=rollout.ignore_eos,
+        )
+
+    def _group(self, prompt: Prompt, generated: Generated, admitted_at: float) -> Group:
+        wanted = self._config.rollout.n_samples_per_prompt
+        if len(generated.completions) != wanted:
+            raise RuntimeError(f"replica {generated.replica} gave {len(generated.completions)} completions for group {prompt.ordinal}, not {wanted}")
+        trajectories = tuple(self._trajectory(completion) for completion in generated.completions)
+        return Group(self._attempt, prompt, trajectories, generated.replica, admitted_at, time.time())
+
+    def _trajectory(self, completion: Completion) -> Trajectory:
+        return Trajectory(replace(completion, text=self._decode(completion.token_ids)), (1,) * len(completion.token_ids))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
