@@ -15,7 +15,9 @@ TRAIN, PLAN = "train a model as a YAML file says", "check a config and show what
 def main(arguments: list[str] | None = None) -> None:
     """Run one subcommand and exit: 0 done, 1 failed, 2 a setting cannot be used, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="asyncrl", description="Asynchronous reinforcement-learning post-training for language models, on Ray.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="asyncrl", description="Asynchronous reinforcement-learning post-training for language models, on Ray.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan}")
     for name, text in (("train", TRAIN), ("plan", PLAN)):
         command = commands.add_parser(name, help=text, description=text, add_help=False, allow_abbrev=False)

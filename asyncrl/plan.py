@@ -110,7 +110,8 @@ def arithmetic(config: Config) -> str:
     rollout, staleness = config.rollout, config.staleness
     return (
         "# batch arithmetic\n"
-        f"  groups per step     = rollout_batch_size {rollout.rollout_batch_size} / num_steps_per_rollout {rollout.num_steps_per_rollout} = {config.groups_per_step}\n"
+        f"  groups per step     = rollout_batch_size {rollout.rollout_batch_size} / num_steps_per_rollout {rollout.num_steps_per_rollout}"
+        f" = {config.groups_per_step}\n"
         f"  global_batch_size   = groups per step * n_samples_per_prompt {rollout.n_samples_per_prompt} = {config.global_batch_size} trajectories\n"
         f"  outstanding, at most = (max_staleness {staleness.max_staleness} + 1) * groups per step = {config.max_outstanding} groups\n"
         f"  longest trajectory  = max_prompt_length {config.data.max_prompt_length} + max_completion_length {rollout.max_completion_length} = "

@@ -65,6 +65,7 @@ def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
     trained = [fate for fate in run.fates().to_pylist() if fate["outcome"] == "trained"]
     late = [fate["staleness"] for fate in trained if fate["trained_at_version"] >= 3]
     steps = run.records("step")
+    step_s = statistics.median(record["time/step_s"] + record["time/learner_waited_s"] for record in steps)
     print("\nmeasured")
     print(f"  wall time            {summary.seconds / 60:.1f} min")
     print(f"  memory, peak         {memory.total / GIB:.1f} GiB in {memory.processes} processes, shared memory {memory.shared / GIB:.2f} GiB of it")
@@ -75,10 +76,9 @@ def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
         f"  update pause         median {statistics.median(pushes):.3f} s, p95 {pushes[int(0.95 * (len(pushes) - 1))]:.3f} s, max {pushes[-1]:.3f} s "
         f"over {len(pushes)} updates; of an empty update {startup.pop('pause_empty_s'):.3f} s"
     )
-    print(
-        f"  log-prob difference  at most {max(r['check/logprob_max_diff'] for r in checks):.1e} over {len(checks)} checks of {checks[0]['check/tokens']:.0f} tokens"
-    )
-    print(f"  step time            median {statistics.median(r['time/step_s'] + r['time/learner_waited_s'] for r in steps):.2f} s, {len(steps)} steps")
+    largest = max(record["check/logprob_max_diff"] for record in checks)
+    print(f"  log-prob difference  at most {largest:.1e} over {len(checks)} checks of {checks[0]['check/tokens']:.0f} tokens")
+    print(f"  step time            median {step_s:.2f} s, {len(steps)} steps")
     waited = sum(r["time/learner_waited_s"] for r in steps), sum(r["time/generators_waited_s"] for r in steps)
     print(f"  waited               learner {waited[0]:.0f} s for groups, generators {waited[1]:.0f} s for the learner")
     print("  start-up seconds     " + ", ".join(f"{name.removesuffix('_s')} {value:.1f}" for name, value in startup.items()))
