@@ -1,0 +1,72 @@
+"""Records survive their file, and TensorBoard's, without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.observe.metrics import METRICS_FILE, SCHEMA, MetricsWriter, read_metrics
+
+
+def test_a_record_has_the_stable_fields_and_plain_numbers(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write("step", 3, 2, {"reward/mean": np.float32(0.5), "loss": float("nan"), "tokens": np.int64(7), "worst": float("inf")})
+    (record,) = read_metrics(tmp_path)
+    assert record.pop("time") > 0
+    assert record == {"schema": SCHEMA, "event": "step", "step": 3, "version": 2, "reward/mean": 0.5, "loss": None, "tokens": 7, "worst": None}
+
+
+def test_a_metric_cannot_hide_a_records_own_field(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer, pytest.raises(ValueError, match=r"\['version'\].*rename"):
+        writer.write("step", 1, 1, {"version": 3})
+
+
+def test_a_live_reader_skips_the_unfinished_line_and_a_new_attempt_cuts_it_off(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write("step", 1, 1, {"loss": 1.0})
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"schema": 1, "ev')
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write("step", 2, 2, {"loss": 0.5})
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_text('{"schema": 1}\nnonsense\n')
+    with pytest.raises(ValueError, match="line 2"):
+        list(read_metrics(tmp_path))
+
+
+def test_no_file_no_records(tmp_path: Path) -> None:
+    assert list(read_metrics(tmp_path)) == []
+
+
+def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 4):
+            writer.write("step", step, step, {"reward/mean": step / 4, "note": "text is left out"})
+        writer.write("evaluation", 3, 3, {"eval/greedy_accuracy": 0.75})
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert board.Tags()["scalars"] == ["reward/mean", "evaluation/eval/greedy_accuracy"]
+    assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+
+
+def test_neither_writer_nor_package_imports_torch_or_ray(tmp_path: Path) -> None:
+    script = f"""
+import sys, pathlib, asyncrl
+from asyncrl.observe.metrics import MetricsWriter
+from asyncrl.observe.progress import ProgressView
+with MetricsWriter(pathlib.Path({str(tmp_path)!r})) as writer:
+    writer.write("step", 1, 1, {{"loss": 1.0}})
+asyncrl.open_run
+print([name for name in ("torch", "ray", "vllm", "tensorflow", "pandas") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
