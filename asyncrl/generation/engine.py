@@ -45,7 +45,8 @@ def engine_environment(device: str) -> dict[str, str]:
     }
     if device == "cpu":
         # One thread per engine: two replicas share two cores with the learner, and vLLM would pin threads to cores of its own choice.
-        return common | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        # Without TORCH_COMPILE_DISABLE the first generation calls a C++ compiler for one small kernel of the sampler, for about 15 s.
+        return common | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     return common
 
 

@@ -24,9 +24,9 @@ class GeneratorApp(Section):
     """Replicas, device, cache and what an update does to generations in flight."""
     seed: int = 0
     """Seed of the engine; a request's own seed wins."""
-    rollout_stop: list[str] = []
+    rollout_stop: list[str] = Field(default_factory=list)
     """Further stop strings, each one token of the tokenizer."""
-    rollout_stop_token_ids: list[int] = []
+    rollout_stop_token_ids: list[int] = Field(default_factory=list)
     """Further stop token ids."""
     board: str | None = None
     """Name of the job's version board. None: the replicas keep the checkpoint's weights."""

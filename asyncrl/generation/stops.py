@@ -10,7 +10,9 @@ from typing import Any
 __all__ = ["chat_end_token", "load_stop_set", "stop_set"]
 
 
-def load_stop_set(model: str | Path, tokenizer: Any, rollout_stop: Sequence[str] = (), rollout_stop_token_ids: Sequence[int] = ()) -> dict[int, tuple[str, ...]]:
+def load_stop_set(
+    model: str | Path, tokenizer: Any, rollout_stop: Sequence[str] = (), rollout_stop_token_ids: Sequence[int] = ()
+) -> dict[int, tuple[str, ...]]:
     """`stop_set` with the EOS ids of the checkpoint's generation_config.json, if it has one."""
     path = Path(model) / "generation_config.json"
     eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None

@@ -1,0 +1,108 @@
+"""The generator application: built the same way for `serve deploy` and for a job that starts its own."""
+
+# No postponed annotations here: Serve reads the builder's annotation, and validates YAML arguments against it only if it is a class.
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import ProxyLocation
+from ray.serve.schema import ApplicationStatus
+
+from asyncrl.generation.engine import engine_environment
+from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTimeout, StaleReplica
+from asyncrl.generation.replica import Generator
+from asyncrl.generation.settings import GeneratorApp
+
+__all__ = ["ServeGenerate", "begin_generators", "build_app", "start_generators", "stop_generators", "wait_for_generators"]
+
+MAX_ONGOING_REQUESTS = 100_000
+"""Requests that one replica accepts: vLLM queues them, and admission bounds them."""
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
+"""Seconds between two tries of a request that no replica could take: doubled from the first to the longest."""
+
+
+def build_app(args: GeneratorApp) -> serve.Application:
+    """The Serve application. It has no HTTP route of its own, and none for weights."""
+    generator = args.generator
+    options: dict[str, Any] = {"num_cpus": generator.num_cpus, "runtime_env": {"env_vars": engine_environment(generator.device)}}
+    if generator.device == "cuda":
+        options["num_gpus"] = 1
+    deployment = serve.deployment(
+        Generator,
+        num_replicas=generator.num_replicas,
+        ray_actor_options=options,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        # An event loop on a starved machine answers late; only a dead or broken engine should count as unhealthy.
+        health_check_period_s=5,
+        health_check_timeout_s=120,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=20,
+        max_constructor_retry_count=3,
+    )
+    return deployment.bind(args.model_dump())
+
+
+def begin_generators(args: GeneratorApp, name: str) -> Any:
+    """Ask Serve for the application and return its handle at once; no HTTP port is opened. See `wait_for_generators`."""
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    target = serve.RunTarget(target=build_app(args), name=name, route_prefix=None)
+    return serve.run_many([target], wait_for_applications_running=False)[0]
+
+
+def wait_for_generators(name: str, timeout_s: float) -> None:
+    """Wait until all replicas answer.
+
+    Raises:
+        RuntimeError: a replica failed to start, or was not done in time. The message is Serve's.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        app = serve.status().applications.get(name)
+        if app is not None and app.status == ApplicationStatus.RUNNING:
+            return
+        message = " ".join(part for part in (app.message, *(d.message for d in app.deployments.values())) if part) if app is not None else "not known to Serve"
+        if app is not None and app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            raise RuntimeError(f"generators {name!r} failed to start: {message}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"generators {name!r} were not up after generator.start_timeout_s = {timeout_s:g}: {message}")
+        time.sleep(0.2)
+
+
+def start_generators(args: GeneratorApp, name: str) -> Any:
+    """Start the application, wait until it answers, and return its handle. Raises RuntimeError if it does not come up."""
+    handle = begin_generators(args, name)
+    wait_for_generators(name, args.generator.start_timeout_s)
+    return handle
+
+
+def stop_generators(name: str) -> None:
+    """End the application and its engines; wait for it."""
+    serve.delete(name)
+
+
+class ServeGenerate:
+    """`Generate` over a Serve handle: what a replica cannot answer goes to another, until the request's deadline."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """Raises GenerationTimeout when no replica has answered after `request.deadline_s` seconds."""
+        deadline = time.monotonic() + request.deadline_s
+        pause, reason = FIRST_RETRY_S, ""
+        while (remaining := deadline - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(remaining):
+                    return await self._handle.generate.remote(replace(request, deadline_s=remaining))
+            except (StaleReplica, ray.exceptions.RayActorError) as error:
+                reason = f"; last answer: {type(error).__name__}: {error}".splitlines()[0]
+            except TimeoutError:
+                break
+            await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
+            pause = min(2 * pause, LONGEST_RETRY_S)
+        raise GenerationTimeout(f"no replica answered within {request.deadline_s:g} s{reason}")

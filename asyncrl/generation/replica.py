@@ -1,0 +1,135 @@
+"""The Serve replica: a thin deployment over `Engine` that keeps its weights at the version asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import ray
+from ray import serve
+
+from asyncrl.control.protocols import Manifest
+from asyncrl.generation.engine import Engine
+from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica, WeightsId
+from asyncrl.generation.settings import GeneratorApp
+from asyncrl.weights.board import find_board
+from asyncrl.weights.manifest import ManifestError, expected_parameters
+from asyncrl.weights.staging import StagingError, fetch, sweep
+
+__all__ = ["Generator"]
+
+logger = logging.getLogger(__name__)
+
+
+class Generator:
+    """One replica. Serve runs all its methods on one event loop; `apply_version` is the only one that changes it."""
+
+    async def __init__(self, app: dict[str, Any]) -> None:
+        self.app = GeneratorApp.model_validate(app)
+        self.replica = serve.get_replica_context().replica_id.unique_id
+        self.weights: WeightsId | None = None
+        self._expected = expected_parameters(self.app.model, self.app.dtype)
+        self._applied: dict[str, float] = {}
+        self._lock = asyncio.Lock()
+        self._board: Any = None
+        sweep()
+        self.engine = Engine(self.app)
+        await self.engine.start()
+        try:
+            await self._catch_up()
+        except StagingError as error:
+            # Not routable yet: requests that name a newer version make it try again.
+            logger.warning("replica %s starts with the checkpoint's weights: %s", self.replica, error)
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """Answer with weights at least as new as the request asks for.
+
+        Raises:
+            StaleReplica: this replica cannot have them now.
+            GenerationTimeout: not done by the request's deadline.
+        """
+        if not self._has(request.min_weights):
+            await self._catch_up_for(request.min_weights)
+        return Generated(await self.engine.generate(request), self.replica)
+
+    async def apply_version(self, manifest: Manifest) -> dict[str, Any]:
+        """Fetch and apply a version, unless it is here already or a newer one of the same attempt is. Returns replica, version, timings.
+
+        Raises:
+            ManifestError, StagingError: nothing has been changed.
+            RuntimeError: the weights are lost; the replica reports itself unhealthy and is replaced.
+        """
+        async with self._lock:
+            if not self._has(WeightsId(manifest.run_id, manifest.attempt, manifest.version)):
+                await self._apply(manifest)
+        return await self.status()
+
+    async def status(self) -> dict[str, Any]:
+        """Replica id, weights, process id, seconds of the start and of the last update, tokens generated so far."""
+        load = self.engine.load
+        return {
+            "replica": self.replica,
+            "weights": self.weights,
+            "pid": os.getpid(),
+            "broken": self.engine.broken,
+            "load": {"import_s": load.import_s, "engine_s": load.engine_s, "first_generation_s": load.first_generation_s} if load else {},
+            "applied": dict(self._applied),
+            "tokens_at_pause": self.engine.tokens_at_pause,
+            "tokens_generated": self.engine.tokens_generated,
+            "stops": self.engine.stops,
+        }
+
+    async def pause_empty(self) -> dict[str, float]:
+        """Pause and resume without an update, to measure what an update costs at least."""
+        async with self._lock:
+            return await self.engine.pause_empty()
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        await self.engine.check()
+
+    async def __del__(self) -> None:
+        # Serve awaits this once, before it ends the replica's process.
+        await self.engine.stop()
+
+    def _has(self, wanted: WeightsId | None) -> bool:
+        if wanted is None:
+            return True
+        have = self.weights
+        return have is not None and (have.run_id, have.attempt) == (wanted.run_id, wanted.attempt) and have.version >= wanted.version
+
+    async def _apply(self, manifest: Manifest) -> None:
+        tokens = self.engine.tokens_generated
+        staged = await asyncio.to_thread(fetch, manifest, self._expected, self.app.fetch_timeout_s)
+        during = self.engine.tokens_generated - tokens
+        try:
+            timings = await self.engine.apply(staged.update_info(), manifest.version)
+        finally:
+            staged.remove()
+        self.weights = WeightsId(manifest.run_id, manifest.attempt, manifest.version)
+        self._applied = {"fetch_s": staged.fetch_s, "tokens_during_fetch": float(during), **timings}
+
+    async def _catch_up(self) -> None:
+        """Apply what the board shows, if there is a board with a version newer than ours."""
+        if self.app.board is None:
+            return
+        self._board = self._board or find_board(self.app.board)
+        if self._board is None:
+            return
+        try:
+            manifest = await self._board.current.remote()
+        except ray.exceptions.RayActorError:
+            self._board = None
+            return
+        if manifest is not None:
+            await self.apply_version(manifest)
+
+    async def _catch_up_for(self, wanted: WeightsId | None) -> None:
+        try:
+            await self._catch_up()
+        except (ManifestError, StagingError, RuntimeError) as error:
+            raise StaleReplica(f"replica {self.replica} at {self.weights} cannot apply the board's version: {error}") from error
+        if not self._has(wanted):
+            raise StaleReplica(f"replica {self.replica} is at {self.weights}, the request asks for {wanted}, and the board has nothing newer")

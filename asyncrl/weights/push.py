@@ -1,0 +1,81 @@
+"""Brings a version to all replicas: the board first, then a broadcast, then again those that have not acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import ray
+
+from asyncrl.control.protocols import Manifest, PushReport
+from asyncrl.weights.manifest import ManifestError
+
+__all__ = ["ServeWeightSync"]
+
+ROUND_S = 15.0
+"""Seconds of one broadcast before the replicas are asked where they are."""
+
+STATUS_S = 10.0
+"""Seconds a replica gets to say where it is. One that does not answer is not counted among the live."""
+
+BETWEEN_ROUNDS_S = 0.2
+"""Seconds between two rounds."""
+
+
+class ServeWeightSync:
+    """`WeightSync` over a Serve handle and the job's version board."""
+
+    def __init__(self, handle: Any, board: Any, push_timeout_s: float) -> None:
+        self._handle = handle
+        self._board = board
+        self._timeout_s = push_timeout_s
+
+    async def push(self, manifest: Manifest) -> PushReport:
+        """Return when every live replica has applied the version, or `push_timeout_s` has passed and at least one has.
+
+        Replicas that start meanwhile take it from the board and are counted once they answer.
+
+        Raises:
+            RuntimeError: no replica applied it in time, or the manifest does not fit the model.
+        """
+        await self._board.announce.remote(manifest)
+        deadline = time.monotonic() + self._timeout_s
+        acknowledged: dict[str, dict[str, float]] = {}
+        behind: tuple[str, ...] = ()
+        reason = "no replica answered"
+        while (remaining := deadline - time.monotonic()) > 0:
+            errors = await self._broadcast(manifest, min(ROUND_S, remaining))
+            for error in errors:
+                if isinstance(error, ManifestError):
+                    raise RuntimeError(f"version {manifest.version} was refused: {error}") from error
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            acknowledged, behind = await self._survey(manifest, min(STATUS_S, max(deadline - time.monotonic(), 1.0)))
+            if acknowledged and not behind:
+                break
+            await asyncio.sleep(BETWEEN_ROUNDS_S)
+        if not acknowledged:
+            raise RuntimeError(f"no replica applied version {manifest.version} within weights.push_timeout_s = {self._timeout_s:g}: {reason}")
+        return PushReport(manifest.version, acknowledged, behind)
+
+    async def _broadcast(self, manifest: Manifest, timeout_s: float) -> list[BaseException]:
+        """Ask every live replica to apply the version; return what went wrong."""
+        try:
+            answers = await self._handle.broadcast("apply_version", manifest).results_async(timeout_s=timeout_s, return_exceptions=True)
+        except TimeoutError as error:
+            return [error]
+        return [answer for answer in answers if isinstance(answer, BaseException)]
+
+    async def _survey(self, manifest: Manifest, timeout_s: float) -> tuple[dict[str, dict[str, float]], tuple[str, ...]]:
+        """Live replicas at (or above) the version with their timings, and the ids of those below it."""
+        try:
+            answers = await self._handle.broadcast("status").results_async(timeout_s=timeout_s, return_exceptions=True)
+        except (TimeoutError, ray.exceptions.RayError):
+            return {}, ()
+        live = [answer for answer in answers if not isinstance(answer, BaseException)]
+        at = {answer["replica"]: answer["applied"] for answer in live if _has(answer["weights"], manifest)}
+        return at, tuple(answer["replica"] for answer in live if answer["replica"] not in at)
+
+
+def _has(weights: Any, manifest: Manifest) -> bool:
+    return weights is not None and (weights.run_id, weights.attempt) == (manifest.run_id, manifest.attempt) and weights.version >= manifest.version

@@ -1,0 +1,123 @@
+"""Real parts that tests share: one local Ray cluster, tiny checkpoints, one Serve application with a real vLLM replica."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.control.protocols import Manifest
+
+ENGINE_STARTS: list[str] = []
+"""What started a vLLM engine in this session, one item per engine process."""
+
+CHARACTERS = "0123456789+-*=() ?abcdefghijklmnopqrstuvwxyz.,:\n"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if ENGINE_STARTS:
+        terminalreporter.write_line(f"vLLM engine starts: {len(ENGINE_STARTS)} ({', '.join(ENGINE_STARTS)})")
+
+
+@pytest.fixture(scope="session")
+def engine_starts() -> list[str]:
+    """Append what you start, once per engine process: the session prints the count, and the default run may have four."""
+    return ENGINE_STARTS
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """A cluster of this session's own, with two logical CPUs."""
+    import ray
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=512 << 20)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A seeded two-layer Qwen3 with a character tokenizer and a tied head."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a head of its own."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "untied", tied=False)
+
+
+def save_tiny(directory: Path, tied: bool) -> Path:
+    """Write the checkpoint: config, safetensors, tokenizer, generation config."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>").save_pretrained(directory)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def publish(ray_cluster: Any) -> Callable[..., Manifest]:
+    """`publish(parameters, version=1, bucket_bytes=…, run_id=…, attempt=…)`: put named tensors in the object store, as a learner would."""
+    from asyncrl.weights.layout import plan_buckets
+
+    def put(parameters: Mapping[str, Any], version: int = 1, bucket_bytes: int = 32 << 10, run_id: str = "test", attempt: int = 1) -> Manifest:
+        entries, sizes = plan_buckets([(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in parameters.items()], bucket_bytes)
+        buckets = [np.zeros(size, dtype=np.uint8) for size in sizes]
+        for entry in entries:
+            data = parameters[entry.name].detach().contiguous().numpy().reshape(-1).view(np.uint8)
+            buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes] = data
+        refs = tuple(ray_cluster.put(bucket) for bucket in buckets)
+        return Manifest(run_id, attempt, version, entries, refs, sizes, tuple(zlib.crc32(bucket) for bucket in buckets))
+
+    return put
+
+
+@pytest.fixture(scope="session")
+def generators(ray_cluster: Any, tiny_model: Path, engine_starts: list[str]) -> Iterator[SimpleNamespace]:
+    """ONE real vLLM replica under Serve for the session: `handle`, `board`, `app` (its settings), `name`. Versions only go up, so ask `next_version()`."""
+    from asyncrl.config import GeneratorConfig
+    from asyncrl.generation.app import start_generators, stop_generators
+    from asyncrl.generation.settings import GeneratorApp, board_name
+    from asyncrl.weights.board import open_board
+
+    name = "test-generators"
+    versions = iter(range(1, 1_000_000))
+    board = open_board(board_name(name))
+    app = GeneratorApp(
+        model=str(tiny_model),
+        max_model_len=256,
+        generator=GeneratorConfig(num_cpus=0.2, max_num_seqs=128, kv_cache_memory_bytes=64 << 20),
+        board=board_name(name),
+    )
+    engine_starts.append("generators")
+    handle = start_generators(app, name)
+    yield SimpleNamespace(handle=handle, board=board, app=app, name=name, next_version=lambda: next(versions))
+    stop_generators(name)
+    ray_cluster.kill(board)

@@ -1,0 +1,225 @@
+"""A real Serve replica through updates: log-prob parity, every parameter, generations in flight, catching up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.generation.app import ServeGenerate
+from asyncrl.generation.protocol import GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
+from asyncrl.weights.push import ServeWeightSync
+
+pytestmark = pytest.mark.timeout(600)
+
+TOLERANCE = 1e-4
+
+
+def prompts(count: int) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(1, 20, (count,), generator=generator).tolist()
+    return [tuple(torch.randint(4, 52, (length,), generator=generator).tolist()) for length in lengths]
+
+
+def request(prompt: tuple[int, ...] = (5, 6, 14, 7), n: int = 1, max_tokens: int = 16, **settings: Any) -> GenerateRequest:
+    return GenerateRequest(prompt, n, max_tokens, settings.pop("temperature", 1.0), seed=3, ignore_eos=True, **settings)
+
+
+def disturb(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """Change every element of every parameter by at least 1e-2; return name → parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.05
+            parameter.add_(noise + torch.sign(noise) * 1e-2)
+    return dict(model.named_parameters())
+
+
+def parity(model: Any, reference: Any, asked: list[tuple[int, ...]], answers: list[Any]) -> float:
+    """Largest log-prob difference over all completions, in nats."""
+    worst = 0.0
+    for prompt, answer in zip(asked, answers, strict=True):
+        for completion in answer.completions:
+            worst = max(worst, (reference(model, prompt, completion.token_ids) - torch.tensor(completion.logprobs)).abs().max().item())
+    return worst
+
+
+@pytest.fixture
+def sync(generators: Any) -> ServeWeightSync:
+    return ServeWeightSync(generators.handle, generators.board, push_timeout_s=60)
+
+
+def test_parity_after_every_parameter_changed_and_a_bucket_ends_inside_qkv(
+    generators: Any, sync: ServeWeightSync, publish: Any, reference: Any, load_reference: Any, tiny_model: Any
+) -> None:
+    async def run() -> None:
+        model = load_reference(tiny_model)
+        version = generators.next_version()
+        manifest = publish(disturb(model, seed=1), version=version, bucket_bytes=20 << 10)
+        bucket = {entry.name: entry.bucket for entry in manifest.tensors}
+        layer = "model.layers.0.self_attn."
+        assert len({bucket[layer + part + ".weight"] for part in ("q_proj", "k_proj", "v_proj")}) > 1
+        report = await sync.push(manifest)
+        assert report.version == version
+        assert len(report.replicas) == 1
+        asked = prompts(32)
+        generate = ServeGenerate(generators.handle)
+        wanted = WeightsId("test", 1, version)
+        answers = await asyncio.gather(*[generate.generate(request(prompt, max_tokens=64, min_weights=wanted)) for prompt in asked])
+        assert all(len(c.token_ids) == 64 and c.versions[0].version == version for a in answers for c in a.completions)
+        assert parity(model, reference, asked, answers) <= TOLERANCE
+        greedy = await generate.generate(request(asked[0], max_tokens=16, temperature=0.0))
+        again = await generate.generate(request(asked[0], max_tokens=16, temperature=0.0))
+        assert greedy.completions == again.completions
+        assert parity(model, reference, asked[:1], [greedy]) <= TOLERANCE
+
+    asyncio.run(run())
+
+
+def test_no_parameter_can_be_left_out(generators: Any, sync: ServeWeightSync, publish: Any, reference: Any, load_reference: Any, tiny_model: Any) -> None:
+    async def run() -> None:
+        model = load_reference(tiny_model)
+        disturb(model, seed=2)
+        generate = ServeGenerate(generators.handle)
+        for name, parameter in model.named_parameters():
+            before = parameter.detach().clone()
+            with torch.no_grad():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+            version = generators.next_version()
+            await sync.push(publish(dict(model.named_parameters()), version=version))
+            answer = await generate.generate(request(max_tokens=12, min_weights=WeightsId("test", 1, version)))
+            assert parity(model, reference, [(5, 6, 14, 7)], [answer]) <= TOLERANCE, name
+            with torch.no_grad():
+                parameter.copy_(before)
+            assert parity(model, reference, [(5, 6, 14, 7)], [answer]) > 10 * TOLERANCE, f"{name} moves nothing: the test cannot tell"
+
+    asyncio.run(run())
+
+
+def test_update_in_flight(generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any) -> None:
+    async def run() -> None:
+        model = load_reference(tiny_model)
+        first, second = generators.next_version(), generators.next_version()
+        await sync.push(publish(disturb(model, seed=3), version=first))
+        generate = ServeGenerate(generators.handle)
+        before = (await generators.handle.status.remote())["tokens_generated"]
+        running = [asyncio.create_task(generate.generate(request(prompt, n=8, max_tokens=200))) for prompt in prompts(16)]
+        while (await generators.handle.status.remote())["tokens_generated"] < before + 128 * 20:
+            await asyncio.sleep(0.02)
+        report = await sync.push(publish(disturb(model, seed=4), version=second))
+        (timings,) = report.replicas.values()
+        print("update with 128 in flight:", dict(timings))
+        at_pause = (await generators.handle.status.remote())["tokens_at_pause"]
+        completions = [c for answer in await asyncio.gather(*running) for c in answer.completions]
+        both = [c for c in completions if [span.version for span in c.versions] == [first, second]]
+        assert timings["in_flight"] == len(at_pause)
+        assert len(both) >= timings["in_flight"] / 2 > 0
+        assert sorted(c.versions[0].end for c in both) == sorted(count for count in at_pause if 0 < count < 200)
+        assert timings["tokens_during_fetch"] > 0
+        assert timings["pause_s"] < 2
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_missed_the_broadcast_takes_the_version_from_the_board(generators: Any, publish: Any, load_reference: Any, tiny_model: Any) -> None:
+    async def run() -> None:
+        version = generators.next_version()
+        await generators.board.announce.remote(publish(disturb(load_reference(tiny_model), seed=6), version=version))
+        answer = await ServeGenerate(generators.handle).generate(request(min_weights=WeightsId("test", 1, version)))
+        assert answer.completions[0].versions[0].version == version
+
+    asyncio.run(run())
+
+
+def test_versions_never_go_back_and_repeats_change_nothing(generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any) -> None:
+    async def run() -> None:
+        older, newer = generators.next_version(), generators.next_version()
+        parameters = disturb(load_reference(tiny_model), seed=8)
+        old, new = publish(parameters, version=older), publish(parameters, version=newer)
+        report = await sync.push(new)
+        assert await sync.push(new) == report
+        assert (await generators.handle.apply_version.remote(old))["weights"].version == newer
+        with pytest.raises(ValueError, match="announced after"):
+            await sync.push(old)
+
+    asyncio.run(run())
+
+
+def test_stale_replica_says_so_and_the_caller_gives_up_at_its_deadline(generators: Any) -> None:
+    async def run() -> None:
+        unknown = WeightsId("test", 1, 10**9)
+        with pytest.raises(StaleReplica, match="nothing newer"):
+            await generators.handle.generate.remote(request(min_weights=unknown))
+        begun = time.monotonic()
+        with pytest.raises(GenerationTimeout, match="StaleReplica"):
+            await ServeGenerate(generators.handle).generate(request(min_weights=unknown, deadline_s=1.0))
+        assert time.monotonic() - begun < 10
+
+    asyncio.run(run())
+
+
+def test_bad_versions_are_refused_before_anything_changes(generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any) -> None:
+    async def run() -> None:
+        parameters = disturb(load_reference(tiny_model), seed=9)
+        name = "model.layers.1.mlp.up_proj.weight"
+        bad = {"lacks": {n: p for n, p in parameters.items() if n != name}, "has shape": parameters | {name: parameters[name][:-1]}}
+        before = await generators.handle.status.remote()
+        answer = await generators.handle.generate.remote(request(temperature=0.0))
+        for words, changed in bad.items():
+            with pytest.raises(RuntimeError, match=words):
+                await sync.push(publish(changed, version=generators.next_version()))
+        after = await generators.handle.status.remote()
+        assert after["weights"] == before["weights"]
+        assert (await generators.handle.generate.remote(request(temperature=0.0))).completions == answer.completions
+        # The board is left at a version that cannot be applied: a good one takes its place.
+        await sync.push(publish(parameters, version=generators.next_version()))
+
+    asyncio.run(run())
+
+
+def test_deadline_aborts(generators: Any) -> None:
+    async def run() -> None:
+        with pytest.raises(GenerationTimeout, match="not done in"):
+            await generators.handle.generate.remote(request(n=64, max_tokens=250, deadline_s=0.05))
+        with pytest.raises(ValueError, match="max_model_len"):
+            await generators.handle.generate.remote(request(max_tokens=300))
+
+    asyncio.run(run())
+
+
+def test_pause_of_an_empty_update(generators: Any) -> None:
+    pauses = [generators.handle.pause_empty.remote().result()["pause_s"] for _ in range(5)]
+    print("empty pauses:", pauses)
+    assert sorted(pauses)[2] <= 0.25
+
+
+def test_a_replica_that_starts_between_publish_and_commit_catches_up(
+    generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any, engine_starts: list[str]
+) -> None:
+    """Also: two replicas on two cores."""
+    from asyncrl.generation.app import start_generators
+
+    parameters = disturb(load_reference(tiny_model), seed=10)
+    manifest = publish(parameters, version=generators.next_version())
+
+    async def run() -> None:
+        await generators.board.announce.remote(manifest)
+        two = generators.app.model_copy(update={"generator": generators.app.generator.model_copy(update={"num_replicas": 2})})
+        engine_starts.append("second replica")
+        await asyncio.to_thread(start_generators, two, generators.name)
+        statuses = await generators.handle.broadcast("status").results_async()
+        assert len(statuses) == 2
+        assert [s["weights"].version for s in statuses].count(manifest.version) >= 1
+        print("starts:", [s["load"] for s in statuses])
+        report = await sync.push(manifest)
+        assert len(report.replicas) == 2
+        assert not report.unroutable
+        wanted = WeightsId("test", 1, manifest.version)
+        answers = await asyncio.gather(*[ServeGenerate(generators.handle).generate(request(p, min_weights=wanted)) for p in prompts(32)])
+        assert len({answer.replica for answer in answers}) == 2
+        await asyncio.to_thread(start_generators, generators.app, generators.name)
+
+    asyncio.run(run())
