@@ -70,7 +70,7 @@ def save_tiny(directory: Path, tied: bool) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,
         max_position_embeddings=512,
         bos_token_id=1,
         eos_token_id=2,

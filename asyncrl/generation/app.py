@@ -42,7 +42,7 @@ def build_app(args: GeneratorApp) -> serve.Application:
         health_check_timeout_s=120,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=20,
-        max_constructor_retry_count=3,
+        max_constructor_retry_count=2,
     )
     return deployment.bind(args.model_dump())
 

@@ -1,0 +1,122 @@
+"""Manifests and staging files: what is checked before anything is applied, and what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.control.protocols import Manifest
+from asyncrl.weights.apply import StagedUpdate, map_tensors
+from asyncrl.weights.manifest import ManifestError, check_manifest, expected_parameters
+from asyncrl.weights.staging import StagingError, fetch, sweep
+
+Parameters = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def parameters() -> Parameters:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (3, 5), "b": (17,), "c": (64, 8), "d": (1,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(parameters: Parameters) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (tuple(p.shape), "float32") for name, p in parameters.items()}
+
+
+@pytest.fixture(scope="module")
+def manifest(publish: Any, parameters: Parameters) -> Manifest:
+    made: Manifest = publish(parameters, bucket_bytes=256)
+    assert len(made.buckets) > 1
+    return made
+
+
+def test_what_is_fetched_is_what_the_worker_maps(manifest: Manifest, parameters: Parameters, expected: Any, tmp_path: Path) -> None:
+    staged = fetch(manifest, expected, 60, tmp_path)
+    assert staged.path.name == f"asyncrl-test-1-1-{os.getpid()}.weights"
+    mapped = dict(map_tensors(StagedUpdate(**staged.update_info())))
+    staged.remove()
+    assert list(mapped) == list(parameters)
+    assert all(torch.equal(mapped[name], parameters[name]) for name in parameters)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_short_file_is_not_mapped(manifest: Manifest, expected: Any, tmp_path: Path) -> None:
+    staged = fetch(manifest, expected, 60, tmp_path)
+    os.truncate(staged.path, staged.nbytes - 1)
+    with pytest.raises(ValueError, match="its layout says"):
+        map_tensors(StagedUpdate(**staged.update_info()))
+
+
+def test_a_corrupt_bucket_is_refused_and_leaves_no_file(manifest: Manifest, expected: Any, tmp_path: Path) -> None:
+    flipped = (manifest.checksums[0], manifest.checksums[1] ^ 1, *manifest.checksums[2:])
+    with pytest.raises(StagingError, match="bucket 1 of version 1 has checksum"):
+        fetch(replace(manifest, checksums=flipped), expected, 60, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bucket_of_another_size_is_refused(manifest: Manifest, expected: Any, tmp_path: Path) -> None:
+    sizes = (manifest.sizes[0] + 64, *manifest.sizes[1:])
+    with pytest.raises(StagingError, match="bucket 0 of version 1 has"):
+        fetch(replace(manifest, sizes=sizes), expected, 60, tmp_path)
+
+
+def test_every_parameter_has_to_be_there_once_and_right(manifest: Manifest, expected: Any) -> None:
+    check_manifest(manifest, expected)
+    entries = {entry.name: entry for entry in manifest.tensors}
+
+    def with_entries(*tensors: Any) -> Manifest:
+        return replace(manifest, tensors=tensors)
+
+    for name in entries:
+        with pytest.raises(ManifestError, match=f"lacks 1 parameters, first '{name}'"):
+            check_manifest(with_entries(*(e for e in manifest.tensors if e.name != name)), expected)
+    c = entries["c"]
+    others = [e for e in manifest.tensors if e.name != "c"]
+    for changed, words in (
+        (replace(c, name="x"), "lacks 1"),
+        (replace(c, shape=(8, 64)), "has shape"),
+        (replace(c, dtype="bfloat16"), "is bfloat16"),
+        (replace(c, nbytes=c.nbytes - 4), "its shape needs"),
+        (replace(c, offset=c.offset + manifest.sizes[c.bucket]), "outside bucket"),
+        (replace(c, bucket=99), "outside bucket"),
+    ):
+        with pytest.raises(ManifestError, match=words):
+            check_manifest(with_entries(*others, changed), expected)
+    with pytest.raises(ManifestError, match="repeats 1"):
+        check_manifest(with_entries(*manifest.tensors, c), expected)
+    with pytest.raises(ManifestError, match="unknown 1 parameters, first 'c'"):
+        check_manifest(manifest, {name: e for name, e in expected.items() if name != "c"})
+    a, b = entries["a"], entries["b"]
+    with pytest.raises(ManifestError, match="overlaps"):
+        check_manifest(with_entries(a, replace(b, bucket=a.bucket, offset=a.offset), entries["c"], entries["d"]), expected)
+
+
+def test_expected_parameters_are_those_of_transformers(tiny_model: Path, untied_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for path in (tiny_model, untied_model):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        assert expected_parameters(path, "float32") == {name: (tuple(p.shape), "float32") for name, p in model.named_parameters()}
+    assert "lm_head.weight" not in expected_parameters(tiny_model, "float32")
+    with pytest.raises(ManifestError, match=r"no \*\.safetensors"):
+        expected_parameters(tiny_model / "nowhere", "float32")
+
+
+def test_sweep_takes_what_dead_processes_left(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead, alive = tmp_path / f"asyncrl-r-1-3-{ended.pid}.weights", tmp_path / f"asyncrl-r-1-3-{os.getpid()}.weights"
+    other = tmp_path / "asyncrl-notes.weights"
+    for path in (dead, alive, other):
+        path.touch()
+    assert sweep(tmp_path) == [dead]
+    assert alive.exists()
+    assert other.exists()
