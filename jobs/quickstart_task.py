@@ -32,11 +32,13 @@ def make_model(directory: Path, seed: int) -> int:
     config = Qwen3Config(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=16,
+        # Four times the usual 0.02, which suits wider layers: the warm start takes a third of the steps.
+        initializer_range=0.08,
         max_position_embeddings=256,
         # Prompts have ten characters: a short base lets the first frequencies tell neighbouring positions apart.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},

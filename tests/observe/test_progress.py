@@ -42,7 +42,17 @@ def test_the_table_shows_the_same_and_model_text_is_harmless() -> None:
     console = Console(width=104, file=io.StringIO(), record=True)
     console.print(table(TRAINING))
     text = console.export_text()
-    for shown in ("training", "73 of 200", "73 (committed 72)", "0.812", "77.4%", "mean 1.42, max 2 of 2", "1,834 tok/s", "learner 12s, generators 40s", "3m10s"):
+    for shown in (
+        "training",
+        "73 of 200",
+        "73 (committed 72)",
+        "0.812",
+        "77.4%",
+        "mean 1.42, max 2 of 2",
+        "1,834 tok/s",
+        "learner 12s, generators 40s",
+        "3m10s",
+    ):
         assert shown in text
     assert "[bold]" in text
     assert "\x1b" not in text
