@@ -27,7 +27,7 @@ __all__ = ["PromptReport", "RayPromptSource", "check_prompts", "ordinal_to_row",
 
 ROWS_PER_BLOCK = 32
 BLOCK_BYTES = 16 << 10
-STREAM_BYTES = 32 << 20
+STREAM_BYTES = 512 << 10
 """Object store that unread prompts may take: the stream runs ahead this far and no further."""
 WAITING_PROMPTS = 128
 """Prompts that wait in this process."""
@@ -122,12 +122,12 @@ def render_prompts(values: Sequence[Any], config: Config) -> tuple[list[str], li
     """
     tokenizer = load_tokenizer(config.model.path)
     chat = config.data.apply_chat_template or not all(isinstance(value, str) for value in values)
-    if not chat:
-        texts = list(values)
-    else:
+    texts = list(values)
+    if chat:
+        messages = [_messages(value, config) for value in values]
         if not tokenizer.chat_template:
-            raise ConfigError(f"model.path = {config.model.path!r}: its tokenizer has no chat template; use string prompts, data.apply_chat_template: false")
-        texts = [tokenizer.apply_chat_template(_messages(value, config), tokenize=False, add_generation_prompt=True) for value in values]
+            raise ConfigError(f"model.path = {config.model.path!r}: its tokenizer has no chat template; use string prompts and data.apply_chat_template: false")
+        texts = [tokenizer.apply_chat_template(chat_messages, tokenize=False, add_generation_prompt=True) for chat_messages in messages]
     # A template writes its own BOS.
     return texts, tokenizer(texts, add_special_tokens=not chat)["input_ids"]
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["exact_match", "reasoning_gym_score"]
+__all__ = ["exact_match", "reasoning_gym_score"]  # noqa: F822
 
 
 def exact_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
@@ -15,22 +13,10 @@ def exact_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> 
     return [float(completion.strip() == str(expected).strip()) for completion, expected in zip(completions, answer, strict=True)]
 
 
-def reasoning_gym_score(
-    completions: Sequence[str], answer: Sequence[str], question: Sequence[str], task: Sequence[str], metadata: Sequence[str], **_: Any
-) -> list[float]:
-    """Score of reasoning-gym's own scorer, in [0, 1], for the task named in column `task` (such as "chain_sum").
+def __getattr__(name: str) -> Any:
+    """`reasoning_gym_score`, whose package takes seconds to import: paid when a reward process starts, and only if it is named."""
+    if name == "reasoning_gym_score":
+        from asyncrl.rewards.reasoning import reasoning_gym_score
 
-    Columns `question` and `answer` are those of the task's entry, `metadata` its metadata as JSON.
-    """
-    entries = zip(completions, answer, question, task, metadata, strict=True)
-    return [
-        float(_task(name).score_answer(completion.strip(), {"question": asked, "answer": expected, "metadata": json.loads(extra)}))
-        for completion, expected, asked, name, extra in entries
-    ]
-
-
-@functools.lru_cache(maxsize=64)
-def _task(name: str) -> Any:
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(name, size=1, seed=0)
+        return reasoning_gym_score
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,20 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import RewardConfig
+
+# Reward processes get this process's sys.path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def reward_config():
+    """`reward_config("by_length", "raises", policy=…)`: functions of rewards_under_test."""
+
+    def make(*names: str, **settings) -> RewardConfig:
+        functions = {name: {"function": f"rewards_under_test:{name}"} for name in names}
+        return RewardConfig.model_validate({"functions": functions, "processes": 1, **settings})
+
+    return make

@@ -1,0 +1,68 @@
+import asyncio
+import math
+
+import pyarrow as pa
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.rewards.pool import GroupRewards, RewardPool
+from asyncrl.rewards.score import attach_rewards, score_completions, score_table
+from asyncrl.rewards.scoring import scored_summary
+from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_from_table, groups_to_table
+
+
+@pytest.fixture
+def config():
+    return Config.model_validate(
+        {
+            "name": "score",
+            "max_steps": 1,
+            "model": {"path": "unused"},
+            "data": {"train": "unused", "max_prompt_length": 2},
+            "rollout": {"n_samples_per_prompt": 5, "max_completion_length": 4},
+            "algorithm": {"advantage": "dr_grpo"},
+            "reward": {"functions": {"a": {"function": "m:a"}, "b": {"function": "m:b", "weight": 0}}},
+        }
+    )
+
+
+def trajectory(tokens, logprob=-1.0, version=2, reason="stop"):
+    return Trajectory(Completion((1,) * tokens, (logprob,) * tokens, (VersionSpan(version, 0, tokens),), reason), (1,) * tokens)
+
+
+def test_masked_trajectories_take_no_part_in_the_statistics(config):
+    trajectories = (trajectory(4, reason="length"), trajectory(2, version=1), trajectory(2, math.nan), trajectory(5), trajectory(2))
+    group = Group(1, Prompt(3, 0, "p", (1, 2), {"answer": "x"}), trajectories, "replica", 1.0, 2.0)
+    rewards = GroupRewards({"a": [1.0, 0.0, 1.0, 1.0, None], "b": [None, 4.0, 1.0, 1.0, 1.0]})
+    row = score_table(attach_rewards(groups_to_table([group]), rewards), config)
+    [scored] = groups_from_table(row)
+    assert [t.status for t in scored.trajectories] == ["ok", "ok", "bad_logprob", "over_long", "unscored"]
+    assert [t.advantage for t in scored.trajectories] == [0.5, -0.5, None, None, None]
+    assert [t.reward for t in scored.trajectories] == [1.0, 0.0, 1.0, 1.0, None]
+    assert dict(scored.trajectories[1].reward_parts) == {"a": 0.0, "b": 4.0}
+    assert scored.prompt == group.prompt and scored.failure is None
+
+    summary = scored_summary(row, "reference", ["a", "b"])
+    assert (summary.ordinal, summary.begun, summary.tokens, summary.usable, summary.truncated) == (3, 1, 15, 2, 1)
+    assert summary.rewards == (1.0, 0.0) and summary.reward_parts == {"a": 0.5, "b": 4.0}
+
+
+def test_a_group_given_up_has_a_failure_and_nothing_usable(config):
+    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(1), trajectory(1)), "replica", 1.0, 2.0)
+    row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [None, None], "b": [None, None]}, "too slow")), config)
+    summary = scored_summary(row, "reference", ["a", "b"])
+    assert (summary.failure, summary.usable, summary.rewards, summary.reward_parts) == ("too slow", 0, (), {})
+
+
+def test_two_groups_in_one_block_score_like_one_each(config):
+    groups = [Group(1, Prompt(i, 0, "p", (1, 2)), (trajectory(1), trajectory(2)), "replica", 1.0, 2.0) for i in range(2)]
+    tables = [attach_rewards(groups_to_table([group]), GroupRewards({"a": [float(i), 1.0], "b": [0.0, 0.0]})) for i, group in enumerate(groups)]
+    scored = score_table(pa.concat_tables(tables), config)
+    assert scored["advantage"].to_pylist() == [[-0.5, 0.5], [0.0, 0.0]]
+
+
+def test_completions_are_scored_outside_the_stream(reward_config):
+    with RewardPool(reward_config("by_length", "all_columns")) as pool:
+        columns = [{"answer": "x", "extra": 7}, {"answer": "y", "extra": 7}]
+        scores = asyncio.run(score_completions(pool, ["p", "p"], ["a", "bc", "def", ""], [[1, 2]] * 4, columns, n=2))
+    assert scores == {"by_length": [1.0, 2.0, 3.0, 0.0], "all_columns": [1.0, 1.0, 0.0, 0.0]}

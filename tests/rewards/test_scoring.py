@@ -1,0 +1,162 @@
+"""Scoring on real Ray Data, with rollout workers around a fake generator."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pyarrow.parquet
+import pytest
+import ray
+from ray.data._internal.execution.streaming_executor import StreamingExecutor
+
+from asyncrl.config import Config
+from asyncrl.rewards.contract import RewardError
+from asyncrl.rewards.files import read_groups
+from asyncrl.rewards.scoring import RayScores
+from asyncrl.rollout.group import start_rollouts
+from asyncrl.rollout.worker import WorkerSpec
+from asyncrl.testing import FakeGenerate
+from asyncrl.types import Prompt, groups_from_table
+
+
+def spelled():
+    return lambda ids: " ".join(map(str, ids))
+
+
+def make_config(reward, **settings):
+    return Config.model_validate(
+        {
+            "name": "scoring",
+            "max_steps": 1,
+            "model": {"path": "unused"},
+            "data": {"train": "unused"},
+            "rollout": {"n_samples_per_prompt": 4, "max_completion_length": 8},
+            "reward": {"functions": {"tested": {"function": f"rewards_under_test:{reward}"}}, **settings},
+        }
+    )
+
+
+def prompt(ordinal, **columns):
+    return Prompt(ordinal, 0, f"prompt {ordinal}", (ordinal % 50 + 1,), columns)
+
+
+class Station:
+    """Rollout workers and scoring together, closed in the end."""
+
+    def __init__(self, config, directory):
+        self.rollouts = start_rollouts(WorkerSpec(config, "run", 1, FakeGenerate, spelled))
+        self.scores = RayScores(config, 1, self.rollouts.workers, self.rollouts, directory)
+
+    async def __aenter__(self):
+        await self.rollouts.ready()
+        return self
+
+    async def __aexit__(self, *error):
+        await self.scores.close()
+        await self.rollouts.close()
+
+    async def take(self, count):
+        groups = []
+        async with asyncio.timeout(120):
+            while len(groups) < count:
+                groups += await self.scores.next()
+        return groups
+
+    async def unacknowledged(self):
+        return sum([await worker.unacknowledged.remote() for worker in self.rollouts.workers])
+
+
+def test_twenty_steps_of_groups_come_once_each_in_one_execution(ray_cluster, tmp_path, monkeypatch):
+    executions = []
+    execute = StreamingExecutor.execute
+    monkeypatch.setattr(StreamingExecutor, "execute", lambda self, *a, **k: executions.append(self) or execute(self, *a, **k))
+
+    async def scenario():
+        async with Station(make_config("by_length"), tmp_path) as station:
+            groups = []
+            for step in range(20):
+                made = [station.rollouts.rollout(prompt(step * 4 + index, answer="x"), 0) for index in range(4)]
+                await asyncio.gather(*made)
+                some = await station.take(4)
+                on_disk = set(read_groups(tmp_path)["ordinal"].to_pylist())
+                assert {group.ordinal for group in some} <= on_disk
+                groups += some
+            assert await station.unacknowledged() == 0
+            return groups, [groups_from_table(ray.get(group.ref))[0] for group in groups]
+
+    groups, rows = asyncio.run(scenario())
+    assert len(executions) == 1
+    assert [group.ordinal for group in groups] == [row.ordinal for row in rows]
+    assert sorted(row.ordinal for row in rows) == list(range(80))
+    for group, row in zip(groups, rows, strict=True):
+        assert row.prompt == prompt(row.ordinal, answer="x")
+        assert [t.reward for t in row.trajectories] == [len(t.completion.text) for t in row.trajectories]
+        assert group.usable == 4 and group.tokens == sum(len(t.completion.token_ids) for t in row.trajectories)
+    assert all(not path.name.startswith(".") for path in tmp_path.iterdir())
+    assert sum(pyarrow.parquet.read_metadata(path).num_rows for path in tmp_path.iterdir()) == 80
+
+
+def test_a_slow_reward_holds_back_no_other_group(ray_cluster, tmp_path):
+    async def scenario():
+        async with Station(make_config("takes_its_time", processes=2), tmp_path) as station:
+            await asyncio.gather(station.rollouts.rollout(prompt(0, slow="0"), 0))
+            await station.take(1)
+            began = time.monotonic()
+            await station.rollouts.rollout(prompt(1, slow="1"), 0)
+            await asyncio.gather(*(station.rollouts.rollout(prompt(ordinal, slow="0"), 0) for ordinal in range(2, 12)))
+            groups = await station.take(10)
+            assert time.monotonic() - began < 8.0
+            return [group.ordinal for group in [*groups, *await station.take(1)]]
+
+    ordinals = asyncio.run(scenario())
+    assert sorted(ordinals[:10]) == list(range(2, 12)) and ordinals[10] == 1
+
+
+def test_policies_drop_group_and_fail(ray_cluster, tmp_path):
+    async def scenario(policy):
+        async with Station(make_config("hangs_in_c", deadline_s=1.0, processes=1, policy=policy), tmp_path / policy) as station:
+            await station.rollouts.rollout(prompt(0, slow="1"), 0)
+            await station.rollouts.rollout(prompt(1, slow="0"), 0)
+            return {group.ordinal: group for group in await station.take(2)}
+
+    groups = asyncio.run(scenario("drop_group"))
+    assert "tested" in groups[0].failure and "killed" in groups[0].failure and groups[0].usable == 0
+    assert groups[1].failure is None and groups[1].usable == 4
+    with pytest.raises(RewardError, match=r"group 0: reward tested \(rewards_under_test:hangs_in_c\) was killed after reward.deadline_s = 1 s"):
+        asyncio.run(scenario("fail"))
+
+
+def test_when_the_read_task_dies_its_groups_are_scored_by_the_next_one(ray_cluster, tmp_path):
+    marker = tmp_path / "reader"
+
+    async def scenario():
+        async with Station(make_config("names_its_reader", processes=1), tmp_path / "groups") as station:
+            await station.rollouts.rollout(prompt(0, marker=str(marker), slow="1"), 0)
+            async with asyncio.timeout(120):
+                while not marker.exists() or not marker.read_text():  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            await station.rollouts.rollout(prompt(1, marker=str(marker), slow="0"), 0)
+            os.kill(int(marker.read_text()), signal.SIGKILL)
+            groups = await station.take(2)
+            assert await station.unacknowledged() == 0
+            return sorted(group.ordinal for group in groups)
+
+    assert asyncio.run(scenario()) == [0, 1]
+    assert sorted(read_groups(tmp_path / "groups")["ordinal"].to_pylist()) == [0, 1]
+
+
+def test_a_second_copy_of_a_group_is_acknowledged_and_dropped(ray_cluster, tmp_path):
+    async def scenario():
+        async with Station(make_config("by_length"), tmp_path) as station:
+            await station.rollouts.rollout(prompt(0), 0)
+            await station.take(1)
+            await station.rollouts.rollout(prompt(0), 0)
+            await station.rollouts.rollout(prompt(1), 0)
+            assert [group.ordinal for group in await station.take(1)] == [1]
+            async with asyncio.timeout(60):
+                while await station.unacknowledged():  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(scenario())
+    assert sorted(read_groups(tmp_path)["ordinal"].to_pylist()) == [0, 1]

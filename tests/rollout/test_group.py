@@ -1,0 +1,107 @@
+import asyncio
+
+import pytest
+import ray
+
+from asyncrl.config import Config
+from asyncrl.control.protocols import RolloutFailed
+from asyncrl.generation.protocol import StaleReplica
+from asyncrl.rollout.group import start_rollouts
+from asyncrl.rollout.worker import WorkerSpec
+from asyncrl.testing import FakeGenerate
+from asyncrl.types import Prompt
+
+
+class SlowOne(FakeGenerate):
+    """Prompt 2 hangs while the file is there; prompt 3 meets only stale replicas."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.gate = gate
+
+    async def generate(self, request):
+        if request.prompt_ids == (3,):
+            raise StaleReplica("behind")
+        while request.prompt_ids == (2,) and self.gate.exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        return await super().generate(request)
+
+
+def spelled():
+    return lambda ids: " ".join(map(str, ids))
+
+
+def make_spec(gate, deadline_s=60.0):
+    config = Config.model_validate(
+        {
+            "name": "rollouts",
+            "max_steps": 1,
+            "model": {"path": "unused"},
+            "data": {"train": "unused"},
+            "rollout": {"n_samples_per_prompt": 2, "max_completion_length": 4, "num_workers": 2, "deadline_s": deadline_s},
+            "reward": {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}},
+        }
+    )
+    return WorkerSpec(config, "run", 1, lambda: SlowOne(gate), spelled)
+
+
+def prompt(ordinal):
+    return Prompt(ordinal, 0, "p", (ordinal,))
+
+
+async def held(rollouts):
+    return [await worker.unacknowledged.remote() for worker in rollouts.workers]
+
+
+async def until(condition):
+    async with asyncio.timeout(60):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def test_work_is_spread_and_forgotten_when_acknowledged(ray_cluster, tmp_path):
+    async def scenario():
+        rollouts = start_rollouts(make_spec(tmp_path / "gate", deadline_s=2.0))
+        try:
+            await rollouts.ready()
+            finished = await asyncio.gather(rollouts.rollout(prompt(0), 0), rollouts.rollout(prompt(1), 0))
+            assert [group.ordinal for group in finished] == [0, 1]
+            assert await held(rollouts) == [1, 1]
+            await rollouts.ack([0, 1, 77])
+            assert await held(rollouts) == [0, 0]
+            with pytest.raises(RolloutFailed, match=r"^group 3 was not generated within rollout.deadline_s = 2 s .*StaleReplica: behind"):
+                await rollouts.rollout(prompt(3), 0)
+            assert await held(rollouts) == [0, 0]
+        finally:
+            await rollouts.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_workers_groups_are_made_again_under_their_ordinals(ray_cluster, tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+
+    async def scenario():
+        rollouts = start_rollouts(make_spec(gate))
+        try:
+            await rollouts.ready()
+            first = await rollouts.rollout(prompt(0), 0)
+            in_flight = asyncio.create_task(rollouts.rollout(prompt(2), 0))
+            await asyncio.sleep(0)
+            for worker in rollouts.workers:
+                ray.kill(worker, no_restart=False)
+            gate.unlink()
+            assert (await asyncio.wait_for(in_flight, 60)).ordinal == 2
+
+            async def both_are_back():
+                return sum(await held(rollouts)) == 2
+
+            await until(both_are_back)
+            tables = [table for worker in rollouts.workers if (table := await worker.lease.remote("reader", 8, 0.1)) is not None]
+            rows = {row["ordinal"]: row["completion_ids"] for table in tables for row in table.to_pylist()}
+            assert set(rows) == {0, 2} and sum(map(len, rows[0])) == first.tokens
+        finally:
+            await rollouts.close()
+
+    asyncio.run(scenario())

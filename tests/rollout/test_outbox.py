@@ -1,0 +1,88 @@
+import asyncio
+
+import pytest
+
+from asyncrl.rollout.outbox import Outbox, OutboxClosed
+
+
+def run(scenario):
+    return asyncio.run(asyncio.wait_for(scenario, 5))
+
+
+def test_groups_are_leased_once_and_kept_until_acknowledged():
+    async def scenario():
+        outbox = Outbox()
+        for ordinal in (3, 1, 2):
+            await outbox.put(ordinal, f"group {ordinal}")
+        assert await outbox.lease("a", 2, 1.0) == ["group 3", "group 1"]
+        assert await outbox.lease("a", 2, 1.0) == ["group 2"]
+        assert await outbox.lease("a", 2, 0.001) == []
+        assert len(outbox) == 3
+        await outbox.ack([1, 3])
+        await outbox.ack([1, 99])
+        assert len(outbox) == 1
+
+    run(scenario())
+
+
+def test_a_lease_waits_for_a_group():
+    async def scenario():
+        outbox = Outbox()
+        lease = asyncio.create_task(outbox.lease("a", 8, 5.0))
+        await asyncio.sleep(0)
+        await outbox.put(7, "group")
+        assert await lease == ["group"]
+
+    run(scenario())
+
+
+def test_a_new_reader_gets_what_the_old_one_held_first():
+    async def scenario():
+        outbox = Outbox()
+        await outbox.put(0, "zero")
+        await outbox.put(1, "one")
+        assert await outbox.lease("old", 1, 1.0) == ["zero"]
+        assert await outbox.lease("new", 8, 1.0) == ["zero", "one"]
+        with pytest.raises(OutboxClosed, match="replaced by new"):
+            await outbox.lease("old", 8, 1.0)
+
+    run(scenario())
+
+
+def test_a_waiting_lease_of_a_dead_reader_takes_nothing_from_its_successor():
+    async def scenario():
+        outbox = Outbox()
+        dead = asyncio.create_task(outbox.lease("dead", 8, 5.0))
+        await asyncio.sleep(0)
+        alive = asyncio.create_task(outbox.lease("alive", 8, 5.0))
+        await asyncio.sleep(0)
+        await outbox.put(0, "zero")
+        assert await alive == ["zero"]
+        with pytest.raises(OutboxClosed):
+            await dead
+
+    run(scenario())
+
+
+def test_a_group_made_again_replaces_its_leased_copy():
+    async def scenario():
+        outbox = Outbox()
+        await outbox.put(0, "first")
+        await outbox.lease("a", 1, 1.0)
+        await outbox.put(0, "second")
+        assert len(outbox) == 1
+        assert await outbox.lease("a", 1, 1.0) == ["second"]
+
+    run(scenario())
+
+
+def test_closing_ends_waiting_leases():
+    async def scenario():
+        outbox = Outbox()
+        lease = asyncio.create_task(outbox.lease("a", 1, 5.0))
+        await asyncio.sleep(0)
+        await outbox.close()
+        with pytest.raises(OutboxClosed, match="closed"):
+            await lease
+
+    run(scenario())

@@ -1,0 +1,97 @@
+import asyncio
+
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.control.protocols import RolloutFailed
+from asyncrl.generation.protocol import GenerationTimeout, StaleReplica
+from asyncrl.rollout.worker import RolloutWorker, WorkerSpec, rollout_seed
+from asyncrl.testing import FakeGenerate
+from asyncrl.types import Prompt, groups_from_table
+
+PROMPT = Prompt(5, 0, "1+2=", (4, 5, 6), {"answer": "3"})
+
+
+def make_config(**rollout):
+    return Config.model_validate(
+        {
+            "name": "worker",
+            "max_steps": 1,
+            "model": {"path": "unused"},
+            "data": {"train": "unused"},
+            "rollout": {"n_samples_per_prompt": 4, "max_completion_length": 8, **rollout},
+            "reward": {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}},
+        }
+    )
+
+
+def spelled():
+    return lambda ids: " ".join(map(str, ids))
+
+
+class Recording(FakeGenerate):
+    """Answers with the errors given first, then with completions."""
+
+    def __init__(self, *errors):
+        super().__init__()
+        self.errors, self.requests = list(errors), []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        if self.errors:
+            raise self.errors.pop(0)
+        return await super().generate(request)
+
+
+def make_worker(generate, **rollout):
+    return RolloutWorker(WorkerSpec(make_config(**rollout), "run", 2, lambda: generate, spelled))
+
+
+def test_a_group_waits_in_the_outbox_as_one_row():
+    async def scenario():
+        worker = make_worker(FakeGenerate())
+        finished = await worker.rollout(PROMPT, 0)
+        table = await worker.lease("reader", 8, 1.0)
+        assert table.num_rows == 1
+        return finished, groups_from_table(table)[0]
+
+    finished, group = asyncio.run(scenario())
+    assert (finished.ordinal, finished.begun) == (5, 0)
+    assert group.attempt == 2 and group.prompt == PROMPT
+    assert finished.tokens == sum(len(t.completion.token_ids) for t in group.trajectories)
+    assert all(t.completion.text == " ".join(map(str, t.completion.token_ids)) and set(t.loss_mask) == {1} for t in group.trajectories)
+
+
+def test_a_retry_asks_for_the_version_committed_by_then():
+    async def scenario():
+        generate = Recording(StaleReplica("behind"))
+        generate.version = 3
+        worker = make_worker(generate)
+        rollout = asyncio.create_task(worker.rollout(PROMPT, 1))
+        while not generate.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await worker.committed(3)
+        await rollout
+        return generate.requests
+
+    first, second = asyncio.run(scenario())
+    assert (first.min_weights.version, second.min_weights.version) == (1, 3)
+    assert first.seed == second.seed == rollout_seed(0, 5)
+
+
+def test_a_group_fails_at_its_deadline_and_says_why():
+    async def scenario():
+        await make_worker(Recording(*[StaleReplica("behind")] * 100), deadline_s=0.3).rollout(PROMPT, 0)
+
+    with pytest.raises(RolloutFailed, match=r"group 5 .* rollout.deadline_s = 0.3 s .*StaleReplica: behind"):
+        asyncio.run(scenario())
+
+
+def test_a_generator_timeout_fails_the_group():
+    with pytest.raises(RolloutFailed, match="group 5"):
+        asyncio.run(make_worker(Recording(GenerationTimeout("late"))).rollout(PROMPT, 0))
+
+
+def test_seeds_differ_by_ordinal_and_run_seed():
+    assert len({rollout_seed(seed, ordinal) for seed in range(3) for ordinal in range(100)}) == 300
+    assert 0 <= rollout_seed(0, 0) < 2**48
