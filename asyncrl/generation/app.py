@@ -33,7 +33,6 @@ def build_app(args: GeneratorApp) -> serve.Application:
     if generator.device == "cuda":
         options["num_gpus"] = 1
     deployment = serve.deployment(
-        Generator,
         num_replicas=generator.num_replicas,
         ray_actor_options=options,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
@@ -43,7 +42,7 @@ def build_app(args: GeneratorApp) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=20,
         max_constructor_retry_count=2,
-    )
+    )(Generator)
     return deployment.bind(args.model_dump())
 
 
@@ -98,7 +97,8 @@ class ServeGenerate:
         while (remaining := deadline - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(remaining):
-                    return await self._handle.generate.remote(replace(request, deadline_s=remaining))
+                    answer: Generated = await self._handle.generate.remote(replace(request, deadline_s=remaining))
+                    return answer
             except (StaleReplica, ray.exceptions.RayActorError) as error:
                 reason = f"; last answer: {type(error).__name__}: {error}".splitlines()[0]
             except TimeoutError:

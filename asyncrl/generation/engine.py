@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +143,7 @@ class Engine:
             await self._llm.finish_weight_update(weight_version=str(version))
             self.version = version
 
-        return await self._paused(load)
+        return await self._paused(load, f"the update of version {version} failed")
 
     async def pause_empty(self) -> dict[str, float]:
         """Pause and resume with nothing between: what an update costs at least."""
@@ -151,7 +151,7 @@ class Engine:
         async def nothing() -> None:
             return None
 
-        return await self._paused(nothing)
+        return await self._paused(nothing, "an empty update failed")
 
     async def stop(self) -> None:
         """End the engine and every process that it started."""
@@ -170,7 +170,7 @@ class Engine:
         if self._llm is None or self._llm.errored:
             raise RuntimeError("the vLLM engine's process has died")
 
-    async def _paused(self, work: Any) -> dict[str, float]:
+    async def _paused(self, work: Callable[[], Awaitable[None]], failure: str) -> dict[str, float]:
         self._open.clear()  # Requests that come now wait here: they would be salted and counted under the old version.
         begun = time.monotonic()
         try:
@@ -182,7 +182,7 @@ class Engine:
             await self._llm.resume_generation()
         except Exception as error:
             # The weights may be half old, half new, and vLLM has no way back: nothing may be generated from them.
-            self.broken = f"the update of version {self.version} failed: {type(error).__name__}: {error}"
+            self.broken = f"{failure}: {type(error).__name__}: {error}"
             raise RuntimeError(self.broken) from error
         finally:
             self._open.set()
@@ -245,18 +245,19 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
 
     generator = app.generator
     device: dict[str, Any] = {"gpu_memory_utilization": generator.gpu_memory_utilization}
+    length: dict[str, Any] = {} if app.max_model_len is None else {"max_model_len": app.max_model_len}
     if generator.device == "cpu":
         device = {"kv_cache_memory_bytes": generator.kv_cache_memory_bytes, "enforce_eager": True}
     arguments = AsyncEngineArgs(
         model=app.model,
         dtype=app.dtype,
-        max_model_len=app.max_model_len,
         max_num_seqs=generator.max_num_seqs,
         seed=app.seed,
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         trust_remote_code=False,
+        **length,
         **device,
     )
     config = arguments.create_engine_config()

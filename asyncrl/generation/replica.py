@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class Generator:
     """One replica. Serve runs all its methods on one event loop; `apply_version` is the only one that changes it."""
 
-    async def __init__(self, app: dict[str, Any]) -> None:
+    async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits a replica's constructor
         self.app = GeneratorApp.model_validate(app)
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.weights: WeightsId | None = None

@@ -46,11 +46,12 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         # vLLM keeps references to the tensors of a layer until all of them have come (q, k and v become one), so the
         # mapping has to outlive this call: it ends with its last tensor, in finish_weight_update.
         self._received = map_tensors(update_info)
-        self.model.load_weights(iter(self._received))
+        model: Any = self.model
+        model.load_weights(iter(self._received))
 
     def finish_weight_update(self) -> None:
         with torch.device(self.device):
-            finalize_layerwise_reload(self.model, self.model_config)
+            finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
         self._repack_tied_head()
         self._received = []
 

@@ -1,0 +1,83 @@
+"""The plain engine, without Serve: an untied head, old KV kept over an update, a failed update, no process left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from asyncrl.config import GeneratorConfig
+from asyncrl.generation.engine import Engine, engine_environment
+from asyncrl.generation.protocol import GenerateRequest, StaleReplica
+from asyncrl.generation.settings import GeneratorApp
+from asyncrl.weights.manifest import expected_parameters
+from asyncrl.weights.staging import fetch
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Holder(Engine):
+    """An engine in an actor of its own."""
+
+    async def processes(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    async def state(self) -> tuple[int, str | None]:
+        return self.version, self.broken
+
+
+@pytest.fixture(scope="module")
+def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> Iterator[Any]:
+    app = GeneratorApp(
+        model=str(untied_model),
+        max_model_len=256,
+        generator=GeneratorConfig(max_num_seqs=64, kv_cache_memory_bytes=32 << 20, in_flight="keep"),
+    )
+    engine_starts.append("untied engine")
+    actor = ray_cluster.remote(Holder).options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")}).remote(app)
+    print("start:", ray_cluster.get(actor.start.remote(), timeout=500))
+    yield actor
+    ray_cluster.kill(actor)
+
+
+def test_untied_head_matches_transformers_then_ends_clean(
+    holder: Any, ray_cluster: Any, untied_model: Path, publish: Any, reference: Any, load_reference: Any, tmp_path: Path
+) -> None:
+    model = load_reference(untied_model)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [tuple(torch.randint(4, 52, (1 + i % 9,), generator=generator).tolist()) for i in range(32)]
+
+    def worst() -> float:
+        answers = ray_cluster.get([holder.generate.remote(GenerateRequest(p, 1, 64, 1.0, seed=5, ignore_eos=True)) for p in prompts], timeout=300)
+        differences = [
+            (reference(model, prompt, c.token_ids) - torch.tensor(c.logprobs)).abs().max().item() for prompt, (c,) in zip(prompts, answers, strict=True)
+        ]
+        return max(differences)
+
+    assert worst() <= 1e-4
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.05
+            parameter.add_(noise + torch.sign(noise) * 1e-2)
+    staged = fetch(publish(dict(model.named_parameters()), version=1), expected_parameters(untied_model, "float32"), 60, tmp_path)
+    timings = ray_cluster.get(holder.apply.remote(staged.update_info(), 1), timeout=120)
+    assert timings["in_flight"] == 0
+    assert worst() <= 1e-4
+
+    # A file that goes away between its check and the flip: the weights are lost, and the engine says so instead of generating.
+    staged.remove()
+    with pytest.raises(RuntimeError, match="update of version 2 failed"):
+        ray_cluster.get(holder.apply.remote(staged.update_info(), 2), timeout=120)
+    with pytest.raises(RuntimeError, match="update of version 2 failed"):
+        ray_cluster.get(holder.check.remote(), timeout=60)
+    with pytest.raises(StaleReplica):
+        ray_cluster.get(holder.generate.remote(GenerateRequest((5,), 1, 4, 1.0)), timeout=60)
+
+    processes = ray_cluster.get(holder.processes.remote(), timeout=60)
+    assert processes
+    ray_cluster.get(holder.stop.remote(), timeout=60)
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in processes)
