@@ -8,6 +8,7 @@ PSS (they are `Pss_Shmem`) and taken from the store's own file instead.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections import defaultdict
@@ -142,9 +143,10 @@ def process_name(process: psutil.Process) -> str:
         plain = process.name()
     except psutil.Error:
         return "(ended)"
-    first = words[0].split("(")[0].split(".")[0].split()[0] if words and words[0].split() else plain
+    first = words[0].strip() if words else ""
     if first.startswith(("ray::", "VLLM::")):
-        return first
+        return re.split(r"[ .(]", first)[0]  # ray::Actor.method(): the actor
+    first = first or plain
     if first.rsplit("/", 1)[-1].startswith("python"):
         modules = [word for word in words[1:] if word.endswith(".py") or not word.startswith("-")]
         return f"python {Path(modules[0]).name}" if modules else "python"
