@@ -39,6 +39,8 @@ def join_process_group(rank: int, world_size: int, address: str, port: int, back
     timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     store = dist.TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=descriptor, use_libuv=True)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # Its shared-memory all-reduce needs a compiler and a minute at first use, and ZeRO-3's reduce-scatter and all-gather never call it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
 
 

@@ -1,0 +1,80 @@
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from asyncrl.config import WarmStartConfig
+from asyncrl.learning.warm_start import WarmStartCheck, WarmStartFailed, warm_start
+
+ROWS = [((1, 2), (3, 4))] * 10
+
+
+class Model:
+    """Accuracy grows by learning rate x steps, as if learning were linear."""
+
+    def __init__(self, accuracy: float = 0.0) -> None:
+        self.accuracy, self.learning_rate, self.calls = accuracy, 0.0, list[str]()
+        self.saved: tuple[float, float] | None = None
+
+    async def supervised_step(self, rows: Sequence[object]) -> dict[str, float]:
+        assert len(rows) == 4
+        self.accuracy += self.learning_rate
+        return {"loss": 1 - self.accuracy}
+
+    async def exact_match(self, rows: Sequence[object]) -> float:
+        return min(1.0, self.accuracy)
+
+    async def snapshot(self) -> None:
+        self.calls.append("snapshot")
+        self.saved = (self.accuracy, self.learning_rate)
+
+    async def restore(self) -> None:
+        self.calls.append("restore")
+        assert self.saved is not None
+        self.accuracy, self.learning_rate = self.saved
+
+    async def reset_optimizer(self, learning_rate: float, warmup_steps: int = 0) -> None:
+        self.calls.append("reset")
+        self.learning_rate = learning_rate
+
+    async def set_learning_rate(self, learning_rate: float) -> None:
+        self.calls.append(f"rate {learning_rate}")
+        self.learning_rate = learning_rate
+
+
+def config(**changes: float) -> WarmStartConfig:
+    return WarmStartConfig(batch_size=4, check_every_steps=10, **changes)  # type: ignore[arg-type]
+
+
+def test_ends_in_the_window() -> None:
+    seen: list[WarmStartCheck] = []
+    report = asyncio.run(warm_start(Model(), ROWS, ROWS, config(learning_rate=0.01), progress=seen.append))
+    assert report.accuracy == pytest.approx(0.4, abs=1e-6) or report.accuracy == pytest.approx(0.5, abs=1e-6)
+    assert [check.steps for check in seen] == list(range(0, report.steps + 1, 10)) and report.checks == tuple(seen)
+    assert report.jumps == 0
+
+
+def test_a_jump_goes_back_and_halves_the_learning_rate() -> None:
+    model = Model()
+    # 0 → 0.9 jumps over; half of it ends at 0.45.
+    report = asyncio.run(warm_start(model, ROWS, ROWS, config(learning_rate=0.09)))
+    assert report.accuracy == pytest.approx(0.45) and report.jumps == 1 and report.steps == 20
+    assert model.calls == ["reset", "snapshot", "restore", "rate 0.045"]
+
+
+def test_two_jumps_from_the_same_check() -> None:
+    report = asyncio.run(warm_start(Model(), ROWS, ROWS, config(learning_rate=0.2)))
+    assert report.jumps == 2 and report.accuracy == pytest.approx(0.5)
+
+
+def test_a_model_already_in_the_window_takes_no_step() -> None:
+    assert asyncio.run(warm_start(Model(0.5), ROWS, ROWS, config())).steps == 0
+
+
+def test_gives_up_with_the_fix() -> None:
+    with pytest.raises(WarmStartFailed, match="raise max_steps"):
+        asyncio.run(warm_start(Model(), ROWS, ROWS, config(learning_rate=0.0001, max_steps=20)))
+    with pytest.raises(WarmStartFailed, match="before any supervised step"):
+        asyncio.run(warm_start(Model(0.9), ROWS, ROWS, config()))
+    with pytest.raises(WarmStartFailed, match="0 training"):
+        asyncio.run(warm_start(Model(), [], ROWS, config()))
