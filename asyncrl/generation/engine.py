@@ -18,7 +18,7 @@ from asyncrl.generation.protocol import GenerateRequest, GenerationTimeout, Stal
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.stops import load_stop_set
 from asyncrl.types import Completion, VersionSpan
-from asyncrl.weights.engine import BACKEND
+from asyncrl.weights.engine import BACKEND, OWNED
 
 __all__ = ["PAUSE", "Engine", "engine_environment", "version_spans"]
 
@@ -36,6 +36,7 @@ STOP_TIMEOUT_S = 10.0
 def engine_environment(device: str) -> dict[str, str]:
     """Environment variables of a process that holds an engine; its child processes inherit them."""
     common = {
+        OWNED: "1",
         "VLLM_PLUGINS": "asyncrl_weights",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -247,7 +248,9 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
     device: dict[str, Any] = {"gpu_memory_utilization": generator.gpu_memory_utilization}
     length: dict[str, Any] = {} if app.max_model_len is None else {"max_model_len": app.max_model_len}
     if generator.device == "cpu":
-        device = {"kv_cache_memory_bytes": generator.kv_cache_memory_bytes, "enforce_eager": True}
+        # A seeded request whose prefill comes in pieces (a recompute of many, too) makes vLLM rewind its random generator,
+        # which torch's CPU generator cannot: the engine dies. So every prefill is whole.
+        device = {"kv_cache_memory_bytes": generator.kv_cache_memory_bytes, "enforce_eager": True, "enable_chunked_prefill": False}
     arguments = AsyncEngineArgs(
         model=app.model,
         dtype=app.dtype,

@@ -1,11 +1,16 @@
-"""Entry point that makes the weight-transfer backend known to vLLM. vLLM loads it in every process of an engine, so it imports nothing at the top."""
+"""Entry point that vLLM loads in every process of an engine, so it imports nothing at the top: our weight backend, and an end with the parent."""
 
 BACKEND = "asyncrl_staged"
 """Name of the backend, for `WeightTransferConfig(backend=...)`."""
 
+OWNED = "ASYNCRL_OWNS_ENGINE"
+"""Environment variable that marks the engines that asyncrl starts; other uses of vLLM in the same environment are left alone."""
+
 
 def register() -> None:
     """Register the backend; a second call changes nothing."""
+    import os
+
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     try:
@@ -13,3 +18,25 @@ def register() -> None:
     except ValueError:
         # vLLM loads its plugins more than once in one process, and refuses a name that it knows.
         return
+    if os.environ.get(OWNED):
+        _end_with_parent()
+
+
+def _end_with_parent() -> None:
+    """Kill this process when the one that spawned it is gone: vLLM's engine process does not notice that its replica was killed, and would stay."""
+    import multiprocessing
+    import multiprocessing.connection
+    import os
+    import signal
+    import threading
+
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def wait() -> None:
+        multiprocessing.connection.wait([sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from asyncrl.control.protocols import Manifest
 from asyncrl.generation.app import ServeGenerate
 from asyncrl.generation.protocol import GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
 from asyncrl.weights.push import ServeWeightSync
@@ -99,17 +101,44 @@ def test_no_parameter_can_be_left_out(generators: Any, sync: ServeWeightSync, pu
     asyncio.run(run())
 
 
-def test_update_in_flight(generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any) -> None:
+def held_back(cluster: Any, manifest: Manifest) -> tuple[Manifest, Any]:
+    """The manifest with a first bucket that cannot be fetched before `gate.open.remote()`."""
+
+    class Gate:
+        def __init__(self) -> None:
+            self.opened = asyncio.Event()
+
+        async def open(self) -> None:
+            self.opened.set()
+
+        async def passed(self, bucket: Any) -> Any:
+            await self.opened.wait()
+            return bucket
+
+    gate = cluster.remote(Gate).options(num_cpus=0).remote()
+    return replace(manifest, buckets=(gate.passed.remote(manifest.buckets[0]), *manifest.buckets[1:])), gate
+
+
+def test_update_in_flight(ray_cluster: Any, generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any) -> None:
+    async def generated() -> int:
+        return int((await generators.handle.status.remote())["tokens_generated"])
+
     async def run() -> None:
         model = load_reference(tiny_model)
         first, second = generators.next_version(), generators.next_version()
         await sync.push(publish(disturb(model, seed=3), version=first))
         generate = ServeGenerate(generators.handle)
-        before = (await generators.handle.status.remote())["tokens_generated"]
+        before = await generated()
         running = [asyncio.create_task(generate.generate(request(prompt, n=8, max_tokens=200))) for prompt in prompts(16)]
-        while (await generators.handle.status.remote())["tokens_generated"] < before + 128 * 20:
+        while await generated() < before + 128 * 20:
             pass
-        report = await sync.push(publish(disturb(model, seed=4), version=second))
+        manifest, gate = held_back(ray_cluster, publish(disturb(model, seed=4), version=second))
+        push = asyncio.create_task(sync.push(manifest))
+        before = await generated()
+        while await generated() < before + 128 * 5:
+            pass
+        await gate.open.remote()
+        report = await push
         (timings,) = report.replicas.values()
         print("update with 128 in flight:", dict(timings))
         at_pause = (await generators.handle.status.remote())["tokens_at_pause"]
