@@ -11,9 +11,15 @@ from asyncrl.learning.attention import Segments, register_attention
 from asyncrl.learning.batches import Example, micro_batch
 from asyncrl.learning.policy import Policy
 
-SIZES = dict(
-    vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128
-)
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 
 
 def model_of(family: str, implementation: str, **more: object) -> PreTrainedModel:
@@ -63,7 +69,7 @@ def test_packed_equals_unpacked(family: str, tied: bool) -> None:
 
 
 def test_sliding_window() -> None:
-    window = dict(use_sliding_window=True, sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+    window = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
     rows = examples()
     packed, plain = model_of("qwen3", register_attention(), **window), model_of("qwen3", "eager", **window)
     plain.load_state_dict(packed.state_dict())
@@ -93,7 +99,7 @@ def test_the_empty_micro_batch_reaches_every_parameter() -> None:
 
 def test_misuse_is_refused() -> None:
     model = model_of("qwen3", register_attention())
-    with pytest.raises(ValueError, match="segments=Segments.of"):
+    with pytest.raises(ValueError, match="needs segments"):
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match="pack all of them in one row"):
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64), segments=Segments.of([3], "cpu"))

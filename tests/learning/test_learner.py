@@ -1,0 +1,147 @@
+"""The learner group on real Ray actors with real DeepSpeed ZeRO-3: one rank with one micro-batch a step, two ranks with several."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from recorded import learner_config, recorded_batch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.learning.checkpoint import load_rank
+from asyncrl.learning.group import LearnerError, LearnerGroup, PlacementError
+
+ROWS = [((5, 6, 7), (8, 9)), ((10,), (11, 12, 13)), ((20, 21), (22,))]
+
+Run = Callable[[Any], Any]
+
+
+@pytest.fixture(scope="module")
+def one(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
+    group = run(LearnerGroup.create(learner_config(model_path, max_tokens=1024), "run", 1))
+    yield group
+    run(group.close())
+
+
+@pytest.fixture(scope="module")
+def two(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
+    group = run(LearnerGroup.create(learner_config(model_path, world_size=2, max_tokens=128), "run", 1))
+    yield group
+    run(group.close())
+
+
+def test_parameters_are_partitioned_over_two_ranks(two: LearnerGroup, run: Run) -> None:
+    shards = run(two._all("shards"))
+    assert shards[0].keys() == shards[1].keys() and "lm_head.weight" not in shards[0]
+    for name, (own, whole) in shards[0].items():
+        assert own == shards[1][name][0] == -(-whole // 2), name
+
+
+def test_world_sizes_and_packings_agree_over_three_steps(one: LearnerGroup, two: LearnerGroup, run: Run) -> None:
+    for step in range(3):
+        alone, together = (run(group.step(recorded_batch(step))) for group in (one, two))
+        assert alone.applied and together.applied
+        assert alone.metrics["micro_batches"] == 1 and together.metrics["micro_batches"] >= 4
+        assert together.metrics["grad_norm"] == pytest.approx(alone.metrics["grad_norm"], rel=1e-4)
+        for name in ("loss", "tokens", "trajectories", "ratio_mean", "ratio_max", "clip_fraction", "kl_k1", "kl_k3", "entropy"):
+            assert together.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-4, abs=1e-5), name
+    assert alone.metrics["trajectories"] == 24, "one trajectory of each group is masked by its status"
+    for left, right in zip(run(one.logprobs(ROWS)), run(two.logprobs(ROWS)), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-4)
+
+
+def test_a_batch_with_nan_is_skipped_by_both_ranks(two: LearnerGroup, run: Run) -> None:
+    before = run(two.logprobs(ROWS))
+    result = run(two.step(recorded_batch(7, poison=True)))
+    assert not result.applied and result.metrics["nonfinite_loss"] > 0
+    for left, right in zip(before, run(two.logprobs(ROWS)), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_after_a_skip_nothing_of_it_is_left(two: LearnerGroup, run: Run) -> None:
+    run(two.snapshot())
+    run(two.step(recorded_batch(7, poison=True)))
+    skipped = run(two.step(recorded_batch(8))).metrics["grad_norm"]
+    run(two.restore())
+    assert run(two.step(recorded_batch(8))).metrics["grad_norm"] == pytest.approx(skipped, rel=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_save_load_continue_equals_uninterrupted(one: LearnerGroup, two: LearnerGroup, run: Run, tmp_path: Path, world_size: int) -> None:
+    group = one if world_size == 1 else two
+    run(group.save(tmp_path))
+    losses = [run(group.step(recorded_batch(20 + step))).metrics["loss"] for step in range(3)]
+    after = run(group.logprobs(ROWS))
+    run(group.load(tmp_path))
+    assert [run(group.step(recorded_batch(20 + step))).metrics["loss"] for step in range(3)] == pytest.approx(losses, rel=1e-6)
+    for left, right in zip(after, run(group.logprobs(ROWS)), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
+
+
+def test_a_checkpoint_that_cannot_be_used_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no file of rank 0"):
+        load_rank(None, tmp_path, 0, 1)
+    torch.save({"rng": torch.get_rng_state(), "counters": {"world_size": 2}}, tmp_path / "rank_0.pt")
+    with pytest.raises(ValueError, match="written by 2 ranks"):
+        load_rank(None, tmp_path, 0, 1)
+
+
+def test_export_loads_in_plain_transformers(two: LearnerGroup, run: Run, tmp_path: Path) -> None:
+    run(two.export_hf(tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config._attn_implementation == "sdpa" and AutoTokenizer.from_pretrained(tmp_path).eos_token == "#"
+    for (prompt, following), logprobs in zip(ROWS, run(two.logprobs(ROWS)), strict=True):
+        tokens = torch.tensor([[*prompt, *following]])
+        expected = model(input_ids=tokens).logits[0].log_softmax(-1)[len(prompt) - 1 : -1].gather(-1, torch.tensor(following)[:, None])[:, 0]
+        np.testing.assert_allclose(logprobs, expected.detach(), atol=1e-5)
+
+
+def test_gathered_versions_hold_every_parameter_once(two: LearnerGroup, run: Run, tmp_path: Path) -> None:
+    run(two.export_hf(tmp_path))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    manifest = run(two.gather(3))
+    assert (manifest.run_id, manifest.attempt, manifest.version) == ("run", 1, 3)
+    assert {entry.name for entry in manifest.tensors} == set(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"])
+    assert len(manifest.buckets) == len(manifest.sizes) > 4
+    contents = ray.get(list(manifest.buckets))
+    assert [zlib.crc32(content) for content in contents] == list(manifest.checksums)
+    for entry in manifest.tensors:
+        values = contents[entry.bucket][entry.offset : entry.offset + entry.nbytes].view(np.float32).reshape(entry.shape)
+        np.testing.assert_array_equal(values, exported[entry.name].numpy(), err_msg=entry.name)
+
+
+def test_supervised_steps_reach_exact_match(one: LearnerGroup, run: Run) -> None:
+    run(one.reset_optimizer(1e-2))
+    first = run(one.supervised_step(ROWS))["loss"]
+    for _ in range(20):
+        last = run(one.supervised_step(ROWS))["loss"]
+    assert last < first / 10 and run(one.exact_match(ROWS)) == 1.0
+    assert run(one.exact_match([*ROWS, ((5, 6, 7), (8, 10))])) == 0.75
+
+
+def test_learning_rate_warms_up(one: LearnerGroup, run: Run) -> None:
+    run(one.reset_optimizer(1e-3, 4))
+    rates = [run(one.supervised_step(ROWS))["learning_rate"] for _ in range(6)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
+
+
+def test_no_room_is_an_error_with_a_table(ray_cluster: Any, run: Run, model_path: Path) -> None:
+    config = learner_config(model_path, num_cpus=64).model_copy(update={"placement_timeout_s": 0.5})
+    with pytest.raises(PlacementError, match=r"placement_timeout_s = 0.5(.|\n)*CPU +64 +2 "):
+        run(LearnerGroup.create(config, "run", 1))
+
+
+def test_a_failing_or_dead_rank_ends_the_group_by_name(two: LearnerGroup, run: Run) -> None:
+    ray.kill(two.ranks[1])
+    with pytest.raises(LearnerError, match="learner rank 1 failed in exact_match: its process died"):
+        run(two.exact_match(ROWS))
+    with pytest.raises(LearnerError, match="rank 1 failed"):
+        run(two.step(recorded_batch(0)))
+    run(two.close())
