@@ -44,3 +44,7 @@ def run(command: str, path: str, overrides: list[str]) -> int:
     except ConfigError as error:
         print(f"asyncrl: {error}", file=sys.stderr)
         return 2
+
+
+if __name__ == "__main__":
+    main()

@@ -138,7 +138,7 @@ class GeneratorConfig(Section):
     """Serve replicas, each one vLLM engine."""
     device: Literal["cpu", "cuda"] = "cpu"
     """What the engines run on."""
-    num_cpus: float = Field(default=0.5, ge=0)
+    num_cpus: float = Field(default=0.4, ge=0)
     """Logical CPUs that one replica declares to Ray."""
     max_num_seqs: int = Field(default=128, gt=0)
     """Sequences that one engine runs at once."""
@@ -157,7 +157,7 @@ class LearnerConfig(Section):
     """ZeRO-3 data-parallel ranks."""
     device: Literal["cpu", "cuda"] = "cpu"
     """What the ranks run on: gloo on cpu, nccl on cuda."""
-    num_cpus: float = Field(default=0.5, ge=0)
+    num_cpus: float = Field(default=0.4, ge=0)
     """Logical CPUs that one rank declares to Ray."""
     num_threads: int = Field(default=1, gt=0)
     """Torch threads of one rank."""

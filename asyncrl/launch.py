@@ -154,7 +154,7 @@ async def _start_generators(config: Config, name: str, context: int, stack: Asyn
     app = GeneratorApp.from_config(config, board_name(name)).model_copy(update={"max_model_len": min(config.longest_request, context)})
     _closing(stack, "generators", functools.partial(asyncio.to_thread, stop_generators, name))
     handle = await asyncio.to_thread(begin_generators, app, name)
-    await wait_for_generators(name, config.generator.start_timeout_s)
+    await asyncio.to_thread(wait_for_generators, name, config.generator.start_timeout_s)
     return handle, time.monotonic() - started
 
 

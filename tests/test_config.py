@@ -1,0 +1,139 @@
+"""Every refusal names the field, the value and the fix; every shipped YAML is a valid config."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl.config import NOT_IMPLEMENTED, RENAMED, Config, ConfigError, field_names, load_config
+
+ROOT = Path(__file__).parents[1]
+TREE = {
+    "name": "run",
+    "max_steps": 3,
+    "model": {"path": "model"},
+    "data": {"train": "train.parquet", "max_prompt_length": 20},
+    "rollout": {"max_completion_length": 8},
+    "reward": {"functions": {"exact": {"function": "package.module:function"}}},
+}
+
+
+def merged(changes):
+    tree = yaml.safe_load(yaml.safe_dump(TREE))
+    for name, value in changes.items():
+        *parents, leaf = name.split(".")
+        at = tree
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[leaf] = value
+    return tree
+
+
+def load(tmp_path, changes=(), overrides=None):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(merged(dict(changes))))
+    return load_config(path, overrides)
+
+
+def test_batch_arithmetic(tmp_path):
+    config = load(tmp_path, {"rollout.rollout_batch_size": 12, "rollout.n_samples_per_prompt": 4, "rollout.num_steps_per_rollout": 3})
+    assert (config.groups_per_step, config.global_batch_size, config.max_outstanding, config.longest_trajectory) == (4, 16, 12, 28)
+
+
+def test_command_line_wins_over_yaml(tmp_path):
+    config = load(tmp_path, {"rollout.temperature": 0.7}, ["--rollout.temperature", "0.5", "--rollout.rollout_stop_token_ids", "[3,4]", "--resume", "auto"])
+    assert (config.rollout.temperature, config.rollout.rollout_stop_token_ids, config.resume) == (0.5, [3, 4], "auto")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout.rollout_batch_size": 10, "rollout.num_steps_per_rollout": 3}, "num_steps_per_rollout = 3 does not divide rollout.rollout_batch_size = 10"),
+        ({"rollout.global_batch_size": 100}, "rollout.global_batch_size = 100, but .* = 128; set that"),
+        ({"staleness.max_staleness": 0, "rollout.num_steps_per_rollout": 2}, "set staleness.max_staleness: 1"),
+        ({"learner.max_tokens_per_gpu": 20}, "= 28 is above learner.max_tokens_per_gpu = 20"),
+        ({"name": "../up"}, "name = '../up'.*choose another"),
+        ({"name": ".hidden"}, "name = '.hidden'"),
+        ({"rollout.temprature": 1}, "rollout.temprature is unknown; did you mean rollout.temperature"),
+        ({"rollout.rollout_max_response_len": 5}, "here it is rollout.max_completion_length"),
+        ({"learner.context_parallel_size": 2}, "here it is learner.sequence_parallel_size"),
+        ({"generator.sglang_mem_fraction_static": 0.8}, "here it is generator.gpu_memory_utilization"),
+        ({"use_dynamic_batch_size": True}, "dynamic batching is always on"),
+        ({"learner.temperature": 1}, "did you mean rollout.temperature"),
+        ({"colocate": True}, "colocate is not implemented"),
+        ({"rollout.temperature": 0}, r"rollout.temperature = 0: input should be greater than 0"),
+        ({"reward.functions.exact.function": "no colon"}, "reward.functions.exact.function = 'no colon'"),
+        ({"eval.accuracy": "wrong"}, r"eval.accuracy = 'wrong' is not one of reward.functions \['exact'\]"),
+        ({"model": {}}, "model.path is missing; set it"),
+    ],
+)
+def test_refusals_name_the_field_and_the_fix(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        load(tmp_path, changes)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--rollout.temprature", "1"], "did you mean rollout.temperature"),
+        (["--lr", "1"], "here it is learner.learning_rate"),
+        (["--colocate", "true"], "not implemented"),
+        (["--rollout.temperature"], "expected one argument"),
+        (["--rollout.temperature", "warm"], "rollout.temperature = 'warm'"),
+    ],
+)
+def test_bad_overrides(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, (), overrides)
+
+
+def test_files_that_are_no_config(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="not a mapping"):
+        load_config(tmp_path / "list.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_config(tmp_path / "broken.yaml")
+
+
+def test_runs_never_lie_in_rays_working_directory(tmp_path, monkeypatch):
+    config = load(tmp_path)
+    monkeypatch.setenv("ASYNCRL_RUNS", str(tmp_path))
+    assert config.run_directory == tmp_path / "run"
+    monkeypatch.setenv("ASYNCRL_RUNS", str(tmp_path / "runtime_resources" / "working_dir_files"))
+    with pytest.raises(ConfigError, match="ASYNCRL_RUNS"):
+        _ = config.run_directory
+
+
+def test_renamed_names_point_to_fields_or_say_why_not():
+    known = {*field_names(), "learner.sequence_parallel_size"}
+    assert all(target in known or target.startswith("nothing: ") for target in RENAMED.values())
+    assert not {name.rsplit(".", 1)[-1] for name in field_names()} & {*RENAMED, *NOT_IMPLEMENTED}
+
+
+def test_every_field_says_what_it_is():
+    def undocumented(section, prefix=""):
+        for name, field in section.model_fields.items():
+            if hasattr(field.annotation, "model_fields"):
+                yield from undocumented(field.annotation, f"{prefix}{name}.")
+            elif not field.description:
+                yield prefix + name
+
+    assert list(undocumented(Config)) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_are_valid(path):
+    load_config(path)
+
+
+def test_help_imports_nothing_heavy():
+    program = "import sys, asyncrl.cli, asyncrl.config; print([m for m in ('torch', 'ray', 'vllm', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-m", "asyncrl.cli", "--help"], capture_output=True, text=True)
+    assert result.returncode == 0 and "train" in result.stdout

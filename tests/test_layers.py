@@ -1,0 +1,58 @@
+"""Imports go downward only, and heavy libraries have one home each: read from the source, import statements inside functions included."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "asyncrl"
+LAYERS = {
+    0: ["config", "types"],
+    1: ["algorithms", "data.packing", "control.staleness"],
+    2: ["control", "generation.protocol"],
+    3: ["data", "generation", "rollout", "rewards", "learning", "weights"],
+    4: ["launch", "run", "cli", "observe", "plan", "placement", "directory", "evaluation", "reading"],
+}
+FREE = {"testing", ""}
+HOMES = {"vllm": ["generation", "weights"], "deepspeed": ["learning", "weights.gather"], "ray.serve": ["generation"], "ray.data": ["data", "rewards"]}
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        yield name, path
+
+
+def layer(name):
+    fitting = [(len(prefix), number) for number, prefixes in LAYERS.items() for prefix in prefixes if name == prefix or name.startswith(prefix + ".")]
+    return max(fitting)[1]
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize(("name", "path"), [pytest.param(name, path, id=name or "asyncrl") for name, path in modules() if name not in FREE])
+def test_imports_go_downward(name, path):
+    ours = {module.removeprefix("asyncrl.") for module in imports(path) if module.startswith("asyncrl.")}
+    known = {other for other, _ in modules()}
+    higher = sorted(other for other in ours & known if layer(other) > layer(name))
+    assert not higher, f"{name} (layer {layer(name)}) imports {higher}"
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_heavy_libraries_have_one_home(library):
+    users = {name for name, path in modules() if any(m == library or m.startswith(library + ".") for m in imports(path))}
+    strangers = {name for name in users if not any(name == home or name.startswith(home + ".") for home in HOMES[library])}
+    assert not strangers
+
+
+def test_control_imports_neither_ray_nor_torch():
+    for name, path in modules():
+        if name.startswith("control"):
+            assert not {module.split(".")[0] for module in imports(path)} & {"ray", "vllm", "deepspeed", "torch"}, name
