@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from asyncrl.control.protocols import Manifest
@@ -119,5 +120,9 @@ def generators(ray_cluster: Any, tiny_model: Path, engine_starts: list[str]) -> 
     engine_starts.append("generators")
     handle = start_generators(app, name)
     yield SimpleNamespace(handle=handle, board=board, app=app, name=name, next_version=lambda: next(versions))
+    replicas = handle.broadcast("status").results(timeout_s=60)
+    processes = [child for replica in replicas for child in psutil.Process(replica["pid"]).children(recursive=True)]
     stop_generators(name)
     ray_cluster.kill(board)
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert alive == []

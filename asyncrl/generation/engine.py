@@ -88,7 +88,10 @@ class Engine:
         vllm_config, executor = _engine_config(self.app)
         # The constructor blocks for as long as the engine's process loads; the output loop has to be made by this event loop.
         self._llm = await asyncio.to_thread(AsyncLLM, vllm_config, executor, log_stats=False, log_requests=False, stat_loggers=[self._token_counter()])
-        self._processes = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+        # Python's resource tracker is not the engine's: it ends with this process.
+        self._processes = [
+            p for p in psutil.Process().children(recursive=True) if p.pid not in before and not any("resource_tracker" in a for a in p.cmdline())
+        ]
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))

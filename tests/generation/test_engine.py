@@ -1,7 +1,9 @@
-"""The plain engine, without Serve: an untied head, old KV kept over an update, a failed update, no process left."""
+"""The plain engine, without Serve: an untied head, old KV kept over an update, a failed update, a kill that leaves no process."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,8 @@ pytestmark = pytest.mark.timeout(600)
 class Holder(Engine):
     """An engine in an actor of its own."""
 
-    async def processes(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
-    async def state(self) -> tuple[int, str | None]:
-        return self.version, self.broken
+    async def processes(self) -> tuple[int, list[int]]:
+        return os.getpid(), [process.pid for process in self._processes if process.is_running()]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
     ray_cluster.kill(actor)
 
 
-def test_untied_head_matches_transformers_then_ends_clean(
+def test_untied_head_matches_transformers_then_dies_clean(
     holder: Any, ray_cluster: Any, untied_model: Path, publish: Any, reference: Any, load_reference: Any, tmp_path: Path
 ) -> None:
     model = load_reference(untied_model)
@@ -77,7 +76,10 @@ def test_untied_head_matches_transformers_then_ends_clean(
     with pytest.raises(StaleReplica):
         ray_cluster.get(holder.generate.remote(GenerateRequest((5,), 1, 4, 1.0)), timeout=60)
 
-    processes = ray_cluster.get(holder.processes.remote(), timeout=60)
-    assert processes
-    ray_cluster.get(holder.stop.remote(), timeout=60)
-    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in processes)
+    # Killed without a chance to clean up, it takes its processes along.
+    pid, processes = ray_cluster.get(holder.processes.remote(), timeout=60)
+    started = [psutil.Process(process) for process in processes]
+    assert started
+    os.kill(pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert alive == []
