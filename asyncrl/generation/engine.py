@@ -53,9 +53,11 @@ def engine_environment(device: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """Seconds of a start: importing vLLM; making the engine (its process, its imports, the model); the first generation."""
+    """Seconds of a start: importing vLLM; its config (the model's class is inspected, in a process of its own the first time on a
+    machine); the engine's process (its own import of vLLM, the model, the cache); the first generation."""
 
     import_s: float
+    config_s: float
     engine_s: float
     first_generation_s: float
 
@@ -86,6 +88,7 @@ class Engine:
         imported = time.monotonic()
         before = {process.pid for process in psutil.Process().children(recursive=True)}
         vllm_config, executor = _engine_config(self.app)
+        configured = time.monotonic()
         # The constructor blocks for as long as the engine's process loads; the output loop has to be made by this event loop.
         self._llm = await asyncio.to_thread(AsyncLLM, vllm_config, executor, log_stats=False, log_requests=False, stat_loggers=[self._token_counter()])
         # Python's resource tracker is not the engine's: it ends with this process.
@@ -100,7 +103,7 @@ class Engine:
         loaded = time.monotonic()
         self._open.set()
         await self.generate(GenerateRequest(prompt_ids=(next(iter(self.stops), 0),), n=1, max_tokens=1, temperature=0.0, ignore_eos=True))
-        self.load = LoadTimes(imported - begun, loaded - imported, time.monotonic() - loaded)
+        self.load = LoadTimes(imported - begun, configured - imported, loaded - configured, time.monotonic() - loaded)
         return self.load
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -68,13 +69,12 @@ class Generator:
 
     async def status(self) -> dict[str, Any]:
         """Replica id, weights, process id, seconds of the start and of the last update, tokens generated so far."""
-        load = self.engine.load
         return {
             "replica": self.replica,
             "weights": self.weights,
             "pid": os.getpid(),
             "broken": self.engine.broken,
-            "load": {"import_s": load.import_s, "engine_s": load.engine_s, "first_generation_s": load.first_generation_s} if load else {},
+            "load": asdict(self.engine.load) if self.engine.load is not None else {},
             "applied": dict(self._applied),
             "tokens_at_pause": self.engine.tokens_at_pause,
             "tokens_generated": self.engine.tokens_generated,
