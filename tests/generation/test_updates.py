@@ -130,12 +130,12 @@ def test_update_in_flight(ray_cluster: Any, generators: Any, sync: ServeWeightSy
         generate = ServeGenerate(generators.handle)
         before = await generated()
         running = [asyncio.create_task(generate.generate(request(prompt, n=8, max_tokens=200))) for prompt in prompts(16)]
-        while await generated() < before + 128 * 20:
+        while await generated() < before + 128 * 5:
             pass
         manifest, gate = held_back(ray_cluster, publish(disturb(model, seed=4), version=second))
         push = asyncio.create_task(sync.push(manifest))
         before = await generated()
-        while await generated() < before + 128 * 5:
+        while await generated() < before + 128:
             pass
         await gate.open.remote()
         report = await push

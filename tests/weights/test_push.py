@@ -1,0 +1,74 @@
+"""Who counts as committed and who as unroutable, on scripted answers of replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.control.protocols import Manifest
+from asyncrl.generation.protocol import WeightsId
+from asyncrl.weights.manifest import ManifestError
+from asyncrl.weights.push import ServeWeightSync
+
+MANIFEST = Manifest("r", 1, 4, (), (), (), ())
+
+
+def at(replica: str, version: int, attempt: int = 1) -> dict[str, Any]:
+    return {"replica": replica, "weights": WeightsId("r", attempt, version), "applied": {"pause_s": 0.1}}
+
+
+def sync(status: Callable[[], list[Any]], applied: Callable[[], list[Any]] = list, timeout_s: float = 0.5) -> tuple[ServeWeightSync, list[Manifest]]:
+    """A push against a handle that answers so; and what was announced."""
+    announced: list[Manifest] = []
+
+    class Call:
+        def __init__(self, answers: list[Any]) -> None:
+            self.answers = answers
+
+        async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
+            return self.answers
+
+    async def announce(manifest: Manifest) -> None:
+        announced.append(manifest)
+
+    handle = SimpleNamespace(broadcast=lambda method, *args: Call(status() if method == "status" else applied()))
+    board = SimpleNamespace(announce=SimpleNamespace(remote=announce))
+    return ServeWeightSync(handle, board, timeout_s), announced
+
+
+def test_all_have_it() -> None:
+    push, announced = sync(lambda: [at("a", 4), at("b", 5)])
+    report = asyncio.run(push.push(MANIFEST))
+    assert report.version == 4
+    assert set(report.replicas) == {"a", "b"}
+    assert report.unroutable == ()
+    assert announced == [MANIFEST]
+
+
+def test_the_late_one_is_asked_again() -> None:
+    rounds = iter([[at("a", 4), at("b", 3)], [at("a", 4), at("b", 3)], [at("a", 4), at("b", 4)]])
+    push, _ = sync(lambda: next(rounds), timeout_s=30)
+    assert set(asyncio.run(push.push(MANIFEST)).replicas) == {"a", "b"}
+
+
+def test_one_that_stays_behind_is_unroutable() -> None:
+    push, _ = sync(lambda: [at("a", 4), at("b", 3), at("c", 9, attempt=0)])
+    report = asyncio.run(push.push(MANIFEST))
+    assert set(report.replicas) == {"a"}
+    assert report.unroutable == ("b", "c")
+
+
+def test_nobody_has_it() -> None:
+    push, _ = sync(lambda: [at("a", 3), ValueError("gone")], lambda: [OSError("no room")])
+    with pytest.raises(RuntimeError, match=r"no replica applied version 4 within .* OSError: no room"):
+        asyncio.run(push.push(MANIFEST))
+
+
+def test_a_manifest_that_does_not_fit_ends_at_once() -> None:
+    push, _ = sync(lambda: [at("a", 3)], lambda: [ManifestError("lacks 'x'")], timeout_s=600)
+    with pytest.raises(RuntimeError, match="was refused: lacks 'x'"):
+        asyncio.run(push.push(MANIFEST))
