@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from dataclasses import replace
 from typing import Any
@@ -228,27 +230,47 @@ def test_pause_of_an_empty_update(generators: Any) -> None:
 def test_a_replica_that_starts_between_publish_and_commit_catches_up(
     generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any, engine_starts: list[str]
 ) -> None:
-    """Also: two replicas on two cores."""
+    """The only replica is killed while a version is on the board and nobody has applied it: its successor starts with that version."""
+
+    async def run() -> None:
+        before = await generators.handle.status.remote()
+        manifest = publish(disturb(load_reference(tiny_model), seed=10), version=generators.next_version())
+        await generators.board.announce.remote(manifest)
+        engine_starts.append("restarted replica")
+        os.kill(before["pid"], signal.SIGKILL)
+        wanted = WeightsId("test", 1, manifest.version)
+        answer = await ServeGenerate(generators.handle).generate(request(min_weights=wanted, deadline_s=500))
+        after = await generators.handle.status.remote()
+        assert answer.replica == after["replica"] != before["replica"]
+        assert after["weights"] == wanted
+        report = await sync.push(manifest)
+        assert set(report.replicas) == {after["replica"]}
+        assert report.unroutable == ()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_two_replicas_on_two_cores(
+    generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any, engine_starts: list[str]
+) -> None:
     from asyncrl.generation.app import start_generators
 
-    parameters = disturb(load_reference(tiny_model), seed=10)
-    manifest = publish(parameters, version=generators.next_version())
+    manifest = publish(disturb(load_reference(tiny_model), seed=11), version=generators.next_version())
 
     async def run() -> None:
         await generators.board.announce.remote(manifest)
         two = generators.app.model_copy(update={"generator": generators.app.generator.model_copy(update={"num_replicas": 2})})
-        engine_starts.append("second replica")
+        # Serve takes changed settings for a new version of the deployment: both replicas are new.
+        engine_starts.extend(["two replicas"] * 2)
         await asyncio.to_thread(start_generators, two, generators.name)
         statuses = await generators.handle.broadcast("status").results_async()
-        assert len(statuses) == 2
-        assert [s["weights"].version for s in statuses].count(manifest.version) >= 1
-        print("starts:", [s["load"] for s in statuses])
+        assert [status["weights"].version for status in statuses] == [manifest.version] * 2
         report = await sync.push(manifest)
         assert len(report.replicas) == 2
         assert not report.unroutable
         wanted = WeightsId("test", 1, manifest.version)
         answers = await asyncio.gather(*[ServeGenerate(generators.handle).generate(request(p, min_weights=wanted)) for p in prompts(32)])
         assert len({answer.replica for answer in answers}) == 2
-        await asyncio.to_thread(start_generators, generators.app, generators.name)
 
     asyncio.run(run())
