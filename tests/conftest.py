@@ -36,7 +36,14 @@ def ray_cluster() -> Iterator[Any]:
     """A cluster of this session's own, with two logical CPUs."""
     import ray
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=512 << 20)
+    for tries_left in (2, 1, 0):
+        try:
+            ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=512 << 20)
+            break
+        except Exception as error:  # Ray raises no narrower class, and its 30 s for a start are fixed: too few on a busy machine
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or not tries_left:
+                raise
     yield ray
     ray.shutdown()
 
