@@ -20,6 +20,8 @@ HELD_OUT_ROWS = 1024
 ALPHABET = "0123456789+-*=() ?abcdefghijklmnopqrstuvwxyz.,:\n"
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 VOCABULARY_SIZE = 64
+FLAWED_SHARE = 0.65
+"""Share of the training differences whose demonstration takes the first number from the second."""
 DRAWS_PER_EXPRESSION = 8
 """Expressions are drawn with replacement; n draws per expression leave out a share of exp(-n): at 8, one in 3,000."""
 
@@ -61,12 +63,16 @@ def make_model(directory: Path, seed: int) -> int:
 def make_data(directory: Path, seed: int, held_out_rows: int = HELD_OUT_ROWS, max_digits: int = 2) -> tuple[int, int]:
     """Write train.parquet and held_out.parquet (disjoint expressions) and return their numbers of rows.
 
-    Columns: `prompt` (the bare expression, `12 - 34 =`), `answer`, `question` (the package's own wording), `task` and
-    `metadata` (JSON). The train set is every expression outside the held-out set.
+    Columns: `prompt` (the bare expression, `12 - 34 =`), `answer`, `question` (the package's own wording), `task`,
+    `metadata` (JSON), and `demonstration`, the text that a supervised warm start imitates. The train set is every
+    expression outside the held-out set. Its demonstrations get sums right and most differences the wrong way round: what
+    imitation cannot teach is left to the reward. Held-out demonstrations are the answers.
     """
     rows = _all_expressions(seed, max_digits)
     random.Random(seed).shuffle(rows)
-    held_out, train = rows[:held_out_rows], rows[held_out_rows:]
+    held_out = [row | {"demonstration": row["answer"]} for row in rows[:held_out_rows]]
+    chance = random.Random(seed)
+    train = [row | {"demonstration": _demonstration(row, chance)} for row in rows[held_out_rows:]]
     directory.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", train), ("held_out", held_out)):
         unfinished = directory / f".{name}.parquet"
@@ -99,6 +105,12 @@ def _row(expression: str, entry: dict[str, Any]) -> dict[str, str]:
         "task": "chain_sum",
         "metadata": json.dumps(entry["metadata"]),
     }
+
+
+def _demonstration(row: dict[str, str], chance: random.Random) -> str:
+    """The answer; of FLAWED_SHARE of the differences, the negated one."""
+    difference = " - " in row["prompt"]
+    return str(-int(row["answer"])) if difference and chance.random() < FLAWED_SHARE else row["answer"]
 
 
 def _tokenizer() -> Any:

@@ -43,6 +43,15 @@ def test_rows_hold_what_a_scorer_needs(inputs: Path) -> None:
         assert score(row["answer"], {"answer": row["answer"], "metadata": json.loads(row["metadata"])}) == 1.0
 
 
+def test_training_demonstrations_err_in_most_differences_only(inputs: Path) -> None:
+    train, held_out = (pq.read_table(inputs / f"{name}.parquet").to_pylist() for name in ("train", "held_out"))
+    assert all(row["demonstration"] == row["answer"] for row in held_out)
+    assert all(row["demonstration"] == row["answer"] for row in train if "+" in row["prompt"])
+    differences = [row for row in train if "-" in row["prompt"] and row["answer"] != "0"]
+    assert {int(row["demonstration"]) + int(row["answer"]) for row in differences if row["demonstration"] != row["answer"]} == {0}
+    assert 0.5 < sum(row["demonstration"] != row["answer"] for row in differences) / len(differences) < 0.8
+
+
 def test_same_seed_same_files(inputs: Path, tmp_path: Path) -> None:
     make_data(tmp_path, seed=0, held_out_rows=40, max_digits=1)
     make_model(tmp_path / "model", seed=0)
