@@ -18,7 +18,8 @@ from typing import Any
 
 import ray
 
-from asyncrl.config import Config
+from asyncrl.config import Config, ConfigError
+from asyncrl.control.checkpoint import State
 from asyncrl.data.prompts import PromptReport, RayPromptSource, load_tokenizer, read_prompts
 from asyncrl.directory import RunDirectory
 from asyncrl.generation.app import ServeGenerate, begin_generators, stop_generators, wait_for_generators
@@ -34,7 +35,7 @@ from asyncrl.types import Completion, Prompt
 from asyncrl.weights.board import open_board
 from asyncrl.weights.push import ServeWeightSync
 
-__all__ = ["Stations", "cluster", "launch"]
+__all__ = ["Stations", "cluster", "launch", "supervised_rows"]
 
 logger = logging.getLogger("asyncrl")
 
@@ -64,7 +65,7 @@ class Stations:
     @property
     def probe_tokens(self) -> int:
         """Tokens sampled for each probe: what the config asks for, as far as the model's context goes."""
-        return min(self.config.weights.probe_tokens, self.context - self.config.data.max_prompt_length)
+        return min(self.config.weights.probe_tokens, self.context - self.config.data.max_prompt_length - 1)
 
     @property
     def probe_prompts(self) -> list[Sequence[int]]:
@@ -78,17 +79,27 @@ class Stations:
         ids = [completion.token_ids for completion in completions]
         return await score_completions(self.pool, [prompt.text for prompt in prompts], texts, ids, [prompt.columns for prompt in prompts])
 
-    def supervised_rows(self) -> tuple[list[Row], list[Row]]:
-        """Prompt ids and target ids (EOS appended) of the warm start's rows, and of the held-out rows."""
-        warm_start = self.config.warm_start
-        assert warm_start.data is not None
-        train = read_prompts(warm_start.data, self.config, None, "warm_start.data")
-        return _with_targets(train, self.config), _with_targets(self.held_out, self.config)
+
+def supervised_rows(config: Config) -> tuple[list[Row], list[Row]]:
+    """Prompt ids and target ids (EOS appended) of the warm start's rows, and of the held-out rows.
+
+    Raises:
+        ConfigError: a file or its target column is missing.
+    """
+    assert config.warm_start.data is not None
+    train = read_prompts(config.warm_start.data, config, None, "warm_start.data")
+    return _with_targets(train, config), _with_targets(_held_out(config), config)
+
+
+def _held_out(config: Config) -> list[Prompt]:
+    return read_prompts(config.eval.data, config, config.eval.max_prompts) if config.eval.data else []
 
 
 def _with_targets(prompts: Sequence[Prompt], config: Config) -> list[Row]:
     tokenizer = load_tokenizer(config.model.path)
     column = config.warm_start.target_column
+    if prompts and column not in prompts[0].columns:
+        raise ConfigError(f"warm_start.target_column = {column!r} is not a column of the rows, which have {sorted(prompts[0].columns)}; name one of them")
     targets = tokenizer([str(prompt.columns[column]) for prompt in prompts], add_special_tokens=False)["input_ids"]
     return [(prompt.token_ids, [*target, tokenizer.eos_token_id]) for prompt, target in zip(prompts, targets, strict=True)]
 
@@ -112,8 +123,10 @@ def cluster(config: Config, logs: Path) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def launch(config: Config, directory: RunDirectory, report: PromptReport, context: int) -> AsyncIterator[Stations]:
-    """Start every station; end them all on the way out, whatever happened.
+async def launch(
+    config: Config, directory: RunDirectory, report: PromptReport, context: int, prepare: Callable[[LearnerGroup], Awaitable[None]]
+) -> AsyncIterator[Stations]:
+    """Start every station; end them all on the way out, whatever happened. `prepare` has the learner while the generators still start.
 
     Raises:
         PlacementError: no room on the cluster.
@@ -125,12 +138,8 @@ async def launch(config: Config, directory: RunDirectory, report: PromptReport, 
         app_name = f"asyncrl-{config.name}"
         board = open_board(board_name(app_name))
         generators = asyncio.create_task(_start_generators(config, app_name, context, stack))
-        learner_task = asyncio.create_task(_timed(LearnerGroup.create(config, state.run_id, state.attempt)))
-        try:
-            (handle, generators_s), (learner, learner_s) = await _both(generators, learner_task)
-        finally:
-            if learner_task.done() and not learner_task.cancelled() and learner_task.exception() is None:
-                _closing(stack, "learner", learner_task.result()[0].close)
+        preparing = asyncio.create_task(_start_learner(config, state, stack, prepare))
+        (handle, generators_s), (learner, learner_s) = await _both(generators, preparing)
         pool = RewardPool(config.reward)
         _closing(stack, "reward processes", functools.partial(asyncio.to_thread, pool.close))
         spec = WorkerSpec(config, state.run_id, state.attempt, functools.partial(ServeGenerate, handle))
@@ -141,7 +150,7 @@ async def launch(config: Config, directory: RunDirectory, report: PromptReport, 
         _closing(stack, "scoring", scores.close)
         prompts = RayPromptSource(config, report, state.frontier, state.finished_above)
         _closing(stack, "prompts", prompts.close)
-        held_out = read_prompts(config.eval.data, config, config.eval.max_prompts) if config.eval.data else []
+        held_out = _held_out(config)
         startup = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
         startup |= {f"startup/learner_{name}": seconds for name, seconds in learner.startup.items()}
         startup |= await _generator_start_times(handle)
@@ -151,10 +160,10 @@ async def launch(config: Config, directory: RunDirectory, report: PromptReport, 
 
 async def _start_generators(config: Config, name: str, context: int, stack: AsyncExitStack) -> tuple[Any, float]:
     started = time.monotonic()
-    app = GeneratorApp.from_config(config, board_name(name)).model_copy(update={"max_model_len": min(config.longest_request, context)})
+    app = GeneratorApp.from_config(config, board_name(name)).model_copy(update={"max_model_len": min(config.longest_request + 1, context)})
     _closing(stack, "generators", functools.partial(asyncio.to_thread, stop_generators, name))
     handle = await asyncio.to_thread(begin_generators, app, name)
-    await asyncio.to_thread(wait_for_generators, name, config.generator.start_timeout_s)
+    await wait_for_generators(name, config.generator.start_timeout_s)
     return handle, time.monotonic() - started
 
 
@@ -165,9 +174,13 @@ async def _generator_start_times(handle: Any) -> dict[str, float]:
     return {f"startup/generator_{name}": seconds for name, seconds in status["load"].items()} | {"startup/pause_empty_s": sorted(pauses)[2]}
 
 
-async def _timed(work: Awaitable[Any]) -> tuple[Any, float]:
+async def _start_learner(config: Config, state: State, stack: AsyncExitStack, prepare: Callable[[LearnerGroup], Awaitable[None]]) -> tuple[LearnerGroup, float]:
     started = time.monotonic()
-    return await work, time.monotonic() - started
+    learner = await LearnerGroup.create(config, state.run_id, state.attempt)
+    seconds = time.monotonic() - started
+    _closing(stack, "learner", learner.close)
+    await prepare(learner)
+    return learner, seconds
 
 
 async def _both(first: asyncio.Task[Any], second: asyncio.Task[Any]) -> tuple[Any, Any]:

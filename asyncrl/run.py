@@ -24,7 +24,9 @@ from asyncrl.control.staleness import Staleness
 from asyncrl.directory import RunDirectory
 from asyncrl.evaluation import Evaluator
 from asyncrl.generation.protocol import WeightsId
-from asyncrl.launch import Stations, cluster, launch
+from asyncrl.launch import Stations, cluster, launch, supervised_rows
+from asyncrl.learning.group import LearnerGroup
+from asyncrl.learning.warm_start import WarmStartCheck, warm_start
 from asyncrl.observe.metrics import MetricsWriter, read_metrics
 from asyncrl.observe.progress import Progress, ProgressView, duration, time_left
 from asyncrl.plan import Plan, arithmetic, make_plan
@@ -102,9 +104,12 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
         recorder = _RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live)
         try:
             live.phase("starting generators and learner")
-            async with launch(config, directory, plan.prompts, plan.context) as stations:
+
+            async def prepare(learner: LearnerGroup) -> None:
+                await _prepare_learner(config, directory, learner, live, recorder)
+
+            async with launch(config, directory, plan.prompts, plan.context, prepare) as stations:
                 recorder.record("startup", directory.state.steps_attempted, directory.state.version, stations.startup)
-                await _prepare_learner(config, directory, stations, live, recorder)
                 coordinator = _coordinator(config, directory.state, directory, stations, recorder)
                 live.follow(coordinator)
                 await coordinator.run()
@@ -120,25 +125,22 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
     return _summary(directory, time.monotonic() - started, live.phases)
 
 
-async def _prepare_learner(config: Config, directory: RunDirectory, stations: Stations, live: _Live, recorder: _RunRecorder) -> None:
+async def _prepare_learner(config: Config, directory: RunDirectory, learner: LearnerGroup, live: _Live, recorder: _RunRecorder) -> None:
     """The learner's state at the first version: a checkpoint's, or the model's own, warm-started if so configured."""
     if directory.checkpoint is not None:
         live.phase("loading the checkpoint")
-        await stations.learner.load(directory.checkpoint / "learner")
-        return
-    if config.warm_start.data is None:
-        return
-    from asyncrl.learning.warm_start import WarmStartCheck, warm_start
+        await learner.load(directory.checkpoint / "learner")
+    elif config.warm_start.data is not None:
+        live.phase("warm start")
 
-    live.phase("warm start")
+        def progress(check: WarmStartCheck) -> None:
+            live.note(f"supervised step {check.steps}: held-out accuracy {check.accuracy:.1%}, learning rate {check.learning_rate:g}")
+            recorder.record("warm_start", check.steps, 0, {"warm_start/accuracy": check.accuracy, "warm_start/loss": check.loss})
 
-    def progress(check: WarmStartCheck) -> None:
-        live.note(f"supervised step {check.steps}: held-out accuracy {check.accuracy:.1%}, learning rate {check.learning_rate:g}")
-        recorder.record("warm_start", check.steps, 0, {"warm_start/accuracy": check.accuracy, "warm_start/loss": check.loss})
-
-    train_rows, held_out_rows = stations.supervised_rows()
-    await warm_start(stations.learner, train_rows, held_out_rows, config.warm_start, config.seed, progress)
-    await stations.learner.reset_optimizer(config.learner.learning_rate, config.learner.warmup_steps)
+        train_rows, held_out_rows = await asyncio.to_thread(supervised_rows, config)
+        await warm_start(learner, train_rows, held_out_rows, config.warm_start, config.seed, progress)
+        await learner.reset_optimizer(config.learner.learning_rate, config.learner.warmup_steps)
+    live.phase("waiting for the generators")
 
 
 def _coordinator(config: Config, state: State, directory: RunDirectory, stations: Stations, recorder: _RunRecorder) -> Coordinator:
@@ -313,3 +315,7 @@ def _log_to_file(path: Path) -> None:
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    for name in ("ray", "ray.serve"):
+        # Ray gives these handlers of their own, which write to the terminal, when they are imported.
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = True

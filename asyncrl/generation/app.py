@@ -4,6 +4,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from ray.serve.config import ProxyLocation
 from ray.serve.schema import ApplicationStatus
 
 from asyncrl.generation.engine import engine_environment
-from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTimeout, StaleReplica
+from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
 
@@ -24,6 +25,10 @@ MAX_ONGOING_REQUESTS = 100_000
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
 """Seconds between two tries of a request that no replica could take: doubled from the first to the longest."""
+
+
+LOGPROBS_DEADLINE_S = 300.0
+"""Seconds that scoring the probes may take."""
 
 
 def build_app(args: GeneratorApp) -> serve.Application:
@@ -53,7 +58,7 @@ def begin_generators(args: GeneratorApp, name: str) -> Any:
     return serve.run_many([target], wait_for_applications_running=False)[0]
 
 
-def wait_for_generators(name: str, timeout_s: float) -> None:
+async def wait_for_generators(name: str, timeout_s: float) -> None:
     """Wait until all replicas answer.
 
     Raises:
@@ -61,7 +66,7 @@ def wait_for_generators(name: str, timeout_s: float) -> None:
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        app = serve.status().applications.get(name)
+        app = (await asyncio.to_thread(serve.status)).applications.get(name)
         if app is not None and app.status == ApplicationStatus.RUNNING:
             return
         message = " ".join(part for part in (app.message, *(d.message for d in app.deployments.values())) if part) if app is not None else "not known to Serve"
@@ -69,13 +74,13 @@ def wait_for_generators(name: str, timeout_s: float) -> None:
             raise RuntimeError(f"generators {name!r} failed to start: {message}")
         if time.monotonic() > deadline:
             raise RuntimeError(f"generators {name!r} were not up after generator.start_timeout_s = {timeout_s:g}: {message}")
-        time.sleep(0.2)
+        await asyncio.sleep(0.2)
 
 
 def start_generators(args: GeneratorApp, name: str) -> Any:
     """Start the application, wait until it answers, and return its handle. Raises RuntimeError if it does not come up."""
     handle = begin_generators(args, name)
-    wait_for_generators(name, args.generator.start_timeout_s)
+    asyncio.run(wait_for_generators(name, args.generator.start_timeout_s))
     return handle
 
 
@@ -92,17 +97,26 @@ class ServeGenerate:
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Raises GenerationTimeout when no replica has answered after `request.deadline_s` seconds."""
-        deadline = time.monotonic() + request.deadline_s
+        answer: Generated = await self._ask(request.deadline_s, lambda left: self._handle.generate.remote(replace(request, deadline_s=left)))
+        return answer
+
+    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> list[tuple[float, ...]]:
+        """Raises GenerationTimeout when no replica has answered after `LOGPROBS_DEADLINE_S`."""
+        answer: list[tuple[float, ...]] = await self._ask(LOGPROBS_DEADLINE_S, lambda left: self._handle.logprobs.remote(rows, min_weights))
+        return answer
+
+    async def _ask(self, deadline_s: float, call: Callable[[float], Any]) -> Any:
+        """The first answer to `call(seconds left)`."""
+        deadline = time.monotonic() + deadline_s
         pause, reason = FIRST_RETRY_S, ""
         while (remaining := deadline - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(remaining):
-                    answer: Generated = await self._handle.generate.remote(replace(request, deadline_s=remaining))
-                    return answer
+                    return await call(remaining)
             except (StaleReplica, ray.exceptions.RayActorError) as error:
                 reason = f"; last answer: {type(error).__name__}: {error}".splitlines()[0]
             except TimeoutError:
                 break
             await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
             pause = min(2 * pause, LONGEST_RETRY_S)
-        raise GenerationTimeout(f"no replica answered within {request.deadline_s:g} s{reason}")
+        raise GenerationTimeout(f"no replica answered within {deadline_s:g} s{reason}")

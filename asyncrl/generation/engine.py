@@ -136,6 +136,15 @@ class Engine:
         tokenizer = self._llm.get_tokenizer()
         return tuple(_completion(output, tokenizer) for output in outputs)
 
+    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, ...]]:
+        """Log-probs (nats, temperature 1) of each row's second ids, given its first.
+
+        Raises:
+            StaleReplica: the engine was lost.
+        """
+        await self._open.wait()
+        return list(await asyncio.gather(*(self._score(list(prompt), list(completion)) for prompt, completion in rows)))
+
     async def apply(self, update: Mapping[str, Any], version: int) -> dict[str, float]:
         """Change to a staged version: pause, load, label, resume. Returns pause_s, apply_s (seconds) and in_flight (completions).
 
@@ -195,23 +204,38 @@ class Engine:
             self._open.set()
         return {"pause_s": time.monotonic() - begun, "apply_s": applied - paused, "in_flight": float(len(self.tokens_at_pause))}
 
+    async def _score(self, prompt: list[int], completion: list[int]) -> tuple[float, ...]:
+        """One pass over both, as a prompt. vLLM always generates one token more: the context must have room for it."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        tokens = prompt + completion
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        output = await self._last_output(tokens, sampling)
+        given = output.prompt_logprobs[len(prompt) :]
+        return tuple(given[place][token].logprob for place, token in enumerate(completion))
+
     async def _run(self, request: GenerateRequest) -> Sequence[Any]:
+        output = await self._last_output(list(request.prompt_ids), _sampling(request, self.stops))
+        return sorted(output.outputs, key=lambda output: output.index)
+
+    async def _last_output(self, prompt_ids: list[int], sampling: Any) -> Any:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if self.broken is not None:
             raise StaleReplica(self.broken)
         # With the old KV kept over an update, blocks cached under one version must not serve requests of the next.
-        prompt = tokens_input(list(request.prompt_ids), cache_salt=f"version {self.version}")
+        prompt = tokens_input(prompt_ids, cache_salt=f"version {self.version}")
         final = None
         try:
-            async for output in self._llm.generate(prompt, _sampling(request, self.stops), f"request-{next(self._ids)}"):
+            async for output in self._llm.generate(prompt, sampling, f"request-{next(self._ids)}"):
                 final = output
         except EngineDeadError:
             raise StaleReplica("the vLLM engine's process has died") from None
         if final is None:
             raise StaleReplica("the vLLM engine ended a request without an answer")
-        return sorted(final.outputs, key=lambda output: output.index)
+        return final
 
     def _token_counter(self) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase

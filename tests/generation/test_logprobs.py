@@ -1,0 +1,25 @@
+"""Scoring fixed tokens: the same numbers that sampling them gave."""
+
+import asyncio
+
+import numpy as np
+
+from asyncrl.generation.app import ServeGenerate
+from asyncrl.generation.protocol import GenerateRequest
+
+
+def test_fixed_tokens_have_the_log_probs_that_sampling_gave(generators):
+    generate = ServeGenerate(generators.handle)
+
+    async def sample_and_score():
+        rows, sampled = [], []
+        for seed in range(4):
+            prompt = (5 + seed, 6, 14, 7)
+            completion = (await generate.generate(GenerateRequest(prompt, 1, 24, 1.0, seed=seed, ignore_eos=True))).completions[0]
+            rows.append((prompt, completion.token_ids))
+            sampled.append(completion.logprobs)
+        return sampled, await generate.logprobs(rows, None)
+
+    sampled, scored = asyncio.run(sample_and_score())
+    assert [len(row) for row in scored] == [24] * 4
+    assert np.abs(np.concatenate(sampled) - np.concatenate(scored)).max() <= 1e-4
