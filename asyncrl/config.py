@@ -56,6 +56,10 @@ NOT_IMPLEMENTED = {
 """Names that the design knows and nothing implements yet → the way out."""
 
 
+PATHS = (("model", "path"), ("data", "train"), ("eval", "data"), ("warm_start", "data"))
+"""Settings that are paths. They may begin with `{runs_root}`, and are made absolute."""
+
+
 class ConfigError(ValueError):
     """A setting that cannot be used. The message is one line that names the field, the value and the fix."""
 
@@ -68,7 +72,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str
-    """Hugging Face checkpoint directory: config, safetensors and tokenizer. Read by learner and generators alike."""
+    """Hugging Face checkpoint directory: config, safetensors and tokenizer. Read by learner and generators alike. `{runs_root}` in it is replaced."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that the generators hold, and in which versions are published."""
 
@@ -279,6 +283,21 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def paths_are_absolute(cls, tree: Any) -> Any:
+        """Workers start elsewhere: every path is made absolute here, where the user stands."""
+        if not isinstance(tree, dict):
+            return tree
+        root = _runs_root(tree.get("runs_root"))
+        located = dict(tree)
+        for section, name in PATHS:
+            fields = located.get(section)
+            if isinstance(fields, dict) and isinstance(fields.get(name), str):
+                path = fields[name].replace("{runs_root}", str(root))
+                located[section] = {**fields, name: str(Path(path).expanduser().absolute())}
+        return located
+
     @field_validator("name")
     @classmethod
     def name_stays_in_root(cls, name: str) -> str:
@@ -356,14 +375,18 @@ class Config(Section):
         Raises:
             ConfigError: it would lie inside a Ray runtime directory, which is deleted with the job.
         """
-        root = self.runs_root or os.environ.get("ASYNCRL_RUNS") or "runs"
-        directory = Path(root).expanduser().resolve() / self.name
+        root = _runs_root(self.runs_root)
+        directory = root / self.name
         if "runtime_resources" in directory.parts:
             raise ConfigError(
-                f"runs_root = {root!r} lies inside Ray's working directory, which is deleted with the job; submit with "
+                f"runs_root = {str(root)!r} lies inside Ray's working directory, which is deleted with the job; submit with "
                 '--runtime-env-json \'{"env_vars": {"ASYNCRL_RUNS": "/absolute/path"}}\''
             )
         return directory
+
+
+def _runs_root(configured: str | None) -> Path:
+    return Path(configured or os.environ.get("ASYNCRL_RUNS") or "runs").expanduser().resolve()
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:

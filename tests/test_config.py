@@ -101,6 +101,13 @@ def test_files_that_are_no_config(tmp_path):
         load_config(tmp_path / "broken.yaml")
 
 
+def test_paths_are_absolute_and_may_lie_under_the_runs_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ASYNCRL_RUNS", "/somewhere/runs")
+    config = load(tmp_path, {"model.path": "{runs_root}/inputs/model", "data.train": "train.jsonl"})
+    assert (config.model.path, config.data.train) == ("/somewhere/runs/inputs/model", str(tmp_path / "train.jsonl"))
+
+
 def test_runs_never_lie_in_rays_working_directory(tmp_path, monkeypatch):
     config = load(tmp_path)
     monkeypatch.setenv("ASYNCRL_RUNS", str(tmp_path))

@@ -54,11 +54,11 @@ def test_two_ranks_and_two_replicas_fit_two_cpus(write):
 @pytest.mark.parametrize(
     ("changes", "rows", "message"),
     [
-        ({"data.train": "nowhere.parquet"}, None, "data.train = 'nowhere.parquet': no such file"),
+        ({"data.train": "nowhere.parquet"}, None, "data.train = '/.*nowhere.parquet': no such file"),
         ({}, [], "has no rows"),
         ({"data.prompt_column": "question"}, None, "is not a column of"),
         ({}, ["1 + 2 =", "1" * 30], r"row 1 has 30 tokens, above data.max_prompt_length = 20"),
-        ({"model.path": "nowhere"}, None, "model.path = 'nowhere'"),
+        ({"model.path": "nowhere"}, None, "model.path = '/.*nowhere'"),
         ({"rollout.max_completion_length": 4000}, None, "above the model's context"),
         ({"rollout.rollout_stop": ["12"]}, None, "rollout.rollout_stop '12' is 2 tokens"),
         ({"name": "../up"}, None, "name = '../up'"),

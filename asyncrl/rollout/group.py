@@ -21,6 +21,8 @@ WORKER_CPUS = 0.1
 CALLS_AT_ONCE = 10_000
 """An async actor's limit of concurrent calls. What really limits groups in flight is the coordinator's slots."""
 RESTART_PAUSE_S = 0.2
+LAST_GUARD_S = 30.0
+"""Seconds beyond the deadline, which the worker keeps itself, until a worker that does not answer is given up."""
 
 
 @dataclass(slots=True)
@@ -113,7 +115,7 @@ class RayRollouts:
         """Try on the least loaded worker; if it dies, on whichever is up, until the deadline (the worker's own is the usual one)."""
         ordinal = held.prompt.ordinal
         try:
-            async with asyncio.timeout(self._deadline_s + 5):
+            async with asyncio.timeout(self._deadline_s + LAST_GUARD_S):
                 while True:
                     index = self._assign(held)
                     try:

@@ -5,8 +5,8 @@ import pytest
 
 from asyncrl.config import RewardConfig
 
-# Reward processes get this process's sys.path.
-sys.path.insert(0, str(Path(__file__).parent))
+# Reward functions for tests are named from the root: Ray workers and reward processes have the working directory on their path.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def reward_config():
     """`reward_config("by_length", "raises", policy=…)`: functions of rewards_under_test."""
 
     def make(*names: str, **settings) -> RewardConfig:
-        functions = {name: {"function": f"rewards_under_test:{name}"} for name in names}
+        functions = {name: {"function": f"tests.rewards.rewards_under_test:{name}"} for name in names}
         return RewardConfig.model_validate({"functions": functions, "processes": 1, **settings})
 
     return make

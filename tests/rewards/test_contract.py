@@ -5,7 +5,7 @@ from asyncrl.rewards.contract import ContractError, RewardError, call_reward, im
 
 
 def call(name, columns=None):
-    return call_reward(f"rewards_under_test:{name}", ["p", "p"], ["a", "bcd"], [[1, 2], [1, 2]], columns or {})
+    return call_reward(f"tests.rewards.rewards_under_test:{name}", ["p", "p"], ["a", "bcd"], [[1, 2], [1, 2]], columns or {})
 
 
 @pytest.mark.parametrize(("name", "rewards"), [("by_length", [1.0, 3.0]), ("async_half", [0.5, 0.5]), ("some_none", [None, 1.0])])
@@ -37,7 +37,7 @@ def test_an_exception_is_reported_under_the_functions_name():
         call("raises")
 
 
-@pytest.mark.parametrize("function", ["no_such_module:f", "rewards_under_test:no_such_function", "math:pi"])
+@pytest.mark.parametrize("function", ["no_such_module:f", "tests.rewards.rewards_under_test:no_such_function", "math:pi"])
 def test_a_function_that_is_not_there(function):
     with pytest.raises(RewardError, match=function):
         import_reward(function)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 
 import pyarrow.parquet
@@ -19,6 +20,9 @@ from asyncrl.rollout.worker import WorkerSpec
 from asyncrl.testing import FakeGenerate
 from asyncrl.types import Prompt, groups_from_table
 
+# Workers cannot import this file.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
 
 def spelled():
     return lambda ids: " ".join(map(str, ids))
@@ -32,7 +36,7 @@ def make_config(reward, **settings):
             "model": {"path": "unused"},
             "data": {"train": "unused"},
             "rollout": {"n_samples_per_prompt": 4, "max_completion_length": 8},
-            "reward": {"functions": {"tested": {"function": f"rewards_under_test:{reward}"}}, **settings},
+            "reward": {"functions": {"tested": {"function": f"tests.rewards.rewards_under_test:{reward}"}}, **settings},
         }
     )
 
@@ -63,8 +67,11 @@ class Station:
                 groups += await self.scores.next()
         return groups
 
-    async def unacknowledged(self):
-        return sum([await worker.unacknowledged.remote() for worker in self.rollouts.workers])
+    async def until_all_acknowledged(self):
+        """Acknowledgements are sent without waiting for an answer."""
+        async with asyncio.timeout(60):
+            while any([await worker.unacknowledged.remote() for worker in self.rollouts.workers]):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
 
 
 def test_twenty_steps_of_groups_come_once_each_in_one_execution(ray_cluster, tmp_path, monkeypatch):
@@ -82,7 +89,7 @@ def test_twenty_steps_of_groups_come_once_each_in_one_execution(ray_cluster, tmp
                 on_disk = set(read_groups(tmp_path)["ordinal"].to_pylist())
                 assert {group.ordinal for group in some} <= on_disk
                 groups += some
-            assert await station.unacknowledged() == 0
+            await station.until_all_acknowledged()
             return groups, [groups_from_table(ray.get(group.ref))[0] for group in groups]
 
     groups, rows = asyncio.run(scenario())
@@ -123,7 +130,7 @@ def test_policies_drop_group_and_fail(ray_cluster, tmp_path):
     groups = asyncio.run(scenario("drop_group"))
     assert "tested" in groups[0].failure and "killed" in groups[0].failure and groups[0].usable == 0
     assert groups[1].failure is None and groups[1].usable == 4
-    with pytest.raises(RewardError, match=r"group 0: reward tested \(rewards_under_test:hangs_in_c\) was killed after reward.deadline_s = 1 s"):
+    with pytest.raises(RewardError, match=r"group 0: reward tested \(tests.rewards.rewards_under_test:hangs_in_c\) was killed after reward.deadline_s = 1 s"):
         asyncio.run(scenario("fail"))
 
 
@@ -139,7 +146,7 @@ def test_when_the_read_task_dies_its_groups_are_scored_by_the_next_one(ray_clust
             await station.rollouts.rollout(prompt(1, marker=str(marker), slow="0"), 0)
             os.kill(int(marker.read_text()), signal.SIGKILL)
             groups = await station.take(2)
-            assert await station.unacknowledged() == 0
+            await station.until_all_acknowledged()
             return sorted(group.ordinal for group in groups)
 
     assert asyncio.run(scenario()) == [0, 1]
@@ -154,9 +161,7 @@ def test_a_second_copy_of_a_group_is_acknowledged_and_dropped(ray_cluster, tmp_p
             await station.rollouts.rollout(prompt(0), 0)
             await station.rollouts.rollout(prompt(1), 0)
             assert [group.ordinal for group in await station.take(1)] == [1]
-            async with asyncio.timeout(60):
-                while await station.unacknowledged():  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+            await station.until_all_acknowledged()
 
     asyncio.run(scenario())
     assert sorted(read_groups(tmp_path)["ordinal"].to_pylist()) == [0, 1]

@@ -1,4 +1,5 @@
 import asyncio
+import sys
 
 import pytest
 import ray
@@ -10,6 +11,9 @@ from asyncrl.rollout.group import start_rollouts
 from asyncrl.rollout.worker import WorkerSpec
 from asyncrl.testing import FakeGenerate
 from asyncrl.types import Prompt
+
+# Workers cannot import this file.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class SlowOne(FakeGenerate):
@@ -61,7 +65,7 @@ async def until(condition):
 
 def test_work_is_spread_and_forgotten_when_acknowledged(ray_cluster, tmp_path):
     async def scenario():
-        rollouts = start_rollouts(make_spec(tmp_path / "gate", deadline_s=2.0))
+        rollouts = start_rollouts(make_spec(tmp_path / "gate", deadline_s=10.0))
         try:
             await rollouts.ready()
             finished = await asyncio.gather(rollouts.rollout(prompt(0), 0), rollouts.rollout(prompt(1), 0))
@@ -69,7 +73,7 @@ def test_work_is_spread_and_forgotten_when_acknowledged(ray_cluster, tmp_path):
             assert await held(rollouts) == [1, 1]
             await rollouts.ack([0, 1, 77])
             assert await held(rollouts) == [0, 0]
-            with pytest.raises(RolloutFailed, match=r"^group 3 was not generated within rollout.deadline_s = 2 s .*StaleReplica: behind"):
+            with pytest.raises(RolloutFailed, match=r"^group 3 was not generated within rollout.deadline_s = 10 s .*StaleReplica: behind"):
                 await rollouts.rollout(prompt(3), 0)
             assert await held(rollouts) == [0, 0]
         finally:
