@@ -22,15 +22,14 @@ from asyncrl.weights.staging import fetch
 pytestmark = pytest.mark.timeout(600)
 
 
-class Holder(Engine):
-    """An engine in an actor of its own."""
-
-    async def processes(self) -> tuple[int, list[int]]:
-        return os.getpid(), [process.pid for process in self._processes if process.is_running()]
-
-
 @pytest.fixture(scope="module")
 def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> Iterator[Any]:
+    class Holder(Engine):
+        """An engine in an actor of its own. Defined here so that it travels by value: workers cannot import test modules."""
+
+        async def processes(self) -> tuple[int, list[int]]:
+            return os.getpid(), [process.pid for process in self._processes if process.is_running()]
+
     app = GeneratorApp(
         model=str(untied_model),
         max_model_len=256,
