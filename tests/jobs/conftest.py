@@ -1,0 +1,135 @@
+"""Whole runs in processes of their own: the command line, real parts, a small task."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "jobs"))
+
+EXACT_MATCH = "asyncrl.rewards.builtin:exact_match"
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Any]:
+    """A small arithmetic task for the tiny model, as the config's tree."""
+    from quickstart_task import make_data
+
+    directory = tmp_path_factory.mktemp("task")
+    make_data(directory, seed=0, held_out_rows=40, max_digits=1)
+    return {
+        "max_steps": 8,
+        "model": {"path": str(tiny_model)},
+        "data": {"train": str(directory / "train.parquet"), "max_prompt_length": 12},
+        "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "max_completion_length": 6},
+        "reward": {"functions": {"exact": {"function": EXACT_MATCH}}, "processes": 1},
+        "generator": {"max_num_seqs": 64, "kv_cache_memory_bytes": 64 << 20},
+        "learner": {"learning_rate": 1e-3},
+        "eval": {"data": str(directory / "held_out.parquet"), "max_prompts": 16},
+        "checkpoint": {"every_steps": 2},
+        "weights": {"check_every_versions": 4},
+        "placement_timeout_s": 120,
+    }
+
+
+def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The tree with values changed by dotted name."""
+    copy: dict[str, Any] = yaml.safe_load(yaml.safe_dump(tree))
+    for name, value in changes.items():
+        *parents, leaf = name.split(".")
+        at = copy
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[leaf] = value
+    return copy
+
+
+class RunProcess:
+    """`asyncrl train` as a process group of its own."""
+
+    def __init__(self, config: Path, log: Path, arguments: list[str], environment: dict[str, str]) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "asyncrl.cli", "train", str(config), *arguments]
+        self.process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True)
+        self.seen: dict[int, psutil.Process] = {}
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def descendants(self) -> list[psutil.Process]:
+        """All processes that this run has had and that still live, reparented ones included."""
+        if self.process.poll() is None:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                self.seen[child.pid] = child
+        return [child for child in self.seen.values() if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+    def until(self, condition: Callable[[], Any], timeout_s: float = 400) -> Any:
+        """Wait until the condition holds; fail with the run's output if it ends before."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := condition()):
+            self.descendants()
+            assert self.process.poll() is None, f"the run ended before:\n{self.output}"
+            assert time.monotonic() < deadline, f"not within {timeout_s} s:\n{self.output}"
+            time.sleep(0.2)
+        return value
+
+    def wait(self, timeout_s: float = 400) -> int:
+        """Exit code; processes are remembered meanwhile."""
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None:
+            self.descendants()
+            assert time.monotonic() < deadline, f"not ended within {timeout_s} s:\n{self.output}"
+            time.sleep(0.2)
+        return self.process.returncode
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        self.descendants()
+        self.process.send_signal(number)
+
+    def gone(self, timeout_s: float = 15) -> list[str]:
+        """Names of processes that outlive the run, after they had time to end."""
+        _, alive = psutil.wait_procs(self.descendants(), timeout_s)
+        return [f"{process.pid} {' '.join(process.cmdline())[:80]}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    def kill(self) -> None:
+        for process in [*self.descendants(), self.process]:
+            process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start_run(task: dict[str, Any], tmp_path: Path, engine_starts: list[str]) -> Iterator[Callable[..., RunProcess]]:
+    """`start_run(changes, *arguments, name="run")` → a RunProcess; its directory is `tmp_path / "runs" / name`."""
+    started: list[RunProcess] = []
+
+    def start(changes: dict[str, Any] | None = None, *arguments: str, name: str = "run", starts_engine: bool = True) -> RunProcess:
+        config = tmp_path / f"{name}.yaml"
+        config.write_text(yaml.safe_dump(merged(task, {"name": name, "runs_root": str(tmp_path / "runs"), **(changes or {})})))
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        environment["PYTHONPATH"] = str(Path(__file__).parent)
+        if starts_engine:
+            engine_starts.append(f"a run of {os.environ.get('PYTEST_CURRENT_TEST', '').split('::')[-1].split(' ')[0]}")
+        started.append(RunProcess(config, tmp_path / f"{name}-{len(started)}.log", list(arguments), environment))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.kill()
+
+
+@pytest.fixture
+def shared_memory() -> Callable[[], set[str]]:
+    """Files in shared memory, now."""
+    return lambda: {str(path) for path in Path("/dev/shm").rglob("*") if path.is_file()}
