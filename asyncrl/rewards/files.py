@@ -9,10 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 
-__all__ = ["compact", "next_flush", "read_groups", "write_groups"]
+__all__ = ["FlushFiles", "compact", "write_groups"]
 
+MERGE_EVERY = 64
 MERGED_BYTES = 64 << 20
-"""Files are merged up to about this size."""
+"""In the end, files are merged up to about this size."""
 
 
 def write_groups(path: Path, tables: Sequence[pa.Table]) -> None:
@@ -25,14 +26,24 @@ def write_groups(path: Path, tables: Sequence[pa.Table]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def next_flush(directory: Path, attempt: int) -> int:
-    """Number of the attempt's first flush that no file in the directory has."""
-    return 1 + max((int(path.stem.split("-")[-1]) for path in _files(directory, attempt)), default=-1)
+class FlushFiles:
+    """The files of one attempt's flushes; every 64 of them become one as the run goes on. One thread uses it."""
 
+    def __init__(self, directory: Path, attempt: int) -> None:
+        self._directory, self._attempt = directory, attempt
+        self._next = 1 + max((int(path.stem.split("-")[-1]) for path in _files(directory, attempt)), default=-1)
+        self._unmerged: list[Path] = []
 
-def flush_path(directory: Path, attempt: int, flush: int) -> Path:
-    """File of one flush; names sort by attempt and time."""
-    return directory / f"attempt_{attempt:04d}-{flush:08d}.parquet"
+    def write(self, tables: Sequence[pa.Table]) -> Path:
+        """Write one flush. Names sort by attempt and time."""
+        path = self._directory / f"attempt_{self._attempt:04d}-{self._next:08d}.parquet"
+        write_groups(path, tables)
+        self._next += 1
+        self._unmerged.append(path)
+        if len(self._unmerged) == MERGE_EVERY:
+            _merge(self._unmerged)
+            self._unmerged = []
+        return path
 
 
 def compact(directory: Path) -> int:
@@ -52,12 +63,6 @@ def compact(directory: Path) -> int:
                 batch, size = [], 0
         _merge(batch)
     return len(_files(directory))
-
-
-def read_groups(directory: Path) -> pa.Table | None:
-    """All groups of a run, each (attempt, ordinal) once; None if there are none."""
-    files = _files(directory)
-    return _once(_concat([pyarrow.parquet.read_table(path) for path in files])) if files else None
 
 
 def _merge(files: Sequence[Path]) -> None:

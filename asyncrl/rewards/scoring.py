@@ -24,7 +24,7 @@ from asyncrl.config import Config
 from asyncrl.control.protocols import Rollouts, Scored
 from asyncrl.data.stream import endless_dataset, quiet_ray_data
 from asyncrl.rewards.contract import RewardError
-from asyncrl.rewards.files import flush_path, next_flush, write_groups
+from asyncrl.rewards.files import FlushFiles, compact
 from asyncrl.rewards.score import score_table
 from asyncrl.rewards.source import rewarded_groups
 
@@ -76,7 +76,7 @@ class RayScores:
                 return scored
 
     async def close(self) -> None:
-        """Close the workers' outboxes, which ends the execution; kill what rewards are still doing."""
+        """Close the workers' outboxes, which ends the execution; kill what rewards are still doing; merge the small files."""
         self._closed = True
         closing = [worker.close_outbox.remote() for worker in self._workers]
         for closed in closing:
@@ -84,6 +84,8 @@ class RayScores:
                 await asyncio.wait_for(closed, 5.0)
         for thread in self._threads:
             await asyncio.to_thread(thread.join, 20.0)
+        if not any(thread.is_alive() for thread in self._threads):
+            await asyncio.to_thread(compact, self._directory)
 
     def _read_stream(self) -> None:
         """Thread: rows from Ray Data, as they come."""
@@ -103,14 +105,13 @@ class RayScores:
 
     def _write_files(self) -> None:
         """Thread: one file for whatever waits, then one object per group, then the event loop."""
-        flush = next_flush(self._directory, self._attempt)
         try:
+            files = FlushFiles(self._directory, self._attempt)
             while True:
                 tables, end = _whatever_waits(self._arrived)
                 rows = [table.slice(row, 1) for table in tables for row in range(table.num_rows)]
                 if rows:
-                    self._flush(flush, rows)
-                    flush += 1
+                    self._flush(files, rows)
                 if end is not None:
                     raise end
         except _End:
@@ -119,7 +120,7 @@ class RayScores:
             # As above: next() raises it.
             self._hand_over(error)
 
-    def _flush(self, flush: int, rows: list[pa.Table]) -> None:
+    def _flush(self, files: FlushFiles, rows: list[pa.Table]) -> None:
         ordinals = [row["ordinal"][0].as_py() for row in rows]
         if self._config.reward.policy == "fail":
             for row, ordinal in zip(rows, ordinals, strict=True):
@@ -131,7 +132,7 @@ class RayScores:
                 new[ordinal] = row
         self._seen.update(new)
         if new:
-            write_groups(flush_path(self._directory, self._attempt, flush), list(new.values()))
+            files.write(list(new.values()))
         names = list(self._config.reward.functions)
         scored = {ordinal: scored_summary(row, ray.put(row.combine_chunks()), names) for ordinal, row in new.items()}
         self._hand_over([(ordinal, scored.pop(ordinal, None)) for ordinal in ordinals])

@@ -45,7 +45,7 @@ def test_the_report_names_first_prompt_and_columns(prompt_config):
     ("rows", "data", "message"),
     [
         ([], {}, "has no rows"),
-        (ROWS, {"train": "missing.parquet"}, "data.train = 'missing.parquet': no such file"),
+        (ROWS, {"train": "missing.parquet"}, r"data.train = '.*missing.parquet': no such file"),
         (ROWS, {"prompt_column": "text"}, r"data.prompt_column = 'text' is not a column of .*\['prompt', 'answer', 'level'\]"),
         ([{"prompt": "1+1=", "reward": 1.0}], {}, r"columns \['reward'\], names that asyncrl uses; rename them"),
         ([*ROWS, {"prompt": "1" * 17, "answer": "", "level": 0}], {}, "row 10 has 17 tokens, above data.max_prompt_length = 16.*prompt_policy: drop"),
