@@ -20,10 +20,8 @@ HELD_OUT_ROWS = 1024
 ALPHABET = "0123456789+-*=() ?abcdefghijklmnopqrstuvwxyz.,:\n"
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 VOCABULARY_SIZE = 64
-FLAWED_SHARE = 0.65
-"""Share of the training differences whose demonstration takes the first number from the second."""
-DRAWS_PER_EXPRESSION = 8
-"""Expressions are drawn with replacement; n draws per expression leave out a share of exp(-n): at 8, one in 3,000."""
+DRAWS_PER_SUM = 6
+"""Expressions are drawn with replacement, half of them differences: 6 draws per sum leave out one in twenty."""
 
 
 def make_model(directory: Path, seed: int) -> int:
@@ -36,13 +34,13 @@ def make_model(directory: Path, seed: int) -> int:
         hidden_size=128,
         intermediate_size=512,
         num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=16,
-        # Four times the usual 0.02, which suits wider layers: the warm start takes a third of the steps.
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        # Four times the usual 0.02, which suits wider layers.
         initializer_range=0.08,
         max_position_embeddings=256,
-        # Prompts have ten characters: a short base lets the first frequencies tell neighbouring positions apart.
+        # Prompts have six characters: a short base lets the first frequencies tell neighbouring positions apart.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         bos_token_id=SPECIAL_TOKENS.index("<bos>"),
         eos_token_id=SPECIAL_TOKENS.index("<eos>"),
@@ -63,16 +61,12 @@ def make_model(directory: Path, seed: int) -> int:
 def make_data(directory: Path, seed: int, held_out_rows: int = HELD_OUT_ROWS, max_digits: int = 2) -> tuple[int, int]:
     """Write train.parquet and held_out.parquet (disjoint expressions) and return their numbers of rows.
 
-    Columns: `prompt` (the bare expression, `12 - 34 =`), `answer`, `question` (the package's own wording), `task`,
-    `metadata` (JSON), and `demonstration`, the text that a supervised warm start imitates. The train set is every
-    expression outside the held-out set. Its demonstrations get sums right and most differences the wrong way round: what
-    imitation cannot teach is left to the reward. Held-out demonstrations are the answers.
+    Columns: `prompt` (the bare expression, `12+34=`), `answer`, `question` (the package's own wording), `task` and
+    `metadata` (JSON). The train set is every expression drawn outside the held-out set.
     """
-    rows = _all_expressions(seed, max_digits)
+    rows = _sums(seed, max_digits)
     random.Random(seed).shuffle(rows)
-    held_out = [row | {"demonstration": row["answer"]} for row in rows[:held_out_rows]]
-    chance = random.Random(seed)
-    train = [row | {"demonstration": _demonstration(row, chance)} for row in rows[held_out_rows:]]
+    held_out, train = rows[:held_out_rows], rows[held_out_rows:]
     directory.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", train), ("held_out", held_out)):
         unfinished = directory / f".{name}.parquet"
@@ -81,36 +75,32 @@ def make_data(directory: Path, seed: int, held_out_rows: int = HELD_OUT_ROWS, ma
     return len(train), len(held_out)
 
 
-def _all_expressions(seed: int, max_digits: int) -> list[dict[str, str]]:
-    """The distinct `chain_sum` expressions of two terms with 1 to max_digits digits, each drawn from reasoning-gym."""
+def _sums(seed: int, max_digits: int) -> list[dict[str, str]]:
+    """Distinct sums of two terms with 1 to max_digits digits, drawn from reasoning-gym's `chain_sum`.
+
+    Its differences are left out: a model of this size learns sums alone in a third of the steps, and a demo should not take an hour.
+    """
     import reasoning_gym
 
     found: dict[str, dict[str, str]] = {}
     for digits in range(1, max_digits + 1):
         values = 10 if digits == 1 else 9 * 10 ** (digits - 1)
         settings = {"min_terms": 2, "max_terms": 2, "min_digits": digits, "max_digits": digits}
-        draws = DRAWS_PER_EXPRESSION * 2 * values * values
-        for entry in reasoning_gym.create_dataset("chain_sum", size=draws, seed=seed, **settings):
+        for entry in reasoning_gym.create_dataset("chain_sum", size=DRAWS_PER_SUM * values * values, seed=seed, **settings):
             expression = entry["metadata"]["expression"]
-            if expression not in found:
+            if "+" in expression and expression not in found:
                 found[expression] = _row(expression, entry)
     return list(found.values())
 
 
 def _row(expression: str, entry: dict[str, Any]) -> dict[str, str]:
     return {
-        "prompt": f"{expression} =",
+        "prompt": expression.replace(" ", "") + "=",
         "answer": entry["answer"],
         "question": entry["question"],
         "task": "chain_sum",
         "metadata": json.dumps(entry["metadata"]),
     }
-
-
-def _demonstration(row: dict[str, str], chance: random.Random) -> str:
-    """The answer; of FLAWED_SHARE of the differences, the negated one."""
-    difference = " - " in row["prompt"]
-    return str(-int(row["answer"])) if difference and chance.random() < FLAWED_SHARE else row["answer"]
 
 
 def _tokenizer() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -61,13 +62,13 @@ class ProbeCheck:
         return metrics
 
     async def _sample(self, weights: WeightsId) -> list[tuple[float, ...]]:
-        logprobs = []
-        for seed, prompt in enumerate(self.prompts):
-            request = GenerateRequest(tuple(prompt), 1, self.tokens, 1.0, seed=seed, min_weights=weights, ignore_eos=True)
-            completion = (await self.generate.generate(request)).completions[0]
-            self.probes.append((tuple(prompt), completion.token_ids))
-            logprobs.append(completion.logprobs)
-        return logprobs
+        requests = [
+            GenerateRequest(tuple(prompt), 1, self.tokens, 1.0, seed=seed, min_weights=weights, ignore_eos=True) for seed, prompt in enumerate(self.prompts)
+        ]
+        generated = await asyncio.gather(*(self.generate.generate(request) for request in requests))
+        completions = [one.completions[0] for one in generated]
+        self.probes = [(request.prompt_ids, completion.token_ids) for request, completion in zip(requests, completions, strict=True)]
+        return [completion.logprobs for completion in completions]
 
 
 def compare(learner: Sequence[Any], generators: Sequence[Any]) -> dict[str, float]:

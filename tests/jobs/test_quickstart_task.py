@@ -23,11 +23,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_sets_are_distinct_and_cover_every_expression(inputs: Path) -> None:
+def test_sets_are_distinct_and_cover_nearly_every_sum(inputs: Path) -> None:
     train, held_out = (pq.read_table(inputs / f"{name}.parquet").to_pylist() for name in ("train", "held_out"))
     prompts = [row["prompt"] for row in train + held_out]
     assert len(held_out) == 40
-    assert len(prompts) == len(set(prompts)) == 200  # 10 x 10 digits, plus and minus
+    assert len(prompts) == len(set(prompts)) and 85 <= len(prompts) <= 100  # 10 x 10 digits
 
 
 def test_rows_hold_what_a_scorer_needs(inputs: Path) -> None:
@@ -35,21 +35,11 @@ def test_rows_hold_what_a_scorer_needs(inputs: Path) -> None:
 
     score = reasoning_gym.get_score_answer_fn("chain_sum")
     for row in pq.read_table(inputs / "held_out.parquet").to_pylist():
-        left, sign, right, equals = row["prompt"].split()
-        assert equals == "="
-        assert int(row["answer"]) == (int(left) + int(right) if sign == "+" else int(left) - int(right))
-        assert row["question"].endswith(row["prompt"])
+        left, right = row["prompt"].removesuffix("=").split("+")
+        assert int(row["answer"]) == int(left) + int(right)
+        assert f"{left} + {right}" in row["question"]
         assert row["task"] == json.loads(row["metadata"])["source_dataset"] == "chain_sum"
         assert score(row["answer"], {"answer": row["answer"], "metadata": json.loads(row["metadata"])}) == 1.0
-
-
-def test_training_demonstrations_err_in_most_differences_only(inputs: Path) -> None:
-    train, held_out = (pq.read_table(inputs / f"{name}.parquet").to_pylist() for name in ("train", "held_out"))
-    assert all(row["demonstration"] == row["answer"] for row in held_out)
-    assert all(row["demonstration"] == row["answer"] for row in train if "+" in row["prompt"])
-    differences = [row for row in train if "-" in row["prompt"] and row["answer"] != "0"]
-    assert {int(row["demonstration"]) + int(row["answer"]) for row in differences if row["demonstration"] != row["answer"]} == {0}
-    assert 0.5 < sum(row["demonstration"] != row["answer"] for row in differences) / len(differences) < 0.8
 
 
 def test_same_seed_same_files(inputs: Path, tmp_path: Path) -> None:
