@@ -278,20 +278,15 @@ class RayPromptSource:
             return None
 
     def _consume(self, tables: Any, stage: Any) -> None:
-        import ray
-
-        from asyncrl.data.stream import endless_dataset, quiet_ray_data
+        from asyncrl.data.stream import stream_blocks
 
         window = ReorderWindow(*self._frontier)
         try:
-            quiet_ray_data()
-            bundles = endless_dataset(tables, stage, BLOCK_BYTES, STREAM_BYTES, "prompts").iter_internal_ref_bundles()
-            for bundle in bundles:
-                for entry in bundle.blocks:
-                    for prompt in _prompts(ray.get(entry.ref)):
-                        for ready in window.put(prompt):
-                            if not self._put(ready):
-                                return
+            for block in stream_blocks(tables, stage, BLOCK_BYTES, STREAM_BYTES, "prompts"):
+                for prompt in _prompts(block):
+                    for ready in window.put(prompt):
+                        if not self._put(ready):
+                            return
             raise RuntimeError("it ended, though it has no end")
         except Exception as error:
             # Handed to whoever waits in next(): this thread has no other way to be heard.

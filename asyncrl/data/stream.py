@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import pyarrow as pa
 import ray.data
@@ -11,7 +11,7 @@ from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
-__all__ = ["STAGE_CPUS", "EndlessSource", "endless_dataset", "quiet_ray_data"]
+__all__ = ["STAGE_CPUS", "EndlessSource", "quiet_ray_data", "stream_blocks"]
 
 STAGE_CPUS = 0.1
 """Logical CPUs of one stage's task. Ray's default of 1 would starve a machine of two: an endless task never gives it back."""
@@ -32,10 +32,13 @@ class EndlessSource(Datasource):
         return [ReadTask(self._tables, metadata)]
 
 
-def endless_dataset(
+def stream_blocks(
     tables: Callable[[], Iterable[pa.Table]], stage: Callable[[pa.Table], pa.Table], block_bytes: int, memory_bytes: int, name: str
-) -> ray.data.Dataset:
-    """A dataset of one endless source and one stage, which Ray Data fuses into one task.
+) -> Iterator[pa.Table]:
+    """Run one endless source and one stage, which Ray Data fuses into one task, and give its blocks as they come.
+
+    Closing the generator ends the execution and its task. It is `iter_batches` that tells Ray Data of a consumer outside; without one
+    (`iter_internal_ref_bundles`) the memory limit is waived whenever it is reached, and the source runs ahead for ever.
 
     Args:
         tables: makes the source's generator, in the task. A task that dies is run again from its first table.
@@ -51,11 +54,12 @@ def endless_dataset(
     context.target_min_block_size = 1
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+    quiet_ray_data()
     with DataContext.current(context):
         source = ray.data.read_datasource(EndlessSource(tables), override_num_blocks=1, num_cpus=STAGE_CPUS)
         dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, num_cpus=STAGE_CPUS)
         dataset.set_name(name)
-    return dataset
+    yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=0)
 
 
 def quiet_ray_data() -> None:

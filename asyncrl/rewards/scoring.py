@@ -22,7 +22,7 @@ import ray.exceptions
 
 from asyncrl.config import Config
 from asyncrl.control.protocols import Rollouts, Scored
-from asyncrl.data.stream import endless_dataset, quiet_ray_data
+from asyncrl.data.stream import stream_blocks
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact
 from asyncrl.rewards.score import score_table
@@ -91,12 +91,10 @@ class RayScores:
         """Thread: rows from Ray Data, as they come."""
         end: BaseException | None = None
         try:
-            quiet_ray_data()
             source = partial(rewarded_groups, self._config.reward, self._workers)
             stage = partial(score_table, config=self._config)
-            for bundle in endless_dataset(source, stage, 1, STREAM_BYTES, "scoring").iter_internal_ref_bundles():
-                for entry in bundle.blocks:
-                    self._arrived.put(ray.get(entry.ref))
+            for block in stream_blocks(source, stage, 1, STREAM_BYTES, "scoring"):
+                self._arrived.put(block)
             end = RuntimeError("it ended though its rollout workers live")
         except Exception as error:
             # Handed to next(), which raises it: a thread cannot.

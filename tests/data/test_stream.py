@@ -1,0 +1,51 @@
+import functools
+import itertools
+import os
+import time
+
+import psutil
+import pyarrow as pa
+
+from asyncrl.data.stream import stream_blocks
+
+ROWS = 32
+
+
+def numbered(counter):
+    """Tables of 32 rows without end; the file tells how many rows were made."""
+    for start in itertools.count(0, ROWS):
+        temporary = counter.with_suffix(".new")
+        temporary.write_text(str(start + ROWS))
+        os.replace(temporary, counter)
+        yield pa.table({"number": list(range(start, start + ROWS)), "ids": [[1] * 16] * ROWS})
+
+
+def unchanged(table):
+    return table
+
+
+def read_tasks():
+    names = [process.info["cmdline"] for process in psutil.process_iter(["cmdline", "ppid"]) if process.info["cmdline"]]
+    return [name[0] for name in names if "EndlessSource->MapBatches(unchanged)" in name[0]]
+
+
+def test_a_source_whose_blocks_nobody_takes_stops_after_a_while_and_ends_when_closed(ray_cluster, tmp_path):
+    counter = tmp_path / "made"
+    make = functools.partial(numbered, counter)
+    ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
+    blocks = stream_blocks(make, unchanged, 16 << 10, 512 << 10, "bounded")
+    taken = next(blocks)["number"].to_pylist()
+    # Unbounded, it makes over ten thousand rows a second.
+    before, made, deadline = -1, 0, time.monotonic() + 60
+    while made != before and time.monotonic() < deadline:
+        before = made
+        time.sleep(2.0)
+        made = int(counter.read_text())
+    assert made == before and made < 50_000
+    while len(taken) < 2 * made:
+        taken += next(blocks)["number"].to_pylist()
+    assert taken == list(range(len(taken)))
+    blocks.close()
+    while read_tasks() and time.monotonic() < deadline + 30:
+        time.sleep(0.1)
+    assert not read_tasks()
