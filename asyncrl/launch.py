@@ -111,8 +111,7 @@ def cluster(config: Config, logs: Path) -> Iterator[None]:
     if address:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     else:
-        cpus = max(os.cpu_count() or 1, math.ceil(needed(config)["CPU"]))
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        _start_local_cluster(max(os.cpu_count() or 1, math.ceil(needed(config)["CPU"])))
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     try:
         yield
@@ -120,6 +119,19 @@ def cluster(config: Config, logs: Path) -> Iterator[None]:
         ray.shutdown()
         if not address:
             _keep_logs(session / "logs", logs / "ray")
+
+
+def _start_local_cluster(cpus: int) -> None:
+    """Ray gives a node 30 seconds to start, which a busy machine may not keep: once more, then the error."""
+    for tries_left in (1, 0):
+        try:
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
+            return
+        except Exception as error:  # Ray raises no narrower class
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or not tries_left:
+                raise
+            logger.warning("Ray's node timed out while it started; trying once more")
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -33,8 +34,11 @@ def engine_starts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
-    """A cluster of this session's own, with two logical CPUs."""
+    """A cluster of this session's own, with two logical CPUs. Its workers can import the tests' modules, as actors and rewards need."""
     import ray
+
+    folders = sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")})
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
     for tries_left in (2, 1, 0):
         try:
