@@ -109,6 +109,11 @@ def check_columns(table: pa.Table, config: Config, path: str, field: str) -> Non
 @functools.lru_cache(maxsize=2)
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a Hugging Face checkpoint directory."""
+    if (Path(path) / "tokenizer.json").exists():
+        # Holds all that a fast tokenizer does. AutoTokenizer would import torch: seconds, in every process that reads or writes text.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path)
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
