@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+import asyncrl
 from asyncrl.config import Config, ConfigError
 from asyncrl.control.checkpoint import State
 from asyncrl.data.prompts import PromptReport, RayPromptSource, load_tokenizer, read_prompts
@@ -59,7 +60,7 @@ class Stations:
     scores: RayScores
     pool: RewardPool
     held_out: list[Prompt]
-    startup: dict[str, float]
+    startup: dict[str, Any]
     """Seconds that the parts took to start."""
 
     @property
@@ -149,11 +150,11 @@ async def launch(
     async with AsyncExitStack() as stack:
         app_name = f"asyncrl-{config.name}"
         board = open_board(board_name(app_name))
-        generators = asyncio.create_task(_start_generators(config, app_name, context, stack))
-        preparing = asyncio.create_task(_start_learner(config, state, stack, prepare))
-        (handle, generators_s), (learner, learner_s) = await _both(generators, preparing)
         pool = RewardPool(config.reward)
         _closing(stack, "reward processes", functools.partial(asyncio.to_thread, pool.close))
+        (handle, generators_s), (learner, learner_s), _ = await _together(
+            _start_generators(config, app_name, context, stack), _start_learner(config, state, stack, prepare), pool.check()
+        )
         spec = WorkerSpec(config, state.run_id, state.attempt, functools.partial(ServeGenerate, handle))
         rollouts = start_rollouts(spec)
         _closing(stack, "rollout workers", rollouts.close)
@@ -163,9 +164,9 @@ async def launch(
         prompts = RayPromptSource(config, report, state.frontier, state.finished_above)
         _closing(stack, "prompts", prompts.close)
         held_out = _held_out(config)
-        startup = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
+        startup: dict[str, Any] = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
         startup |= {f"startup/learner_{name}": seconds for name, seconds in learner.startup.items()}
-        startup |= await _generator_start_times(handle)
+        startup |= await _generator_facts(handle)
         weights = ServeWeightSync(handle, board, config.weights.push_timeout_s)
         yield Stations(config, context, learner, ServeGenerate(handle), weights, prompts, rollouts, scores, pool, held_out, startup)
 
@@ -179,11 +180,12 @@ async def _start_generators(config: Config, name: str, context: int, stack: Asyn
     return handle, time.monotonic() - started
 
 
-async def _generator_start_times(handle: Any) -> dict[str, float]:
-    """Where a replica's start went, and what a pause costs at least."""
+async def _generator_facts(handle: Any) -> dict[str, Any]:
+    """Where a replica's start went, what a pause costs at least, and which asyncrl each side runs."""
     status = await handle.status.remote()
     pauses = [(await handle.pause_empty.remote())["pause_s"] for _ in range(5)]
-    return {f"startup/generator_{name}": seconds for name, seconds in status["load"].items()} | {"startup/pause_empty_s": sorted(pauses)[2]}
+    packages = {"package/driver": os.path.dirname(asyncrl.__file__), "package/replica": status["package"]}
+    return {f"startup/generator_{name}": seconds for name, seconds in status["load"].items()} | {"startup/pause_empty_s": sorted(pauses)[2]} | packages
 
 
 async def _start_learner(config: Config, state: State, stack: AsyncExitStack, prepare: Callable[[LearnerGroup], Awaitable[None]]) -> tuple[LearnerGroup, float]:
@@ -195,14 +197,15 @@ async def _start_learner(config: Config, state: State, stack: AsyncExitStack, pr
     return learner, seconds
 
 
-async def _both(first: asyncio.Task[Any], second: asyncio.Task[Any]) -> tuple[Any, Any]:
-    """Both results; if one fails or we are cancelled, the other is cancelled."""
+async def _together(*works: Awaitable[Any]) -> list[Any]:
+    """All results; if one fails or we are cancelled, the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        return await asyncio.gather(first, second)
+        return await asyncio.gather(*tasks)
     except BaseException:
-        for task in (first, second):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(first, second, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         raise
 
 

@@ -6,6 +6,7 @@ Everything it does beyond `asyncrl train jobs/quickstart.yaml` is to make the in
 """
 
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -45,15 +46,15 @@ def _free_name(config: Config) -> Config:
 
 
 def make_inputs(config: Config) -> None:
-    """The model and data that the config names, unless they are there."""
-    from quickstart_task import make_data, make_model
-
+    """The model and data that the config names, unless they are there. In a process of its own: it needs torch, which the driver does not."""
     directory = Path(config.data.train).parent
-    if not (directory / "held_out.parquet").exists():
-        make_data(directory, config.seed)
-    if not Path(config.model.path).exists():
-        parameters = make_model(Path(config.model.path), config.seed)
-        print(f"made a Qwen3 with {parameters:,} parameters in {config.model.path}")
+    if (directory / "held_out.parquet").exists() and Path(config.model.path).exists():
+        return
+    command = [sys.executable, str(ROOT / "jobs" / "quickstart_task.py"), str(directory), "--seed", str(config.seed)]
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode:
+        raise ConfigError(f"the quickstart's inputs could not be made in {directory}:\n{made.stderr}")
+    print(made.stdout.strip().splitlines()[-1])
 
 
 def print_measurements(summary: Summary, memory: MemoryPeak) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ def _sums(seed: int, max_digits: int) -> list[dict[str, str]]:
 
     Its differences are left out: a model of this size learns sums alone in a third of the steps, and a demo should not take an hour.
     """
-    import reasoning_gym
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
+        import reasoning_gym
 
     found: dict[str, dict[str, str]] = {}
     for digits in range(1, max_digits + 1):

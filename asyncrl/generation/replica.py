@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray import serve
 
+import asyncrl
 from asyncrl.control.protocols import Manifest
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica, WeightsId
@@ -80,6 +81,7 @@ class Generator:
             "replica": self.replica,
             "weights": self.weights,
             "pid": os.getpid(),
+            "package": os.path.dirname(asyncrl.__file__),
             "broken": self.engine.broken,
             "load": asdict(self.engine.load) if self.engine.load is not None else {},
             "applied": dict(self._applied),

@@ -6,6 +6,7 @@ process pool kills the one process at a task's timeout, reports a process that d
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import multiprocessing
 import signal
@@ -70,6 +71,11 @@ class RewardPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    async def check(self) -> None:
+        """Wait until a reward process has imported every function. Raises RewardError if one cannot be."""
+        functions = [reward.function for reward in self._config.functions.values()]
+        await asyncio.wrap_future(self._processes.schedule(_import_all, args=(functions,)))
+
     def submit(
         self, prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Any]
     ) -> Future[GroupRewards]:
@@ -125,12 +131,18 @@ class RewardPool:
             raise type(error)(f"reward {name}: {error}") from None
 
 
+def _import_all(functions: Sequence[str]) -> None:
+    for function in functions:
+        import_reward(function)
+
+
 def _nothing() -> None:
     """Starts the pool."""
 
 
 def _start_process(functions: Sequence[str]) -> None:
-    """Die with the parent, and import the functions before a deadline runs."""
+    """Die with the parent, leave Ctrl-C to it, and import the functions before a deadline runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for function in functions:

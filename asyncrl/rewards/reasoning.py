@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import reasoning_gym
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
+    import reasoning_gym
 
 __all__ = ["reasoning_gym_score"]
 
