@@ -50,7 +50,7 @@ class Scored:
     ordinal: int
     begun: int
     ref: Any
-    """Ray object reference to its one-row Arrow table (a fake may hold anything)."""
+    """Where its row is: (Ray object reference to an Arrow table of groups, row). A fake may hold anything."""
     tokens: int
     rewards: tuple[float, ...]
     """Rewards of the usable trajectories."""

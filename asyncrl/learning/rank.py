@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import ray
 import torch
 import torch.distributed as dist
@@ -78,12 +79,11 @@ class LearnerRank:
         return {"meet_s": met - began, "engine_s": time.monotonic() - met}
 
     def step(self, refs: Sequence[Any]) -> dict[str, float]:
-        """One policy step on a batch of scored groups: Ray references to their one-row tables, or the tables.
+        """One policy step on a batch of scored groups: (Ray reference to a table of groups, row) each, or one-row tables.
 
         Metrics hold `applied` (1.0 or 0.0). NaN or Inf on any rank: no rank steps.
         """
-        tables = [ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref for ref in refs]
-        examples = [example for table in tables for example in examples_of(table)]
+        examples = [example for table in _fetch(refs) for example in examples_of(table)]
         algorithm = self.config.algorithm
 
         def loss(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
@@ -215,3 +215,10 @@ class LearnerRank:
     def peak_memory(self) -> int:
         """Peak resident memory of this process, in bytes."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _fetch(refs: Sequence[Any]) -> list[pa.Table]:
+    """One-row tables in the order given. Each object is fetched once, however many of its rows are wanted."""
+    wanted = list(dict.fromkeys(ref[0] for ref in refs if isinstance(ref, tuple)))
+    tables = dict(zip(wanted, ray.get(wanted), strict=True))
+    return [tables[ref[0]].slice(ref[1], 1) if isinstance(ref, tuple) else ref for ref in refs]

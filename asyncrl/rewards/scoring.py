@@ -129,10 +129,13 @@ class RayScores:
             if ordinal not in self._seen:
                 new[ordinal] = row
         self._seen.update(new)
+        scored: dict[int, Scored] = {}
         if new:
             files.write(list(new.values()))
-        names = list(self._config.reward.functions)
-        scored = {ordinal: scored_summary(row, ray.put(row.combine_chunks()), names) for ordinal, row in new.items()}
+            # One object for the flush: an Arrow table costs milliseconds to serialize, however few rows it has.
+            table = ray.put(pa.concat_tables(new.values()).combine_chunks())
+            names = list(self._config.reward.functions)
+            scored = {ordinal: scored_summary(row, (table, place), names) for place, (ordinal, row) in enumerate(new.items())}
         self._hand_over([(ordinal, scored.pop(ordinal, None)) for ordinal in ordinals])
 
     def _hand_over(self, item: list[tuple[int, Scored | None]] | BaseException) -> None:

@@ -89,7 +89,7 @@ def test_twenty_steps_of_groups_come_once_each_in_one_execution(ray_cluster, tmp
                 assert {group.ordinal for group in some} <= on_disk
                 groups += some
             await station.until_all_acknowledged()
-            return groups, [groups_from_table(ray.get(group.ref))[0] for group in groups]
+            return groups, [groups_from_table(ray.get(group.ref[0]).slice(group.ref[1], 1))[0] for group in groups]
 
     groups, rows = asyncio.run(scenario())
     assert len(executions) == 1
