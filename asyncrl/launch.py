@@ -150,34 +150,41 @@ async def launch(
     async with AsyncExitStack() as stack:
         app_name = f"asyncrl-{config.name}"
         board = open_board(board_name(app_name))
+        # The learner's placement group first. Then the generators: an engine takes longest to start, and its handle is there at once.
+        learner_start = asyncio.create_task(_start_learner(config, state, stack, prepare))
+        _closing(stack, "start of the learner", functools.partial(_cancel, learner_start))
+        handle = await _begin_generators(config, app_name, context, stack)
         pool = RewardPool(config.reward)
         _closing(stack, "reward processes", functools.partial(asyncio.to_thread, pool.close))
-        (handle, generators_s), (learner, learner_s), _ = await _together(
-            _start_generators(config, app_name, context, stack), _start_learner(config, state, stack, prepare), pool.check()
-        )
-        spec = WorkerSpec(config, state.run_id, state.attempt, functools.partial(ServeGenerate, handle))
-        rollouts = start_rollouts(spec)
+        rollouts = start_rollouts(WorkerSpec(config, state.run_id, state.attempt, functools.partial(ServeGenerate, handle)))
         _closing(stack, "rollout workers", rollouts.close)
-        await rollouts.ready()
         scores = RayScores(config, state.attempt, rollouts.workers, rollouts, directory.path / "groups")
         _closing(stack, "scoring", scores.close)
         prompts = RayPromptSource(config, report, state.frontier, state.finished_above)
         _closing(stack, "prompts", prompts.close)
-        held_out = _held_out(config)
-        startup: dict[str, Any] = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
+        generators_s, (learner, learner_s), *_ = await _together(
+            _timed(wait_for_generators(app_name, config.generator.start_timeout_s)),
+            learner_start,
+            pool.check(),
+            rollouts.ready(),
+        )
+        startup = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
         startup |= {f"startup/learner_{name}": seconds for name, seconds in learner.startup.items()}
         startup |= await _generator_facts(handle)
         weights = ServeWeightSync(handle, board, config.weights.push_timeout_s)
-        yield Stations(config, context, learner, ServeGenerate(handle), weights, prompts, rollouts, scores, pool, held_out, startup)
+        yield Stations(config, context, learner, ServeGenerate(handle), weights, prompts, rollouts, scores, pool, _held_out(config), startup)
 
 
-async def _start_generators(config: Config, name: str, context: int, stack: AsyncExitStack) -> tuple[Any, float]:
-    started = time.monotonic()
+async def _begin_generators(config: Config, name: str, context: int, stack: AsyncExitStack) -> Any:
     app = GeneratorApp.from_config(config, board_name(name)).model_copy(update={"max_model_len": min(config.longest_request + 1, context)})
     _closing(stack, "generators", functools.partial(asyncio.to_thread, stop_generators, name))
-    handle = await asyncio.to_thread(begin_generators, app, name)
-    await wait_for_generators(name, config.generator.start_timeout_s)
-    return handle, time.monotonic() - started
+    return await asyncio.to_thread(begin_generators, app, name)
+
+
+async def _timed(work: Awaitable[Any]) -> float:
+    started = time.monotonic()
+    await work
+    return time.monotonic() - started
 
 
 async def _generator_facts(handle: Any) -> dict[str, Any]:
@@ -195,6 +202,11 @@ async def _start_learner(config: Config, state: State, stack: AsyncExitStack, pr
     _closing(stack, "learner", learner.close)
     await prepare(learner)
     return learner, seconds
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _together(*works: Awaitable[Any]) -> list[Any]:
