@@ -154,18 +154,16 @@ async def launch(
         learner_start = asyncio.create_task(_start_learner(config, state, stack, prepare))
         _closing(stack, "start of the learner", functools.partial(_cancel, learner_start))
         handle = await _begin_generators(config, app_name, context, stack)
-        pool = RewardPool(config.reward)
-        _closing(stack, "reward processes", functools.partial(asyncio.to_thread, pool.close))
         rollouts = start_rollouts(WorkerSpec(config, state.run_id, state.attempt, functools.partial(ServeGenerate, handle)))
         _closing(stack, "rollout workers", rollouts.close)
         scores = RayScores(config, state.attempt, rollouts.workers, rollouts, directory.path / "groups")
         _closing(stack, "scoring", scores.close)
         prompts = RayPromptSource(config, report, state.frontier, state.finished_above)
         _closing(stack, "prompts", prompts.close)
-        generators_s, (learner, learner_s), *_ = await _together(
+        generators_s, (learner, learner_s), pool, _ = await _together(
             _timed(wait_for_generators(app_name, config.generator.start_timeout_s)),
             learner_start,
-            pool.check(),
+            _start_rewards(config, stack),
             rollouts.ready(),
         )
         startup = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
@@ -179,6 +177,14 @@ async def _begin_generators(config: Config, name: str, context: int, stack: Asyn
     app = GeneratorApp.from_config(config, board_name(name)).model_copy(update={"max_model_len": min(config.longest_request + 1, context)})
     _closing(stack, "generators", functools.partial(asyncio.to_thread, stop_generators, name))
     return await asyncio.to_thread(begin_generators, app, name)
+
+
+async def _start_rewards(config: Config, stack: AsyncExitStack) -> RewardPool:
+    """Evaluation's reward processes, every function imported."""
+    pool = await asyncio.to_thread(RewardPool, config.reward)
+    _closing(stack, "reward processes", functools.partial(asyncio.to_thread, pool.close))
+    await pool.check()
+    return pool
 
 
 async def _timed(work: Awaitable[Any]) -> float:

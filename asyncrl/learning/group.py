@@ -209,7 +209,7 @@ def _bundle(config: Config) -> dict[str, float]:
 async def _place(config: Config) -> PlacementGroup:
     bundle, world_size = _bundle(config), config.learner.world_size
     # Ray refuses an empty bundle.
-    placement = placement_group([dict(bundle) or {"CPU": 0.001}] * world_size, strategy="PACK", name=f"learner-{config.name}")
+    placement = placement_group([dict(bundle) or {"CPU": 0.001}] * world_size, strategy="PACK")
     try:
         await asyncio.wait_for(_result(placement.ready()), config.placement_timeout_s)
     except TimeoutError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import multiprocessing
 import signal
 import sys
@@ -27,6 +28,10 @@ __all__ = ["GroupRewards", "RewardPool", "no_rewards", "total_rewards"]
 GROUPS_AT_ONCE = 64
 """Groups that wait for reward processes at once, in one thread each."""
 PR_SET_PDEATHSIG = 1
+START_TIMEOUT_S, START_TRIES = 90.0, 3
+"""Seconds in which new reward processes must answer, imports included, and how often they are started."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +62,29 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        functions = [reward.function for reward in config.functions.values()]
-        # Not fork: this process has threads. A spawned child imports the main module anew, as everywhere in multiprocessing.
-        context = multiprocessing.get_context("spawn")
-        self._processes = ProcessPool(config.processes, initializer=_start_process, initargs=(functions,), context=context)
         self._threads = ThreadPoolExecutor(GROUPS_AT_ONCE, thread_name_prefix="rewards")
         # The processes die with the thread that starts them (PR_SET_PDEATHSIG): a thread of this pool lives as long as they shall.
-        self._threads.submit(self._processes.schedule, _nothing).result()
+        self._processes = self._threads.submit(self._start).result()
+
+    def _start(self) -> ProcessPool:
+        """A pool that has answered. One that hangs while it starts is killed and made anew.
+
+        Raises:
+            RewardError: it hung every time.
+        """
+        functions = [reward.function for reward in self._config.functions.values()]
+        # Not fork: this process has threads. A spawned child imports the main module anew, as everywhere in multiprocessing.
+        context = multiprocessing.get_context("spawn")
+        for _ in range(START_TRIES):
+            pool = ProcessPool(self._config.processes, initializer=_start_process, initargs=(functions,), context=context)
+            try:
+                pool.schedule(_nothing).result(START_TIMEOUT_S)
+                return pool
+            except TimeoutError:
+                logger.warning("reward processes did not answer within %g s of their start; starting them anew", START_TIMEOUT_S)
+                pool.stop()
+                pool.join()
+        raise RewardError(f"reward processes did not start: {START_TRIES} times no answer in {START_TIMEOUT_S:g} s; does importing a reward function hang?")
 
     def __enter__(self) -> RewardPool:
         return self
@@ -137,7 +158,7 @@ def _import_all(functions: Sequence[str]) -> None:
 
 
 def _nothing() -> None:
-    """Starts the pool."""
+    """What a pool that has started can do."""
 
 
 def _start_process(functions: Sequence[str]) -> None:

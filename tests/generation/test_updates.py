@@ -131,7 +131,16 @@ def test_update_in_flight(ray_cluster: Any, generators: Any, sync: ServeWeightSy
         await sync.push(publish(disturb(model, seed=3), version=first))
         generate = ServeGenerate(generators.handle)
         before = await generated()
-        running = [asyncio.create_task(generate.generate(request(prompt, n=8, max_tokens=200))) for prompt in prompts(16)]
+        updated = asyncio.Event()
+
+        async def keep_generating(prompt: Any) -> list[Any]:
+            """Until the update is over, so that it finds completions in flight on a fast machine, too."""
+            completions: list[Any] = []
+            while not updated.is_set():
+                completions += (await generate.generate(request(prompt, n=8, max_tokens=200))).completions
+            return completions
+
+        running = [asyncio.create_task(keep_generating(prompt)) for prompt in prompts(16)]
         while await generated() < before + 128 * 5:
             pass
         manifest, gate = held_back(ray_cluster, publish(disturb(model, seed=4), version=second))
@@ -141,10 +150,11 @@ def test_update_in_flight(ray_cluster: Any, generators: Any, sync: ServeWeightSy
             pass
         await gate.open.remote()
         report = await push
+        updated.set()
         (timings,) = report.replicas.values()
         print("update with 128 in flight:", dict(timings))
         at_pause = (await generators.handle.status.remote())["tokens_at_pause"]
-        completions = [c for answer in await asyncio.gather(*running) for c in answer.completions]
+        completions = [c for many in await asyncio.gather(*running) for c in many]
         both = [c for c in completions if [span.version for span in c.versions] == [first, second]]
         assert timings["in_flight"] == len(at_pause)
         assert len(both) >= timings["in_flight"] / 2 > 0

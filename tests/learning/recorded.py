@@ -51,7 +51,7 @@ def recorded_group(ordinal: int, trajectories: int = 4, poison: bool = False) ->
 
 def scored(group: Group) -> Scored:
     """The group as the learner gets it: its row in the object store."""
-    return Scored(group.ordinal, 0, ray.put(groups_to_table([group])), 10, (1.0,), {}, 3, 0)
+    return Scored(group.ordinal, 0, (ray.put(groups_to_table([group])), 0), 10, (1.0,), {}, 3, 0)
 
 
 def recorded_batch(step: int, groups: int = 8, poison: bool = False) -> list[Scored]:
