@@ -79,7 +79,7 @@ def make_data(directory: Path, seed: int, held_out_rows: int = HELD_OUT_ROWS, ma
 def _sums(seed: int, max_digits: int) -> list[dict[str, str]]:
     """Distinct sums of two terms with 1 to max_digits digits, drawn from reasoning-gym's `chain_sum`.
 
-    Its differences are left out: a model of this size learns sums alone in a third of the steps, and a demo should not take an hour.
+    Its differences are left out: sums alone take a model of this size fewer steps, and a demo should not take an hour.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports

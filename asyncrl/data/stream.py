@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import pyarrow as pa
@@ -12,6 +13,9 @@ from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
 __all__ = ["STAGE_CPUS", "EndlessSource", "quiet_ray_data", "stream_blocks"]
+
+_MAKING = threading.Lock()
+"""The current context belongs to the process, not to a thread: two streams made at once would take each other's block sizes."""
 
 STAGE_CPUS = 0.1
 """Logical CPUs of one stage's task. Ray's default of 1 would starve a machine of two: an endless task never gives it back."""
@@ -55,7 +59,7 @@ def stream_blocks(
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     quiet_ray_data()
-    with DataContext.current(context):
+    with _MAKING, DataContext.current(context):
         source = ray.data.read_datasource(EndlessSource(tables), override_num_blocks=1, num_cpus=STAGE_CPUS)
         dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, num_cpus=STAGE_CPUS)
         dataset.set_name(name)
