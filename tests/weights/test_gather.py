@@ -64,6 +64,7 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_private_memory_rises_by_at_most_two_buckets(ray_cluster: Any, large_model: Path) -> None:
     config = Config.model_validate(
         {
