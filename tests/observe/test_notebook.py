@@ -13,6 +13,7 @@ from small_run import write_small_run
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "01_quickstart.ipynb"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_quickstart_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCRL_RUN", str(write_small_run(tmp_path / "small")))
