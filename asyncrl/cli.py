@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from asyncrl.config import ConfigError, command_line, load_config
@@ -31,6 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(command: str, path: str, overrides: list[str]) -> int:
     """The exit code of one subcommand."""
+    # As `python -m` does, and as Ray does for its workers: reward functions may lie in the current directory.
+    sys.path.insert(0, os.getcwd())
     try:
         config = load_config(path, overrides)
         if command == "plan":

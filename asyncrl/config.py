@@ -36,6 +36,7 @@ RENAMED = {
     "num_generations": "rollout.n_samples_per_prompt",
     "custom_rm_path": "reward.functions",
     "lr": "learner.learning_rate",
+    "lr_decay_style": "learner.lr_scheduler_type",
     "epsilon": "algorithm.eps_clip",
     "epsilon_high": "algorithm.eps_clip_high",
     "clip_grad": "learner.max_grad_norm",
@@ -173,6 +174,8 @@ class LearnerConfig(Section):
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
     """Applied steps over which the learning rate rises linearly from 0."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up: stay, or fall to 0 at max_steps."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas."""
     adam_eps: float = Field(default=1e-8, gt=0)

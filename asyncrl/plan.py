@@ -81,16 +81,22 @@ def make_plan(config: Config) -> Plan:
     """Check what can be checked without allocating anything.
 
     Raises:
-        ConfigError: the model or data cannot be read, a length does not fit, or shared memory is too small.
+        ConfigError: the model or data cannot be read, a length does not fit, a reward has no module, or shared memory is too small.
     """
     from asyncrl.data.prompts import check_prompts, load_tokenizer
     from asyncrl.generation.stops import load_stop_set
+    from asyncrl.rewards.contract import RewardError, find_reward
 
     context = model_context(config)
     _ = config.run_directory
     report = check_prompts(config)
     if config.eval.data is not None:
         check_prompts(config, config.eval.data, "eval.data")
+    for name, reward in config.reward.functions.items():
+        try:
+            find_reward(reward.function)
+        except RewardError as error:
+            raise ConfigError(f"reward.functions.{name}.function: {error}") from None
     rollout = config.rollout
     try:
         stops = load_stop_set(config.model.path, load_tokenizer(config.model.path), rollout.rollout_stop, rollout.rollout_stop_token_ids)

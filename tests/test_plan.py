@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -63,6 +64,7 @@ def test_two_ranks_and_two_replicas_fit_two_cpus(write):
         ({"rollout.rollout_stop": ["12"]}, None, "rollout.rollout_stop '12' is 2 tokens"),
         ({"name": "../up"}, None, "name = '../up'"),
         ({"rollout.num_steps_per_rollout": 3}, None, "does not divide"),
+        ({"reward.functions": {"mine": {"function": "nowhere_to_be_found:score"}}}, None, "reward.functions.mine.function: .*'nowhere_to_be_found'"),
     ],
 )
 def test_refusals_are_one_line_and_leave_nothing(write, tmp_path, changes, rows, message):
@@ -75,6 +77,14 @@ def test_the_command_exits_with_2_and_one_line(write):
     command = [sys.executable, "-m", "asyncrl.cli", "plan", str(write({"rollout.num_steps_per_rollout": 3}))]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2 and result.stdout == "" and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_command_finds_rewards_in_the_current_directory(write, tmp_path):
+    (tmp_path / "my_rewards.py").write_text("def score(prompts, **columns):\n    return [1.0] * len(prompts)\n")
+    config = write({"reward.functions": {"mine": {"function": "my_rewards:score"}}})
+    command = [Path(sys.executable).with_name("asyncrl"), "plan", config]
+    assert subprocess.run(command, capture_output=True, cwd=tmp_path).returncode == 0
+    assert b"'my_rewards'" in subprocess.run(command, capture_output=True, cwd=tmp_path.parent).stderr
 
 
 def test_weights_of_a_version_are_counted_in_the_published_type(write, tiny_model):

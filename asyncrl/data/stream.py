@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 import pyarrow as pa
 import ray.data
+from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
@@ -19,6 +21,17 @@ _MAKING = threading.Lock()
 
 STAGE_CPUS = 0.1
 """Logical CPUs of one stage's task. Ray's default of 1 would starve a machine of two: an endless task never gives it back."""
+
+
+SCHEDULING_PAUSE_S = 0.02
+"""Ray Data's scheduling loop never blocks while a block waits that its consumer has no room for: it would take a whole core of the driver."""
+
+
+class PausedScheduling(ExecutionCallback):
+    """Rests after every step of the scheduling loop."""
+
+    def on_execution_step(self, executor: object) -> None:
+        time.sleep(SCHEDULING_PAUSE_S)
 
 
 class EndlessSource(Datasource):
@@ -58,6 +71,7 @@ def stream_blocks(
     context.target_min_block_size = 1
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+    context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, PausedScheduling]
     quiet_ray_data()
     with _MAKING, DataContext.current(context):
         source = ray.data.read_datasource(EndlessSource(tables), override_num_blocks=1, num_cpus=STAGE_CPUS)

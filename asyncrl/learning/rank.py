@@ -25,6 +25,7 @@ from asyncrl.data.packing import pack
 from asyncrl.learning import checkpoint, zero3
 from asyncrl.learning.batches import Example, MicroBatch, TokenRow, examples_of, micro_batch, token_example
 from asyncrl.learning.metrics import StepSums, step_metrics
+from asyncrl.learning.schedule import learning_rate_at
 from asyncrl.weights.gather import gather_buckets, weight_layout
 
 __all__ = ["LearnerRank"]
@@ -46,7 +47,7 @@ class LearnerRank:
         self.learning_rate = config.learner.learning_rate
         self.warmup_steps = config.learner.warmup_steps
         self.applied = 0
-        """Steps applied since the optimizer was fresh: drives the warm-up."""
+        """Steps applied since the optimizer was fresh: drives the schedule of the learning rate."""
         self.device = torch.device("cuda" if config.learner.device == "cuda" else "cpu")
         self.versions: dict[int, list[Any]] = {}
         self.listener: socket.socket | None = None
@@ -89,13 +90,15 @@ class LearnerRank:
         def loss(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
             return policy_loss(logprobs, batch.behaviour_logprobs, batch.advantages, algorithm.eps_clip, algorithm.eps_clip_high)
 
-        return self._train(examples, loss)
+        learner = self.config.learner
+        rate = learning_rate_at(self.applied, self.learning_rate, self.warmup_steps, self.config.max_steps, learner.lr_scheduler_type)
+        return self._train(examples, loss, rate)
 
     def supervised_step(self, rows: Sequence[TokenRow]) -> dict[str, float]:
         """One step of next-token prediction of the second ids of each row after the first ones."""
-        return self._train([token_example(row) for row in rows], lambda logprobs, batch: supervised_loss(logprobs), temperature=1.0)
+        return self._train([token_example(row) for row in rows], lambda logprobs, batch: supervised_loss(logprobs), self.learning_rate, temperature=1.0)
 
-    def _train(self, examples: list[Example], loss_of: Loss, temperature: float | None = None) -> dict[str, float]:
+    def _train(self, examples: list[Example], loss_of: Loss, learning_rate: float, temperature: float | None = None) -> dict[str, float]:
         began = time.monotonic()
         learner = self.config.learner
         tokens = sum(example.loss_tokens for example in examples)
@@ -115,7 +118,6 @@ class LearnerRank:
             sums.add(loss_sums, entropy)
         sums.nonfinite_gradient(not zero3.gradients_finite(self.engine))
         totals = sums.over_ranks()
-        learning_rate = self.learning_rate * min(1.0, (self.applied + 1) / max(1, self.warmup_steps))
         applied = not (totals["nonfinite_loss"] or totals["nonfinite_gradient"])
         if applied:
             zero3.set_learning_rate(self.engine, learning_rate)
@@ -154,12 +156,12 @@ class LearnerRank:
         return found
 
     def reset_optimizer(self, learning_rate: float, warmup_steps: int = 0) -> None:
-        """Fresh AdamW moments, and the learning rate of the steps to come."""
+        """Fresh AdamW moments, and the (peak) learning rate of the steps to come."""
         zero3.fresh_optimizer(self.engine)
         self.learning_rate, self.warmup_steps, self.applied = learning_rate, warmup_steps, 0
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Learning rate of the steps to come; moments and warm-up stay."""
+        """Learning rate of the steps to come; moments and counters stay."""
         self.learning_rate = learning_rate
 
     def save(self, directory: Path) -> None:

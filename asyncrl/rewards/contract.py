@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import inspect
 import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["ContractError", "RewardError", "call_reward", "check_rewards", "import_reward"]
+__all__ = ["ContractError", "RewardError", "call_reward", "check_rewards", "find_reward", "import_reward"]
 
 
 class RewardError(Exception):
@@ -25,6 +26,21 @@ class RewardError(Exception):
 
 class ContractError(RewardError):
     """A reward function returned something that the contract does not allow."""
+
+
+def find_reward(function: str) -> None:
+    """Look for the module of `package.module:function` without running it.
+
+    Raises:
+        RewardError: there is none.
+    """
+    module = function.partition(":")[0]
+    try:
+        missing = importlib.util.find_spec(module) is None
+    except (ImportError, ValueError) as error:
+        raise RewardError(f"reward function {function!r} cannot be imported ({error}); check its name and that its package is installed") from None
+    if missing:
+        raise RewardError(f"reward function {function!r}: there is no module {module!r}; start where it lies, or install its package")
 
 
 def import_reward(function: str) -> Callable[..., Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import logging
 import multiprocessing
 import signal
 import sys
@@ -28,10 +27,8 @@ __all__ = ["GroupRewards", "RewardPool", "no_rewards", "total_rewards"]
 GROUPS_AT_ONCE = 64
 """Groups that wait for reward processes at once, in one thread each."""
 PR_SET_PDEATHSIG = 1
-START_TIMEOUT_S, START_TRIES = 90.0, 3
-"""Seconds in which new reward processes must answer, imports included, and how often they are started."""
-
-logger = logging.getLogger(__name__)
+START_TIMEOUT_S = 180.0
+"""Seconds in which a new reward process must answer, imports included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +64,22 @@ class RewardPool:
         self._processes = self._threads.submit(self._start).result()
 
     def _start(self) -> ProcessPool:
-        """A pool that has answered. One that hangs while it starts is killed and made anew.
+        """A pool that has answered.
 
         Raises:
-            RewardError: it hung every time.
+            RewardError: no answer in time.
         """
         functions = [reward.function for reward in self._config.functions.values()]
         # Not fork: this process has threads. A spawned child imports the main module anew, as everywhere in multiprocessing.
         context = multiprocessing.get_context("spawn")
-        for _ in range(START_TRIES):
-            pool = ProcessPool(self._config.processes, initializer=_start_process, initargs=(functions,), context=context)
-            try:
-                pool.schedule(_nothing).result(START_TIMEOUT_S)
-                return pool
-            except TimeoutError:
-                logger.warning("reward processes did not answer within %g s of their start; starting them anew", START_TIMEOUT_S)
-                pool.stop()
-                pool.join()
-        raise RewardError(f"reward processes did not start: {START_TRIES} times no answer in {START_TIMEOUT_S:g} s; does importing a reward function hang?")
+        pool = ProcessPool(self._config.processes, initializer=_start_process, initargs=(functions,), context=context)
+        try:
+            pool.schedule(_nothing).result(START_TIMEOUT_S)
+        except TimeoutError:
+            pool.stop()  # type: ignore[no-untyped-call]
+            pool.join()
+            raise RewardError(f"reward processes did not start: no answer in {START_TIMEOUT_S:g} s; does importing a reward function hang?") from None
+        return pool
 
     def __enter__(self) -> RewardPool:
         return self

@@ -1,10 +1,12 @@
 import functools
 import itertools
 import os
+import threading
 import time
 
 import psutil
 import pyarrow as pa
+import ray.data
 
 from asyncrl.data.stream import stream_blocks
 
@@ -49,3 +51,31 @@ def test_a_source_whose_blocks_nobody_takes_stops_after_a_while_and_ends_when_cl
     while read_tasks() and time.monotonic() < deadline + 30:
         time.sleep(0.1)
     assert not read_tasks()
+
+
+def finite(rows):
+    yield pa.table({"number": list(range(rows)), "ids": [[1] * 16] * rows})
+
+
+def test_two_streams_made_at_once_keep_their_own_block_sizes(ray_cluster, monkeypatch):
+    ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
+    both = threading.Barrier(2)
+    read_datasource = ray.data.read_datasource
+
+    def slowly(*arguments, **options):
+        time.sleep(0.5)  # long enough for the other thread to put its own context in place, if it may
+        return read_datasource(*arguments, **options)
+
+    monkeypatch.setattr(ray.data, "read_datasource", slowly)
+    sizes = {}
+
+    def consume(block_bytes):
+        both.wait()
+        sizes[block_bytes] = [block.num_rows for block in stream_blocks(functools.partial(finite, 8), unchanged, block_bytes, 1 << 20, "sizes")]
+
+    threads = [threading.Thread(target=consume, args=(block_bytes,)) for block_bytes in (1, 1 << 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sizes == {1: [1] * 8, 1 << 20: [8]}

@@ -60,8 +60,9 @@ class RunProcess:
 
     def __init__(self, config: Path, log: Path, arguments: list[str], environment: dict[str, str]) -> None:
         self.log = log
-        command = [sys.executable, "-m", "asyncrl.cli", "train", str(config), *arguments]
-        self.process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True)
+        command = [Path(sys.executable).with_name("asyncrl"), "train", config, *arguments]
+        here = Path(__file__).parent  # where the rewards lie
+        self.process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=here, env=environment, start_new_session=True)
         self.seen: dict[int, psutil.Process] = {}
 
     @property
@@ -117,8 +118,7 @@ def start_run(task: dict[str, Any], tmp_path: Path, engine_starts: list[str]) ->
     def start(changes: dict[str, Any] | None = None, *arguments: str, name: str = "run", starts_engine: bool = True) -> RunProcess:
         config = tmp_path / f"{name}.yaml"
         config.write_text(yaml.safe_dump(merged(task, {"name": name, "runs_root": str(tmp_path / "runs"), **(changes or {})})))
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-        environment["PYTHONPATH"] = str(Path(__file__).parent)
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "PYTHONPATH"))}
         if starts_engine:
             engine_starts.append(f"a run of {os.environ.get('PYTEST_CURRENT_TEST', '').split('::')[-1].split(' ')[0]}")
         started.append(RunProcess(config, tmp_path / f"{name}-{len(started)}.log", list(arguments), environment))

@@ -1,6 +1,8 @@
 """Whole runs on real parts, as a user starts them."""
 
 import os
+import re
+import signal
 from pathlib import Path
 
 import nbformat
@@ -56,6 +58,71 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(start_run, shared_memory, t
 
     AutoModelForCausalLM.from_pretrained(directory / "hf")
     AutoTokenizer.from_pretrained(directory / "hf")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_resume_after_sigkill_and_a_replica_killed_in_mid_run(start_run, tmp_path):
+    directory = tmp_path / "runs" / "run"
+    first = start_run({"max_steps": 150})
+    first.until(lambda: len(events(directory, "checkpoint")) >= 2)
+    first.stop(signal.SIGKILL)
+    first.wait()
+    assert first.gone(60) == []
+    committed = max(int(path.name.removeprefix("step_")) for path in (directory / "checkpoints").glob("step_*") if (path / "COMMITTED").exists())
+
+    second = start_run({"max_steps": committed + 100}, "--resume", "must")
+    second.until(lambda: any(record["version"] > committed + 5 for record in events(directory, "commit")))
+    replica = next(process for process in second.descendants() if "ServeReplica" in " ".join(process.cmdline()))
+    replica.kill()
+    assert second.wait(900) == 0, second.output
+    assert f"resuming at version {committed}" in second.output
+    run = asyncrl.open_run(directory)
+    attempt = [fate for fate in run.fates().to_pylist() if fate["attempt"] == 1]
+    trained = [fate for fate in attempt if fate["outcome"] == "trained"]
+    assert [fate["outcome"] for fate in attempt] == ["trained"] * len(attempt) and len(trained) == 100 * 4
+    assert len({record["replica"] for record in run.records("push") if record["version"] > committed}) == 2
+    assert max(fate["staleness"] for fate in trained) <= 2
+    assert second.gone() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("phase", "number"), [("engine loading", signal.SIGTERM), ("engine loading", signal.SIGINT), ("generating", signal.SIGINT)])
+def test_a_signal_stops_the_run_cleanly(start_run, shared_memory, tmp_path, phase, number):
+    before, directory = shared_memory(), tmp_path / "runs" / "run"
+    run = start_run({"max_steps": 10_000})
+    if phase == "engine loading":
+        run.until(lambda: any("EngineCore" in " ".join(process.cmdline()) or "ServeReplica" in " ".join(process.cmdline()) for process in run.descendants()))
+    else:
+        run.until(lambda: len(events(directory, "step")) >= 3)
+    run.stop(number)
+    assert run.wait(30) == 130, run.output
+    assert run.gone() == [] and shared_memory() <= before
+    assert "interrupted" in run.output and "--resume" in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("raises", "no such answer"), ("hangs", "killed after reward.deadline_s = 2"), ("too_few", "4")],
+)
+def test_a_bad_reward_ends_the_run_with_its_name(start_run, function, message):
+    run = start_run({"reward.functions": {"bad": {"function": f"rewards_for_runs:{function}"}}, "reward.deadline_s": 2, "eval.data": None})
+    assert run.wait() == 1
+    last = run.output.split("\nasyncrl: ")[1]
+    assert f"rewards_for_runs:{function}" in last.splitlines()[0] and re.search(message, last.splitlines()[0]), run.output
+    assert run.gone() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_and_two_replicas_on_two_cores(start_run, tmp_path):
+    run = start_run({"learner.world_size": 2, "generator.num_replicas": 2, "max_steps": 10})
+    assert run.wait(800) == 0, run.output
+    replicas = {record["replica"] for record in asyncrl.open_run(tmp_path / "runs" / "run").records("push")}
+    assert len(replicas) == 2
 
 
 @pytest.mark.timeout(120)

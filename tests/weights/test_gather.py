@@ -1,0 +1,88 @@
+"""Memory of the gather: a random model of over 200 MB, buckets of at most an eighth of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from asyncrl.config import Config
+
+BUCKET_BYTES = 24 << 20
+
+
+class Gatherer:
+    """A rank in its own process, which watches its private memory while it gathers."""
+
+    def __init__(self, config: Config) -> None:
+        from asyncrl.learning.rank import LearnerRank
+
+        self.rank = LearnerRank(0, config, "run", 1)
+        self.rank.start("127.0.0.1", self.rank.listen("127.0.0.1"))
+
+    def rise(self, version: int) -> tuple[int, int]:
+        """(highest rise of private memory, bytes published) over one gather."""
+        before, highest, done = private_bytes(), [0], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.001):
+                highest[0] = max(highest[0], private_bytes())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            manifest = self.rank.gather(version)
+        finally:
+            done.set()
+            watcher.join()
+        assert manifest is not None
+        return highest[0] - before, sum(manifest.sizes)
+
+
+def private_bytes() -> int:
+    """Anonymous resident memory of this process: shared memory is not in it."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of 54 M parameters, the largest of them well below a bucket."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    path = tmp_path_factory.mktemp("large_qwen3")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1000, hidden_size=640, intermediate_size=2560, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=80, max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.slow
+def test_private_memory_rises_by_at_most_two_buckets(ray_cluster: Any, large_model: Path) -> None:
+    config = Config.model_validate(
+        {
+            "name": "gather-test",
+            "max_steps": 1,
+            "model": {"path": str(large_model)},
+            "data": {"train": "none.parquet", "max_prompt_length": 32},
+            "rollout": {"max_completion_length": 32},
+            "reward": {"functions": {"none": {"function": "none:none"}}},
+            "weights": {"bucket_bytes": BUCKET_BYTES},
+        }
+    )
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    gatherer = ray.remote(Gatherer).options(num_cpus=0.25, runtime_env={"env_vars": environment}).remote(config)
+    try:
+        ray.get(gatherer.rise.remote(1), timeout=240)
+        rise, published = ray.get(gatherer.rise.remote(2), timeout=120)
+        assert published >= 200e6 and published / 8 >= BUCKET_BYTES
+        assert rise <= 2 * BUCKET_BYTES
+    finally:
+        ray.kill(gatherer)
