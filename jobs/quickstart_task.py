@@ -33,7 +33,7 @@ def make_model(directory: Path, seed: int) -> int:
     config = Qwen3Config(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=128,
-        intermediate_size=512,
+        intermediate_size=1024,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,

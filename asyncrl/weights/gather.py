@@ -16,8 +16,8 @@ __all__ = ["TORCH_DTYPES", "gather_buckets", "weight_layout"]
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-RUN_SHARE = 4
-"""Parameters are gathered in runs of at most a quarter bucket (or one parameter): a run and its all-gather's buffer, beside the bucket
+RUN_SHARE = 16
+"""Parameters are gathered in runs of at most a sixteenth of a bucket (or one parameter): a run and its all-gather's buffer, beside the bucket
 being filled, stay below two buckets."""
 
 

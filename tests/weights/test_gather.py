@@ -83,6 +83,7 @@ def test_private_memory_rises_by_at_most_two_buckets(ray_cluster: Any, large_mod
         ray.get(gatherer.rise.remote(1), timeout=240)
         rise, published = ray.get(gatherer.rise.remote(2), timeout=120)
         assert published >= 200e6 and published / 8 >= BUCKET_BYTES
+        print(f"private memory rose by {rise / BUCKET_BYTES:.2f} buckets while {published >> 20} MiB were published")
         assert rise <= 2 * BUCKET_BYTES
     finally:
         ray.kill(gatherer)
