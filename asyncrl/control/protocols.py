@@ -50,7 +50,7 @@ class Scored:
     ordinal: int
     begun: int
     ref: Any
-    """Where its row is: (Ray object reference to an Arrow table of groups, row). A fake may hold anything."""
+    """Where its row is: (Ray object reference to the IPC stream of an Arrow table of groups, row). A fake may hold anything."""
     tokens: int
     rewards: tuple[float, ...]
     """Rewards of the usable trajectories."""

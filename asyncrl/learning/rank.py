@@ -26,6 +26,7 @@ from asyncrl.learning import checkpoint, zero3
 from asyncrl.learning.batches import Example, MicroBatch, TokenRow, examples_of, micro_batch, token_example
 from asyncrl.learning.metrics import StepSums, step_metrics
 from asyncrl.learning.schedule import learning_rate_at
+from asyncrl.types import table_from_ipc
 from asyncrl.weights.gather import gather_buckets, weight_layout
 
 __all__ = ["LearnerRank"]
@@ -80,7 +81,7 @@ class LearnerRank:
         return {"meet_s": met - began, "engine_s": time.monotonic() - met}
 
     def step(self, refs: Sequence[Any]) -> dict[str, float]:
-        """One policy step on a batch of scored groups: (Ray reference to a table of groups, row) each, or one-row tables.
+        """One policy step on a batch of scored groups: (Ray reference to the IPC stream of a table of groups, row) each, or one-row tables.
 
         Metrics hold `applied` (1.0 or 0.0). NaN or Inf on any rank: no rank steps.
         """
@@ -222,5 +223,5 @@ class LearnerRank:
 def _fetch(refs: Sequence[Any]) -> list[pa.Table]:
     """One-row tables in the order given. Each object is fetched once, however many of its rows are wanted."""
     wanted = list(dict.fromkeys(ref[0] for ref in refs if isinstance(ref, tuple)))
-    tables = dict(zip(wanted, ray.get(wanted), strict=True))
+    tables = {ref: table_from_ipc(stream) for ref, stream in zip(wanted, ray.get(wanted), strict=True)}
     return [tables[ref[0]].slice(ref[1], 1) if isinstance(ref, tuple) else ref for ref in refs]

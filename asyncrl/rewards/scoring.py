@@ -27,6 +27,7 @@ from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact
 from asyncrl.rewards.score import score_table
 from asyncrl.rewards.source import rewarded_groups
+from asyncrl.types import table_to_ipc
 
 __all__ = ["RayScores", "scored_summary"]
 
@@ -132,8 +133,7 @@ class RayScores:
         scored: dict[int, Scored] = {}
         if new:
             files.write(list(new.values()))
-            # One object for the flush: an Arrow table costs milliseconds to serialize, however few rows it has.
-            table = ray.put(pa.concat_tables(new.values()).combine_chunks())
+            table = ray.put(table_to_ipc(pa.concat_tables(new.values())))
             names = list(self._config.reward.functions)
             scored = {ordinal: scored_summary(row, (table, place), names) for place, (ordinal, row) in enumerate(new.items())}
         self._hand_over([(ordinal, scored.pop(ordinal, None)) for ordinal in ordinals])

@@ -19,7 +19,7 @@ from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.pool import GROUPS_AT_ONCE, GroupRewards, RewardPool, no_rewards
 from asyncrl.rewards.score import attach_rewards, group_request
 from asyncrl.rollout.outbox import OutboxClosed
-from asyncrl.types import COLUMNS
+from asyncrl.types import COLUMNS, table_from_ipc
 
 __all__ = ["rewarded_groups"]
 
@@ -77,7 +77,7 @@ def _lease(workers: Sequence[Any], reader: str, room: threading.Semaphore, stop:
             for reference in done:
                 worker = asked.pop(reference)
                 try:
-                    table = ray.get(reference)
+                    stream = ray.get(reference)
                 except OutboxClosed:
                     left.remove(worker)
                 except ray.exceptions.ActorUnavailableError:
@@ -85,10 +85,17 @@ def _lease(workers: Sequence[Any], reader: str, room: threading.Semaphore, stop:
                 except ray.exceptions.ActorDiedError:
                     left.remove(worker)
                 else:
-                    for row in range(table.num_rows if table is not None else 0):
+                    for group in _rows(stream):
                         room.acquire()
-                        events.put(table.slice(row, 1))
+                        events.put(group)
         events.put(None)
     except Exception as error:
         # The generator raises it: this thread cannot.
         events.put(error)
+
+
+def _rows(stream: pa.Buffer | None) -> Iterator[pa.Table]:
+    """The one-row tables of a lease, each with buffers of its own: a pickled slice would carry the whole table."""
+    if stream is not None:
+        table = table_from_ipc(stream)
+        yield from (table.take([row]) for row in range(table.num_rows))

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pyarrow as pa
 import ray.exceptions
@@ -15,7 +14,7 @@ from asyncrl.config import Config
 from asyncrl.control.protocols import Finished, RolloutFailed
 from asyncrl.generation.protocol import Generate, Generated, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
 from asyncrl.rollout.outbox import Outbox
-from asyncrl.types import Completion, Group, Prompt, Trajectory, groups_to_table
+from asyncrl.types import Group, Prompt, Trajectory, groups_to_table, table_to_ipc
 
 __all__ = ["RolloutWorker", "WorkerSpec", "rollout_seed"]
 
@@ -30,32 +29,17 @@ def rollout_seed(seed: int, ordinal: int) -> int:
 
 
 class WorkerSpec:
-    """What a worker needs to know: the run, and how to get a generator and a decoder there."""
+    """What a worker needs to know: the run, and how to get a generator there."""
 
-    def __init__(
-        self, config: Config, run_id: str, attempt: int, generate: Callable[[], Generate], decode: Callable[[], Callable[[Sequence[int]], str]] | None = None
-    ) -> None:
+    def __init__(self, config: Config, run_id: str, attempt: int, generate: Callable[[], Generate]) -> None:
         """
         Args:
             generate: makes the generator, in the worker.
-            decode: makes the function from token ids to text, in the worker. Default: the model's tokenizer, special tokens left out.
         """
         self.config = config
         self.run_id = run_id
         self.attempt = attempt
         self.generate = generate
-        self.decode = decode or _TokenizerDecoder(config.model.path)
-
-
-class _TokenizerDecoder:
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __call__(self) -> Callable[[Sequence[int]], str]:
-        from asyncrl.data.prompts import load_tokenizer
-
-        tokenizer = load_tokenizer(self._path)
-        return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 
 class RolloutWorker:
@@ -64,7 +48,6 @@ class RolloutWorker:
     def __init__(self, spec: WorkerSpec) -> None:
         self._config, self._run_id, self._attempt = spec.config, spec.run_id, spec.attempt
         self._generate = spec.generate()
-        self._decode = spec.decode()
         self._committed = 0
         self._outbox: Outbox[pa.Table] = Outbox()
         self._never = asyncio.Event()
@@ -93,10 +76,13 @@ class RolloutWorker:
         tokens = sum(len(t.completion.token_ids) for t in group.trajectories)
         return Finished(prompt.ordinal, committed if group.begun is None else group.begun, tokens)
 
-    async def lease(self, reader: str, most: int, wait_s: float) -> pa.Table | None:
-        """Up to `most` finished groups as one table, one row each; None if there are none within `wait_s` seconds. Raises OutboxClosed."""
+    async def lease(self, reader: str, most: int, wait_s: float) -> pa.Buffer | None:
+        """Up to `most` finished groups as one table (an IPC stream), one row each; None if there are none within `wait_s` seconds.
+
+        Raises OutboxClosed.
+        """
         tables = await self._outbox.lease(reader, most, wait_s)
-        return pa.concat_tables(tables, promote_options="permissive") if tables else None
+        return table_to_ipc(pa.concat_tables(tables, promote_options="permissive")) if tables else None
 
     async def ack(self, ordinals: Sequence[int]) -> None:
         await self._outbox.ack(ordinals)
@@ -143,11 +129,8 @@ class RolloutWorker:
         wanted = self._config.rollout.n_samples_per_prompt
         if len(generated.completions) != wanted:
             raise RuntimeError(f"replica {generated.replica} gave {len(generated.completions)} completions for group {prompt.ordinal}, not {wanted}")
-        trajectories = tuple(self._trajectory(completion) for completion in generated.completions)
+        trajectories = tuple(Trajectory(completion, (1,) * len(completion.token_ids)) for completion in generated.completions)
         return Group(self._attempt, prompt, trajectories, generated.replica, admitted_at, time.time())
-
-    def _trajectory(self, completion: Completion) -> Trajectory:
-        return Trajectory(replace(completion, text=self._decode(completion.token_ids)), (1,) * len(completion.token_ids))
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ import ray
 
 from asyncrl.config import Config
 from asyncrl.control.protocols import Scored
-from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table
+from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table, table_to_ipc
 
 VOCABULARY = 50
 
@@ -51,7 +51,7 @@ def recorded_group(ordinal: int, trajectories: int = 4, poison: bool = False) ->
 
 def scored(group: Group) -> Scored:
     """The group as the learner gets it: its row in the object store."""
-    return Scored(group.ordinal, 0, (ray.put(groups_to_table([group])), 0), 10, (1.0,), {}, 3, 0)
+    return Scored(group.ordinal, 0, (ray.put(table_to_ipc(groups_to_table([group]))), 0), 10, (1.0,), {}, 3, 0)
 
 
 def recorded_batch(step: int, groups: int = 8, poison: bool = False) -> list[Scored]:

@@ -17,14 +17,10 @@ from asyncrl.rewards.scoring import RayScores
 from asyncrl.rollout.group import start_rollouts
 from asyncrl.rollout.worker import WorkerSpec
 from asyncrl.testing import FakeGenerate
-from asyncrl.types import Prompt, groups_from_table
+from asyncrl.types import Prompt, groups_from_table, table_from_ipc
 
 # Workers cannot import this file.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def spelled():
-    return lambda ids: " ".join(map(str, ids))
 
 
 def make_config(reward, **settings):
@@ -48,7 +44,7 @@ class Station:
     """Rollout workers and scoring together, closed in the end."""
 
     def __init__(self, config, directory):
-        self.rollouts = start_rollouts(WorkerSpec(config, "run", 1, FakeGenerate, spelled))
+        self.rollouts = start_rollouts(WorkerSpec(config, "run", 1, FakeGenerate))
         self.scores = RayScores(config, 1, self.rollouts.workers, self.rollouts, directory)
 
     async def __aenter__(self):
@@ -89,7 +85,7 @@ def test_twenty_steps_of_groups_come_once_each_in_one_execution(ray_cluster, tmp
                 assert {group.ordinal for group in some} <= on_disk
                 groups += some
             await station.until_all_acknowledged()
-            return groups, [groups_from_table(ray.get(group.ref[0]).slice(group.ref[1], 1))[0] for group in groups]
+            return groups, [groups_from_table(table_from_ipc(ray.get(group.ref[0])).slice(group.ref[1], 1))[0] for group in groups]
 
     groups, rows = asyncio.run(scenario())
     assert len(executions) == 1

@@ -10,7 +10,7 @@ from asyncrl.generation.protocol import StaleReplica
 from asyncrl.rollout.group import start_rollouts
 from asyncrl.rollout.worker import WorkerSpec
 from asyncrl.testing import FakeGenerate
-from asyncrl.types import Prompt
+from asyncrl.types import Prompt, table_from_ipc
 
 # Workers cannot import this file.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -31,10 +31,6 @@ class SlowOne(FakeGenerate):
         return await super().generate(request)
 
 
-def spelled():
-    return lambda ids: " ".join(map(str, ids))
-
-
 def make_spec(gate, deadline_s=60.0):
     config = Config.model_validate(
         {
@@ -46,7 +42,7 @@ def make_spec(gate, deadline_s=60.0):
             "reward": {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}},
         }
     )
-    return WorkerSpec(config, "run", 1, lambda: SlowOne(gate), spelled)
+    return WorkerSpec(config, "run", 1, lambda: SlowOne(gate))
 
 
 def prompt(ordinal):
@@ -100,8 +96,8 @@ def test_a_dead_workers_groups_are_made_again_under_their_ordinals(ray_cluster, 
             assert (await asyncio.wait_for(in_flight, 60)).ordinal == 2
 
             await until_held(rollouts, 2)
-            tables = [table for worker in rollouts.workers if (table := await worker.lease.remote("reader", 8, 0.1)) is not None]
-            rows = {row["ordinal"]: row["completion_ids"] for table in tables for row in table.to_pylist()}
+            streams = [stream for worker in rollouts.workers if (stream := await worker.lease.remote("reader", 8, 0.1)) is not None]
+            rows = {row["ordinal"]: row["completion_ids"] for stream in streams for row in table_from_ipc(stream).to_pylist()}
             assert set(rows) == {0, 2} and sum(map(len, rows[0])) == first.tokens
         finally:
             await rollouts.close()

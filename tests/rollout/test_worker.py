@@ -7,7 +7,7 @@ from asyncrl.control.protocols import RolloutFailed
 from asyncrl.generation.protocol import GenerationTimeout, StaleReplica
 from asyncrl.rollout.worker import RolloutWorker, WorkerSpec, rollout_seed
 from asyncrl.testing import FakeGenerate
-from asyncrl.types import Prompt, groups_from_table
+from asyncrl.types import Prompt, groups_from_table, table_from_ipc
 
 PROMPT = Prompt(5, 0, "1+2=", (4, 5, 6), {"answer": "3"})
 
@@ -25,10 +25,6 @@ def make_config(**rollout):
     )
 
 
-def spelled():
-    return lambda ids: " ".join(map(str, ids))
-
-
 class Recording(FakeGenerate):
     """Answers with the errors given first, then with completions."""
 
@@ -44,14 +40,14 @@ class Recording(FakeGenerate):
 
 
 def make_worker(generate, **rollout):
-    return RolloutWorker(WorkerSpec(make_config(**rollout), "run", 2, lambda: generate, spelled))
+    return RolloutWorker(WorkerSpec(make_config(**rollout), "run", 2, lambda: generate))
 
 
 def test_a_group_waits_in_the_outbox_as_one_row():
     async def scenario():
         worker = make_worker(FakeGenerate())
         finished = await worker.rollout(PROMPT, 0)
-        table = await worker.lease("reader", 8, 1.0)
+        table = table_from_ipc(await worker.lease("reader", 8, 1.0))
         assert table.num_rows == 1
         return finished, groups_from_table(table)[0]
 

@@ -1,0 +1,65 @@
+"""A finished run's model in a plain, fresh vLLM engine: greedy accuracy on the run's held-out prompts, beside what the run measured.
+
+    python jobs/evaluate.py runs/quickstart
+
+No Ray, no Serve, no published weights: only the files in `hf/`. Exit code 1 if the two accuracies are not the same.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from asyncrl.config import Config
+from asyncrl.data.prompts import read_prompts
+from asyncrl.generation.engine import engine_environment
+from asyncrl.reading import RunNotFound, open_run
+from asyncrl.rewards.contract import call_reward
+from asyncrl.types import Prompt
+
+ALLOWED_DIFFERENCE = 0.002
+"""Two engines in float32 may break a tie of two tokens differently, now and then."""
+
+
+def main(directory: str) -> int:
+    """Print both accuracies and return the exit code."""
+    run = open_run(directory)
+    config = run.config
+    evaluations = run.records("evaluation")
+    if not (run.directory / "hf").exists() or not evaluations or config.eval.data is None:
+        raise RunNotFound(f"{directory!r} is not a finished run with an evaluation; give the directory of one, such as runs/quickstart")
+    prompts = read_prompts(config.eval.data, config, config.eval.max_prompts)
+    fresh, recorded = accuracy(config, prompts, greedy_answers(config, run.directory / "hf", prompts)), evaluations[-1]["eval/greedy_accuracy"]
+    print(f"held-out greedy accuracy on {len(prompts)} prompts: {fresh:.2%} in a fresh vLLM engine from {run.directory / 'hf'}, {recorded:.2%} in the run")
+    return int(abs(fresh - recorded) > ALLOWED_DIFFERENCE)
+
+
+def greedy_answers(config: Config, model: Path, prompts: list[Prompt]) -> list[tuple[str, list[int]]]:
+    """Text and token ids of one greedy completion per prompt."""
+    os.environ.update(engine_environment(config.generator.device))
+    os.environ.update(VLLM_LOGGING_LEVEL="WARNING")
+    from vllm import LLM, SamplingParams
+
+    context = config.longest_request + 1
+    cache = {"kv_cache_memory_bytes": config.generator.kv_cache_memory_bytes} if config.generator.device == "cpu" else {}
+    engine = LLM(str(model), dtype=config.model.dtype, max_model_len=context, max_num_seqs=config.generator.max_num_seqs, enforce_eager=True, **cache)
+    sampling = SamplingParams(temperature=0.0, max_tokens=config.rollout.max_completion_length, stop_token_ids=config.rollout.rollout_stop_token_ids)
+    outputs = engine.generate([{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts], sampling, use_tqdm=False)
+    return [(output.outputs[0].text, list(output.outputs[0].token_ids)) for output in outputs]
+
+
+def accuracy(config: Config, prompts: list[Prompt], answers: list[tuple[str, list[int]]]) -> float:
+    """Mean of the reward that the config calls accuracy."""
+    function = config.reward.functions[config.accuracy].function
+    rewards = [call_reward(function, [prompt.text], [text], [ids], dict(prompt.columns))[0] for prompt, (text, ids) in zip(prompts, answers, strict=True)]
+    return sum(reward or 0.0 for reward in rewards) / len(rewards)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: {Path(sys.argv[0]).name} RUN_DIRECTORY")
+    try:
+        sys.exit(main(sys.argv[1]))
+    except RunNotFound as error:
+        sys.exit(f"evaluate: {error}")
