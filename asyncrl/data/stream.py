@@ -28,15 +28,16 @@ PLAIN_ARROW: dict[str, Any] = {"runtime_env": {"env_vars": {"RAY_DISABLE_CUSTOM_
 """Blocks are pickled by pyarrow. Ray's own way, which trims slices, takes seven times as long for one nested row; what the stage gives should
 not be a slice of something large."""
 
-SCHEDULING_PAUSE_S = 0.05
-"""Ray Data's scheduling loop never blocks while a block waits that its consumer has no room for: it would take a whole core of the driver."""
+HELD_BACK_PAUSE_S = 0.05
+"""Seconds between two looks at whether the consumer has room again."""
 
 
-class PausedScheduling(ExecutionCallback):
-    """Rests after every step of the scheduling loop."""
+class HeldBackPause(ExecutionCallback):
+    """Rests after a scheduling step in which a stage was held back by its consumer: Ray Data's loop would spin, and take a core of the driver."""
 
-    def on_execution_step(self, executor: object) -> None:
-        time.sleep(SCHEDULING_PAUSE_S)
+    def on_execution_step(self, executor: Any) -> None:
+        if any(operator._in_task_output_backpressure for operator in executor._topology):
+            time.sleep(HELD_BACK_PAUSE_S)
 
 
 class EndlessSource(Datasource):
@@ -76,7 +77,7 @@ def stream_blocks(
     context.target_min_block_size = 1
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, PausedScheduling]
+    context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, HeldBackPause]
     quiet_ray_data()
     with _MAKING, DataContext.current(context):
         # The same options for both, or they would not be fused.

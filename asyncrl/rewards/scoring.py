@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,8 @@ __all__ = ["RayScores", "scored_summary"]
 STREAM_BYTES = 256 << 20
 """Object store that scored groups may take before the stream is held back."""
 MOST_IN_FLUSH = 256
+FLUSH_LINGER_S = 0.1
+"""Seconds from the first row of a flush to the flush: each costs a file, an object and an acknowledgement, however many rows it has."""
 
 
 class RayScores:
@@ -148,9 +151,11 @@ class _End(Exception):
 
 
 def _whatever_waits(arrived: queue.Queue[pa.Table | BaseException | None]) -> tuple[list[pa.Table], BaseException | None]:
-    """At least one table, or the end; never waits for a second."""
+    """At least one table, and those that follow within FLUSH_LINGER_S; or the end."""
     tables: list[pa.Table] = []
     item = arrived.get()
+    if isinstance(item, pa.Table):
+        time.sleep(FLUSH_LINGER_S)
     while True:
         if item is None:
             return tables, _End()

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -12,7 +14,8 @@ from nbclient import NotebookClient
 
 import asyncrl
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "01_quickstart.ipynb"
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "notebooks" / "01_quickstart.ipynb"
 
 
 def events(directory, event):
@@ -52,6 +55,8 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(start_run, shared_memory, t
     assert [record["version"] for record in finished.records("evaluation")] == [0, 120]
     assert pq.read_table(next((directory / "groups").glob("*.parquet"))).num_rows > 0
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["LATEST", "step_000060", "step_000120"]
+    executions = (directory / "logs" / "attempt_0" / "ray" / "ray-data" / "ray-data.log").read_text()
+    assert sorted(re.findall(r"Registered dataset logger for dataset ([a-z]+)_", executions)) == ["prompts", "scoring"]
     assert "committed version 120 -> 120" in execute_notebook(directory, tmp_path, monkeypatch)
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -118,11 +123,17 @@ def test_a_bad_reward_ends_the_run_with_its_name(start_run, function, message):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks_and_two_replicas_on_two_cores(start_run, tmp_path):
+def test_two_ranks_and_two_replicas_on_two_cores(start_run, tmp_path, engine_starts):
     run = start_run({"learner.world_size": 2, "generator.num_replicas": 2, "max_steps": 10})
     assert run.wait(800) == 0, run.output
-    replicas = {record["replica"] for record in asyncrl.open_run(tmp_path / "runs" / "run").records("push")}
-    assert len(replicas) == 2
+    directory = tmp_path / "runs" / "run"
+    assert len({record["replica"] for record in asyncrl.open_run(directory).records("push")}) == 2
+
+    # The model that two ranks wrote, in an engine that knows nothing of the run.
+    engine_starts.append("evaluate.py")
+    evaluated = subprocess.run([sys.executable, ROOT / "jobs" / "evaluate.py", directory], capture_output=True, text=True)
+    assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
+    assert re.search(r"on 16 prompts: (\d+\.\d+%) in a fresh vLLM engine from .*, \1 in the run", evaluated.stdout)
 
 
 @pytest.mark.timeout(120)
