@@ -26,6 +26,9 @@ def main(arguments: list[str] | None = None) -> None:
         command.add_argument("-h", "--help", action="store_true")
     known, overrides = parser.parse_known_args(arguments)
     if known.help or known.config is None:
+        if not known.help:
+            print("asyncrl: CONFIG is missing: give the path of a YAML file, such as jobs/quickstart.yaml", file=sys.stderr)
+            sys.exit(2)
         command_line(["--help"], {}, exit_on_error=True)
     sys.exit(run(known.command, known.config, overrides))
 
@@ -41,9 +44,9 @@ def run(command: str, path: str, overrides: list[str]) -> int:
 
             print(make_plan(config).text())
             return 0
-        from asyncrl.run import train
+        from asyncrl.run import command_name, train
 
-        return train(config, resume_command=["asyncrl", "train", path, *overrides])
+        return train(config, resume_command=[command_name(), "train", path, *overrides])
     except ConfigError as error:
         print(f"asyncrl: {error}", file=sys.stderr)
         return 2

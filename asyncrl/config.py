@@ -23,7 +23,6 @@ RENAMED = {
     "rollout_max_response_len": "rollout.max_completion_length",
     "rollout_max_prompt_len": "data.max_prompt_length",
     "rollout_temperature": "rollout.temperature",
-    "context_parallel_size": "learner.sequence_parallel_size",
     "sglang_mem_fraction_static": "generator.gpu_memory_utilization",
     "vllm_gpu_memory_utilization": "generator.gpu_memory_utilization",
     "rollout_num_gpus": "generator.num_replicas",
@@ -48,6 +47,7 @@ RENAMED = {
 
 NOT_IMPLEMENTED = {
     "colocate": "generators and learner always have processes of their own; remove it",
+    "context_parallel_size": "remove it, and lower rollout.max_completion_length if a trajectory does not fit",
     "sequence_parallel_size": "remove it, and lower rollout.max_completion_length if a trajectory does not fit",
     "ref_load": "no KL term exists yet; remove it",
     "kl_coef": "no KL term exists yet; remove it",
@@ -129,7 +129,7 @@ class RewardConfig(Section):
     functions: dict[str, RewardFunction] = Field(min_length=1)
     """Name → function. The reward is their weighted sum; each is kept as a reward part."""
     deadline_s: float = Field(default=30.0, gt=0)
-    """Seconds one group may take. Then the process that computes it is killed and the policy decides."""
+    """Seconds one function may take for one group. Then the process that computes it is killed and the policy decides."""
     policy: Literal["fail", "drop_group", "retry"] = "fail"
     """When a reward raises, hangs or breaks its contract: end the run, drop the group, or try again (`retries` times, then drop the group)."""
     retries: int = Field(default=2, ge=0)
@@ -216,7 +216,7 @@ class WeightsConfig(Section):
     probe_prompts: int = Field(default=32, gt=0)
     """Probe prompts of one comparison."""
     probe_tokens: int = Field(default=64, gt=0)
-    """Tokens sampled for each probe, at most the model's context."""
+    """Tokens sampled for each probe, as far as the model's context and max_tokens_per_gpu go."""
 
 
 class EvalConfig(Section):
@@ -332,6 +332,8 @@ class Config(Section):
                 f"data.max_prompt_length + rollout.max_completion_length = {self.longest_trajectory} is above "
                 f"learner.max_tokens_per_gpu = {self.learner.max_tokens_per_gpu}; raise that, or shorten one of the two"
             )
+        if self.warm_start.data is not None and self.eval.data is None:
+            raise ValueError(f"warm_start.data = {self.warm_start.data!r} needs eval.data: its accuracy there ends the warm start; name a held-out file")
         if self.eval.accuracy is not None and self.eval.accuracy not in self.reward.functions:
             raise ValueError(f"eval.accuracy = {self.eval.accuracy!r} is not one of reward.functions {sorted(self.reward.functions)}; name one")
         return self
@@ -354,7 +356,12 @@ class Config(Section):
     @property
     def longest_request(self) -> int:
         """Tokens of the longest request to a generator: a trajectory, or a probe of the log-prob check."""
-        return self.data.max_prompt_length + max(self.rollout.max_completion_length, self.weights.probe_tokens)
+        return self.data.max_prompt_length + max(self.rollout.max_completion_length, self.probe_tokens)
+
+    @property
+    def probe_tokens(self) -> int:
+        """Tokens sampled for each probe of the log-prob check: the learner must take prompt and probe in one micro-batch."""
+        return min(self.weights.probe_tokens, self.learner.max_tokens_per_gpu - self.data.max_prompt_length)
 
     @property
     def max_outstanding(self) -> int:

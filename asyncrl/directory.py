@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import uuid
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,7 @@ import yaml
 from asyncrl.config import Config, ConfigError
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
 
-__all__ = ["RunDirectory"]
+__all__ = ["RunDirectory", "replace_directory"]
 
 
 class RunDirectory:
@@ -31,8 +32,7 @@ class RunDirectory:
 
     def __init__(self, config: Config) -> None:
         self.path = config.run_directory
-        self.created = not self.path.exists()
-        if not self.created and config.resume == "never" and any(self.path.iterdir()):
+        if self.path.exists() and config.resume == "never" and any(self.path.iterdir()):
             self._refuse_in_use()
             raise ConfigError(f"run directory {self.path} exists; go on with it (--resume auto), or choose another --name")
         checkpoints = Checkpoints(self.path / "checkpoints", config.checkpoint.keep)
@@ -50,7 +50,9 @@ class RunDirectory:
         self._lock = self._acquire()
         self.checkpoints = checkpoints
         self.state = self._begin_attempt(resumed)
-        (self.path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        for unfinished in (self.path / "checkpoints").glob(".step_*"):
+            shutil.rmtree(unfinished)  # of an attempt that was killed while it saved
+        _replace_text(self.path / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
     @property
     def logs(self) -> Path:
@@ -83,10 +85,20 @@ class RunDirectory:
         record = self.path / "run.json"
         tree = json.loads(record.read_text()) if record.exists() else {"run_id": uuid.uuid4().hex, "attempts": 0}
         attempt = tree["attempts"]
-        temporary = record.with_name(".run.json")
-        temporary.write_text(json.dumps({**tree, "attempts": attempt + 1}))
-        os.replace(temporary, record)
+        _replace_text(record, json.dumps({**tree, "attempts": attempt + 1}))
         (self.path / "logs" / f"attempt_{attempt}").mkdir(parents=True, exist_ok=True)
         if resumed is None:
             return State(tree["run_id"], attempt, 0, 0, 0, ())
         return State(tree["run_id"], attempt, resumed.version, resumed.steps_attempted, resumed.frontier, resumed.finished_above)
+
+
+def replace_directory(finished: Path, final: Path) -> None:
+    """Give a directory that was written whole its final name; what had the name before is deleted."""
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(finished, final)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text)
+    os.replace(temporary, path)

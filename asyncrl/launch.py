@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import auto_init_hook
 
 import asyncrl
-from asyncrl.config import Config, ConfigError
+from asyncrl.config import Config
 from asyncrl.control.checkpoint import State
 from asyncrl.data.prompts import PromptReport, RayPromptSource, load_tokenizer, read_prompts
 from asyncrl.directory import RunDirectory
@@ -66,7 +67,7 @@ class Stations:
     @property
     def probe_tokens(self) -> int:
         """Tokens sampled for each probe: what the config asks for, as far as the model's context goes."""
-        return min(self.config.weights.probe_tokens, self.context - self.config.data.max_prompt_length - 1)
+        return min(self.config.probe_tokens, self.context - self.config.data.max_prompt_length - 1)
 
     @property
     def probe_prompts(self) -> list[Sequence[int]]:
@@ -82,11 +83,7 @@ class Stations:
 
 
 def supervised_rows(config: Config) -> tuple[list[Row], list[Row]]:
-    """Prompt ids and target ids (EOS appended) of the warm start's rows, and of the held-out rows.
-
-    Raises:
-        ConfigError: a file or its target column is missing.
-    """
+    """Prompt ids and target ids (EOS appended) of the warm start's rows, and of the held-out rows. `make_plan` has checked both files."""
     assert config.warm_start.data is not None
     train = read_prompts(config.warm_start.data, config, None, "warm_start.data")
     return _with_targets(train, config), _with_targets(_held_out(config), config)
@@ -99,8 +96,6 @@ def _held_out(config: Config) -> list[Prompt]:
 def _with_targets(prompts: Sequence[Prompt], config: Config) -> list[Row]:
     tokenizer = load_tokenizer(config.model.path)
     column = config.warm_start.target_column
-    if prompts and column not in prompts[0].columns:
-        raise ConfigError(f"warm_start.target_column = {column!r} is not a column of the rows, which have {sorted(prompts[0].columns)}; name one of them")
     targets = tokenizer([str(prompt.columns[column]) for prompt in prompts], add_special_tokens=False)["input_ids"]
     return [(prompt.token_ids, [*target, tokenizer.eos_token_id]) for prompt, target in zip(prompts, targets, strict=True)]
 
@@ -108,6 +103,8 @@ def _with_targets(prompts: Sequence[Prompt], config: Config) -> list[Row]:
 @contextmanager
 def cluster(config: Config, logs: Path) -> Iterator[None]:
     """A Ray cluster: the one that RAY_ADDRESS names (in a submitted job, the job's), else a local one that ends with the run."""
+    # A thread that calls Ray after its end would start a second cluster, which nobody ends.
+    auto_init_hook.enable_auto_connect = False
     address = os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -158,6 +155,7 @@ async def launch(
         _closing(stack, "rollout workers", rollouts.close)
         scores = RayScores(config, state.attempt, rollouts.workers, rollouts, directory.path / "groups")
         _closing(stack, "scoring", scores.close)
+        rollouts.when_lost = scores.fail
         prompts = RayPromptSource(config, report, state.frontier, state.finished_above)
         _closing(stack, "prompts", prompts.close)
         generators_s, (learner, learner_s), pool, _ = await _together(
@@ -181,7 +179,7 @@ async def _begin_generators(config: Config, name: str, context: int, stack: Asyn
 
 async def _start_rewards(config: Config, stack: AsyncExitStack) -> RewardPool:
     """Evaluation's reward processes, every function imported."""
-    pool = await asyncio.to_thread(RewardPool, config.reward)
+    pool = RewardPool(config.reward)
     _closing(stack, "reward processes", functools.partial(asyncio.to_thread, pool.close))
     await pool.check()
     return pool

@@ -92,6 +92,8 @@ def make_plan(config: Config) -> Plan:
     report = check_prompts(config)
     if config.eval.data is not None:
         check_prompts(config, config.eval.data, "eval.data")
+    if config.warm_start.data is not None:
+        _check_warm_start(config, config.warm_start.data)
     for name, reward in config.reward.functions.items():
         try:
             find_reward(reward.function)
@@ -109,6 +111,16 @@ def make_plan(config: Config) -> Plan:
             f"need {plan.shared_memory_needed >> 20} MiB; lower generator.num_replicas or enlarge /dev/shm"
         )
     return plan
+
+
+def _check_warm_start(config: Config, path: str) -> None:
+    from asyncrl.data.prompts import check_prompts
+
+    column = config.warm_start.target_column
+    for file, field in ((path, "warm_start.data"), (str(config.eval.data), "eval.data")):
+        columns = check_prompts(config, file, field).columns
+        if column not in columns:
+            raise ConfigError(f"warm_start.target_column = {column!r} is not a column of {field} = {file!r}, which has {sorted(columns)}; name one of them")
 
 
 def arithmetic(config: Config) -> str:

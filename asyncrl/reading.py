@@ -75,9 +75,10 @@ class Run:
         return [record for record in read_metrics(self.directory) if event in (None, record["event"])]
 
     def status(self) -> Status:
-        """Phase, step and versions of the newest record."""
+        """Phase, step and versions of the newest attempt's records."""
         records = self.records()
         last = records[-1] if records else {}
+        records = [record for record in records if record["attempt"] == last["attempt"] and record["event"] != "warm_start"]
         committed = max((record["version"] for record in records if record["event"] == "commit"), default=None)
         newest = max((record["version"] for record in records if record["event"] == "step"), default=last.get("version", 0))
         return Status(

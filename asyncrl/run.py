@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -21,7 +23,7 @@ from asyncrl.control.checkpoint import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.fates import Fate, FatesWriter
 from asyncrl.control.staleness import Staleness
-from asyncrl.directory import RunDirectory
+from asyncrl.directory import RunDirectory, replace_directory
 from asyncrl.evaluation import Evaluator
 from asyncrl.generation.protocol import WeightsId
 from asyncrl.launch import Stations, cluster, launch, supervised_rows
@@ -32,7 +34,7 @@ from asyncrl.observe.progress import Progress, ProgressView, duration, time_left
 from asyncrl.plan import Plan, arithmetic, make_plan
 from asyncrl.weights.check import ProbeCheck
 
-__all__ = ["Summary", "train"]
+__all__ = ["Summary", "command_name", "train"]
 
 SHOW_EVERY_S = 0.5
 RATE_WINDOW_S = 10.0
@@ -62,7 +64,7 @@ def train(config: Config, resume_command: Sequence[str], after: Callable[[Config
     """
     plan = make_plan(config)
     with RunDirectory(config) as directory:
-        resume = shlex.join([*_without_resume(resume_command), "--name", config.name, "--resume", "must"])
+        resume = _variables() + shlex.join([*_without_resume(resume_command), "--name", config.name, "--resume", "must"])
         _announce(plan, directory, resume)
         try:
             summary = asyncio.run(_interruptible(_train(config, plan, directory)))
@@ -98,7 +100,7 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
     assert task is not None
     _log_to_file(directory.logs / "driver.log")
     live = _Live(config, started)
-    with ProgressView() as view, MetricsWriter(directory.path) as writer, cluster(config, directory.logs):
+    with ProgressView() as view, MetricsWriter(directory.path, directory.state.attempt) as writer, cluster(config, directory.logs):
         _catch_signals(task)
         showing = asyncio.create_task(live.show(view))
         recorder = _RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live)
@@ -114,7 +116,8 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
                 live.follow(coordinator)
                 await coordinator.run()
                 live.phase("saving")
-                await stations.learner.export_hf(directory.path / "hf")
+                await stations.learner.export_hf(directory.path / ".hf")
+                replace_directory(directory.path / ".hf", directory.path / "hf")
             recorder.close()
         finally:
             showing.cancel()
@@ -245,6 +248,7 @@ class _Live:
         progress.step, progress.learner_version = seen.version, seen.version
         progress.committed_version = seen.committed if seen.committed >= 0 else None
         progress.reward = seen.reward
+        progress.prompt, progress.completion = seen.example
         if seen.reward is not None:
             progress.staleness_mean, progress.staleness_max = seen.staleness_mean, seen.staleness_max
         progress.learner_waited_s, progress.generators_waited_s = seen.learner_waited_s, seen.generators_waited_s
@@ -292,6 +296,18 @@ def _way_on(directory: RunDirectory, resume: str) -> str:
     if any((directory.path / "checkpoints").glob("step_*/COMMITTED")):
         return f"go on with: {resume}"
     return f"no checkpoint was written yet; start again with: {resume.removesuffix(' must')} auto"
+
+
+def command_name() -> str:
+    """How the `asyncrl` of this interpreter is called from here: `asyncrl` if the shell finds it."""
+    path = Path(sys.executable).with_name("asyncrl")
+    return "asyncrl" if shutil.which("asyncrl") == str(path) else os.path.relpath(path)
+
+
+def _variables() -> str:
+    """What the command needs of this environment."""
+    runs = os.environ.get("ASYNCRL_RUNS")
+    return f"ASYNCRL_RUNS={shlex.quote(runs)} " if runs else ""
 
 
 def _without_resume(command: Sequence[str]) -> list[str]:

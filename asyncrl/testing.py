@@ -49,9 +49,12 @@ class FakeRollouts:
         self.latency, self.fails, self.tokens = latency, fails, tokens
         self.outbox: asyncio.Queue[Finished] = asyncio.Queue()
         self.unacked: set[int] = set()
+        self.admitted: list[int] = []
+        """Ordinals of all groups asked for."""
         self.newest_committed = -1
 
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
+        self.admitted.append(prompt.ordinal)
         if committed < 0 or committed != self.newest_committed:
             raise AssertionError(f"asked for version {committed}, while {self.newest_committed} is committed")
         await asyncio.sleep(self.latency(prompt.ordinal))

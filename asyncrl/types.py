@@ -16,6 +16,7 @@ __all__ = [
     "COLUMNS",
     "SCORED_COLUMNS",
     "STATUSES",
+    "TRAJECTORY_COLUMNS",
     "Completion",
     "Group",
     "Prompt",
@@ -190,6 +191,10 @@ def groups_to_table(groups: Sequence[Group]) -> pa.Table:
     for name in groups[0].prompt.columns:
         arrays[name] = pa.array([group.prompt.columns[name] for group in groups])
     return pa.table(arrays)
+
+
+TRAJECTORY_COLUMNS = ("index", "completion", "tokens", "oldest_version", "newest_version", "outcome", "reason", "step", "trained_at_version", "staleness")
+"""Columns that `asyncrl.open_run(…).trajectories()` adds."""
 
 
 def table_to_ipc(table: pa.Table) -> pa.Buffer:

@@ -7,13 +7,17 @@ No Ray, no Serve, no published weights: only the files in `hf/`. Exit code 1 if 
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from asyncrl.config import Config
-from asyncrl.data.prompts import read_prompts
+from asyncrl.data.prompts import load_tokenizer, read_prompts
 from asyncrl.generation.engine import engine_environment
+from asyncrl.generation.stops import load_stop_set
+from asyncrl.plan import model_context
 from asyncrl.reading import RunNotFound, open_run
 from asyncrl.rewards.contract import call_reward
 from asyncrl.types import Prompt
@@ -30,22 +34,40 @@ def main(directory: str) -> int:
     if not (run.directory / "hf").exists() or not evaluations or config.eval.data is None:
         raise RunNotFound(f"{directory!r} is not a finished run with an evaluation; give the directory of one, such as runs/quickstart")
     prompts = read_prompts(config.eval.data, config, config.eval.max_prompts)
-    fresh, recorded = accuracy(config, prompts, greedy_answers(config, run.directory / "hf", prompts)), evaluations[-1]["eval/greedy_accuracy"]
+    with output_in_file(run.directory / "logs" / "evaluate.log"):
+        answers = greedy_answers(config, run.directory / "hf", prompts)
+    fresh, recorded = accuracy(config, prompts, answers), evaluations[-1]["eval/greedy_accuracy"]
     print(f"held-out greedy accuracy on {len(prompts)} prompts: {fresh:.2%} in a fresh vLLM engine from {run.directory / 'hf'}, {recorded:.2%} in the run")
     return int(abs(fresh - recorded) > ALLOWED_DIFFERENCE)
+
+
+@contextmanager
+def output_in_file(path: Path) -> Iterator[None]:
+    """What this process and its children write goes to the file."""
+    sys.stdout.flush()
+    kept = os.dup(1), os.dup(2)
+    with path.open("w") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        try:
+            yield
+        finally:
+            for number, before in zip((1, 2), kept, strict=True):
+                os.dup2(before, number)
 
 
 def greedy_answers(config: Config, model: Path, prompts: list[Prompt]) -> list[tuple[str, list[int]]]:
     """Text and token ids of one greedy completion per prompt."""
     os.environ.update(engine_environment(config.generator.device))
-    os.environ.update(VLLM_LOGGING_LEVEL="WARNING")
     from vllm import LLM, SamplingParams
 
-    context = config.longest_request + 1
+    context = min(config.longest_request + 1, model_context(config))
+    stops = load_stop_set(str(model), load_tokenizer(str(model)), config.rollout.rollout_stop, config.rollout.rollout_stop_token_ids)
     cache = {"kv_cache_memory_bytes": config.generator.kv_cache_memory_bytes} if config.generator.device == "cpu" else {}
     engine = LLM(str(model), dtype=config.model.dtype, max_model_len=context, max_num_seqs=config.generator.max_num_seqs, enforce_eager=True, **cache)
-    sampling = SamplingParams(temperature=0.0, max_tokens=config.rollout.max_completion_length, stop_token_ids=config.rollout.rollout_stop_token_ids)
+    sampling = SamplingParams(temperature=0.0, max_tokens=config.rollout.max_completion_length, stop_token_ids=list(stops))
     outputs = engine.generate([{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts], sampling, use_tqdm=False)
+    engine.llm_engine.engine_core.shutdown()
     return [(output.outputs[0].text, list(output.outputs[0].token_ids)) for output in outputs]
 
 

@@ -5,6 +5,7 @@
 Everything it does beyond `asyncrl train jobs/quickstart.yaml` is to make the inputs, to choose a free run name, and to print the measurements.
 """
 
+import os
 import statistics
 import subprocess
 import sys
@@ -17,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from asyncrl.config import Config, ConfigError, load_config
 from asyncrl.observe.memory import MemoryPeak, MemorySampler
 from asyncrl.reading import open_run
-from asyncrl.run import Summary, train
+from asyncrl.run import Summary, command_name, train
 
 CONFIG = ROOT / "jobs" / "quickstart.yaml"
 GIB = 1 << 30
@@ -28,7 +29,7 @@ def main(overrides: list[str]) -> int:
     try:
         config = _free_name(load_config(CONFIG, overrides))
         make_inputs(config)
-        command = ["asyncrl", "train", str(CONFIG.relative_to(ROOT)), *overrides]
+        command = [command_name(), "train", os.path.relpath(CONFIG), *overrides]
         with MemorySampler() as memory:
             return train(config, command, after=lambda _, summary: print_measurements(summary, memory.peak))
     except ConfigError as error:
@@ -72,7 +73,8 @@ def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
     print(f"  memory, peak         {memory.total / GIB:.1f} GiB in {memory.processes} processes, shared memory {memory.shared / GIB:.2f} GiB of it")
     for name, size in list(memory.by_name.items())[:8]:
         print(f"    {name:<34}{size / GIB:6.2f} GiB")
-    print(f"  staleness            mean {statistics.mean(late):.2f} after step 3, max {max(fate['staleness'] for fate in trained)}")
+    mean = f"mean {statistics.mean(late):.2f} after step 3, " if late else ""
+    print(f"  staleness            {mean}max {max(fate['staleness'] for fate in trained)}")
     print(
         f"  update pause         median {statistics.median(pushes):.3f} s, p95 {pushes[int(0.95 * (len(pushes) - 1))]:.3f} s, max {pushes[-1]:.3f} s "
         f"over {len(pushes)} updates; of an empty update {startup.pop('pause_empty_s'):.3f} s"

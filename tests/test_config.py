@@ -58,7 +58,7 @@ def test_command_line_wins_over_yaml(tmp_path):
         ({"name": ".hidden"}, "name = '.hidden'"),
         ({"rollout.temprature": 1}, "rollout.temprature is unknown; did you mean rollout.temperature"),
         ({"rollout.rollout_max_response_len": 5}, "here it is rollout.max_completion_length"),
-        ({"learner.context_parallel_size": 2}, "here it is learner.sequence_parallel_size"),
+        ({"learner.context_parallel_size": 2}, "learner.context_parallel_size is not implemented"),
         ({"generator.sglang_mem_fraction_static": 0.8}, "here it is generator.gpu_memory_utilization"),
         ({"use_dynamic_batch_size": True}, "dynamic batching is always on"),
         ({"learner.temperature": 1}, "did you mean rollout.temperature"),

@@ -33,7 +33,7 @@ def write(tmp_path, tiny_model):
             at = tree
             for parent in parents:
                 at = at.setdefault(parent, {})
-            at[leaf] = value
+            at[leaf] = value.replace("HERE", str(tmp_path)) if isinstance(value, str) else value
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump(tree))
         return path
@@ -64,6 +64,13 @@ def test_two_ranks_and_two_replicas_fit_two_cpus(write):
         ({"rollout.rollout_stop": ["12"]}, None, "rollout.rollout_stop '12' is 2 tokens"),
         ({"name": "../up"}, None, "name = '../up'"),
         ({"rollout.num_steps_per_rollout": 3}, None, "does not divide"),
+        ({"warm_start.data": "nowhere.parquet"}, None, "needs eval.data"),
+        ({"warm_start.data": "nowhere.parquet", "eval.data": "HERE/train.parquet"}, None, "warm_start.data = '/.*nowhere.parquet': no such file"),
+        (
+            {"warm_start.data": "HERE/train.parquet", "eval.data": "HERE/train.parquet", "warm_start.target_column": "reply"},
+            None,
+            "warm_start.target_column = 'reply' is not a column of warm_start.data",
+        ),
         ({"reward.functions": {"mine": {"function": "nowhere_to_be_found:score"}}}, None, "reward.functions.mine.function: .*'nowhere_to_be_found'"),
     ],
 )

@@ -98,8 +98,7 @@ class Progress:
     trained_tokens: int = 0
     learner_waited_s: float = 0.0
     generators_waited_s: float = 0.0
-    outstanding: int = 0
-    ready: int = 0
+    example: tuple[str, str] = ("", "")
     ended: dict[str, int] = field(default_factory=dict)
 
 
@@ -142,6 +141,7 @@ class Coordinator:
             for task in loops.values():
                 task.cancel()
             await asyncio.gather(*loops.values(), return_exceptions=True)
+            self._fates += [Fate(self.attempt, ordinal, "waiting", "the run ended first", self.progress.attempted) for ordinal in self.buffer.groups]
             self._flush_fates()
         self.progress.phase = "done"
         return self.progress
@@ -169,7 +169,8 @@ class Coordinator:
             finished = await self.parts.rollouts.rollout(prompt, self.progress.committed)
         except RolloutFailed as error:
             async with self._changing():
-                self._end(prompt.ordinal, "failed", str(error))
+                if prompt.ordinal in self.buffer:  # a lost group's first copy may have been scored after all
+                    self._end(prompt.ordinal, "failed", str(error))
             return
         async with self._changing():
             self.progress.generated_tokens += finished.tokens
@@ -263,6 +264,7 @@ class Coordinator:
             progress.trained_tokens += tokens
         rewards = [reward for scored in batch for reward in scored.rewards]
         progress.reward = sum(rewards) / len(rewards)
+        progress.example = batch[0].example
         progress.staleness_mean, progress.staleness_max = sum(staleness) / len(staleness), max(staleness)
         waited = progress.generators_waited_s - self._generators_waited_before
         self._generators_waited_before = progress.generators_waited_s
@@ -280,8 +282,9 @@ class Coordinator:
             "control/outstanding": len(self.buffer),
             "control/ready": self.buffer.ready,
         }
-        for name in batch[0].reward_parts:
-            metrics[f"reward/{name}"] = sum(scored.reward_parts[name] for scored in batch) / len(batch)
+        for name in dict.fromkeys(name for scored in batch for name in scored.reward_parts):
+            known = [scored.reward_parts[name] for scored in batch if name in scored.reward_parts]
+            metrics[f"reward/{name}"] = sum(known) / len(known)
         self.parts.recorder.record("step", progress.attempted, progress.version, metrics)
 
     async def _gather(self) -> None:
@@ -420,7 +423,6 @@ class Coordinator:
             self._changed()
 
     def _changed(self) -> None:
-        self.progress.outstanding, self.progress.ready = len(self.buffer), self.buffer.ready
         self._condition.notify_all()
 
 

@@ -23,12 +23,13 @@ FATES = pa.schema(
         ("staleness", pa.int32()),
     ]
 )
-OUTCOMES = ("trained", "skipped", "filtered", "dropped", "failed")
+OUTCOMES = ("trained", "skipped", "filtered", "dropped", "failed", "waiting")
+"""`waiting`: admitted and without another outcome when the attempt ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """The outcome of one admitted group. Version and staleness only if it was trained."""
+    """The outcome of one admitted group in one attempt. Version and staleness only if it was trained."""
 
     attempt: int
     ordinal: int

@@ -62,6 +62,8 @@ class Scored:
     """Trajectories that ended at max_completion_length."""
     failure: str | None = None
     """Why scoring gave the group up (policy drop_group), or None."""
+    example: tuple[str, str] = ("", "")
+    """Its prompt and one completion, cut short: for a person to see what the model writes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import time
 import zlib
@@ -170,21 +169,15 @@ class LearnerRank:
         checkpoint.save_rank(self.engine, directory, self.rank, self._counters())
 
     def load(self, directory: Path) -> None:
-        """Go on from `save(directory)`.
+        """Go on from `save(directory)`. The learning rate and its schedule stay as they are now: a resume may change them.
 
         Raises:
             ValueError: it cannot be read, or was written by another number of ranks.
         """
-        counters = checkpoint.load_rank(self.engine, directory, self.rank, self.config.learner.world_size)
-        self.learning_rate, self.warmup_steps, self.applied = counters["learning_rate"], int(counters["warmup_steps"]), int(counters["applied"])
+        self.applied = int(checkpoint.load_rank(self.engine, directory, self.rank, self.config.learner.world_size)["applied"])
 
     def _counters(self) -> dict[str, float]:
-        return {
-            "world_size": self.config.learner.world_size,
-            "learning_rate": self.learning_rate,
-            "warmup_steps": self.warmup_steps,
-            "applied": self.applied,
-        }
+        return {"world_size": self.config.learner.world_size, "applied": self.applied}
 
     def export_hf(self, directory: Path, tokenizer_source: str) -> None:
         """Write a Hugging Face directory, gathered bucket by bucket onto rank 0."""
@@ -214,10 +207,6 @@ class LearnerRank:
     def shards(self) -> dict[str, tuple[int, int]]:
         """Parameter → (elements that this rank owns, elements in all)."""
         return {name: (int(p.ds_tensor.numel()), int(p.ds_numel)) for name, p in self.parameters.items()}
-
-    def peak_memory(self) -> int:
-        """Peak resident memory of this process, in bytes."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _fetch(refs: Sequence[Any]) -> list[pa.Table]:

@@ -2,13 +2,14 @@
 
 PSS (proportional set size, `/proc/PID/smaps_rollup`) shares a page's bytes among the processes that map it, so the sum
 counts shared libraries once. Ray's object store is mapped by many processes that come and go: its pages are left out of
-PSS (they are `Pss_Shmem`) and taken from the store's own file instead.
+PSS (they are `Pss_Shmem`) and taken from what /dev/shm holds instead. Its file has no name there: only the file system's total tells.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 import time
 from collections import defaultdict
@@ -21,9 +22,6 @@ import psutil
 
 __all__ = ["MemoryPeak", "MemorySampler", "descendants", "process_name", "pss_bytes", "shared_memory_bytes"]
 
-MAX_SHARE_OF_A_CORE = 0.02
-"""The sampler waits longer between samples rather than take more than this share of one core."""
-
 
 @dataclass(slots=True)
 class MemoryPeak:
@@ -31,7 +29,7 @@ class MemoryPeak:
 
     total: int = 0
     shared: int = 0
-    """Bytes of shared memory under /dev/shm: the object store and staged weights."""
+    """Bytes by which /dev/shm has grown: the object store and staged weights, and whatever others put there meanwhile."""
     by_name: dict[str, int] = field(default_factory=dict)
     processes: int = 0
     samples: int = 0
@@ -51,7 +49,7 @@ class MemorySampler:
         self._root = psutil.Process(root or os.getpid())
         self._known: dict[int, psutil.Process] = {}
         self._names: dict[int, str] = {}
-        self._shared_before = _shared_files()
+        self._shared_before = shared_memory_bytes()
         self._peak = MemoryPeak()
         self._now = 0
         self._lock = threading.Lock()
@@ -91,7 +89,7 @@ class MemorySampler:
         processes = self._processes()
         for process in processes:
             by_name[self._name(process)] += pss_bytes(process.pid)
-        shared = shared_memory_bytes(exclude=self._shared_before)
+        shared = max(0, shared_memory_bytes() - self._shared_before)
         total = sum(by_name.values()) + shared
         with self._lock:
             self._now = total
@@ -102,12 +100,9 @@ class MemorySampler:
         return total
 
     def _run(self) -> None:
-        wait = 0.0
-        while not self._stop.wait(wait):
-            began = time.thread_time()
+        self.sample()
+        while not self._stop.wait(self._interval_s):
             self.sample()
-            spent = time.thread_time() - began
-            wait = max(self._interval_s, spent / MAX_SHARE_OF_A_CORE)
 
     def _processes(self) -> list[psutil.Process]:
         for process in descendants(self._root):
@@ -148,6 +143,8 @@ def process_name(process: psutil.Process) -> str:
         return re.split(r"[ .(]", first)[0]  # ray::Actor.method(): the actor
     first = first or plain
     if first.rsplit("/", 1)[-1].startswith("python"):
+        if "-c" in words:
+            return "python (multiprocessing)" if "multiprocessing" in words[words.index("-c") + 1] else "python -c"
         modules = [word for word in words[1:] if word.endswith(".py") or not word.startswith("-")]
         return f"python {Path(modules[0]).name}" if modules else "python"
     return first.rsplit("/", 1)[-1]
@@ -163,19 +160,6 @@ def pss_bytes(pid: int) -> int:
     return 1024 * (sizes.get("Pss:", 0) - sizes.get("Pss_Shmem:", 0))
 
 
-def shared_memory_bytes(exclude: Iterable[str] = ()) -> int:
-    """Bytes that files under /dev/shm really occupy (a sparse file's holes do not count)."""
-    left_out = set(exclude)
-    return sum(size for name, size in _shared_files().items() if name not in left_out)
-
-
-def _shared_files() -> dict[str, int]:
-    sizes = {}
-    for directory, _, names in os.walk("/dev/shm"):
-        for name in names:
-            path = os.path.join(directory, name)
-            try:
-                sizes[path] = os.lstat(path).st_blocks * 512
-            except OSError:
-                continue
-    return sizes
+def shared_memory_bytes() -> int:
+    """Bytes that /dev/shm really holds, files without a name included (a sparse file's holes do not count)."""
+    return shutil.disk_usage("/dev/shm").used

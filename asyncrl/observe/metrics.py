@@ -21,8 +21,8 @@ SCHEMA = 1
 
 METRICS_FILE = "metrics.jsonl"
 
-RESERVED = ("schema", "event", "step", "version", "time")
-"""Fields that every record has: layout, kind of record, steps applied, policy version, Unix seconds."""
+RESERVED = ("schema", "event", "attempt", "step", "version", "time")
+"""Fields that every record has: layout, kind of record, attempt, steps attempted (in a warm start, supervised ones), policy version, Unix seconds."""
 
 
 class MetricsWriter:
@@ -32,10 +32,11 @@ class MetricsWriter:
     Numbers that JSON does not know (NaN, Inf) are written as null. A new attempt appends to the same file.
     """
 
-    def __init__(self, directory: Path, tensorboard: bool = True) -> None:
+    def __init__(self, directory: Path, attempt: int = 0, tensorboard: bool = True) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / METRICS_FILE
         _end_last_line(path)
+        self._attempt = attempt
         self._file = path.open("a", encoding="utf-8")
         self._board = _Board(directory / "tensorboard") if tensorboard else None
 
@@ -49,7 +50,7 @@ class MetricsWriter:
         if taken:
             raise ValueError(f"metrics named {taken} would hide the record's own fields; rename them")
         now = time.time()
-        record = {"schema": SCHEMA, "event": event, "step": step, "version": version, "time": now, **_plain(values)}
+        record = {"schema": SCHEMA, "event": event, "attempt": self._attempt, "step": step, "version": version, "time": now, **_plain(values)}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         if self._board is not None:

@@ -43,13 +43,12 @@ class Progress:
     learner_waited_s: float | None = None
     """Seconds so far in which the learner had no batch to train."""
     generators_waited_s: float | None = None
-    """Seconds so far in which no new group could be admitted because the learner was behind."""
+    """Seconds so far in which no group was being generated."""
     elapsed_s: float = 0.0
     left_s: float | None = None
-    memory_bytes: int | None = None
     prompt: str = ""
     completion: str = ""
-    """One prompt and completion of the last batch."""
+    """One prompt and completion of the newest scored groups."""
     notes: tuple[str, ...] = field(default=())
     """Short lines about things out of the ordinary, newest last."""
 
@@ -178,7 +177,6 @@ def _rows(progress: Progress) -> dict[str, str]:
         "generated": _number(progress.generated_tokens_per_s, ",.0f", " tok/s"),
         "trained": _number(progress.trained_tokens_per_s, ",.0f", " tok/s"),
         "waited": _waited(progress),
-        "memory": None if progress.memory_bytes is None else f"{progress.memory_bytes / 2**30:.1f} GiB",
         "elapsed": duration(progress.elapsed_s),
         "left": None if progress.left_s is None else duration(progress.left_s),
         "prompt": f"{printable(progress.prompt, 60)} → {printable(progress.completion, 60)}" if progress.prompt else None,

@@ -64,21 +64,11 @@ class RewardPool:
         self._processes = self._threads.submit(self._start).result()
 
     def _start(self) -> ProcessPool:
-        """A pool that has answered.
-
-        Raises:
-            RewardError: no answer in time.
-        """
         functions = [reward.function for reward in self._config.functions.values()]
         # Not fork: this process has threads. A spawned child imports the main module anew, as everywhere in multiprocessing.
         context = multiprocessing.get_context("spawn")
         pool = ProcessPool(self._config.processes, initializer=_start_process, initargs=(functions,), context=context)
-        try:
-            pool.schedule(_nothing).result(START_TIMEOUT_S)
-        except TimeoutError:
-            pool.stop()  # type: ignore[no-untyped-call]
-            pool.join()
-            raise RewardError(f"reward processes did not start: no answer in {START_TIMEOUT_S:g} s; does importing a reward function hang?") from None
+        pool.schedule(_nothing)  # the first task starts the processes, from this thread
         return pool
 
     def __enter__(self) -> RewardPool:
@@ -88,9 +78,17 @@ class RewardPool:
         self.close()
 
     async def check(self) -> None:
-        """Wait until a reward process has imported every function. Raises RewardError if one cannot be."""
+        """Wait until a reward process has imported every function.
+
+        Raises:
+            RewardError: one cannot be imported, or that takes longer than START_TIMEOUT_S.
+        """
         functions = [reward.function for reward in self._config.functions.values()]
-        await asyncio.wrap_future(self._processes.schedule(_import_all, args=(functions,)))
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await asyncio.wrap_future(self._processes.schedule(_import_all, args=(functions,)))
+        except TimeoutError:
+            raise RewardError(f"reward processes gave no answer in {START_TIMEOUT_S:g} s; does importing one of {functions} hang?") from None
 
     def submit(
         self, prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Any]

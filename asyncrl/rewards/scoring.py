@@ -35,6 +35,7 @@ __all__ = ["RayScores", "scored_summary"]
 STREAM_BYTES = 256 << 20
 """Object store that scored groups may take before the stream is held back."""
 MOST_IN_FLUSH = 256
+EXAMPLE_LENGTH = 80
 FLUSH_LINGER_S = 0.1
 """Seconds from the first row of a flush to the flush: each costs a file, an object and an acknowledgement, however many rows it has."""
 
@@ -78,6 +79,10 @@ class RayScores:
             await self._rollouts.ack([ordinal for ordinal, _ in items])
             if scored := [group for _, group in items if group is not None]:
                 return scored
+
+    def fail(self, error: BaseException) -> None:
+        """Let `next` raise this: a group that it waits for will never come."""
+        self._safe.put_nowait(error)
 
     async def close(self) -> None:
         """Close the workers' outboxes, which ends the execution; kill what rewards are still doing; merge the small files."""
@@ -136,7 +141,7 @@ class RayScores:
         scored: dict[int, Scored] = {}
         if new:
             files.write(list(new.values()))
-            table = ray.put(table_to_ipc(pa.concat_tables(new.values())))
+            table = ray.put(table_to_ipc(pa.concat_tables(new.values(), promote_options="permissive")))
             names = list(self._config.reward.functions)
             scored = {ordinal: scored_summary(row, (table, place), names) for place, (ordinal, row) in enumerate(new.items())}
         self._hand_over([(ordinal, scored.pop(ordinal, None)) for ordinal in ordinals])
@@ -172,7 +177,7 @@ def _whatever_waits(arrived: queue.Queue[pa.Table | BaseException | None]) -> tu
 
 def scored_summary(row: pa.Table, reference: Any, parts: Sequence[str]) -> Scored:
     """What control needs to know of a scored group's one-row table."""
-    columns = ["ordinal", "versions", "completion_ids", "finish_reason", "status", "reward", "reward_parts", "failure"]
+    columns = ["ordinal", "prompt_text", "completion_text", "versions", "completion_ids", "finish_reason", "status", "reward", "reward_parts", "failure"]
     group = row.select(columns).to_pylist()[0]
     usable = [index for index, status in enumerate(group["status"]) if status == "ok"]
     return Scored(
@@ -185,6 +190,7 @@ def scored_summary(row: pa.Table, reference: Any, parts: Sequence[str]) -> Score
         usable=len(usable),
         truncated=sum(reason == "length" for reason in group["finish_reason"]),
         failure=group["failure"],
+        example=(group["prompt_text"][:EXAMPLE_LENGTH], group["completion_text"][0][:EXAMPLE_LENGTH]),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,8 @@ class RayRollouts:
         self._states = [_Worker(actor) for actor in actors]
         self._held: dict[int, _Held] = {}
         self._committed = 0
-        self._closed = False
-        self._broken: BaseException | None = None
+        self.when_lost: Callable[[BaseException], None] = lambda error: None
+        """Called when a finished group was lost with its worker and could not be made again."""
         self._again: set[asyncio.Task[None]] = set()
         self._watchers = [asyncio.create_task(self._watch(index)) for index in range(len(self._states))]
 
@@ -71,8 +71,6 @@ class RayRollouts:
 
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
         """Generate the group of one prompt; return when it waits for scoring. Raises RolloutFailed."""
-        if self._broken is not None:
-            raise RuntimeError(f"a lost group could not be made again: {self._broken}") from self._broken
         self.committed(committed)
         held = self._held[prompt.ordinal] = _Held(prompt, -1)
         try:
@@ -103,7 +101,6 @@ class RayRollouts:
 
     async def close(self) -> None:
         """End the workers. A scoring reader that leases from them ends as well."""
-        self._closed = True
         tasks = [*self._watchers, *self._again]
         for task in tasks:
             task.cancel()
@@ -159,20 +156,15 @@ class RayRollouts:
     def _made_again(self, task: asyncio.Task[None]) -> None:
         self._again.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._broken = task.exception()
+            self.when_lost(RuntimeError(f"a group was lost with its rollout worker and could not be made again: {task.exception()}"))
 
     async def _make_again(self, held: _Held) -> None:
-        """Generate a lost finished group until it is there; stop if its scored row turns up after all."""
+        """Generate a lost finished group again, by its deadline. Its scored row may turn up after all: then nobody needs this copy."""
         ordinal = held.prompt.ordinal
-        while self._held.get(ordinal) is held:
-            try:
-                await self._until_deadline(held)
-            except RolloutFailed:
-                continue
-            held.finished = True
-            if self._held.get(ordinal) is not held:
-                self._states[held.worker].actor.ack.remote([ordinal])
-            return
+        await self._until_deadline(held)
+        held.finished = True
+        if self._held.get(ordinal) is not held:
+            self._states[held.worker].actor.ack.remote([ordinal])
 
 
 def _message(error: RolloutFailed) -> str:

@@ -17,7 +17,7 @@ ROUND_S = 15.0
 """Seconds of one broadcast before the replicas are asked where they are."""
 
 STATUS_S = 10.0
-"""Seconds a replica gets to say where it is. One that does not answer is not counted among the live."""
+"""Seconds the replicas get to say where they are. If one does not answer, what was known before stands."""
 
 BETWEEN_ROUNDS_S = 0.2
 """Seconds between two rounds."""
@@ -50,8 +50,9 @@ class ServeWeightSync:
                 if isinstance(error, ManifestError):
                     raise RuntimeError(f"version {manifest.version} was refused: {error}") from error
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            acknowledged, behind = await self._survey(manifest, min(STATUS_S, max(deadline - time.monotonic(), 1.0)))
-            if acknowledged and not behind:
+            survey = await self._survey(manifest, min(STATUS_S, max(deadline - time.monotonic(), 1.0)))
+            acknowledged, behind = survey or (acknowledged, behind)
+            if survey and acknowledged and not behind:
                 break
             await asyncio.sleep(BETWEEN_ROUNDS_S)
         if not acknowledged:
@@ -66,12 +67,12 @@ class ServeWeightSync:
             return [error]
         return [answer for answer in answers if isinstance(answer, BaseException)]
 
-    async def _survey(self, manifest: Manifest, timeout_s: float) -> tuple[dict[str, dict[str, float]], tuple[str, ...]]:
-        """Live replicas at (or above) the version with their timings, and the ids of those below it."""
+    async def _survey(self, manifest: Manifest, timeout_s: float) -> tuple[dict[str, dict[str, float]], tuple[str, ...]] | None:
+        """Live replicas at (or above) the version with their timings, and the ids of those below it; None if one of them does not answer."""
         try:
             answers = await self._handle.broadcast("status").results_async(timeout_s=timeout_s, return_exceptions=True)
         except (TimeoutError, ray.exceptions.RayError):
-            return {}, ()
+            return None
         live = [answer for answer in answers if not isinstance(answer, BaseException)]
         at = {answer["replica"]: answer["applied"] for answer in live if _has(answer["weights"], manifest)}
         return at, tuple(answer["replica"] for answer in live if answer["replica"] not in at)

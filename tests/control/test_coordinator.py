@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -94,6 +95,37 @@ def test_failed_dropped_and_skipped_groups_give_their_slots_back():
     assert progress.ended["failed"] > 0 and progress.ended["dropped"] > 0
     ordinals = [fate.ordinal for fate in coordinator.parts.recorder.all_fates]
     assert len(ordinals) == len(set(ordinals)) == sum(progress.ended.values())
+    assert sorted(ordinals) == sorted(coordinator.parts.rollouts.admitted)
+
+
+def test_groups_open_when_the_run_is_interrupted_are_waiting():
+    coordinator = make(steps=1000, rollouts=FakeRollouts(latency=lambda ordinal: 0.001 * (ordinal % 5)))
+
+    async def interrupted():
+        running = asyncio.create_task(coordinator.run())
+        while coordinator.progress.version < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(interrupted())
+    fates = coordinator.parts.recorder.all_fates
+    assert sorted(fate.ordinal for fate in fates) == sorted(coordinator.parts.rollouts.admitted)
+    assert {fate.outcome for fate in fates} == {"trained", "waiting"}
+    # Theirs is no outcome to resume from: they are made again.
+    assert coordinator.state().frontier == min(fate.ordinal for fate in fates if fate.outcome == "waiting")
+
+
+def test_a_reward_that_some_groups_do_not_have_is_averaged_over_the_others():
+    class Scores(FakeScores):
+        async def next(self):
+            groups = await super().next()
+            return [replace(group, reward_parts={"even": float(group.ordinal)} if group.ordinal % 2 == 0 else {}) for group in groups]
+
+    coordinator = make(steps=1, max_staleness=0, scores=Scores)
+    run(coordinator)
+    [metrics] = [metrics for kind, _, _, metrics in coordinator.parts.recorder.records if kind == "step"]
+    assert metrics["reward/even"] == 1.0
 
 
 def test_skipped_steps_in_a_row_end_the_run():

@@ -1,4 +1,5 @@
 import asyncio
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -59,6 +60,25 @@ def test_prompts_that_cannot_be_used(prompt_config, rows, data, message):
     with pytest.raises(ConfigError, match=message) as raised:
         check_prompts(config)
     assert "\n" not in str(raised.value)
+
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "apply"),
+    [([{"prompt": "1+2="}], True), ([{"prompt": [{"role": "user", "content": "1+2="}]}], False)],
+    ids=["strings when asked", "messages always"],
+)
+def test_chat_templates_are_rendered(prompt_config, tiny_model, tmp_path, rows, apply):
+    model = shutil.copytree(tiny_model, tmp_path / "chat")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    config = prompt_config(rows, apply_chat_template=apply, max_prompt_length=64)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+    report = check_prompts(config)
+    assert report.first_text == "<bos>user: 1+2=\nassistant: "
+    # One BOS, the template's own; one token per character after it.
+    assert report.first_ids[0] == 1 and report.first_ids.count(1) == 1 and len(report.first_ids) == 1 + len("user: 1+2=\nassistant: ")
 
 
 def test_a_file_that_is_neither_parquet_nor_jsonl(prompt_config, tmp_path):

@@ -18,7 +18,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "jobs"))
 
-EXACT_MATCH = "asyncrl.rewards.builtin:exact_match"
+DIGITS = "rewards_for_runs:digits"
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +33,7 @@ def task(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str
         "model": {"path": str(tiny_model)},
         "data": {"train": str(directory / "train.parquet"), "max_prompt_length": 12},
         "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "max_completion_length": 6},
-        "reward": {"functions": {"exact": {"function": EXACT_MATCH}}, "processes": 1},
+        "reward": {"functions": {"digits": {"function": DIGITS}}, "processes": 1},
         "generator": {"max_num_seqs": 64, "kv_cache_memory_bytes": 64 << 20},
         "learner": {"learning_rate": 1e-3},
         "eval": {"data": str(directory / "held_out.parquet"), "max_prompts": 16},

@@ -1,4 +1,4 @@
-"""Rewards for whole runs: three that break their contract, and one that takes its time."""
+"""Rewards for whole runs: three that break their contract, one that can be learnt, and one that takes its time."""
 
 import time
 
@@ -13,6 +13,11 @@ def hangs(prompts, completions, completion_ids, **columns):
 
 def too_few(prompts, completions, completion_ids, **columns):
     return [0.0]
+
+
+def digits(prompts, completions, completion_ids, **columns):
+    """Share of digits among at most six tokens: a model of random weights earns some of it, and learns it in a few steps."""
+    return [sum(character.isdigit() for character in completion) / 6 for completion in completions]
 
 
 def unhurried(prompts, completions, completion_ids, **columns):

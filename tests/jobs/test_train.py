@@ -34,8 +34,9 @@ def execute_notebook(directory, folder, monkeypatch):
 def test_a_run_end_to_end_and_the_notebook_beside_it(start_run, shared_memory, tmp_path, monkeypatch):
     before, directory = shared_memory(), tmp_path / "runs" / "run"
     unhurried = {"function": "rewards_for_runs:unhurried", "weight": 0.0}  # so that the notebook finds the run alive
-    run = start_run({"max_steps": 120, "checkpoint.every_steps": 60, "reward.functions.unhurried": unhurried, "eval.accuracy": "exact"})
+    run = start_run({"max_steps": 120, "checkpoint.every_steps": 60, "reward.functions.unhurried": unhurried, "eval.accuracy": "digits"})
     run.until(lambda: len(events(directory, "commit")) >= 3)
+    assert not any("ProxyActor" in " ".join(process.cmdline()) for process in run.descendants())  # its generator opens no HTTP port
     live = execute_notebook(directory, tmp_path, monkeypatch)
     versions = [int(word) for word in live.split("committed version ")[2].split(",")[0].split(" -> ")]
     assert versions[0] < versions[1], live
@@ -49,7 +50,10 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(start_run, shared_memory, t
     assert len(trained) == 120 * 4 and len({fate["ordinal"] for fate in trained}) == len(trained)
     trajectories = finished.trajectories().to_pylist()
     assert max(row["trained_at_version"] - row["oldest_version"] for row in trajectories if row["outcome"] == "trained") <= 2
-    assert sum(fate["staleness"] for fate in trained if fate["trained_at_version"] >= 3) / len(trained) > 0.5
+    late = [fate["staleness"] for fate in trained if fate["trained_at_version"] >= 3]
+    assert sum(late) / len(late) >= 0.5  # the unhurried reward lets the learner wait; the demo's bar is 1
+    rewards = [record["reward/mean"] for record in finished.records("step")]
+    assert sum(rewards[-20:]) > 1.5 * sum(rewards[:20])
     assert max(record["check/logprob_max_diff"] for record in finished.records("logprob_check")) <= 1e-4
     assert len(finished.records("logprob_check")) > 3
     assert [record["version"] for record in finished.records("evaluation")] == [0, 120]
@@ -61,7 +65,8 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(start_run, shared_memory, t
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    AutoModelForCausalLM.from_pretrained(directory / "hf")
+    before_and_after = [AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (finished.config.model.path, directory / "hf")]
+    assert all((before_and_after[0][name] != parameter).any() for name, parameter in before_and_after[1].items())
     AutoTokenizer.from_pretrained(directory / "hf")
 
 
@@ -73,7 +78,7 @@ def test_resume_after_sigkill_and_a_replica_killed_in_mid_run(start_run, tmp_pat
     first.until(lambda: len(events(directory, "checkpoint")) >= 2)
     first.stop(signal.SIGKILL)
     first.wait()
-    assert first.gone(60) == []
+    assert first.gone(180) == []  # Ray's agents wait a minute for the head node before they give up
     committed = max(int(path.name.removeprefix("step_")) for path in (directory / "checkpoints").glob("step_*") if (path / "COMMITTED").exists())
 
     second = start_run({"max_steps": committed + 100}, "--resume", "must")
@@ -93,7 +98,7 @@ def test_resume_after_sigkill_and_a_replica_killed_in_mid_run(start_run, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("phase", "number"), [("engine loading", signal.SIGTERM), ("engine loading", signal.SIGINT), ("generating", signal.SIGINT)])
+@pytest.mark.parametrize(("phase", "number"), [(phase, number) for phase in ("engine loading", "generating") for number in (signal.SIGTERM, signal.SIGINT)])
 def test_a_signal_stops_the_run_cleanly(start_run, shared_memory, tmp_path, phase, number):
     before, directory = shared_memory(), tmp_path / "runs" / "run"
     run = start_run({"max_steps": 10_000})
@@ -124,7 +129,7 @@ def test_a_bad_reward_ends_the_run_with_its_name(start_run, function, message):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_ranks_and_two_replicas_on_two_cores(start_run, tmp_path, engine_starts):
-    run = start_run({"learner.world_size": 2, "generator.num_replicas": 2, "max_steps": 10})
+    run = start_run({"learner.world_size": 2, "generator.num_replicas": 2, "max_steps": 30})
     assert run.wait(800) == 0, run.output
     directory = tmp_path / "runs" / "run"
     assert len({record["replica"] for record in asyncrl.open_run(directory).records("push")}) == 2
@@ -133,6 +138,7 @@ def test_two_ranks_and_two_replicas_on_two_cores(start_run, tmp_path, engine_sta
     engine_starts.append("evaluate.py")
     evaluated = subprocess.run([sys.executable, ROOT / "jobs" / "evaluate.py", directory], capture_output=True, text=True)
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
+    assert float(asyncrl.open_run(directory).records("evaluation")[-1]["eval/greedy_accuracy"]) > 0.05
     assert re.search(r"on 16 prompts: (\d+\.\d+%) in a fresh vLLM engine from .*, \1 in the run", evaluated.stdout)
 
 

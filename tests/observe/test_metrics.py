@@ -17,7 +17,7 @@ def test_a_record_has_the_stable_fields_and_plain_numbers(tmp_path: Path) -> Non
         writer.write("step", 3, 2, {"reward/mean": np.float32(0.5), "loss": float("nan"), "tokens": np.int64(7), "worst": float("inf")})
     (record,) = read_metrics(tmp_path)
     assert record.pop("time") > 0
-    assert record == {"schema": SCHEMA, "event": "step", "step": 3, "version": 2, "reward/mean": 0.5, "loss": None, "tokens": 7, "worst": None}
+    assert record == {"schema": SCHEMA, "event": "step", "attempt": 0, "step": 3, "version": 2, "reward/mean": 0.5, "loss": None, "tokens": 7, "worst": None}
 
 
 def test_a_metric_cannot_hide_a_records_own_field(tmp_path: Path) -> None:
