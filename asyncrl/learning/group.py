@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl.config import Config
 from asyncrl.control.protocols import Manifest, Scored, StepResult
 
-__all__ = ["LearnerError", "LearnerGroup", "PlacementError", "RankProcess"]
+__all__ = ["LearnerError", "LearnerGroup", "PlacementError", "RankProcess", "rank_environment"]
 
 
 class LearnerError(RuntimeError):
@@ -230,16 +230,20 @@ def resource_table(needed: dict[str, float]) -> str:
     return "\n".join(rows)
 
 
-def _start_actor(config: Config, placement: PlacementGroup, rank: int, run_id: str, attempt: int) -> Any:
-    learner = config.learner
-    environment = {
-        "DS_ACCELERATOR": learner.device,
-        "OMP_NUM_THREADS": str(learner.num_threads),
+def rank_environment(config: Config) -> dict[str, str]:
+    """Environment variables of a rank's process."""
+    return {
+        "DS_ACCELERATOR": config.learner.device,
+        "OMP_NUM_THREADS": str(config.learner.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
         # glibc gives large blocks back at once by default: every step would fault its activations in anew.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     }
+
+
+def _start_actor(config: Config, placement: PlacementGroup, rank: int, run_id: str, attempt: int) -> Any:
+    environment = rank_environment(config)
     strategy = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
     options = {"num_cpus": _bundle(config).get("CPU", 0.0), "num_gpus": _bundle(config).get("GPU", 0.0)}
     actor = ray.remote(RankProcess).options(**options, scheduling_strategy=strategy, runtime_env={"env_vars": environment}, max_restarts=0)
