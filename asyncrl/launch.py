@@ -24,7 +24,7 @@ from asyncrl.config import Config
 from asyncrl.control.checkpoint import State
 from asyncrl.data.prompts import PromptReport, RayPromptSource, load_tokenizer, read_prompts
 from asyncrl.directory import RunDirectory
-from asyncrl.generation.app import ServeGenerate, begin_generators, stop_generators, wait_for_generators
+from asyncrl.generation.app import ServeGenerate, begin_generators, end_generators, wait_for_generators
 from asyncrl.generation.settings import GeneratorApp, board_name
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.placement import needed, wait_for_room
@@ -173,7 +173,7 @@ async def launch(
 
 async def _begin_generators(config: Config, name: str, context: int, stack: AsyncExitStack) -> Any:
     app = GeneratorApp.from_config(config, board_name(name)).model_copy(update={"max_model_len": min(config.longest_request + 1, context)})
-    _closing(stack, "generators", functools.partial(asyncio.to_thread, stop_generators, name))
+    _closing(stack, "generators", functools.partial(end_generators, name))
     return await asyncio.to_thread(begin_generators, app, name)
 
 

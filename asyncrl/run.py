@@ -6,6 +6,7 @@ preflight → run directory → Ray → learner and generators (in parallel) →
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shlex
@@ -37,6 +38,8 @@ from asyncrl.weights.check import ProbeCheck
 __all__ = ["Summary", "command_name", "train"]
 
 SHOW_EVERY_S = 0.5
+THREADS_END_S = 10.0
+"""Seconds that calls under way in threads get to come back."""
 RATE_WINDOW_S = 10.0
 
 
@@ -120,6 +123,9 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
                 replace_directory(directory.path / ".hf", directory.path / "hf")
             recorder.close()
         finally:
+            # A thread that asks Ray after its end takes the process with it.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), THREADS_END_S)
             showing.cancel()
             live.phase("stopping")
             view.show(live.progress)

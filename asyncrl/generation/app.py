@@ -18,7 +18,7 @@ from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTi
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
 
-__all__ = ["ServeGenerate", "begin_generators", "build_app", "start_generators", "stop_generators", "wait_for_generators"]
+__all__ = ["ServeGenerate", "begin_generators", "build_app", "end_generators", "start_generators", "stop_generators", "wait_for_generators"]
 
 MAX_ONGOING_REQUESTS = 100_000
 """Requests that one replica accepts: vLLM queues them, and admission bounds them."""
@@ -86,7 +86,14 @@ def start_generators(args: GeneratorApp, name: str) -> Any:
 
 def stop_generators(name: str) -> None:
     """End the application and its engines; wait for it."""
-    serve.delete(name)
+    asyncio.run(end_generators(name))
+
+
+async def end_generators(name: str) -> None:
+    """End the application and its engines; wait for it. Whoever gives up the wait leaves no thread behind that still asks Serve."""
+    await asyncio.to_thread(serve.delete, name, _blocking=False)
+    while name in (await asyncio.to_thread(serve.status)).applications:  # noqa: ASYNC110
+        await asyncio.sleep(0.2)
 
 
 class ServeGenerate:

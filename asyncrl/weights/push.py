@@ -7,11 +7,15 @@ import time
 from typing import Any
 
 import ray
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from asyncrl.control.protocols import Manifest, PushReport
 from asyncrl.weights.manifest import ManifestError
 
 __all__ = ["ServeWeightSync"]
+
+NO_ANSWER = (TimeoutError, ray.exceptions.RayError, DeploymentUnavailableError)
+"""What a broadcast raises when a replica does not answer, or when none is up (it died, and its successor still loads)."""
 
 ROUND_S = 15.0
 """Seconds of one broadcast before the replicas are asked where they are."""
@@ -63,7 +67,7 @@ class ServeWeightSync:
         """Ask every live replica to apply the version; return what went wrong."""
         try:
             answers = await self._handle.broadcast("apply_version", manifest).results_async(timeout_s=timeout_s, return_exceptions=True)
-        except TimeoutError as error:
+        except NO_ANSWER as error:
             return [error]
         return [answer for answer in answers if isinstance(answer, BaseException)]
 
@@ -71,7 +75,7 @@ class ServeWeightSync:
         """Live replicas at (or above) the version with their timings, and the ids of those below it; None if one of them does not answer."""
         try:
             answers = await self._handle.broadcast("status").results_async(timeout_s=timeout_s, return_exceptions=True)
-        except (TimeoutError, ray.exceptions.RayError):
+        except NO_ANSWER:
             return None
         live = [answer for answer in answers if not isinstance(answer, BaseException)]
         at = {answer["replica"]: answer["applied"] for answer in live if _has(answer["weights"], manifest)}

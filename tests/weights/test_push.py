@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from asyncrl.control.protocols import Manifest
 from asyncrl.generation.protocol import WeightsId
@@ -26,16 +28,16 @@ def sync(status: Callable[[], list[Any]], applied: Callable[[], list[Any]] = lis
     announced: list[Manifest] = []
 
     class Call:
-        def __init__(self, answers: list[Any]) -> None:
+        def __init__(self, answers: Callable[[], list[Any]]) -> None:
             self.answers = answers
 
         async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
-            return self.answers
+            return self.answers()
 
     async def announce(manifest: Manifest) -> None:
         announced.append(manifest)
 
-    handle = SimpleNamespace(broadcast=lambda method, *args: Call(status() if method == "status" else applied()))
+    handle = SimpleNamespace(broadcast=lambda method, *args: Call(status if method == "status" else applied))
     board = SimpleNamespace(announce=SimpleNamespace(remote=announce))
     return ServeWeightSync(handle, board, timeout_s), announced
 
@@ -60,6 +62,21 @@ def test_one_that_stays_behind_is_unroutable() -> None:
     report = asyncio.run(push.push(MANIFEST))
     assert set(report.replicas) == {"a"}
     assert report.unroutable == ("b", "c")
+
+
+def test_one_that_comes_back_is_waited_for() -> None:
+    answers = iter([None, TimeoutError(), [at("a", 4)]])
+
+    def status() -> list[Any]:
+        answer = next(answers)
+        if answer is None:
+            raise DeploymentUnavailableError(DeploymentID("Generator", "app"))
+        if isinstance(answer, TimeoutError):
+            raise answer
+        return answer
+
+    push, _ = sync(status, timeout_s=30)
+    assert set(asyncio.run(push.push(MANIFEST)).replicas) == {"a"}
 
 
 def test_nobody_has_it() -> None:
