@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# The current directory, where reward functions may lie, and the package beside this script.
+sys.path[:0] = [os.getcwd(), str(Path(__file__).resolve().parents[1])]
 
 from asyncrl.config import Config
 from asyncrl.data.prompts import load_tokenizer, read_prompts
@@ -19,7 +20,7 @@ from asyncrl.generation.engine import engine_environment
 from asyncrl.generation.stops import load_stop_set
 from asyncrl.plan import model_context
 from asyncrl.reading import RunNotFound, open_run
-from asyncrl.rewards.contract import call_reward
+from asyncrl.rewards.contract import RewardError, call_reward
 from asyncrl.types import Prompt
 
 ALLOWED_DIFFERENCE = 0.002
@@ -83,5 +84,5 @@ if __name__ == "__main__":
         sys.exit(f"usage: {Path(sys.argv[0]).name} RUN_DIRECTORY")
     try:
         sys.exit(main(sys.argv[1]))
-    except RunNotFound as error:
+    except (RunNotFound, RewardError) as error:
         sys.exit(f"evaluate: {error}")

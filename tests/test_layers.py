@@ -14,7 +14,12 @@ LAYERS = {
     4: ["launch", "run", "cli", "observe", "plan", "placement", "directory", "evaluation", "reading"],
 }
 FREE = {"testing", ""}
-HOMES = {"vllm": ["generation", "weights"], "deepspeed": ["learning", "weights.gather"], "ray.serve": ["generation", "weights.push"], "ray.data": ["data", "rewards"]}
+HOMES = {
+    "vllm": ["generation", "weights"],
+    "deepspeed": ["learning", "weights.gather"],
+    "ray.serve": ["generation", "weights.push"],
+    "ray.data": ["data", "rewards"],
+}
 
 
 def modules():

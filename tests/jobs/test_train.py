@@ -136,7 +136,7 @@ def test_two_ranks_and_two_replicas_on_two_cores(start_run, tmp_path, engine_sta
 
     # The model that two ranks wrote, in an engine that knows nothing of the run.
     engine_starts.append("evaluate.py")
-    evaluated = subprocess.run([sys.executable, ROOT / "jobs" / "evaluate.py", directory], capture_output=True, text=True)
+    evaluated = subprocess.run([sys.executable, ROOT / "jobs" / "evaluate.py", directory], capture_output=True, text=True, cwd=Path(__file__).parent)
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert float(asyncrl.open_run(directory).records("evaluation")[-1]["eval/greedy_accuracy"]) > 0.05
     assert re.search(r"on 16 prompts: (\d+\.\d+%) in a fresh vLLM engine from .*, \1 in the run", evaluated.stdout)
