@@ -87,8 +87,8 @@ def make_plan(config: Config) -> Plan:
     from asyncrl.generation.stops import load_stop_set
     from asyncrl.rewards.contract import RewardError, find_reward
 
+    _ = config.run_directory  # refuses a place that would be lost; before a path below it is looked for
     context = model_context(config)
-    _ = config.run_directory
     report = check_prompts(config)
     if config.eval.data is not None:
         check_prompts(config, config.eval.data, "eval.data")
