@@ -128,7 +128,9 @@ def test_supervised_steps_reach_exact_match(one: LearnerGroup, run: Run) -> None
 
 def test_learning_rate_warms_up(one: LearnerGroup, run: Run) -> None:
     run(one.reset_optimizer(1e-3, 4))
-    rates = [run(one.supervised_step(ROWS))["learning_rate"] for _ in range(6)]
+    assert run(one.supervised_step(ROWS))["learning_rate"] == 1e-3  # the schedule is that of policy steps
+    run(one.reset_optimizer(1e-3, 4))
+    rates = [run(one.step(recorded_batch(step))).metrics["learning_rate"] for step in range(6)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
 
 
