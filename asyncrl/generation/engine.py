@@ -196,9 +196,11 @@ class Engine:
             await work()
             applied = time.monotonic()
             await self._llm.resume_generation()
-        except Exception as error:
-            # The weights may be half old, half new, and vLLM has no way back: nothing may be generated from them.
+        except BaseException as error:
+            # The weights may be half old, half new, and vLLM has no way back: nothing may be generated from them. So also when cancelled.
             self.broken = f"{failure}: {type(error).__name__}: {error}"
+            if not isinstance(error, Exception):
+                raise
             raise RuntimeError(self.broken) from error
         finally:
             self._open.set()
