@@ -1,12 +1,11 @@
 """The config tree: YAML in, one validated object out, every derived number a property.
 
 This module imports no torch, ray or vllm, so that `asyncrl --help` and `asyncrl plan` answer at once. Names that users of
-slime and TRL know are kept; a name of theirs that differs here is answered by its name here (`RENAMED`).
+slime and TRL know are kept; a name of theirs that differs here is answered by its name here (`asyncrl.names`).
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from pathlib import Path
@@ -15,47 +14,15 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-__all__ = ["Config", "ConfigError", "load_config"]
+from asyncrl.names import explain_unknown
+
+__all__ = ["TASK_CPUS", "Config", "ConfigError", "load_config"]
+
+TASK_CPUS = 0.1
+"""Logical CPUs that one rollout worker, and one task of a Ray Data stream, declares to Ray. Ray Data's default of 1 would starve a machine of
+two: an endless task never gives it back."""
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-RENAMED = {
-    "rollout_max_response_len": "rollout.max_completion_length",
-    "rollout_max_prompt_len": "data.max_prompt_length",
-    "rollout_temperature": "rollout.temperature",
-    "sglang_mem_fraction_static": "generator.gpu_memory_utilization",
-    "vllm_gpu_memory_utilization": "generator.gpu_memory_utilization",
-    "rollout_num_gpus": "generator.num_replicas",
-    "actor_num_gpus_per_node": "learner.world_size",
-    "prompt_data": "data.train",
-    "input_key": "data.prompt_column",
-    "hf_checkpoint": "model.path",
-    "model_name_or_path": "model.path",
-    "save_interval": "checkpoint.every_steps",
-    "num_generations": "rollout.n_samples_per_prompt",
-    "custom_rm_path": "reward.functions",
-    "lr": "learner.learning_rate",
-    "lr_decay_style": "learner.lr_scheduler_type",
-    "epsilon": "algorithm.eps_clip",
-    "epsilon_high": "algorithm.eps_clip_high",
-    "clip_grad": "learner.max_grad_norm",
-    "eval_interval": "eval.every_steps",
-    "use_dynamic_batch_size": "nothing: dynamic batching is always on, capped by learner.max_tokens_per_gpu",
-    "packing": "nothing: packing is always on",
-}
-"""Flags of slime and TRL → the name here."""
-
-NOT_IMPLEMENTED = {
-    "colocate": "generators and learner always have processes of their own; remove it",
-    "context_parallel_size": "remove it, and lower rollout.max_completion_length if a trajectory does not fit",
-    "sequence_parallel_size": "remove it, and lower rollout.max_completion_length if a trajectory does not fit",
-    "ref_load": "no KL term exists yet; remove it",
-    "kl_coef": "no KL term exists yet; remove it",
-    "kl_loss_coef": "no KL term exists yet; remove it",
-    "ds3_gather_for_generation": "the learner never generates and never gathers the whole model; remove it",
-}
-"""Names that the design knows and nothing implements yet → the way out."""
-
 
 PATHS = (("model", "path"), ("data", "train"), ("eval", "data"), ("warm_start", "data"))
 """Settings that are paths. They may begin with `{runs_root}`, and are made absolute."""
@@ -465,28 +432,11 @@ def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str
 def _explain_one(item: dict[str, Any]) -> str:
     name = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return _explain_unknown(name)
+        return explain_unknown(name, field_names())
     if item["type"] == "missing":
         return f"{name} is missing; set it"
     message = item["msg"].removeprefix("Value error, ")
     return f"{name} = {item['input']!r}: {message[0].lower()}{message[1:]}" if name else message
-
-
-def _explain_unknown(name: str) -> str:
-    leaf = name.rsplit(".", 1)[-1].replace("-", "_")
-    if leaf in NOT_IMPLEMENTED:
-        return f"{name} is not implemented: {NOT_IMPLEMENTED[leaf]}"
-    if leaf in RENAMED:
-        return f"{name} is unknown; here it is {RENAMED[leaf]}"
-    known = field_names()
-    same_leaf = [other for other in known if other.rsplit(".", 1)[-1] == leaf]
-    near = same_leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.5) or _near_leaf(leaf, known)
-    return f"{name} is unknown; " + (f"did you mean {near[0]}?" if near else "see asyncrl train --help")
-
-
-def _near_leaf(leaf: str, known: list[str]) -> list[str]:
-    by_leaf = {other.rsplit(".", 1)[-1]: other for other in known}
-    return [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=1)]
 
 
 def _refuse_unknown_overrides(overrides: list[str]) -> None:
@@ -494,4 +444,4 @@ def _refuse_unknown_overrides(overrides: list[str]) -> None:
     for word in overrides:
         name = word.removeprefix("--").split("=", 1)[0]
         if word.startswith("--") and name not in known and not name.startswith("reward.functions."):
-            raise ConfigError(_explain_unknown(name))
+            raise ConfigError(explain_unknown(name, field_names()))

@@ -27,7 +27,7 @@ from asyncrl.directory import RunDirectory
 from asyncrl.generation.app import ServeGenerate, begin_generators, end_generators, wait_for_generators
 from asyncrl.generation.settings import GeneratorApp, board_name
 from asyncrl.learning.group import LearnerGroup
-from asyncrl.placement import needed, wait_for_room
+from asyncrl.placement import needed, wait_for_placement, wait_for_room
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.score import score_completions
 from asyncrl.rewards.scoring import RayScores
@@ -158,11 +158,12 @@ async def launch(
         rollouts.when_lost = scores.fail
         prompts = RayPromptSource(config, report, state.frontier, state.finished_above)
         _closing(stack, "prompts", prompts.close)
-        generators_s, (learner, learner_s), pool, _ = await _together(
+        generators_s, (learner, learner_s), pool, *_ = await _together(
             _timed(wait_for_generators(app_name, config.generator.start_timeout_s)),
             learner_start,
             _start_rewards(config, stack),
             rollouts.ready(),
+            wait_for_placement(config, app_name),
         )
         startup = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
         startup |= {f"startup/learner_{name}": seconds for name, seconds in learner.startup.items()}

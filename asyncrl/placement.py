@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import ray
+from ray._private.state import actors
+from ray.autoscaler.v2.sdk import get_cluster_status
 
 from asyncrl.config import Config
 from asyncrl.learning.group import PlacementError, resource_table
 from asyncrl.plan import logical_cpus
 
-__all__ = ["needed", "wait_for_room"]
+__all__ = ["needed", "wait_for_placement", "wait_for_room"]
+
+LOOK_EVERY_S = 0.5
 
 
 def needed(config: Config) -> dict[str, float]:
@@ -36,4 +40,39 @@ async def wait_for_room(config: Config) -> None:
     while any(ray.available_resources().get(name, 0) < amount for name, amount in wanted.items()):
         if asyncio.get_running_loop().time() > deadline:
             raise PlacementError(f"no room on the cluster after placement_timeout_s = {limit:g} s; free some, or wait longer\n{resource_table(wanted)}")
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def wait_for_placement(config: Config, application: str) -> None:
+    """Return when every generator replica of the Serve application and every actor of this job has a process: someone else may have taken the
+    room that `wait_for_room` saw. An actor whose constructor runs is placed; so is one whose process is being started.
+
+    Raises:
+        PlacementError: an actor still waits for resources after `placement_timeout_s`.
+    """
+    limit = config.placement_timeout_s
+    deadline = asyncio.get_running_loop().time() + limit
+    while True:
+        replicas, waiting = _survey(f"SERVE_REPLICA::{application}#")
+        if replicas >= config.generator.num_replicas and not waiting:
+            return
+        if waiting and asyncio.get_running_loop().time() > deadline and _unmet_demand():
+            raise PlacementError(
+                f"{', '.join(sorted(waiting))} not placed within placement_timeout_s = {limit:g} s; free or add resources, or lower "
+                f"generator.num_replicas or generator.num_cpus\n{resource_table(needed(config))}"
+            )
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _survey(prefix: str) -> tuple[int, list[str]]:
+    """Placed replicas, by the prefix of their names, and the class names of actors of the run that have no process yet."""
+    job = ray.get_runtime_context().get_job_id()
+    ours = [actor for actor in actors().values() if actor["State"] != "DEAD" and (actor["Name"].startswith(prefix) or actor["JobID"] == job)]
+    waiting = [actor["ActorClassName"] for actor in ours if actor["State"] != "ALIVE" and not actor["Pid"]]
+    return sum(actor["Name"].startswith(prefix) and bool(actor["Pid"]) for actor in ours), waiting
+
+
+def _unmet_demand() -> bool:
+    """Whether tasks or actors wait for resources, rather than for their process to start."""
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    return bool(status.resource_demands.ray_task_actor_demand)

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from asyncrl.config import Config, ConfigError
+from asyncrl.config import TASK_CPUS, Config, ConfigError
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import PromptReport
 
 __all__ = ["Part", "Plan", "logical_cpus", "make_plan", "model_context"]
-
-STREAM_CPUS = 0.1
-"""Logical CPUs of one Ray Data task or actor, and of one rollout worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +139,9 @@ def logical_cpus(config: Config) -> tuple[Part, ...]:
     return (
         Part("learner ranks", config.learner.world_size, config.learner.num_cpus),
         Part("generator replicas", config.generator.num_replicas, config.generator.num_cpus),
-        Part("rollout workers", config.rollout.num_workers, STREAM_CPUS),
-        Part("prompt stream", 1, STREAM_CPUS),
-        Part("scoring stream", 2, STREAM_CPUS),
+        Part("rollout workers", config.rollout.num_workers, TASK_CPUS),
+        Part("prompt stream", 1, TASK_CPUS),
+        Part("scoring stream", 2, TASK_CPUS),
     )
 
 

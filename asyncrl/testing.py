@@ -208,8 +208,8 @@ class FakeGenerate:
         await asyncio.sleep(self.latency)
         return Generated(tuple(self._completion(request, index) for index in range(request.n)), replica="fake")
 
-    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> list[tuple[float, ...]]:
-        return [tuple(-random.Random(f"{token}").random() for token in completion) for _, completion in rows]
+    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
+        return {"fake": [tuple(-random.Random(f"{token}").random() for token in completion) for _, completion in rows]}
 
     def _completion(self, request: GenerateRequest, index: int) -> Completion:
         random_ = random.Random(f"{request.seed}/{request.prompt_ids}/{index}")

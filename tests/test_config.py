@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.config import NOT_IMPLEMENTED, RENAMED, Config, ConfigError, field_names, load_config
+from asyncrl.config import Config, ConfigError, field_names, load_config
+from asyncrl.names import NOT_IMPLEMENTED, RENAMED
 
 ROOT = Path(__file__).parents[1]
 TREE = {

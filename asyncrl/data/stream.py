@@ -15,14 +15,12 @@ from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
-__all__ = ["STAGE_CPUS", "EndlessSource", "quiet_ray_data", "stream_blocks"]
+from asyncrl.config import TASK_CPUS
+
+__all__ = ["EndlessSource", "quiet_ray_data", "stream_blocks"]
 
 _MAKING = threading.Lock()
 """The current context belongs to the process, not to a thread: two streams made at once would take each other's block sizes."""
-
-STAGE_CPUS = 0.1
-"""Logical CPUs of one stage's task. Ray's default of 1 would starve a machine of two: an endless task never gives it back."""
-
 
 PLAIN_ARROW: dict[str, Any] = {"runtime_env": {"env_vars": {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}}}
 """Blocks are pickled by pyarrow. Ray's own way, which trims slices, takes seven times as long for one nested row; what the stage gives should
@@ -81,8 +79,8 @@ def stream_blocks(
     quiet_ray_data()
     with _MAKING, DataContext.current(context):
         # The same options for both, or they would not be fused.
-        source = ray.data.read_datasource(EndlessSource(tables), override_num_blocks=1, num_cpus=STAGE_CPUS, **PLAIN_ARROW)
-        dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, num_cpus=STAGE_CPUS, **PLAIN_ARROW)
+        source = ray.data.read_datasource(EndlessSource(tables), override_num_blocks=1, num_cpus=TASK_CPUS, **PLAIN_ARROW)
+        dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, num_cpus=TASK_CPUS, **PLAIN_ARROW)
         dataset.set_name(name)
     yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=0)
 

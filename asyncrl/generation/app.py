@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.config import ProxyLocation
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
 
 from asyncrl.generation.engine import engine_environment
@@ -26,9 +27,11 @@ MAX_ONGOING_REQUESTS = 100_000
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
 """Seconds between two tries of a request that no replica could take: doubled from the first to the longest."""
 
-
 LOGPROBS_DEADLINE_S = 300.0
 """Seconds that scoring the probes may take."""
+
+UNABLE = (StaleReplica, ray.exceptions.RayActorError, DeploymentUnavailableError)
+"""What a replica raises that cannot answer now, and Serve when there is none: ask another, or later."""
 
 
 def build_app(args: GeneratorApp) -> serve.Application:
@@ -107,9 +110,17 @@ class ServeGenerate:
         answer: Generated = await self._ask(request.deadline_s, lambda left: self._handle.generate.remote(replace(request, deadline_s=left)))
         return answer
 
-    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> list[tuple[float, ...]]:
-        """Raises GenerationTimeout when no replica has answered after `LOGPROBS_DEADLINE_S`."""
-        answer: list[tuple[float, ...]] = await self._ask(LOGPROBS_DEADLINE_S, lambda left: self._handle.logprobs.remote(rows, min_weights))
+    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
+        """Of every replica that has the weights and lives. Raises GenerationTimeout when none has answered after `LOGPROBS_DEADLINE_S`."""
+
+        async def everywhere(left: float) -> dict[str, list[tuple[float, ...]]]:
+            answers = await self._handle.broadcast("logprobs", rows, min_weights).results_async(timeout_s=left, return_exceptions=True)
+            answered = [answer for answer in answers if not isinstance(answer, UNABLE)]
+            for failed in [answer for answer in (answered or answers) if isinstance(answer, BaseException)]:
+                raise failed
+            return dict(answered)
+
+        answer: dict[str, list[tuple[float, ...]]] = await self._ask(LOGPROBS_DEADLINE_S, everywhere)
         return answer
 
     async def _ask(self, deadline_s: float, call: Callable[[float], Any]) -> Any:
@@ -120,7 +131,7 @@ class ServeGenerate:
             try:
                 async with asyncio.timeout(remaining):
                     return await call(remaining)
-            except (StaleReplica, ray.exceptions.RayActorError) as error:
+            except UNABLE as error:
                 reason = f"; last answer: {type(error).__name__}: {error}".splitlines()[0]
             except TimeoutError:
                 break

@@ -62,6 +62,6 @@ class Generate(Protocol):
         """Raises StaleReplica or GenerationTimeout."""
         ...
 
-    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> list[tuple[float, ...]]:
-        """Log-probs (nats, temperature 1) of each row's second ids, given its first: what the model itself says of tokens that are fixed."""
+    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
+        """Log-probs (nats, temperature 1) of each row's second ids, given its first, by replica: what each one's model says of tokens that are fixed."""
         ...

@@ -57,11 +57,11 @@ class Generator:
             await self._catch_up_for(request.min_weights)
         return Generated(await self.engine.generate(request), self.replica)
 
-    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> list[tuple[float, ...]]:
-        """Log-probs of each row's second ids, given its first, with weights at least as new as asked for. Raises StaleReplica."""
+    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> tuple[str, list[tuple[float, ...]]]:
+        """This replica's id, and log-probs of each row's second ids, given its first, with weights at least as new as asked for. Raises StaleReplica."""
         if not self._has(min_weights):
             await self._catch_up_for(min_weights)
-        return await self.engine.logprobs(rows)
+        return self.replica, await self.engine.logprobs(rows)
 
     async def apply_version(self, manifest: Manifest) -> dict[str, Any]:
         """Fetch and apply a version, unless it is here already or a newer one of the same attempt is. Returns replica, version, timings.

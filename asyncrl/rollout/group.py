@@ -10,14 +10,13 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from asyncrl.config import TASK_CPUS
 from asyncrl.control.protocols import Finished, RolloutFailed
 from asyncrl.rollout.worker import RolloutWorker, WorkerSpec
 from asyncrl.types import Prompt
 
-__all__ = ["WORKER_CPUS", "RayRollouts", "start_rollouts"]
+__all__ = ["RayRollouts", "start_rollouts"]
 
-WORKER_CPUS = 0.1
-"""Logical CPUs that one rollout worker declares."""
 CALLS_AT_ONCE = 10_000
 """An async actor's limit of concurrent calls. What really limits groups in flight is the coordinator's slots."""
 RESTART_PAUSE_S = 0.2
@@ -43,7 +42,7 @@ class _Worker:
 
 def start_rollouts(spec: WorkerSpec) -> RayRollouts:
     """Start config.rollout.num_workers actors. Call it on the event loop; `await rollouts.ready()` before use."""
-    remote = ray.remote(RolloutWorker).options(num_cpus=WORKER_CPUS, max_concurrency=CALLS_AT_ONCE, max_restarts=-1, max_task_retries=0)
+    remote = ray.remote(RolloutWorker).options(num_cpus=TASK_CPUS, max_concurrency=CALLS_AT_ONCE, max_restarts=-1, max_task_retries=0)
     return RayRollouts([remote.remote(spec) for _ in range(spec.config.rollout.num_workers)], spec.config.rollout.deadline_s)
 
 

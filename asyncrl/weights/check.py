@@ -23,7 +23,8 @@ class LearnerLogprobs(Protocol):
 
 
 class ProbeCheck:
-    """At the first version the generators sample the probes, and both sides compare what each gives them. Later both score the same tokens.
+    """At the first version the generators sample the probes, and both sides compare what each gives them. Later the learner and every replica
+    score the same tokens.
 
     A probe is a prompt and `tokens` sampled tokens, past EOS if need be: what is compared is arithmetic, not manners.
     """
@@ -48,11 +49,11 @@ class ProbeCheck:
         """
         weights = WeightsId(self.first.run_id, self.first.attempt, version)
         if self.probes:
-            generators_side: Sequence[Any] = await self.generate.logprobs(self.probes, weights)
+            generators_side: list[Sequence[Any]] = list((await self.generate.logprobs(self.probes, weights)).values())
         else:
-            generators_side = await self._sample(weights)
+            generators_side = [await self._sample(weights)]
             self._learner_side = await self.learner.logprobs(self.probes)
-        metrics = compare(self._learner_side, generators_side)
+        metrics = compare(list(self._learner_side) * len(generators_side), [row for rows in generators_side for row in rows])
         largest = metrics["check/logprob_max_diff"]
         if not largest <= self.tolerance:
             raise RuntimeError(

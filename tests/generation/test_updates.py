@@ -258,3 +258,32 @@ def test_a_replica_that_starts_between_publish_and_commit_catches_up(
         assert report.unroutable == ()
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_two_replicas_on_two_cores(
+    generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any, engine_starts: list[str]
+) -> None:
+    from asyncrl.generation.app import start_generators
+
+    manifest = publish(disturb(load_reference(tiny_model), seed=11), version=generators.next_version())
+
+    async def run() -> None:
+        await generators.board.announce.remote(manifest)
+        two = generators.app.model_copy(update={"generator": generators.app.generator.model_copy(update={"num_replicas": 2})})
+        # Serve takes changed settings for a new version of the deployment: both replicas are new.
+        engine_starts.extend(["two replicas"] * 2)
+        await asyncio.to_thread(start_generators, two, generators.name)
+        statuses = await generators.handle.broadcast("status").results_async()
+        assert [status["weights"].version for status in statuses] == [manifest.version] * 2
+        report = await sync.push(manifest)
+        assert len(report.replicas) == 2
+        assert not report.unroutable
+        wanted = WeightsId("test", 1, manifest.version)
+        generate = ServeGenerate(generators.handle)
+        answers = await asyncio.gather(*[generate.generate(request(p, min_weights=wanted)) for p in prompts(32)])
+        assert len({answer.replica for answer in answers}) == 2
+        scored = await generate.logprobs([((5, 6), answers[0].completions[0].token_ids)], wanted)
+        assert set(scored) == {answer.replica for answer in answers}
+
+    asyncio.run(run())

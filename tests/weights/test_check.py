@@ -14,7 +14,7 @@ class Learner:
         self.generate, self.error, self.sampled = generate, error, {}
 
     async def logprobs(self, rows):
-        return [[value + self.error for value in row] for row in await self.generate.logprobs(rows, None)]
+        return [[value + self.error for value in row] for row in (await self.generate.logprobs(rows, None))["fake"]]
 
 
 class Consistent(FakeGenerate):
@@ -23,7 +23,7 @@ class Consistent(FakeGenerate):
     async def generate(self, request):
         generated = await super().generate(request)
         completion = generated.completions[0]
-        scored = (await self.logprobs([((), completion.token_ids)], None))[0]
+        scored = (await self.logprobs([((), completion.token_ids)], None))["fake"][0]
         return type(generated)((type(completion)(completion.token_ids, scored, completion.versions, completion.finish_reason),), generated.replica)
 
 
@@ -49,6 +49,21 @@ def test_counts_the_tokens_and_goes_on():
 def test_refuses_past_the_tolerance():
     with pytest.raises(RuntimeError, match=r"differ by up to 1\.00e-03 at version 0"):
         asyncio.run(versions(check(1e-3), 0))
+
+
+class OneOff(Consistent):
+    """Two replicas, of which one scores with other weights."""
+
+    async def logprobs(self, rows, min_weights):
+        right = (await super().logprobs(rows, min_weights))["fake"]
+        return {"fake": right, "off": [tuple(value - 1e-3 for value in row) for row in right]}
+
+
+def test_every_replica_is_compared():
+    generate = OneOff()
+    probe_check = ProbeCheck(generate, Learner(generate), [(1, 2), (3,)], tokens=8, tolerance=1e-4, first=WeightsId("run", 0, 0))
+    with pytest.raises(RuntimeError, match=r"1\.00e-03 at version 20, .*32 tokens"):
+        asyncio.run(versions(probe_check, 0, 20))
 
 
 def test_nan_is_never_within_the_tolerance():

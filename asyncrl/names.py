@@ -1,0 +1,62 @@
+"""The answer to a setting that the config does not have: its name here, why it is not there, or the nearest known name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+__all__ = ["explain_unknown"]
+
+RENAMED = {
+    "rollout_max_response_len": "rollout.max_completion_length",
+    "rollout_max_prompt_len": "data.max_prompt_length",
+    "rollout_temperature": "rollout.temperature",
+    "sglang_mem_fraction_static": "generator.gpu_memory_utilization",
+    "vllm_gpu_memory_utilization": "generator.gpu_memory_utilization",
+    "rollout_num_gpus": "generator.num_replicas",
+    "actor_num_gpus_per_node": "learner.world_size",
+    "prompt_data": "data.train",
+    "input_key": "data.prompt_column",
+    "hf_checkpoint": "model.path",
+    "model_name_or_path": "model.path",
+    "save_interval": "checkpoint.every_steps",
+    "num_generations": "rollout.n_samples_per_prompt",
+    "custom_rm_path": "reward.functions",
+    "lr": "learner.learning_rate",
+    "lr_decay_style": "learner.lr_scheduler_type",
+    "epsilon": "algorithm.eps_clip",
+    "epsilon_high": "algorithm.eps_clip_high",
+    "clip_grad": "learner.max_grad_norm",
+    "eval_interval": "eval.every_steps",
+    "use_dynamic_batch_size": "nothing: dynamic batching is always on, capped by learner.max_tokens_per_gpu",
+    "packing": "nothing: packing is always on",
+}
+"""Flags of slime and TRL → the name here."""
+
+NOT_IMPLEMENTED = {
+    "colocate": "generators and learner always have processes of their own; remove it",
+    "context_parallel_size": "remove it, and lower rollout.max_completion_length if a trajectory does not fit",
+    "sequence_parallel_size": "remove it, and lower rollout.max_completion_length if a trajectory does not fit",
+    "ref_load": "no KL term exists yet; remove it",
+    "kl_coef": "no KL term exists yet; remove it",
+    "kl_loss_coef": "no KL term exists yet; remove it",
+    "ds3_gather_for_generation": "the learner never generates and never gathers the whole model; remove it",
+}
+"""Names that the design knows and nothing implements yet → the way out."""
+
+
+def explain_unknown(name: str, known: Sequence[str]) -> str:
+    """One line on a setting that is not among the `known` dotted names: what it is called here, or the nearest."""
+    leaf = name.rsplit(".", 1)[-1].replace("-", "_")
+    if leaf in NOT_IMPLEMENTED:
+        return f"{name} is not implemented: {NOT_IMPLEMENTED[leaf]}"
+    if leaf in RENAMED:
+        return f"{name} is unknown; here it is {RENAMED[leaf]}"
+    same_leaf = [other for other in known if other.rsplit(".", 1)[-1] == leaf]
+    near = same_leaf or difflib.get_close_matches(name, known, n=1, cutoff=0.5) or _near_leaf(leaf, known)
+    return f"{name} is unknown; " + (f"did you mean {near[0]}?" if near else "see asyncrl train --help")
+
+
+def _near_leaf(leaf: str, known: Sequence[str]) -> list[str]:
+    by_leaf = {other.rsplit(".", 1)[-1]: other for other in known}
+    return [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=1)]

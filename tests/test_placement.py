@@ -1,0 +1,78 @@
+"""Room for a run: refused at once when the cluster is too small, after the timeout when others hold it, and again when it is lost meanwhile."""
+
+import asyncio
+import time
+
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.learning.group import PlacementError
+from asyncrl.placement import needed, wait_for_placement, wait_for_room
+
+
+def config(**changes):
+    tree = {
+        "name": "room",
+        "max_steps": 1,
+        "model": {"path": "m"},
+        "data": {"train": "t", "max_prompt_length": 8},
+        "rollout": {"max_completion_length": 8},
+        "reward": {"functions": {"f": {"function": "m:f"}}},
+    }
+    return Config.model_validate({**tree, **changes})
+
+
+@pytest.fixture
+def holder(ray_cluster):
+    """`holder(cpus)`: an actor that holds so many logical CPUs, gone after the test, and its room free again."""
+    held, free = [], ray_cluster.available_resources()["CPU"]
+
+    class Holder:
+        def here(self):
+            return True
+
+    def hold(cpus, wait=True):
+        actor = ray_cluster.remote(Holder).options(num_cpus=cpus).remote()
+        held.append(actor)
+        if wait:
+            ray_cluster.get(actor.here.remote(), timeout=60)
+        return actor
+
+    yield hold
+    for actor in held:
+        ray_cluster.kill(actor)
+    while ray_cluster.available_resources().get("CPU", 0) < free - 1e-6:
+        time.sleep(0.05)
+
+
+def test_needed_counts_every_part():
+    assert needed(config())["CPU"] == pytest.approx(0.4 + 0.4 + 0.1 + 0.1 + 0.2)
+    assert needed(config(learner={"device": "cuda", "world_size": 2}, generator={"device": "cuda", "num_replicas": 3}))["GPU"] == 5
+
+
+@pytest.mark.timeout(120)
+def test_too_small_a_cluster_is_refused_at_once(ray_cluster):
+    with pytest.raises(PlacementError, match=r"too small for this run \(CPU\); lower generator.num_replicas.*\n.*needed.*registered.*free\nCPU +40\.8"):
+        asyncio.run(wait_for_room(config(generator={"num_replicas": 100}, placement_timeout_s=600)))
+
+
+@pytest.mark.timeout(120)
+def test_room_that_others_hold_is_waited_for_and_then_refused(ray_cluster, holder):
+    free = ray_cluster.available_resources()["CPU"]
+    holder(free - 0.5)
+    with pytest.raises(PlacementError, match=r"after placement_timeout_s = 1 s.*\nresource.*\nCPU"):
+        asyncio.run(wait_for_room(config(placement_timeout_s=1)))
+
+
+@pytest.mark.timeout(120)
+def test_an_actor_that_nobody_has_room_for_is_named(ray_cluster, holder):
+    free = ray_cluster.available_resources()["CPU"]
+    holder(free - 0.1)
+    holder(0.5, wait=False)
+    with pytest.raises(PlacementError, match=r"Holder not placed within placement_timeout_s = 3 s.*\nresource.*\nCPU"):
+        asyncio.run(wait_for_placement(config(placement_timeout_s=3), "no-such-application"))
+
+
+@pytest.mark.timeout(120)
+def test_placement_ends_when_replicas_have_processes(generators):
+    asyncio.run(wait_for_placement(config(), generators.name))
