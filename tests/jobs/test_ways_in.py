@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -83,8 +84,10 @@ class Cluster:
         if self.process.poll() is not None:
             return
         processes = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
-        self.process.terminate()
-        _, alive = psutil.wait_procs(processes, 30)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        _, alive = psutil.wait_procs(processes, 10)
         for process in alive:
             process.kill()
         self.process.wait()
