@@ -101,6 +101,10 @@ class RewardConfig(Section):
     """When a reward raises, hangs or breaks its contract: end the run, drop the group, or try again (`retries` times, then drop the group)."""
     retries: int = Field(default=2, ge=0)
     """Further tries under `policy: retry`."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """The last so many tokens before max_completion_length cost reward, linearly up to overlong_penalty (DAPO's soft overlong penalty). 0 = none."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """What a completion of max_completion_length tokens loses."""
     processes: int = Field(default=2, gt=0)
     """Reward processes: so many slow groups do not delay the others."""
 
@@ -155,20 +159,75 @@ class LearnerConfig(Section):
     """Steps skipped in a row (NaN or Inf) after which the run ends."""
 
 
+class CorrectionConfig(Section):
+    """What makes up for tokens that another policy sampled, beyond the loss's own ratio. Masked tokens stay in every denominator."""
+
+    truncation: Literal["none", "token", "sequence"] = "none"
+    """Weigh each token by min(π_old / π_behaviour, cap): per token (TIS), or the product over the trajectory. Needs an old_policy other than behaviour."""
+    cap: float = Field(default=2.0, ge=1)
+    """Largest truncated weight."""
+    mask_below: float | None = Field(default=None, gt=0, lt=1)
+    """Mask tokens whose π_learner / π_behaviour is below this (IcePop)."""
+    mask_above: float | None = Field(default=None, gt=1)
+    """Mask tokens whose π_learner / π_behaviour is above this (IcePop)."""
+    reject_above: float | None = Field(default=None, gt=0)
+    """Mask what has a KL estimate above this, in nats."""
+    reject_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """The KL estimate: -l, l²/2 or e^l - 1 - l, with l = log π_learner / π_behaviour."""
+    reject_level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
+    """What is judged: a token alone, or the trajectory by the sum, mean or largest of its tokens."""
+    sequence_mask_above: float | None = Field(default=None, gt=0)
+    """Mask trajectories of negative advantage whose mean log π_behaviour / π_learner is above this (DeepSeek-V3.2's off-policy sequence mask)."""
+
+
 class AlgorithmConfig(Section):
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """GRPO: (reward - group mean) / (group std + 1e-6). Dr.GRPO: without the division."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
+    """GRPO: (r - mean) / std of the group. dr_grpo: r - mean. rloo: r - mean of the others. maxrl: (r - mean) / mean. reinforce_plus_plus: r, normalised
+    over the step; its baseline variant: r - mean, normalised over the step."""
+    loss: Literal["ppo", "gspo", "cispo", "sapo", "dppo", "reinforce"] = "ppo"
+    """PPO's clipped ratio per token; GSPO's per trajectory; CISPO's clipped weight; SAPO's soft gate; DPPO's mask by probability difference; plain
+    REINFORCE."""
+    old_policy: Literal["behaviour", "learner", "log_linear"] = "behaviour"
+    """Denominator of the loss's ratio: the policy that sampled; the learner's at the step (decoupled PPO's recomputed proximal policy); the
+    log-linear guess at the version before. The way from the behaviour policy to the others is correction.truncation's."""
+    loss_aggregation: Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "fixed"] = "token_mean"
+    """Mean over the step's tokens; over trajectories of token sums; of token means; or token sums over max_completion_length (Dr.GRPO)."""
+    filter_zero_variance: bool = False
+    """Leave out groups whose rewards are all equal, and admit others instead (DAPO's dynamic sampling)."""
     eps_clip: float = Field(default=0.2, gt=0, lt=1)
     """Lower clip of the ratio: 1 - eps_clip."""
     eps_clip_high: float = Field(default=0.28, gt=0)
     """Upper clip of the ratio: 1 + eps_clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """For negative advantages, bound PPO's loss by this times the advantage (loss: ppo)."""
+    tau_positive: float = Field(default=1.0, gt=0)
+    """SAPO's temperature for positive advantages."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """SAPO's temperature for negative advantages."""
+    dppo_threshold: float = Field(default=0.15, gt=0, lt=1)
+    """DPPO's largest move of a token's probability."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Bonus for the entropy of each token's distribution, in units of the loss per nat."""
+    correction: CorrectionConfig = CorrectionConfig()
+    allow_uncorrected: bool = False
+    """Train an uncorrected loss on stale tokens all the same."""
+
+    @property
+    def corrected(self) -> bool:
+        """Whether every token's gradient carries a function of π_learner / π_behaviour."""
+        if self.loss == "reinforce" or self.old_policy != "behaviour":
+            return self.correction.truncation != "none"
+        return True
 
 
 class StalenessConfig(Section):
     max_staleness: int = Field(default=2, ge=0)
     """Hard bound, in versions: no trajectory is trained whose oldest token is older. 0 = synchronous training."""
-    on_stale: Literal["wait"] = "wait"
-    """`wait` holds batches back until no outstanding group would expire."""
+    on_stale: Literal["wait", "drop"] = "wait"
+    """`wait` holds batches back until no outstanding group would expire, so no long answer is lost. `drop` aborts a group as soon as it can no
+    longer be trained in time."""
+    over_sampling: int = Field(default=0, ge=0)
+    """Groups admitted beyond those that can be trained in time; the fastest win. Needs on_stale: drop."""
 
 
 class WeightsConfig(Section):
@@ -294,6 +353,11 @@ class Config(Section):
                 f"{rollout.num_steps_per_rollout}: a round's last step is {rollout.num_steps_per_rollout - 1} versions behind its "
                 f"generation; set staleness.max_staleness: {rollout.num_steps_per_rollout - 1}"
             )
+        self._algorithm_holds()
+        if staleness.over_sampling and staleness.on_stale == "wait":
+            raise ValueError(
+                f"staleness.over_sampling = {staleness.over_sampling} needs staleness.on_stale: drop; under `wait` every group is trained, so leave it at 0"
+            )
         if self.longest_trajectory > self.learner.max_tokens_per_gpu:
             raise ValueError(
                 f"data.max_prompt_length + rollout.max_completion_length = {self.longest_trajectory} is above "
@@ -304,6 +368,24 @@ class Config(Section):
         if self.eval.accuracy is not None and self.eval.accuracy not in self.reward.functions:
             raise ValueError(f"eval.accuracy = {self.eval.accuracy!r} is not one of reward.functions {sorted(self.reward.functions)}; name one")
         return self
+
+    def _algorithm_holds(self) -> None:
+        algorithm = self.algorithm
+        if algorithm.correction.truncation != "none" and algorithm.old_policy == "behaviour":
+            raise ValueError(
+                f"algorithm.correction.truncation = {algorithm.correction.truncation!r} would count the behaviour policy twice under algorithm.old_policy: "
+                "behaviour; set algorithm.old_policy: learner, or correction.truncation: none"
+            )
+        if algorithm.loss in ("reinforce", "dppo") and algorithm.old_policy != (wanted := "learner" if algorithm.loss == "reinforce" else "behaviour"):
+            raise ValueError(f"algorithm.loss = {algorithm.loss!r} is defined for algorithm.old_policy: {wanted}, not {algorithm.old_policy}; set that")
+        if algorithm.dual_clip is not None and algorithm.loss != "ppo":
+            raise ValueError(f"algorithm.dual_clip = {algorithm.dual_clip:g} belongs to algorithm.loss: ppo, not {algorithm.loss}; leave it out")
+        if not algorithm.corrected and self.staleness.max_staleness > 0 and not algorithm.allow_uncorrected:
+            raise ValueError(
+                f"algorithm.loss = {algorithm.loss!r} with old_policy: {algorithm.old_policy} and correction.truncation: none is uncorrected, and "
+                f"staleness.max_staleness = {self.staleness.max_staleness} trains stale tokens; set algorithm.correction.truncation: token, or "
+                "algorithm.allow_uncorrected: true if you mean it"
+            )
 
     @property
     def groups_per_step(self) -> int:
@@ -333,7 +415,7 @@ class Config(Section):
     @property
     def max_outstanding(self) -> int:
         """Groups that may be outstanding when every version is committed."""
-        return (self.staleness.max_staleness + 1) * self.groups_per_step
+        return (self.staleness.max_staleness + 1) * self.groups_per_step + self.staleness.over_sampling
 
     @property
     def accuracy(self) -> str:

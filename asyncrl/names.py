@@ -24,6 +24,12 @@ RENAMED = {
     "custom_rm_path": "reward.functions",
     "lr": "learner.learning_rate",
     "lr_decay_style": "learner.lr_scheduler_type",
+    "loss_type": "algorithm.loss",
+    "loss_agg_mode": "algorithm.loss_aggregation",
+    "advantage_estimator": "algorithm.advantage",
+    "use_tis": "algorithm.correction.truncation",
+    "tis_clip": "algorithm.correction.cap",
+    "over_sampling_batch_size": "staleness.over_sampling",
     "epsilon": "algorithm.eps_clip",
     "epsilon_high": "algorithm.eps_clip_high",
     "clip_grad": "learner.max_grad_norm",
@@ -40,6 +46,9 @@ NOT_IMPLEMENTED = {
     "ref_load": "no KL term exists yet; remove it",
     "kl_coef": "no KL term exists yet; remove it",
     "kl_loss_coef": "no KL term exists yet; remove it",
+    "top_p": "the learner cannot reproduce a truncated distribution, so the ratio would be wrong; remove it, and use rollout.temperature",
+    "top_k": "the learner cannot reproduce a truncated distribution, so the ratio would be wrong; remove it, and use rollout.temperature",
+    "min_p": "the learner cannot reproduce a truncated distribution, so the ratio would be wrong; remove it, and use rollout.temperature",
     "ds3_gather_for_generation": "the learner never generates and never gathers the whole model; remove it",
 }
 """Names that the design knows and nothing implements yet → the way out."""

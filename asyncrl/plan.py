@@ -123,12 +123,13 @@ def _check_warm_start(config: Config, path: str) -> None:
 def arithmetic(config: Config) -> str:
     """The batch arithmetic, every number with its name."""
     rollout, staleness = config.rollout, config.staleness
+    extra = f" + over_sampling {staleness.over_sampling}" if staleness.over_sampling else ""
     return (
         "# batch arithmetic\n"
         f"  groups per step     = rollout_batch_size {rollout.rollout_batch_size} / num_steps_per_rollout {rollout.num_steps_per_rollout}"
         f" = {config.groups_per_step}\n"
         f"  global_batch_size   = groups per step * n_samples_per_prompt {rollout.n_samples_per_prompt} = {config.global_batch_size} trajectories\n"
-        f"  outstanding, at most = (max_staleness {staleness.max_staleness} + 1) * groups per step = {config.max_outstanding} groups\n"
+        f"  outstanding, at most = (max_staleness {staleness.max_staleness} + 1) * groups per step{extra} = {config.max_outstanding} groups\n"
         f"  longest trajectory  = max_prompt_length {config.data.max_prompt_length} + max_completion_length {rollout.max_completion_length} = "
         f"{config.longest_trajectory} tokens (max_tokens_per_gpu {config.learner.max_tokens_per_gpu})"
     )

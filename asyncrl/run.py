@@ -178,7 +178,8 @@ def _coordinator(config: Config, state: State, directory: RunDirectory, stations
     )
     schedule = Schedule(
         max_steps=config.max_steps,
-        staleness=Staleness(config.staleness.max_staleness, config.groups_per_step),
+        staleness=Staleness(config.staleness.max_staleness, config.groups_per_step, config.staleness.on_stale, config.staleness.over_sampling),
+        filter_zero_variance=config.algorithm.filter_zero_variance,
         max_skipped_steps=config.learner.max_skipped_steps,
         checkpoint_every=config.checkpoint.every_steps,
         check_every=config.weights.check_every_versions,

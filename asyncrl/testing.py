@@ -4,21 +4,74 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+import selectors
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
+from asyncrl.control.checkpoint import State
 from asyncrl.control.fates import Fate
 from asyncrl.control.protocols import Finished, Manifest, PushReport, RolloutFailed, Scored, StepResult
 from asyncrl.generation.protocol import Generated, GenerateRequest, WeightsId
 from asyncrl.types import Completion, Prompt, VersionSpan
 
-__all__ = ["FakeGenerate", "FakeLearner", "FakeLogprobCheck", "FakePrompts", "FakeRecorder", "FakeRollouts", "FakeScores", "FakeWeightSync"]
+__all__ = [
+    "Deadlock",
+    "FakeCheckpoints",
+    "FakeGenerate",
+    "FakeLearner",
+    "FakeLogprobCheck",
+    "FakePrompts",
+    "FakeRecorder",
+    "FakeReplicas",
+    "FakeRollouts",
+    "FakeScores",
+    "FakeWeightSync",
+    "VirtualTimeLoop",
+]
 
 Latency = Callable[[int], float]
 
 
 def _no_latency(_: int) -> float:
     return 0.0
+
+
+MOST_TURNS = 100_000
+"""Turns of a virtual loop without time passing, after which it counts as stuck."""
+
+
+class Deadlock(RuntimeError):
+    """Everything waits and no timer will ever wake anything, or everything turns in circles and no time passes."""
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer: hours of waiting take no time, and a deadlock is an error at once.
+
+    It cannot see threads: nothing that runs on it may wait for one. Use it by `asyncio.Runner(loop_factory=VirtualTimeLoop)`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_VirtualSelector(self))
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+class _VirtualSelector(selectors.SelectSelector):
+    def __init__(self, loop: VirtualTimeLoop) -> None:
+        super().__init__()
+        self.loop = loop
+        self.turns = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise Deadlock(f"nothing can happen any more at {self.loop.now:g} s")
+        self.turns = 0 if timeout > 0 else self.turns + 1
+        if self.turns > MOST_TURNS:
+            raise Deadlock(f"{MOST_TURNS} turns of the loop at {self.loop.now:g} s, and no time has passed")
+        self.loop.now += timeout
+        return super().select(0)
 
 
 class FakePrompts:
@@ -39,14 +92,49 @@ class FakePrompts:
         return None
 
 
-class FakeRollouts:
-    """Groups of `tokens` tokens begun at the version committed when they start; finished groups wait in `outbox` for `FakeScores`.
+class FakeReplicas:
+    """Generator replicas as far as versions go: each holds one, never goes back, and catches up from the board like a real one."""
 
-    `latency(ordinal)` in seconds of the event loop's clock; `fails(ordinal)` gives a reason or None.
+    def __init__(self, count: int = 1) -> None:
+        self.versions = [-1] * count
+        self.board = -1
+        """The newest version announced."""
+
+    def apply(self, replica: int, version: int) -> None:
+        """The replica holds at least this version from now on."""
+        self.versions[replica] = max(self.versions[replica], version)
+
+    def serve(self, replica: int, committed: int) -> int:
+        """The version with which the replica answers a request that asks for at least `committed`."""
+        if self.versions[replica] < committed:
+            self.apply(replica, self.board)
+        if self.versions[replica] < committed:
+            raise AssertionError(f"replica {replica} is at {self.versions[replica]} and the board at {self.board}, while {committed} is committed")
+        return self.versions[replica]
+
+    def restart(self, replica: int) -> None:
+        """A new process takes the replica's place."""
+        self.versions[replica] = -1
+
+
+class FakeRollouts:
+    """Groups of `tokens` tokens; finished ones wait in `outbox` for `FakeScores`. Ordinal o goes to replica o modulo their number.
+
+    `latency(ordinal)` in seconds of the event loop's clock; `fails(ordinal)` gives a reason or None; a replica that `dies(ordinal)` restarts
+    and makes the group again. A latency above `deadline_s` fails the group.
     """
 
-    def __init__(self, latency: Latency = _no_latency, fails: Callable[[int], str | None] = lambda _: None, tokens: int = 4) -> None:
-        self.latency, self.fails, self.tokens = latency, fails, tokens
+    def __init__(
+        self,
+        latency: Latency = _no_latency,
+        fails: Callable[[int], str | None] = lambda _: None,
+        tokens: int = 4,
+        replicas: FakeReplicas | None = None,
+        dies: Callable[[int], bool] = lambda _: False,
+        deadline_s: float = float("inf"),
+    ) -> None:
+        self.latency, self.fails, self.tokens, self.dies, self.deadline_s = latency, fails, tokens, dies, deadline_s
+        self.replicas = replicas
         self.outbox: asyncio.Queue[Finished] = asyncio.Queue()
         self.unacked: set[int] = set()
         self.admitted: list[int] = []
@@ -57,13 +145,29 @@ class FakeRollouts:
         self.admitted.append(prompt.ordinal)
         if committed < 0 or committed != self.newest_committed:
             raise AssertionError(f"asked for version {committed}, while {self.newest_committed} is committed")
-        await asyncio.sleep(self.latency(prompt.ordinal))
-        if reason := self.fails(prompt.ordinal):
-            raise RolloutFailed(reason)
-        finished = Finished(prompt.ordinal, begun=committed, tokens=self.tokens)
+        begun = await self._generate(prompt.ordinal)
+        finished = Finished(prompt.ordinal, begun, self.tokens)
         self.unacked.add(prompt.ordinal)
         self.outbox.put_nowait(finished)
         return finished
+
+    async def _generate(self, ordinal: int) -> int:
+        """The version of the first token."""
+        begun = self._serve(ordinal)
+        latency = self.latency(ordinal)
+        await asyncio.sleep(min(latency, self.deadline_s))
+        if reason := "deadline" if latency > self.deadline_s else self.fails(ordinal):
+            raise RolloutFailed(reason)
+        if self.replicas is not None and self.dies(ordinal):
+            self.replicas.restart(ordinal % len(self.replicas.versions))
+            begun = self._serve(ordinal)
+            await asyncio.sleep(latency)
+        return begun
+
+    def _serve(self, ordinal: int) -> int:
+        if self.replicas is None:
+            return self.newest_committed
+        return self.replicas.serve(ordinal % len(self.replicas.versions), self.newest_committed)
 
     def committed(self, version: int) -> None:
         if version < self.newest_committed:
@@ -78,7 +182,10 @@ class FakeRollouts:
 
 
 class FakeScores:
-    """Scores what `rollouts` finished, oldest first, after `latency(ordinal)`. `score(ordinal)` gives two or more rewards."""
+    """Scores what `rollouts` finished, each after its own `latency(ordinal)`. `score(ordinal)` gives the usable trajectories' rewards.
+
+    `Scored.ref` is the version in which the group really began, for `FakeLearner` to check.
+    """
 
     def __init__(
         self,
@@ -88,26 +195,49 @@ class FakeScores:
         fails: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         self.rollouts, self.latency, self.score, self.fails = rollouts, latency, score, fails
+        self._done: asyncio.Queue[Scored] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def next(self) -> list[Scored]:
-        finished = await self.rollouts.outbox.get()
-        await asyncio.sleep(self.latency(finished.ordinal))
-        await self.rollouts.ack([finished.ordinal])
-        rewards = tuple(self.score(finished.ordinal))
-        parts = {"fake": sum(rewards) / len(rewards)} if rewards else {}
-        return [
-            Scored(finished.ordinal, finished.begun, None, finished.tokens, rewards, parts, len(rewards), 0, failure=self.fails(finished.ordinal)),
-        ]
+        if not self._tasks:
+            self._tasks.add(asyncio.ensure_future(self._read()))
+        done = [await self._done.get()]
+        while not self._done.empty():
+            done.append(self._done.get_nowait())
+        return done
 
     async def close(self) -> None:
-        return None
+        for task in self._tasks:
+            task.cancel()
+
+    async def _read(self) -> None:
+        while True:
+            task = asyncio.ensure_future(self._score(await self.rollouts.outbox.get()))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _score(self, finished: Finished) -> None:
+        await asyncio.sleep(self.latency(finished.ordinal))
+        ordinal, rewards = finished.ordinal, tuple(self.score(finished.ordinal))
+        parts = {"fake": sum(rewards) / len(rewards)} if rewards else {}
+        self._done.put_nowait(Scored(ordinal, finished.begun, finished.begun, finished.tokens, rewards, parts, len(rewards), 0, failure=self.fails(ordinal)))
 
 
 class FakeLearner:
-    """Counts steps; `skips(n)` says whether the n-th attempted step (from 0) is skipped. Keeps every batch it was given."""
+    """Counts steps; `skips(n)` says whether the n-th attempted step (from 0) is skipped. Keeps every batch it was given.
 
-    def __init__(self, groups_per_step: int, latency: float = 0.0, skips: Callable[[int], bool] = lambda _: False, version: int = 0) -> None:
-        self.groups_per_step, self.latency, self.skips, self.version = groups_per_step, latency, skips, version
+    With `max_staleness` it refuses a group that really began earlier, whatever control believes.
+    """
+
+    def __init__(
+        self,
+        groups_per_step: int,
+        latency: float = 0.0,
+        skips: Callable[[int], bool] = lambda _: False,
+        version: int = 0,
+        max_staleness: int | None = None,
+    ) -> None:
+        self.groups_per_step, self.latency, self.skips, self.version, self.max_staleness = groups_per_step, latency, skips, version, max_staleness
         self.batches: list[list[Scored]] = []
         self.gathered: list[int] = []
         self.busy = False
@@ -115,6 +245,8 @@ class FakeLearner:
     async def step(self, batch: Sequence[Scored]) -> StepResult:
         if len(batch) != self.groups_per_step or len({scored.ordinal for scored in batch}) != len(batch):
             raise AssertionError(f"a batch of {[scored.ordinal for scored in batch]}, not {self.groups_per_step} distinct groups")
+        if self.max_staleness is not None and any(self.version - scored.ref > self.max_staleness for scored in batch):
+            raise AssertionError(f"groups begun at {[scored.ref for scored in batch]} were to be trained at {self.version}")
         await self._work()
         applied = not self.skips(len(self.batches))
         self.batches.append(list(batch))
@@ -144,22 +276,49 @@ class FakeLearner:
 
 
 class FakeWeightSync:
-    """Applies every version after `latency(version)`; `fails(version, attempt)` makes a push raise."""
+    """Brings a version to every replica after `latency(version)`, but to those that `lags(replica, version)` (never the first): they are
+    unroutable until they catch up. `fails(version, attempt)` makes a push raise, after half of the replicas have it."""
 
-    def __init__(self, latency: Latency = _no_latency, fails: Callable[[int, int], bool] = lambda version, attempt: False) -> None:
-        self.latency, self.fails = latency, fails
+    def __init__(
+        self,
+        latency: Latency = _no_latency,
+        fails: Callable[[int, int], bool] = lambda version, attempt: False,
+        replicas: FakeReplicas | None = None,
+        lags: Callable[[int, int], bool] = lambda replica, version: False,
+    ) -> None:
+        self.latency, self.fails, self.lags = latency, fails, lags
+        self.replicas = replicas or FakeReplicas()
         self.applied: list[int] = []
         self.attempts: dict[int, int] = {}
 
     async def push(self, manifest: Manifest) -> PushReport:
-        if self.applied and manifest.version <= self.applied[-1]:
-            raise AssertionError(f"version {manifest.version} was pushed after {self.applied[-1]}")
-        await asyncio.sleep(self.latency(manifest.version))
-        attempt = self.attempts[manifest.version] = self.attempts.get(manifest.version, 0) + 1
-        if self.fails(manifest.version, attempt):
-            raise RuntimeError(f"push of version {manifest.version} failed")
-        self.applied.append(manifest.version)
-        return PushReport(manifest.version, {"fake": {"pause_s": 0.0}})
+        version, replicas = manifest.version, self.replicas
+        if self.applied and version <= self.applied[-1]:
+            raise AssertionError(f"version {version} was pushed after {self.applied[-1]}")
+        replicas.board = version
+        behind = [replica for replica in range(1, len(replicas.versions)) if self.lags(replica, version)]
+        for replica in range(len(replicas.versions)):
+            await asyncio.sleep(self.latency(version) / len(replicas.versions))
+            attempt = self.attempts.get(version, 0) + 1
+            if 2 * replica >= len(replicas.versions) - 1 and self.fails(version, attempt):
+                self.attempts[version] = attempt
+                raise RuntimeError(f"push of version {version} failed")
+            if replica not in behind:
+                replicas.apply(replica, version)
+        self.applied.append(version)
+        return PushReport(version, {f"fake {replica}": {"pause_s": 0.0} for replica in range(len(replicas.versions))}, tuple(map(str, behind)))
+
+
+class FakeCheckpoints:
+    """Keeps the states in memory."""
+
+    def __init__(self) -> None:
+        self.states: list[State] = []
+
+    async def write(self, state: State, save_learner: Callable[[Path], Awaitable[None]]) -> Path:
+        await asyncio.sleep(0)
+        self.states.append(state)
+        return Path(f"step_{state.version}")
 
 
 class FakeRecorder:

@@ -1,41 +1,76 @@
-"""Advantages of one group's trajectories from their rewards. Numpy only: scoring workers call it."""
+"""Advantages of trajectories from their rewards. Numpy only: scoring workers call it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
-__all__ = ["STD_FLOOR", "group_advantages"]
+__all__ = ["STD_FLOOR", "Advantage", "batch_normalised", "group_advantages", "soft_overlong_penalty"]
 
 STD_FLOOR = 1e-6
-"""Added to the group's standard deviation, so that equal rewards give zero advantages and no division by zero."""
+"""Added to a standard deviation, and to MaxRL's mean, so that equal rewards give zero advantages and no division by zero."""
+
+Advantage = Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
-def group_advantages(rewards: Sequence[float | None], usable: Sequence[bool], method: Literal["grpo", "dr_grpo"]) -> list[float | None]:
-    """Advantage of each trajectory of one group; None where it is not usable. Only usable trajectories enter the statistics.
+def group_advantages(rewards: Sequence[float | None], usable: Sequence[bool], method: Advantage) -> list[float | None]:
+    """Advantage of each trajectory of one group; None where it is not usable. Only the n usable trajectories enter the statistics.
 
     grpo: (r - mean) / (std + 1e-6), population std (DeepSeekMath, arXiv:2402.03300, eq. 3 and section 4.1.2).
     dr_grpo: r - mean (arXiv:2503.20783, section 3.2).
+    rloo: r - mean of the others = n / (n - 1) · (r - mean) (arXiv:2402.14740, section 3.2).
+    maxrl: (r - mean) / (mean + 1e-6), for rewards of 0 and above (arXiv:2602.02710, section 3).
+    reinforce_plus_plus: r; reinforce_plus_plus_baseline: r - mean; both are then normalised over the step (`batch_normalised`).
 
     Example:
         group_advantages([1.0, 0.0, None], [True, True, False], "dr_grpo") == [0.5, -0.5, None]
 
     Raises:
-        ValueError: the lengths differ, the method is unknown, or a usable trajectory has no finite reward.
+        ValueError: the lengths differ, the method is unknown, a usable trajectory has no finite reward, or a negative one under maxrl.
     """
     if len(rewards) != len(usable):
         raise ValueError(f"{len(rewards)} rewards came with {len(usable)} usable flags; give one flag for each trajectory")
-    if method not in ("grpo", "dr_grpo"):
-        raise ValueError(f"algorithm.advantage = {method!r} is unknown; use grpo or dr_grpo")
+    if method not in get_args(Advantage):
+        raise ValueError(f"algorithm.advantage = {method!r} is unknown; use one of {', '.join(get_args(Advantage))}")
     kept = np.array([np.nan if reward is None else reward for reward, use in zip(rewards, usable, strict=True) if use], dtype=np.float64)
     if not kept.size:
         return [None] * len(rewards)
     if not np.isfinite(kept).all():
         raise ValueError(f"rewards of usable trajectories must be finite numbers, not {kept.tolist()}; give those trajectories another status")
-    centred = kept - kept.mean()
-    if method == "grpo":
-        centred = centred / (kept.std() + STD_FLOOR)
-    values = iter(centred.tolist())
+    values = iter(_advantages(kept, method).tolist())
     return [next(values) if use else None for use in usable]
+
+
+def _advantages(rewards: np.ndarray, method: Advantage) -> np.ndarray:
+    centred: np.ndarray = rewards - rewards.mean()
+    match method:
+        case "grpo":
+            return np.asarray(centred / (rewards.std() + STD_FLOOR))
+        case "rloo":
+            return np.asarray(centred * (len(rewards) / max(len(rewards) - 1, 1)))
+        case "maxrl":
+            if (rewards < 0).any():
+                raise ValueError(f"algorithm.advantage: maxrl is defined for rewards of 0 and above, not {rewards.tolist()}; use grpo or rloo")
+            return np.asarray(centred / (rewards.mean() + STD_FLOOR))
+        case "reinforce_plus_plus":
+            return rewards
+        case "dr_grpo" | "reinforce_plus_plus_baseline":
+            return centred
+
+
+def batch_normalised(advantages: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    """(A - mean) / (std + 1e-6) over the loss tokens of a whole step: trajectory i counts tokens[i] times (REINFORCE++, arXiv:2501.03262,
+    section 3)."""
+    values, counts = np.asarray(advantages, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
+    mean = np.average(values, weights=counts)
+    std = np.sqrt(np.average((values - mean) ** 2, weights=counts))
+    return list(((values - mean) / (std + STD_FLOOR)).tolist())
+
+
+def soft_overlong_penalty(tokens: int, longest: int, buffer: int, penalty: float) -> float:
+    """What a completion of so many tokens adds to its reward: 0 up to longest - buffer, then falling linearly to -penalty at longest (DAPO's soft
+    overlong punishment, arXiv:2503.14476, eq. 13). buffer = 0 switches it off."""
+    over = tokens - (longest - buffer)
+    return -penalty * min(over, buffer) / buffer if buffer and over > 0 else 0.0

@@ -13,9 +13,15 @@ CHUNK_ELEMENTS = 1 << 23
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None = None, chunk_elements: int = CHUNK_ELEMENTS
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    bias: Tensor | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of `targets` [N] and entropies [N] (without gradient) of softmax(hidden @ weight.T / temperature), float32 nats.
+    """Log-probs of `targets` [N] and entropies [N] (without gradient, unless asked for) of softmax(hidden @ weight.T / temperature), float32 nats.
 
     `hidden` is [N, H], `weight` [V, H], `bias` [V]. With more than one chunk the logits are computed again in the backward pass.
 
@@ -26,9 +32,9 @@ def token_logprobs(
         raise ValueError(f"temperature = {temperature} has no log-probs; use one above 0")
     rows = _chunk_rows(weight, chunk_elements)
     if len(targets) <= rows:
-        return _chunk(hidden, weight, targets, temperature, bias)
+        return _chunk(hidden, weight, targets, temperature, bias, entropy_gradient)
     outputs = [
-        checkpoint(_chunk, hidden[at : at + rows], weight, targets[at : at + rows], temperature, bias, use_reentrant=False)
+        checkpoint(_chunk, hidden[at : at + rows], weight, targets[at : at + rows], temperature, bias, entropy_gradient, use_reentrant=False)
         for at in range(0, len(targets), rows)
     ]
     return torch.cat([logprobs for logprobs, _ in outputs]), torch.cat([entropy for _, entropy in outputs])
@@ -49,8 +55,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(hidden, weight, bias).float()
 
 
-def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     log_probs = torch.log_softmax(_logits(hidden, weight, bias) / temperature, dim=-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy

@@ -1,71 +1,243 @@
-"""Losses as sums over tokens. The caller divides by the step's global token count, so packing and ranks cannot change the gradient."""
+"""Losses as weighted sums over tokens. The weights come from the whole step (`token_weights`), so packing and ranks cannot change the gradient.
+
+A policy loss is a surrogate per token, times a truncated weight for the way from the behaviour policy to the surrogate's old policy, times a mask:
+`policy_loss` puts the three together as `AlgorithmConfig` says.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["LOG_RATIO_LIMIT", "LossSums", "policy_loss", "supervised_loss"]
+from asyncrl.algorithms.corrections import (
+    LOG_RATIO_LIMIT,
+    band_mask,
+    kl_estimate,
+    off_policy_sequence_mask,
+    rejection_mask,
+    sequence_mean,
+    truncated,
+)
+from asyncrl.config import AlgorithmConfig, CorrectionConfig
 
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to ± this many nats: exp(20) is still finite in float32."""
+__all__ = [
+    "LossSums",
+    "PolicyTokens",
+    "cispo",
+    "dppo",
+    "gspo_log_ratio",
+    "log_linear_proximal",
+    "policy_loss",
+    "ppo_clip",
+    "reinforce",
+    "sapo",
+    "supervised_loss",
+    "token_weights",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """Sums over the N loss tokens of one micro-batch, detached scalars. Divide by tokens for means; `ratio_max` is a maximum."""
+    """Sums over the N loss tokens of one micro-batch, detached scalars. Divide by tokens for means; `ratio_max` is a maximum.
+
+    The ratio is π_learner / π_behaviour, whatever the loss. `loss` is weighted already: its sum over micro-batches and ranks is the step's loss.
+    """
 
     loss: Tensor
     ratio: Tensor
+    ratio_squared: Tensor
     ratio_max: Tensor
     clipped: Tensor
+    """Tokens whose gradient the surrogate's own clip stops."""
+    masked: Tensor
+    """Tokens that a correction masks."""
+    weight: Tensor
+    """Truncated importance weights."""
     kl_k1: Tensor
     kl_k3: Tensor
     nonfinite: Tensor
     """Tokens whose log-prob, on either side, is NaN or Inf."""
 
 
-def policy_loss(logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float) -> tuple[Tensor, LossSums]:
-    """Clipped policy loss, corrected for the behaviour policy: sum over tokens of -min(r·A, clip(r, 1 - eps_clip, 1 + eps_clip_high)·A).
+@dataclass(frozen=True, slots=True)
+class PolicyTokens:
+    """The N loss tokens of `sequences` trajectories, as the learner sees them now. Log-probs in nats."""
 
-    r = π_learner / π_behaviour per token, with π_behaviour from the engine that sampled (PPO, arXiv:1707.06347, eq. 7; the upper clip
-    apart from the lower: DAPO, arXiv:2503.14476, section 3.1). All inputs are [N], log-probs in nats.
+    logprobs: Tensor
+    """[N], with gradient."""
+    behaviour_logprobs: Tensor
+    """[N], from the engine that sampled."""
+    advantages: Tensor
+    """[N]."""
+    weights: Tensor
+    """[N], of the step's loss: see `token_weights`."""
+    sequence: Tensor
+    """[N] int64: the trajectory of each token."""
+    sequences: int
+    ages: Tensor
+    """[N] float: learner's version minus the version that made the token."""
 
-    kl_k1 and kl_k3 estimate KL(behaviour || learner) per token: -log r, and r - 1 - log r (http://joschu.net/blog/kl-approx.html).
+
+def token_weights(
+    lengths: Sequence[int], aggregation: Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "fixed"], fixed_length: int
+) -> list[float]:
+    """Weight of each loss token of each trajectory, from the loss tokens of all S trajectories of the step (N in all).
+
+    token_mean: 1 / N (DAPO, arXiv:2503.14476, eq. 8). sequence_mean_token_mean: 1 / (S · its length) (GRPO, arXiv:2402.03300, eq. 3).
+    sequence_mean_token_sum: 1 / S. fixed: 1 / (S · fixed_length) (Dr.GRPO, arXiv:2503.20783, with the longest completion allowed).
+    """
+    count, tokens = len(lengths), sum(lengths)
+    if not tokens:
+        return []
+    if aggregation == "token_mean":
+        return [1 / tokens] * count
+    if aggregation == "sequence_mean_token_mean":
+        return [1 / (count * length) for length in lengths]
+    return [1 / (count * (fixed_length if aggregation == "fixed" else 1))] * count
+
+
+def ppo_clip(log_ratio: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, dual_clip: float | None = None) -> tuple[Tensor, Tensor]:
+    """-min(r·A, clip(r, 1 - eps_clip, 1 + eps_clip_high)·A) per token, and where the clip stops the gradient (PPO, arXiv:1707.06347, eq. 7; the
+    upper clip apart from the lower: DAPO, arXiv:2503.14476, section 3.1). For A < 0, dual_clip c > 1 bounds the loss by -c·A
+    (arXiv:1912.09729, eq. 5)."""
+    ratio = log_ratio.exp()
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages)
+    stopped = ((advantages > 0) & (ratio > 1 + eps_clip_high)) | ((advantages < 0) & (ratio < 1 - eps_clip))
+    if dual_clip is not None:
+        stopped = stopped | ((advantages < 0) & (ratio > dual_clip))
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+    return loss, stopped
+
+
+def gspo_log_ratio(log_ratio: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+    """The trajectory's length-normalised log-ratio at each of its tokens, with each token's own gradient (GSPO-token, arXiv:2507.18071, eq. 13-14):
+    the value is the mean over the trajectory; clipped as in PPO, a whole trajectory is in or out."""
+    mean = sequence_mean(log_ratio.detach(), sequence, sequences)[sequence]
+    return mean + log_ratio - log_ratio.detach()
+
+
+def cispo(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float) -> tuple[Tensor, Tensor]:
+    """-sg(clip(r, 1 - eps_clip, 1 + eps_clip_high))·A·log π per token: a clipped weight, and a gradient for every token (MiniMax-M1,
+    arXiv:2506.13585, eq. 4-5). Nothing is stopped."""
+    weight = log_ratio.detach().exp().clamp(1 - eps_clip, 1 + eps_clip_high)
+    return -weight * advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
+
+
+def sapo(log_ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> tuple[Tensor, Tensor]:
+    """-σ(τ·(r - 1))·(4/τ)·A per token, τ by the sign of A: a soft gate in place of the clip; at r = 1 the gradient is the policy gradient's (SAPO,
+    arXiv:2511.20347, eq. 5-6). Nothing is stopped."""
+    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    return -torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau * advantages, torch.zeros_like(advantages, dtype=torch.bool)
+
+
+def dppo(logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """-r·A per token, stopped where the token's probability has moved more than the threshold away from the behaviour policy's, in the
+    direction in which A pushes it (DPPO with the binary total variation, arXiv:2602.04879, section 4)."""
+    moved = logprobs.detach().exp() - behaviour_logprobs.exp()
+    stopped = ((advantages > 0) & (moved > threshold)) | ((advantages < 0) & (moved < -threshold))
+    ratio = (logprobs - behaviour_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return torch.where(stopped, torch.zeros_like(ratio), -ratio * advantages), stopped
+
+
+def reinforce(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """-A·log π per token (Williams 1992). Off policy it needs a truncated weight. Nothing is stopped."""
+    return -advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
+
+
+def log_linear_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, ages: Tensor) -> Tensor:
+    """Log-probs [N] of the policy one version before the learner's, on the line from the behaviour policy (`ages` versions before) to it:
+    log μ + (age - 1)/age · (log π - log μ), and log π itself at age 0 (A-3PO, arXiv:2512.06547, section 3)."""
+    share = torch.where(ages > 0, (ages - 1) / ages.clamp(min=1), torch.ones_like(ages))
+    return behaviour_logprobs + share * (logprobs.detach() - behaviour_logprobs)
+
+
+def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, LossSums]:
+    """Loss of one micro-batch: sum over tokens of weight · mask · truncated(π_old / π_behaviour) · surrogate(π_learner / π_old).
+
+    π_old is the behaviour policy itself (its truncated weight is then 1: the surrogate's ratio carries the whole correction); the learner's policy
+    before this step, which is the learner's policy now, since a batch gets one step (decoupled PPO, arXiv:2505.24298, eq. 5, with the recomputed
+    proximal policy); or the log-linear guess at the version before.
 
     Returns:
-        The loss (a sum, with gradient) and detached sums for metrics.
+        The loss (with gradient) and detached sums for metrics.
     """
-    if not logprobs.shape == behaviour_logprobs.shape == advantages.shape:
-        raise ValueError(
-            f"log-probs {tuple(logprobs.shape)}, behaviour {tuple(behaviour_logprobs.shape)}, advantages {tuple(advantages.shape)} must have one shape"
-        )
-    raw = logprobs - behaviour_logprobs
-    log_ratio = raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
-    loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages).sum()
+    logprobs, behaviour, advantages = tokens.logprobs, tokens.behaviour_logprobs, tokens.advantages
+    if not logprobs.shape == behaviour.shape == advantages.shape == tokens.weights.shape == tokens.sequence.shape:
+        raise ValueError(f"log-probs {tuple(logprobs.shape)}, behaviour {tuple(behaviour.shape)}, advantages {tuple(advantages.shape)} must have one shape")
+    old = _old_logprobs(tokens, algorithm.old_policy)
+    log_ratio = (logprobs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    surrogate, clipped = _surrogate(tokens, log_ratio, algorithm)
+    raw = (logprobs - behaviour).detach()
+    weight, kept = _correction((old - behaviour).detach(), raw, tokens, algorithm.correction)
+    loss = (tokens.weights * torch.where(kept, weight * surrogate, torch.zeros_like(surrogate))).sum()
     with torch.no_grad():
-        is_clipped = ((advantages > 0) & (ratio > 1 + eps_clip_high)) | ((advantages < 0) & (ratio < 1 - eps_clip))
+        full = raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        ratio = full.exp()
         sums = LossSums(
             loss=loss.detach(),
             ratio=ratio.sum(),
+            ratio_squared=ratio.square().sum(),
             ratio_max=ratio.max() if ratio.numel() else ratio.new_zeros(()),
-            clipped=is_clipped.sum(),
-            kl_k1=-log_ratio.sum(),
-            kl_k3=(ratio - 1 - log_ratio).sum(),
+            clipped=clipped.sum(),
+            masked=(~kept).sum(),
+            weight=weight.sum(),
+            kl_k1=kl_estimate(full, "k1").sum(),
+            kl_k3=kl_estimate(full, "k3").sum(),
             nonfinite=(~torch.isfinite(raw)).sum(),
         )
     return loss, sums
 
 
-def supervised_loss(logprobs: Tensor) -> tuple[Tensor, LossSums]:
-    """Negative log-likelihood of the target tokens [N], summed, in nats. The ratio metrics are those of an on-policy step."""
-    loss = -logprobs.sum()
-    zero = logprobs.new_zeros(())
+def supervised_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, LossSums]:
+    """Negative log-likelihood of the target tokens [N], in nats, weighted [N]. The ratio metrics are those of an on-policy step."""
+    loss = -(logprobs * weights).sum()
     with torch.no_grad():
-        one = logprobs.new_ones(())
-        sums = LossSums(loss.detach(), one * logprobs.numel(), one, zero, zero, zero, (~torch.isfinite(logprobs)).sum())
+        zero, count = logprobs.new_zeros(()), logprobs.new_ones(()) * logprobs.numel()
+        nonfinite = (~torch.isfinite(logprobs)).sum()
+        sums = LossSums(loss.detach(), count, count, logprobs.new_ones(()), zero, zero, count, zero, zero, nonfinite)
     return loss, sums
+
+
+def _old_logprobs(tokens: PolicyTokens, old_policy: str) -> Tensor:
+    if old_policy == "behaviour":
+        return tokens.behaviour_logprobs
+    if old_policy == "learner":
+        return tokens.logprobs.detach()
+    return log_linear_proximal(tokens.logprobs, tokens.behaviour_logprobs, tokens.ages)
+
+
+def _surrogate(tokens: PolicyTokens, log_ratio: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    low, high, advantages = algorithm.eps_clip, algorithm.eps_clip_high, tokens.advantages
+    match algorithm.loss:
+        case "ppo":
+            return ppo_clip(log_ratio, advantages, low, high, algorithm.dual_clip)
+        case "gspo":
+            return ppo_clip(gspo_log_ratio(log_ratio, tokens.sequence, tokens.sequences), advantages, low, high)
+        case "cispo":
+            return cispo(tokens.logprobs, log_ratio, advantages, low, high)
+        case "sapo":
+            return sapo(log_ratio, advantages, algorithm.tau_positive, algorithm.tau_negative)
+        case "dppo":
+            return dppo(tokens.logprobs, tokens.behaviour_logprobs, advantages, algorithm.dppo_threshold)
+        case "reinforce":
+            return reinforce(tokens.logprobs, advantages)
+
+
+def _correction(log_weight: Tensor, log_ratio: Tensor, tokens: PolicyTokens, correction: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    """Weight [N] for the way to the old policy, and which tokens are kept [N]: judged by the whole way to the learner."""
+    sequence, sequences = tokens.sequence, tokens.sequences
+    weight = torch.ones_like(log_weight)
+    if correction.truncation != "none":
+        weight = truncated(log_weight, sequence, sequences, correction.truncation, correction.cap)
+    kept = torch.ones_like(log_ratio, dtype=torch.bool)
+    if correction.mask_below is not None or correction.mask_above is not None:
+        kept &= band_mask(log_ratio, correction.mask_below or 0.0, correction.mask_above or float("inf"))
+    if correction.reject_above is not None:
+        kept &= rejection_mask(log_ratio, sequence, sequences, correction.reject_estimator, correction.reject_level, correction.reject_above)
+    if correction.sequence_mask_above is not None:
+        kept &= off_policy_sequence_mask(log_ratio, tokens.advantages, sequence, sequences, correction.sequence_mask_above)
+    return weight, kept

@@ -20,6 +20,8 @@ class Outstanding:
     running: bool = True
     scored: Scored | None = None
     training: bool = False
+    tokens: int | None = None
+    """Completion tokens, once generated."""
 
 
 class Frontier:
@@ -70,16 +72,16 @@ class Buffer:
             raise ValueError(f"ordinal {ordinal} was admitted before")
         self.groups[ordinal] = Outstanding(ordinal, committed)
 
-    def finished(self, ordinal: int, begun: int) -> None:
+    def finished(self, ordinal: int, begun: int, tokens: int) -> None:
         """The group is generated; its oldest token version is known now."""
         if ordinal in self.groups:
-            self.groups[ordinal].running = False
-            self.groups[ordinal].begun = begun
+            group = self.groups[ordinal]
+            group.running, group.begun, group.tokens = False, begun, tokens
 
     def add_scored(self, scored: Scored) -> None:
         """The group may be trained."""
         group = self.groups[scored.ordinal]
-        group.running, group.begun, group.scored = False, scored.begun, scored
+        group.running, group.begun, group.tokens, group.scored = False, scored.begun, scored.tokens, scored
 
     def end(self, ordinal: int) -> Outstanding:
         """The group has its outcome: its slot is free, and the frontier knows."""
@@ -87,8 +89,9 @@ class Buffer:
         return self.groups.pop(ordinal)
 
     def stale(self, learner_version: int) -> list[int]:
-        """Ready groups beyond the bound: there are none, but after a resume or a change to a smaller bound."""
-        return [g.ordinal for g in self._ready() if self.staleness.is_stale(g.begun, learner_version)]
+        """Groups beyond the bound. Under `wait` only ready ones are looked for: there are none, but after a resume or a change to a smaller bound."""
+        candidates = self._ready() if self.staleness.on_stale == "wait" else [g for g in self.groups.values() if not g.training]
+        return [g.ordinal for g in candidates if self.staleness.is_stale(g.begun, learner_version)]
 
     def next_batch(self, learner_version: int) -> list[Scored] | None:
         """The batch to train next, oldest version first, then by ordinal; None while it is not full or its cut would let a group expire."""

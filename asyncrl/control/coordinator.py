@@ -15,9 +15,11 @@ imports Ray, vLLM or DeepSpeed: on fakes a whole run takes milliseconds.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from asyncrl.control.buffer import Buffer, Frontier
@@ -37,6 +39,8 @@ class Schedule:
     max_steps: int
     staleness: Staleness
     max_skipped_steps: int = 3
+    filter_zero_variance: bool = False
+    """Groups whose rewards are all equal are filtered: their advantages are zero, and another group takes their slot."""
     checkpoint_every: int = 0
     check_every: int = 0
     """Versions between two log-prob checks; 0 = none but the one at start."""
@@ -96,6 +100,8 @@ class Progress:
     staleness_max: int = 0
     generated_tokens: int = 0
     trained_tokens: int = 0
+    wasted_tokens: int = 0
+    """Completion tokens of groups that were generated and then filtered, dropped or skipped."""
     learner_waited_s: float = 0.0
     generators_waited_s: float = 0.0
     example: tuple[str, str] = ("", "")
@@ -120,7 +126,10 @@ class Coordinator:
         self.publishing_done = False
         self.evaluations_due = {0} if state.version == 0 else set()
         self._condition = asyncio.Condition()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """Rollouts under way, by ordinal."""
         self._fates: list[Fate] = []
+        self._ended_since_step: Counter[str] = Counter()
         self._idle_since: float | None = None
         self._generators_waited_before = 0.0
 
@@ -141,7 +150,10 @@ class Coordinator:
             for task in loops.values():
                 task.cancel()
             await asyncio.gather(*loops.values(), return_exceptions=True)
-            self._fates += [Fate(self.attempt, ordinal, "waiting", "the run ended first", self.progress.attempted) for ordinal in self.buffer.groups]
+            self._fates += [
+                Fate(self.attempt, ordinal, "waiting", "the run ended first", self.progress.attempted, tokens=group.tokens)
+                for ordinal, group in self.buffer.groups.items()
+            ]
             self._flush_fates()
         self.progress.phase = "done"
         return self.progress
@@ -155,7 +167,12 @@ class Coordinator:
                 async with self._when(self._may_admit):
                     self.buffer.admit(prompt.ordinal, self.progress.committed)
                     self._count_idle()
-                groups.create_task(self._rollout(prompt))
+                task = groups.create_task(self._rollout(prompt))
+                self._tasks[prompt.ordinal] = task
+                task.add_done_callback(partial(self._forget_task, prompt.ordinal))
+
+    def _forget_task(self, ordinal: int, _: asyncio.Task[None]) -> None:
+        del self._tasks[ordinal]
 
     def _may_admit(self) -> bool:
         progress, staleness = self.progress, self.schedule.staleness
@@ -174,7 +191,7 @@ class Coordinator:
             return
         async with self._changing():
             self.progress.generated_tokens += finished.tokens
-            self.buffer.finished(prompt.ordinal, finished.begun)
+            self.buffer.finished(prompt.ordinal, finished.begun, finished.tokens)
             self._count_idle()
 
     # scoring: groups → scored groups in the buffer. Waits for rewards. Never ends by itself.
@@ -185,6 +202,7 @@ class Coordinator:
             async with self._changing():
                 for scored in arrived:
                     self._take_scored(scored)
+            await self.parts.rollouts.ack([scored.ordinal for scored in arrived])
 
     def _take_scored(self, scored: Scored) -> None:
         if scored.ordinal not in self.buffer:
@@ -193,6 +211,8 @@ class Coordinator:
             self._end(scored.ordinal, "dropped", scored.failure)
         elif scored.usable < 2:
             self._end(scored.ordinal, "dropped", "fewer than two usable trajectories")
+        elif self.schedule.filter_zero_variance and len(set(scored.rewards)) == 1:
+            self._end(scored.ordinal, "filtered", "zero variance")
         else:
             self.buffer.add_scored(scored)
             self._count_idle()
@@ -228,14 +248,17 @@ class Coordinator:
         """Waits for a batch; gathers the newest version meanwhile, as soon as the publication before it ends."""
         while True:
             async with self._when(lambda: self._gather_due() or self._cut_due()):
-                for ordinal in self.buffer.stale(self.progress.version):
-                    self._end(ordinal, "dropped", "stale")
+                self._drop_stale()
                 batch = None if self._gather_due() else self.buffer.next_batch(self.progress.version)
                 self.buffer.take(batch or [])
             if batch is not None:
                 return batch
             if self._gather_due():
                 await self._gather()
+
+    def _drop_stale(self) -> None:
+        for ordinal in self.buffer.stale(self.progress.version):
+            self._end(ordinal, "dropped", "stale")
 
     def _gather_due(self) -> bool:
         return self.in_publication is None and self.gathered < self.progress.version
@@ -262,6 +285,7 @@ class Coordinator:
         if result.applied:
             progress.version += 1
             progress.trained_tokens += tokens
+            self._drop_stale()
         rewards = [reward for scored in batch for reward in scored.rewards]
         progress.reward = sum(rewards) / len(rewards)
         progress.example = batch[0].example
@@ -281,7 +305,10 @@ class Coordinator:
             "control/applied": float(result.applied),
             "control/outstanding": len(self.buffer),
             "control/ready": self.buffer.ready,
+            "control/wasted_tokens": progress.wasted_tokens,
+            **{f"control/{outcome}_groups": self._ended_since_step[outcome] for outcome in ("filtered", "dropped", "failed")},
         }
+        self._ended_since_step.clear()
         for name in dict.fromkeys(name for scored in batch for name in scored.reward_parts):
             known = [scored.reward_parts[name] for scored in batch if name in scored.reward_parts]
             metrics[f"reward/{name}"] = sum(known) / len(known)
@@ -388,10 +415,15 @@ class Coordinator:
     # shared by the loops
 
     def _end(self, ordinal: int, outcome: str, reason: str, trained_at: int | None = None, staleness: int | None = None) -> None:
-        self.buffer.end(ordinal)
+        group = self.buffer.end(ordinal)
+        if group.running and ordinal in self._tasks:
+            self._tasks[ordinal].cancel()
         self._count_idle()
         self.progress.ended[outcome] = self.progress.ended.get(outcome, 0) + 1
-        self._fates.append(Fate(self.attempt, ordinal, outcome, reason, self.progress.attempted, trained_at, staleness))
+        self._ended_since_step[outcome] += 1
+        if outcome != "trained":
+            self.progress.wasted_tokens += group.tokens or 0
+        self._fates.append(Fate(self.attempt, ordinal, outcome, reason, self.progress.attempted, trained_at, staleness, group.tokens))
 
     def _flush_fates(self) -> None:
         self.parts.recorder.fates(self._fates)

@@ -21,6 +21,7 @@ FATES = pa.schema(
         ("step", pa.int32()),
         ("trained_at_version", pa.int32()),
         ("staleness", pa.int32()),
+        ("tokens", pa.int64()),
     ]
 )
 OUTCOMES = ("trained", "skipped", "filtered", "dropped", "failed", "waiting")
@@ -29,7 +30,7 @@ OUTCOMES = ("trained", "skipped", "filtered", "dropped", "failed", "waiting")
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """The outcome of one admitted group in one attempt. Version and staleness only if it was trained."""
+    """The outcome of one admitted group in one attempt. Version and staleness only if it was trained; its completion tokens if it was generated."""
 
     attempt: int
     ordinal: int
@@ -38,6 +39,7 @@ class Fate:
     step: int
     trained_at_version: int | None = None
     staleness: int | None = None
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:

@@ -126,7 +126,7 @@ class Rollouts(Protocol):
     """Makes groups and keeps each until it is acknowledged."""
 
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
-        """Generate the group of one prompt with weights at least as new as `committed`; return when it waits for scoring.
+        """Generate the group of one prompt with weights at least as new as `committed`; return when it waits for scoring. Cancelled: give it up.
 
         Raises:
             RolloutFailed: not done by the deadline. The group is forgotten.
@@ -145,7 +145,7 @@ class Rollouts(Protocol):
 
 
 class Scores(Protocol):
-    """Scored groups in the order in which they are done. Each is in a complete Parquet file before it comes."""
+    """Scored groups in the order in which they are done. Each is in a complete Parquet file before it comes; the caller acknowledges it."""
 
     async def next(self) -> list[Scored]: ...
 

@@ -107,8 +107,18 @@ class ServeGenerate:
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Raises GenerationTimeout when no replica has answered after `request.deadline_s` seconds."""
-        answer: Generated = await self._ask(request.deadline_s, lambda left: self._handle.generate.remote(replace(request, deadline_s=left)))
-        return answer
+
+        async def once(left: float) -> Generated:
+            response = self._handle.generate.remote(replace(request, deadline_s=left))
+            try:
+                answer: Generated = await response
+                return answer
+            except asyncio.CancelledError:
+                response.cancel()  # else the engine would go on for nobody
+                raise
+
+        generated: Generated = await self._ask(request.deadline_s, once)
+        return generated
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
         """Of every replica that has the weights and lives. Raises GenerationTimeout when none has answered after `LOGPROBS_DEADLINE_S`."""

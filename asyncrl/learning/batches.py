@@ -10,6 +10,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.losses import PolicyTokens
 from asyncrl.learning.attention import Segments
 
 __all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "token_example"]
@@ -30,6 +31,8 @@ class Example:
     behaviour_logprobs: np.ndarray
     """[C] float32, nats."""
     advantage: float
+    versions: np.ndarray
+    """[C] int32: the policy version that made each token."""
 
     @property
     def loss_tokens(self) -> int:
@@ -57,6 +60,16 @@ class MicroBatch:
     """Indices of the trajectories, in the order of their segments."""
     counts: tuple[int, ...]
     """Loss tokens of each segment."""
+    weights: Tensor
+    """[N] float32: of the step's loss."""
+    sequence: Tensor
+    """[N] int64: the segment of each loss token."""
+    ages: Tensor
+    """[N] float32: the learner's version minus the version that made the token."""
+
+    def policy_tokens(self, logprobs: Tensor) -> PolicyTokens:
+        """The loss tokens with the learner's log-probs [N]."""
+        return PolicyTokens(logprobs, self.behaviour_logprobs, self.advantages, self.weights, self.sequence, len(self.order), self.ages)
 
 
 def examples_of(table: pa.Table) -> list[Example]:
@@ -75,6 +88,7 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
     prompt = table["prompt_ids"][row].values.to_numpy(zero_copy_only=False)
     statuses, advantages = table["status"][row].as_py(), table["advantage"][row].as_py()
     nested = [table[name][row].values for name in ("completion_ids", "loss_mask", "logprobs")]
+    spans = table["versions"][row].values
     examples = []
     for index, status in enumerate(statuses):
         if status != "ok":
@@ -83,8 +97,14 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
             raise ValueError(f"group {table['ordinal'][row].as_py()}: trajectory {index} has status ok and no advantage; score it again")
         ids, mask, logprobs = (values[index].values.to_numpy(zero_copy_only=False) for values in nested)
         tokens = np.concatenate([prompt, ids]).astype(np.int64)
-        examples.append(Example(tokens, len(prompt), mask.astype(bool), logprobs.astype(np.float32), float(advantages[index])))
+        versions = _token_versions(spans[index].values)
+        examples.append(Example(tokens, len(prompt), mask.astype(bool), logprobs.astype(np.float32), float(advantages[index]), versions))
     return [example for example in examples if example.loss_tokens]
+
+
+def _token_versions(spans: pa.StructArray) -> np.ndarray:
+    version, start, end = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("version", "start", "end"))
+    return np.repeat(version, end - start)
 
 
 def token_example(row: TokenRow) -> Example:
@@ -97,11 +117,18 @@ def token_example(row: TokenRow) -> Example:
     if not prompt.size or not following.size:
         raise ValueError(f"a row of {prompt.size} prompt and {following.size} following tokens has nothing to predict; give at least one of each")
     ones = np.ones(following.size, dtype=np.float32)
-    return Example(np.concatenate([prompt, following]), prompt.size, ones.astype(bool), ones * 0, 1.0)
+    return Example(np.concatenate([prompt, following]), prompt.size, ones.astype(bool), ones * 0, 1.0, np.zeros(following.size, dtype=np.int32))
 
 
-def micro_batch(examples: Sequence[Example], indices: Sequence[int], device: torch.device | str) -> MicroBatch:
-    """Pack these trajectories, longest first. Without any, one token without loss stands in, so that the rank takes part in the collectives."""
+def micro_batch(
+    examples: Sequence[Example], indices: Sequence[int], device: torch.device | str, weights: Sequence[float] | None = None, version: int = 0
+) -> MicroBatch:
+    """Pack these trajectories, longest first. Without any, one token without loss stands in, so that the rank takes part in the collectives.
+
+    Args:
+        weights: of the step's loss, one for each example: of each of its loss tokens.
+        version: the learner's.
+    """
     order = tuple(sorted(indices, key=lambda index: (-len(examples[index].tokens), index)))
     if not order:
         return _empty(device)
@@ -123,10 +150,13 @@ def micro_batch(examples: Sequence[Example], indices: Sequence[int], device: tor
         advantages=joined([np.full(len(at), example.advantage, dtype=np.float32) for example, at in zip(chosen, masked, strict=True)]),
         order=order,
         counts=tuple(len(at) for at in masked),
+        weights=joined([np.full(len(at), weights[index] if weights else 1.0, dtype=np.float32) for index, at in zip(order, masked, strict=True)]),
+        sequence=joined([np.full(len(at), segment, dtype=np.int64) for segment, at in enumerate(masked)]),
+        ages=joined([(version - example.versions[at]).astype(np.float32) for example, at in zip(chosen, masked, strict=True)]),
     )
 
 
 def _empty(device: torch.device | str) -> MicroBatch:
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     none, no_float = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, device=device)
-    return MicroBatch(zero, zero, Segments.of([1], device), none, none, no_float, no_float, (), ())
+    return MicroBatch(zero, zero, Segments.of([1], device), none, none, no_float, no_float, (), (), no_float, none, no_float)

@@ -14,7 +14,7 @@ from asyncrl.learning.batches import Example
 
 __all__ = ["StepSums", "step_metrics"]
 
-SUMS = ("loss", "ratio", "clipped", "kl_k1", "kl_k3")
+SUMS = ("loss", "ratio", "ratio_squared", "clipped", "masked", "weight", "kl_k1", "kl_k3")
 NAMES = (*SUMS, "entropy", "nonfinite_loss", "nonfinite_gradient")
 
 
@@ -54,11 +54,14 @@ def step_metrics(
     applied: bool,
     seconds: float,
 ) -> dict[str, float]:
-    """The step's metrics. Means are over its `tokens` loss tokens; `input_tokens` counts prompts as well; `grad_norm` is before clipping."""
+    """The step's metrics. Means are over its `tokens` loss tokens; `input_tokens` counts prompts as well; `grad_norm` is before clipping.
+
+    ess: effective sample size as a share of the tokens, (Σr)² / (N·Σr²); chi2: mean r² - 1; r = π_learner / π_behaviour.
+    """
     input_tokens = sum(len(example.tokens) for example in examples)
     return {
         "applied": float(applied),
-        "loss": totals["loss"] / tokens,
+        "loss": totals["loss"],
         "grad_norm": grad_norm,
         "learning_rate": learning_rate,
         "tokens": float(tokens),
@@ -68,7 +71,11 @@ def step_metrics(
         "fill": plan.fill,
         "ratio_mean": totals["ratio"] / tokens,
         "ratio_max": totals["ratio_max"],
+        "ess": totals["ratio"] ** 2 / (tokens * totals["ratio_squared"]) if totals["ratio_squared"] else float("nan"),
+        "chi2": totals["ratio_squared"] / tokens - 1,
         "clip_fraction": totals["clipped"] / tokens,
+        "mask_fraction": totals["masked"] / tokens,
+        "weight_mean": totals["weight"] / tokens,
         "kl_k1": totals["kl_k1"] / tokens,
         "kl_k3": totals["kl_k3"] / tokens,
         "entropy": totals["entropy"] / tokens,

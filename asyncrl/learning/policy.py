@@ -20,28 +20,31 @@ class Policy(nn.Module):
     """Backbone and head of a causal LM. The head's weight is used here and not in its own module: gathered once for each micro-batch,
     whatever the number of chunks, so that ranks never wait for each other inside the head."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, entropy_gradient: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.temperature = temperature
+        self.temperature, self.entropy_gradient = temperature, entropy_gradient
         self.backbone_name = model.base_model_prefix
 
     def forward(self, batch: MicroBatch, temperature: float | None = None, greedy: bool = False) -> tuple[Tensor, Tensor]:
-        """(log-probs [N] with gradient, entropy [N]) of the batch's targets; with `greedy`, (is the target the argmax [N] bool, nothing)."""
+        """(log-probs [N] with gradient, entropy [N], with gradient if `entropy_gradient`) of the batch's targets; with `greedy`, (is the target
+        the argmax [N] bool, nothing)."""
         backbone = getattr(self.model, self.backbone_name)
         output = backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, segments=batch.segments)
         hidden = output.last_hidden_state[0, batch.select]
         head = self.model.get_output_embeddings()
         if greedy:
             return greedy_tokens(hidden, head.weight, head.bias) == batch.targets, hidden.new_zeros(0)
-        logprobs, entropy = token_logprobs(hidden, head.weight, batch.targets, temperature or self.temperature, head.bias)
+        logprobs, entropy = token_logprobs(
+            hidden, head.weight, batch.targets, temperature or self.temperature, head.bias, entropy_gradient=self.entropy_gradient
+        )
         if not len(batch.targets):
             # An empty micro-batch must still reach every parameter in the backward pass: its gradients take part in the reductions.
             logprobs = logprobs + 0.0 * output.last_hidden_state.sum()
         return logprobs, entropy
 
 
-def load_policy(path: str, dtype: torch.dtype, temperature: float) -> Policy:
+def load_policy(path: str, dtype: torch.dtype, temperature: float, entropy_gradient: bool = False) -> Policy:
     """Load a checkpoint directory; sharded as it loads while an HfDeepSpeedConfig is alive.
 
     Raises:
@@ -57,4 +60,4 @@ def load_policy(path: str, dtype: torch.dtype, temperature: float) -> Policy:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return Policy(model, temperature)
+    return Policy(model, temperature, entropy_gradient)

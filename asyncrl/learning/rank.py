@@ -7,6 +7,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.algorithms.losses import LossSums, policy_loss, supervised_loss
+from asyncrl.algorithms.advantages import batch_normalised
+from asyncrl.algorithms.losses import LossSums, policy_loss, supervised_loss, token_weights
 from asyncrl.config import Config
 from asyncrl.control.protocols import Manifest
 from asyncrl.data.packing import pack
@@ -30,7 +32,8 @@ from asyncrl.weights.gather import gather_buckets, weight_layout
 
 __all__ = ["LearnerRank"]
 
-Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, LossSums]]
+Loss = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, LossSums]]
+"""(log-probs [N], entropy [N], micro-batch) → loss and sums."""
 
 VERSIONS_KEPT = 2
 """The committed version and the coming one."""
@@ -47,7 +50,7 @@ class LearnerRank:
         self.learning_rate = config.learner.learning_rate
         self.warmup_steps = config.learner.warmup_steps
         self.applied = 0
-        """Steps applied since the optimizer was fresh: drives the schedule of the learning rate."""
+        """Steps applied since the optimizer was fresh, which is the policy version; drives the schedule of the learning rate."""
         self.device = torch.device("cuda" if config.learner.device == "cuda" else "cpu")
         self.versions: dict[int, list[Any]] = {}
         self.listener: socket.socket | None = None
@@ -74,7 +77,7 @@ class LearnerRank:
         self.listener = None
         met = time.monotonic()
         # The second value must live as long as the engine.
-        self.engine, self.sharded = zero3.start_engine(self.config.model.path, learner, self.config.rollout.temperature)
+        self.engine, self.sharded = zero3.start_engine(self.config.model.path, learner, self.config.rollout.temperature, self.config.algorithm.entropy_coef > 0)
         self.parameters = dict(zero3.policy_of(self.engine).model.named_parameters())
         """Every parameter once, by its Hugging Face name: tied weights appear under the first one."""
         return {"meet_s": met - began, "engine_s": time.monotonic() - met}
@@ -85,20 +88,30 @@ class LearnerRank:
         Metrics hold `applied` (1.0 or 0.0). NaN or Inf on any rank: no rank steps.
         """
         examples = [example for table in _fetch(refs) for example in examples_of(table)]
-        algorithm = self.config.algorithm
+        algorithm, learner = self.config.algorithm, self.config.learner
+        if algorithm.advantage.startswith("reinforce_plus_plus") and examples:
+            advantages = batch_normalised([example.advantage for example in examples], [example.loss_tokens for example in examples])
+            examples = [replace(example, advantage=advantage) for example, advantage in zip(examples, advantages, strict=True)]
 
-        def loss(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
-            return policy_loss(logprobs, batch.behaviour_logprobs, batch.advantages, algorithm.eps_clip, algorithm.eps_clip_high)
+        def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
+            value, sums = policy_loss(batch.policy_tokens(logprobs), algorithm)
+            return value - algorithm.entropy_coef * (batch.weights * entropy).sum(), sums
 
-        learner = self.config.learner
+        weights = token_weights([example.loss_tokens for example in examples], algorithm.loss_aggregation, self.config.rollout.max_completion_length)
         rate = learning_rate_at(self.applied, self.learning_rate, self.warmup_steps, self.config.max_steps, learner.lr_scheduler_type)
-        return self._train(examples, loss, rate)
+        return self._train(examples, weights, loss, rate)
 
     def supervised_step(self, rows: Sequence[TokenRow]) -> dict[str, float]:
         """One step of next-token prediction of the second ids of each row after the first ones."""
-        return self._train([token_example(row) for row in rows], lambda logprobs, batch: supervised_loss(logprobs), self.learning_rate, temperature=1.0)
+        examples = [token_example(row) for row in rows]
 
-    def _train(self, examples: list[Example], loss_of: Loss, learning_rate: float, temperature: float | None = None) -> dict[str, float]:
+        def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
+            return supervised_loss(logprobs, batch.weights)
+
+        weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
+        return self._train(examples, weights, loss, self.learning_rate, temperature=1.0)
+
+    def _train(self, examples: list[Example], weights: list[float], loss_of: Loss, learning_rate: float, temperature: float | None = None) -> dict[str, float]:
         began = time.monotonic()
         learner = self.config.learner
         tokens = sum(example.loss_tokens for example in examples)
@@ -110,12 +123,12 @@ class LearnerRank:
         self.engine.train()
         for number, indices in enumerate(mine):
             self.engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
-            batch = micro_batch(examples, indices, self.device)
+            batch = micro_batch(examples, indices, self.device, weights, self.applied)
             logprobs, entropy = self.engine(batch, temperature)
-            loss, loss_sums = loss_of(logprobs, batch)
-            # ZeRO averages over ranks; the loss is a mean over the tokens of all of them.
-            self.engine.backward(loss * (learner.world_size / tokens), scale_wrt_gas=False)
-            sums.add(loss_sums, entropy)
+            loss, loss_sums = loss_of(logprobs, entropy, batch)
+            # ZeRO averages over ranks; the weights are those of the whole step.
+            self.engine.backward(loss * learner.world_size, scale_wrt_gas=False)
+            sums.add(loss_sums, entropy.detach())
         sums.nonfinite_gradient(not zero3.gradients_finite(self.engine))
         totals = sums.over_ranks()
         applied = not (totals["nonfinite_loss"] or totals["nonfinite_gradient"])

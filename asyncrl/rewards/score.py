@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.algorithms.advantages import group_advantages, soft_overlong_penalty
 from asyncrl.config import Config
 from asyncrl.rewards.pool import GroupRewards, RewardPool, total_rewards
 from asyncrl.types import SCORED_COLUMNS, reward_parts_type
@@ -38,7 +38,7 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
     scored: dict[str, list[Any]] = {"reward": [], "advantage": [], "status": [], "scored_at": []}
     for row in table.select(["prompt_ids", "completion_ids", "logprobs", "reward_parts"]).to_pylist():
         parts = {name: [part[name] for part in row["reward_parts"]] for name in weights}
-        rewards = total_rewards(parts, weights)
+        rewards = _shortened(total_rewards(parts, weights), row["completion_ids"], config)
         places = zip(rewards, row["logprobs"], row["completion_ids"], strict=True)
         statuses = [trajectory_status(reward, logprobs, len(row["prompt_ids"]) + len(ids), config.longest_trajectory) for reward, logprobs, ids in places]
         scored["reward"].append(rewards)
@@ -48,6 +48,13 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
     for name, values in scored.items():
         table = table.append_column(name, pa.array(values, SCORED_COLUMNS[name]))
     return table
+
+
+def _shortened(rewards: Sequence[float | None], completion_ids: Sequence[Sequence[int]], config: Config) -> list[float | None]:
+    """The rewards less the soft overlong penalty."""
+    longest, reward = config.rollout.max_completion_length, config.reward
+    penalties = [soft_overlong_penalty(len(ids), longest, reward.overlong_buffer, reward.overlong_penalty) for ids in completion_ids]
+    return [None if total is None else total + penalty for total, penalty in zip(rewards, penalties, strict=True)]
 
 
 def trajectory_status(reward: float | None, logprobs: Sequence[float], tokens: int, longest: int) -> str:

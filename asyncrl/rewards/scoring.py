@@ -41,14 +41,14 @@ FLUSH_LINGER_S = 0.1
 
 
 class RayScores:
-    """`Scores` over Ray actors. Each admitted group comes once, by ordinal; a second copy is acknowledged and dropped."""
+    """`Scores` over Ray actors. Each admitted group comes once, by ordinal; a second copy is acknowledged and dropped here."""
 
     def __init__(self, config: Config, attempt: int, workers: Sequence[Any], rollouts: Rollouts, groups_directory: Path) -> None:
         """Start the execution. Call it on the event loop.
 
         Args:
             workers: actor handles of the rollout workers (`RayRollouts.workers`).
-            rollouts: gets the acknowledgements.
+            rollouts: gets the acknowledgements of second copies.
             groups_directory: <run>/groups; made if missing.
         """
         groups_directory.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class RayScores:
             thread.start()
 
     async def next(self) -> list[Scored]:
-        """Groups scored since the last call, at least one; their rows are in a complete Parquet file and their workers forget them.
+        """Groups scored since the last call, at least one; their rows are in a complete Parquet file. The caller acknowledges them.
 
         Raises:
             RewardError: policy `fail`, and a reward failed.
@@ -76,7 +76,8 @@ class RayScores:
                 raise items
             if isinstance(items, BaseException):
                 raise RuntimeError(f"the scoring stream broke: {type(items).__name__}: {items}") from items
-            await self._rollouts.ack([ordinal for ordinal, _ in items])
+            if copies := [ordinal for ordinal, group in items if group is None]:
+                await self._rollouts.ack(copies)
             if scored := [group for _, group in items if group is not None]:
                 return scored
 

@@ -114,9 +114,13 @@ class RayRollouts:
             async with asyncio.timeout(self._deadline_s + LAST_GUARD_S):
                 while True:
                     index = self._assign(held)
+                    call = self._states[index].actor.rollout.remote(held.prompt, self._committed)
                     try:
-                        finished: Finished = await self._states[index].actor.rollout.remote(held.prompt, self._committed)
+                        finished: Finished = await call
                         return finished
+                    except asyncio.CancelledError:
+                        ray.cancel(call)
+                        raise
                     except ray.exceptions.RayActorError:
                         await asyncio.sleep(RESTART_PAUSE_S)
         except RolloutFailed as error:

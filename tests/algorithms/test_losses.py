@@ -1,67 +1,209 @@
+"""Every surrogate on hand-computed numbers, and the whole policy loss against an independent numpy version with ragged lengths."""
+
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.losses import policy_loss, supervised_loss
+from asyncrl.algorithms.losses import PolicyTokens, cispo, dppo, log_linear_proximal, policy_loss, ppo_clip, sapo, supervised_loss, token_weights
+from asyncrl.config import AlgorithmConfig
 
 
 def log(*values: float) -> torch.Tensor:
     return torch.tensor([math.log(value) for value in values], dtype=torch.float64)
 
 
-def test_policy_loss_on_hand_computed_numbers() -> None:
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def tokens(logprobs, behaviour, advantages, lengths=None, ages=None, weights=None) -> PolicyTokens:
+    """One trajectory, unless lengths say otherwise."""
+    count = len(behaviour)
+    lengths = lengths or [count]
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    zero, one = torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.float64)
+    return PolicyTokens(logprobs, behaviour, advantages, one if weights is None else weights, sequence, len(lengths), zero if ages is None else ages)
+
+
+def algorithm(**settings) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(settings)
+
+
+def gradient(loss: torch.Tensor, logprobs: torch.Tensor) -> list[float]:
+    (found,) = torch.autograd.grad(loss, logprobs)
+    return found.tolist()
+
+
+def test_ppo_on_hand_computed_numbers() -> None:
     # ratios 1.5, 0.5, 1.5, 0.5, 1.1 with clip range [0.8, 1.28]
-    learner, behaviour = log(0.75, 0.25, 0.75, 0.25, 0.55), log(0.5, 0.5, 0.5, 0.5, 0.5)
-    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0], dtype=torch.float64)
+    learner, behaviour = log(0.75, 0.25, 0.75, 0.25, 0.55).requires_grad_(), log(0.5, 0.5, 0.5, 0.5, 0.5)
     # min(1.5, 1.28), min(0.5, 0.8), min(-1.5, -1.28), min(-0.5, -0.8), min(2.2, 2.2)
-    expected = -(1.28 + 0.5 - 1.5 - 0.8 + 2.2)
-    loss, sums = policy_loss(learner.requires_grad_(), behaviour, advantages, 0.2, 0.28)
-    assert loss.item() == pytest.approx(expected)
-    assert sums.clipped.item() == 2
-    assert sums.ratio.item() == pytest.approx(5.1)
-    assert sums.ratio_max.item() == pytest.approx(1.5)
-    loss.backward()
+    loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, 1, -1, -1, 2)), algorithm())
+    assert loss.item() == pytest.approx(-(1.28 + 0.5 - 1.5 - 0.8 + 2.2))
+    assert (sums.clipped.item(), sums.masked.item()) == (2, 0)
+    assert (sums.ratio.item(), sums.ratio_max.item(), sums.ratio_squared.item()) == pytest.approx((5.1, 1.5, 2 * 2.25 + 2 * 0.25 + 1.21))
     # A clipped token has no gradient; another has -r·A.
-    assert learner.grad is not None
-    assert learner.grad.tolist() == pytest.approx([0.0, -0.5, 1.5, 0.0, -2.2])
+    assert gradient(loss, learner) == pytest.approx([0.0, -0.5, 1.5, 0.0, -2.2])
 
 
-def test_at_the_behaviour_policy_the_gradient_is_the_policy_gradient() -> None:
-    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    loss, sums = policy_loss(logprobs, logprobs.detach(), torch.tensor([0.5, -2.0]), 0.2, 0.28)
-    loss.backward()
-    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([-0.5, 2.0])
-    assert sums.kl_k1.item() == sums.kl_k3.item() == 0.0
+def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
+    log_ratio = log(4.0, 2.0).requires_grad_()
+    loss, stopped = ppo_clip(log_ratio, tensor(-1, -1), 0.2, 0.28, dual_clip=3.0)
+    assert loss.tolist() == pytest.approx([3.0, 2.0]) and stopped.tolist() == [True, False]
+    assert gradient(loss.sum(), log_ratio) == pytest.approx([0.0, 2.0])
+
+
+def test_gspo_has_one_ratio_for_a_trajectory() -> None:
+    # Two trajectories: mean log-ratios (log 4 + log 1) / 2 = log 2, and log 1.1.
+    learner, behaviour = log(0.8, 0.5, 0.55).requires_grad_(), log(0.2, 0.5, 0.5)
+    loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, 1, 1), lengths=[2, 1]), algorithm(loss="gspo"))
+    assert loss.item() == pytest.approx(-(1.28 + 1.28 + 1.1))
+    assert sums.clipped.item() == 2
+    assert gradient(loss, learner) == pytest.approx([0.0, 0.0, -1.1])
+    loss, _ = policy_loss(tokens(learner, behaviour, tensor(-1, -1, 1), lengths=[2, 1]), algorithm(loss="gspo"))
+    assert gradient(loss, learner) == pytest.approx([2.0, 2.0, -1.1])
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
+    logprobs = log(0.75, 0.25).requires_grad_()
+    loss, stopped = cispo(logprobs, logprobs - log(0.5, 0.5), tensor(2, -1), 0.2, 0.28)
+    assert loss.tolist() == pytest.approx([-1.28 * 2 * math.log(0.75), 0.8 * math.log(0.25)]) and not stopped.any()
+    assert gradient(loss.sum(), logprobs) == pytest.approx([-2.56, 0.8])
+
+
+def test_sapo_is_the_policy_gradient_on_policy_and_fades_away_from_it() -> None:
+    log_ratio = log(1.0, 1.0, 3.0).requires_grad_()
+    loss, _ = sapo(log_ratio, tensor(1, -1, 1), 1.0, 1.05)
+    gate = 1 / (1 + math.exp(-2))
+    assert loss[2].item() == pytest.approx(-4 * gate)
+    assert gradient(loss.sum(), log_ratio) == pytest.approx([-1.0, 1.0, -4 * gate * (1 - gate) * 3])
+
+
+def test_dppo_stops_only_what_moves_further_away() -> None:
+    logprobs, behaviour = log(0.7, 0.7, 0.3, 0.3, 0.02).requires_grad_(), log(0.5, 0.5, 0.5, 0.5, 0.01)
+    loss, stopped = dppo(logprobs, behaviour, tensor(1, -1, 1, -1, 1), 0.15)
+    assert stopped.tolist() == [True, False, False, True, False]
+    assert gradient(loss.sum(), logprobs) == pytest.approx([0.0, 1.4, -0.6, 0.0, -2.0])
+
+
+def test_reinforce_with_truncated_weights() -> None:
+    learner, behaviour = log(0.9, 0.4).requires_grad_(), log(0.3, 0.5)
+    settings = algorithm(loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 2.0})
+    loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, -3)), settings)
+    assert gradient(loss, learner) == pytest.approx([-2.0, 0.8 * 3])
+    assert sums.weight.item() == pytest.approx(2.8)
+
+
+def test_decoupled_ppo_is_the_weighted_policy_gradient_when_the_proximal_policy_is_the_learner() -> None:
+    learner, behaviour = log(0.9, 0.4).requires_grad_(), log(0.3, 0.5)
+    settings = algorithm(old_policy="learner", correction={"truncation": "token", "cap": 5.0})
+    loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, -3)), settings)
+    assert loss.item() == pytest.approx(-(3.0 * 1 - 0.8 * 3)) and sums.clipped.item() == 0
+    assert gradient(loss, learner) == pytest.approx([-3.0, 0.8 * 3])
+
+
+def test_the_log_linear_proximal_policy_lies_one_version_before() -> None:
+    logprobs, behaviour = tensor(-1, -1, -1, -1), tensor(-3, -3, -3, -3)
+    assert log_linear_proximal(logprobs, behaviour, tensor(0, 1, 2, 4)).tolist() == pytest.approx([-1, -3, -2, -1.5])
+
+
+def test_decoupled_ppo_with_the_log_linear_policy() -> None:
+    # Age 2: proximal log-prob half-way, ratio to it exp(0.5), weight to it exp(0.5).
+    learner, behaviour = tensor(-1.0).requires_grad_(), tensor(-2.0)
+    settings = algorithm(old_policy="log_linear", eps_clip_high=1.0, correction={"truncation": "token", "cap": 10.0})
+    loss, _ = policy_loss(tokens(learner, behaviour, tensor(1.0), ages=tensor(2.0)), settings)
+    assert loss.item() == pytest.approx(-math.e)
+    assert gradient(loss, learner) == pytest.approx([-math.e])
+
+
+def test_at_the_behaviour_policy_every_loss_gives_the_policy_gradient() -> None:
+    for name, old in [
+        ("ppo", "behaviour"),
+        ("gspo", "behaviour"),
+        ("cispo", "behaviour"),
+        ("sapo", "behaviour"),
+        ("dppo", "behaviour"),
+        ("reinforce", "learner"),
+    ]:
+        logprobs = tensor(-1.0, -2.0, -0.5).requires_grad_()
+        loss, sums = policy_loss(tokens(logprobs, logprobs.detach(), tensor(0.5, -2.0, 1.0), lengths=[2, 1]), algorithm(loss=name, old_policy=old))
+        assert gradient(loss, logprobs) == pytest.approx([-0.5, 2.0, -1.0]), name
+        assert sums.kl_k1.item() == sums.kl_k3.item() == 0.0
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_policy_loss_against_numpy(seed: int) -> None:
+@pytest.mark.parametrize("truncation", ["none", "token", "sequence"])
+def test_policy_loss_against_numpy(seed: int, truncation: str) -> None:
     generator = np.random.default_rng(seed)
-    learner, behaviour = -3 * generator.random(100), -3 * generator.random(100)
-    advantages = generator.standard_normal(100)
-    loss, sums = policy_loss(torch.tensor(learner), torch.tensor(behaviour), torch.tensor(advantages), 0.2, 0.3)
+    lengths = generator.integers(1, 30, 8).tolist()
+    count = sum(lengths)
+    learner, behaviour = -3 * generator.random(count), -3 * generator.random(count)
+    advantages, weights = generator.standard_normal(count), generator.random(count)
+    old_policy = "behaviour" if truncation == "none" else "learner"
+    settings = algorithm(
+        old_policy=old_policy,
+        eps_clip_high=0.3,
+        correction={"truncation": truncation, "cap": 1.5, "mask_below": 0.3, "mask_above": 4.0, "reject_above": 1.0, "reject_level": "sequence_mean"},
+    )
+    given = tokens(*(torch.tensor(x) for x in (learner, behaviour, advantages)), lengths=lengths, weights=torch.tensor(weights))
+    loss, sums = policy_loss(given, settings)
+
+    expected, masked, at = 0.0, 0, 0
+    for length in lengths:
+        part = slice(at, at + length)
+        log_ratio, a = learner[part] - behaviour[part], advantages[part]
+        ratio = np.exp(log_ratio) if old_policy == "behaviour" else np.ones(length)
+        weight = {"none": np.ones(length), "token": np.minimum(np.exp(log_ratio), 1.5), "sequence": np.full(length, min(np.exp(log_ratio.sum()), 1.5))}[
+            truncation
+        ]
+        keep = (np.exp(log_ratio) >= 0.3) & (np.exp(log_ratio) <= 4.0) & (np.mean(np.exp(log_ratio) - 1 - log_ratio) <= 1.0)
+        objective = np.where(a >= 0, np.minimum(ratio, 1.3) * a, np.maximum(ratio, 0.8) * a)
+        expected -= (weights[part] * keep * weight * objective).sum()
+        masked += (~keep).sum()
+        at += length
+    assert loss.item() == pytest.approx(expected)
+    assert sums.masked.item() == masked > 0
     ratio = np.exp(learner - behaviour)
-    objective = np.where(advantages >= 0, np.minimum(ratio, 1.3) * advantages, np.maximum(ratio, 0.8) * advantages)
-    assert loss.item() == pytest.approx(-objective.sum())
     assert sums.kl_k1.item() == pytest.approx((behaviour - learner).sum())
     assert sums.kl_k3.item() == pytest.approx((ratio - 1 - np.log(ratio)).sum())
 
 
+def test_aggregations_on_hand_computed_numbers() -> None:
+    lengths = [1, 3]
+    assert token_weights(lengths, "token_mean", 10) == pytest.approx([1 / 4, 1 / 4])
+    assert token_weights(lengths, "sequence_mean_token_mean", 10) == pytest.approx([1 / 2, 1 / 6])
+    assert token_weights(lengths, "sequence_mean_token_sum", 10) == pytest.approx([1 / 2, 1 / 2])
+    assert token_weights(lengths, "fixed", 10) == pytest.approx([1 / 20, 1 / 20])
+    assert token_weights([], "token_mean", 10) == []
+
+
 def test_a_huge_log_ratio_stays_finite_and_nan_does_not_hide() -> None:
-    behaviour = torch.tensor([-500.0, 0.0])
-    loss, sums = policy_loss(torch.tensor([0.0, -500.0]), behaviour, torch.tensor([-1.0, 1.0]), 0.2, 0.28)
+    behaviour = tensor(-500.0, 0.0)
+    loss, sums = policy_loss(tokens(tensor(0.0, -500.0), behaviour, tensor(-1, 1)), algorithm())
     assert torch.isfinite(loss) and sums.nonfinite.item() == 0
-    loss, sums = policy_loss(torch.tensor([0.0, 0.0]), torch.tensor([float("-inf"), float("nan")]), torch.tensor([1.0, 1.0]), 0.2, 0.28)
+    bad = tokens(tensor(0.0, 0.0), tensor(float("-inf"), float("nan")), tensor(1, 1))
+    loss, sums = policy_loss(bad, algorithm())
     assert torch.isnan(loss) and sums.nonfinite.item() == 2
+    _, sums = policy_loss(bad, algorithm(correction={"mask_above": 2.0}))
+    assert sums.nonfinite.item() == 2, "a mask must not hide it"
+
+
+def test_an_empty_micro_batch_has_a_loss_of_zero() -> None:
+    logprobs = torch.zeros(0, requires_grad=True)
+    empty = PolicyTokens(logprobs, torch.zeros(0), torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0, torch.zeros(0))
+    for name in ("ppo", "gspo", "cispo", "sapo", "dppo"):
+        loss, sums = policy_loss(empty, algorithm(loss=name, correction={"reject_above": 1.0, "reject_level": "sequence_max", "sequence_mask_above": 1.0}))
+        loss.backward()
+        assert loss.item() == sums.ratio_max.item() == 0.0
 
 
 def test_supervised_loss_is_the_negative_log_likelihood() -> None:
-    loss, _ = supervised_loss(torch.tensor([-1.0, -2.5]))
-    assert loss.item() == 3.5
+    loss, _ = supervised_loss(torch.tensor([-1.0, -2.5]), torch.tensor([0.5, 0.5]))
+    assert loss.item() == 1.75
 
 
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="one shape"):
-        policy_loss(torch.zeros(2), torch.zeros(3), torch.zeros(2), 0.2, 0.2)
+        policy_loss(tokens(torch.zeros(2), torch.zeros(3), torch.zeros(2)), algorithm())

@@ -35,7 +35,7 @@ def examples(count: int = 9) -> list[Example]:
     for index in range(count):
         prompt, completion = 2 + index % 3, int(generator.integers(1, 12))
         tokens = generator.integers(0, 50, prompt + completion)
-        made.append(Example(tokens, prompt, np.ones(completion, bool), np.zeros(completion, np.float32), 1.0))
+        made.append(Example(tokens, prompt, np.ones(completion, bool), np.zeros(completion, np.float32), 1.0, np.zeros(completion, np.int32)))
     return made
 
 

@@ -1,0 +1,90 @@
+"""Corrections for training on what another policy sampled: weights and masks per token, without gradient.
+
+Everywhere log-ratios are log π_learner - log π_behaviour (or a part of it), in nats, [N] for the N loss tokens of some trajectories;
+`sequence` [N] says to which of the `sequences` trajectories each token belongs. A masked token keeps its place in every denominator.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "LOG_RATIO_LIMIT",
+    "band_mask",
+    "kl_estimate",
+    "off_policy_sequence_mask",
+    "rejection_mask",
+    "sequence_max",
+    "sequence_mean",
+    "sequence_sum",
+    "truncated",
+]
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to ± this many nats: exp(20) is still finite in float32."""
+
+Level = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
+
+
+def sequence_sum(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+    """Sum over each trajectory's tokens: [N] → [sequences]."""
+    return values.new_zeros(sequences).index_add(0, sequence, values)
+
+
+def sequence_mean(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+    """Mean over each trajectory's loss tokens: [N] → [sequences]. Without tokens: 0."""
+    counts = sequence_sum(torch.ones_like(values), sequence, sequences)
+    return sequence_sum(values, sequence, sequences) / counts.clamp(min=1)
+
+
+def sequence_max(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+    """Largest of each trajectory's tokens: [N] → [sequences]."""
+    return values.new_full((sequences,), -torch.inf).scatter_reduce(0, sequence, values, "amax")
+
+
+def truncated(log_weight: Tensor, sequence: Tensor, sequences: int, level: Literal["token", "sequence"], cap: float) -> Tensor:
+    """Truncated importance weights [N]: min(w, cap), with w = exp(log_weight) per token, or the product over the whole trajectory for each of
+    its tokens (Ionides 2008, Truncated Importance Sampling; TIS for LLMs: Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training").
+    """
+    if level == "sequence":
+        log_weight = sequence_sum(log_weight, sequence, sequences)[sequence]
+    return log_weight.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
+
+
+def band_mask(log_ratio: Tensor, low: float, high: float) -> Tensor:
+    """[N] bool, True where low ≤ exp(log_ratio) ≤ high: two-sided masking of single tokens (IcePop, arXiv:2510.18855)."""
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return (ratio >= low) & (ratio <= high)
+
+
+def kl_estimate(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Per-token estimate of KL(behaviour || learner) from tokens of the behaviour policy, with l = log_ratio: k1 = -l, k2 = l²/2,
+    k3 = exp(l) - 1 - l (http://joschu.net/blog/kl-approx.html)."""
+    clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if estimator == "k1":
+        return -clamped
+    return clamped.square() / 2 if estimator == "k2" else clamped.exp() - 1 - clamped
+
+
+def rejection_mask(log_ratio: Tensor, sequence: Tensor, sequences: int, estimator: Literal["k1", "k2", "k3"], level: Level, above: float) -> Tensor:
+    """[N] bool, False where the KL estimate is above the threshold: of the token, or the trajectory's sum, mean or largest, which then
+    rejects all of its tokens. k1 is signed, so its absolute value is compared."""
+    values = kl_estimate(log_ratio, estimator)
+    if level == "sequence_sum":
+        values = sequence_sum(values, sequence, sequences)[sequence]
+    elif level == "sequence_mean":
+        values = sequence_mean(values, sequence, sequences)[sequence]
+    elif level == "sequence_max":
+        values = sequence_max(values.abs(), sequence, sequences)[sequence]
+    return values.abs() <= above
+
+
+def off_policy_sequence_mask(log_ratio: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, above: float) -> Tensor:
+    """[N] bool, False for the tokens of a trajectory of negative advantage whose mean of -log_ratio is above the threshold: bad answers that
+    the learner would hardly give any more teach it nothing (DeepSeek-V3.2, arXiv:2512.02556, section 3.1)."""
+    distance = sequence_mean(-log_ratio, sequence, sequences)[sequence]
+    return (advantages >= 0) | (distance <= above)

@@ -1,0 +1,66 @@
+"""Weights and masks on hand-computed numbers: two trajectories of two tokens and one."""
+
+import math
+
+import pytest
+import torch
+
+from asyncrl.algorithms.corrections import (
+    band_mask,
+    kl_estimate,
+    off_policy_sequence_mask,
+    rejection_mask,
+    sequence_max,
+    sequence_mean,
+    sequence_sum,
+    truncated,
+)
+
+SEQUENCE = torch.tensor([0, 0, 1])
+LOG_RATIO = torch.tensor([math.log(2.0), math.log(0.5), math.log(3.0)], dtype=torch.float64)
+
+
+def test_sums_means_and_maxima_over_trajectories() -> None:
+    values = torch.tensor([1.0, 3.0, -2.0])
+    assert sequence_sum(values, SEQUENCE, 2).tolist() == [4.0, -2.0]
+    assert sequence_mean(values, SEQUENCE, 2).tolist() == [2.0, -2.0]
+    assert sequence_max(values, SEQUENCE, 2).tolist() == [3.0, -2.0]
+    assert sequence_mean(values, SEQUENCE, 3).tolist() == [2.0, -2.0, 0.0]
+
+
+def test_truncated_weights() -> None:
+    assert truncated(LOG_RATIO, SEQUENCE, 2, "token", 2.5).tolist() == pytest.approx([2.0, 0.5, 2.5])
+    assert truncated(LOG_RATIO, SEQUENCE, 2, "sequence", 2.5).tolist() == pytest.approx([1.0, 1.0, 2.5])
+    assert truncated(torch.tensor([1000.0]), torch.tensor([0]), 1, "token", 1e30).isfinite().all()
+
+
+def test_band_mask_is_two_sided() -> None:
+    assert band_mask(LOG_RATIO, 0.6, 2.5).tolist() == [True, False, False]
+
+
+def test_kl_estimates() -> None:
+    assert kl_estimate(LOG_RATIO, "k1").tolist() == pytest.approx([-math.log(2), math.log(2), -math.log(3)])
+    assert kl_estimate(LOG_RATIO, "k2").tolist() == pytest.approx([math.log(2) ** 2 / 2, math.log(2) ** 2 / 2, math.log(3) ** 2 / 2])
+    assert kl_estimate(LOG_RATIO, "k3").tolist() == pytest.approx([1 - math.log(2), -0.5 + math.log(2), 2 - math.log(3)])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "level", "above", "kept"),
+    [
+        ("k1", "token", 0.7, [True, True, False]),
+        ("k1", "sequence_sum", 0.1, [True, True, False]),
+        ("k3", "token", 0.25, [False, True, False]),
+        ("k3", "sequence_mean", 0.26, [True, True, False]),
+        ("k3", "sequence_max", 0.30, [False, False, False]),
+        ("k3", "sequence_sum", 0.6, [True, True, False]),
+        ("k2", "sequence_max", 0.3, [True, True, False]),
+    ],
+)
+def test_rejection(estimator: str, level: str, above: float, kept: list[bool]) -> None:
+    assert rejection_mask(LOG_RATIO, SEQUENCE, 2, estimator, level, above).tolist() == kept
+
+
+def test_off_policy_sequence_mask_spares_good_answers() -> None:
+    far = torch.tensor([-1.0, -3.0, -3.0])
+    assert off_policy_sequence_mask(far, torch.tensor([-1.0, -1.0, 1.0]), SEQUENCE, 2, 1.5).tolist() == [False, False, True]
+    assert off_policy_sequence_mask(far, torch.tensor([-1.0, -1.0, -1.0]), SEQUENCE, 2, 2.5).tolist() == [True, True, False]

@@ -1,0 +1,87 @@
+"""`make mutants`: break the control code on purpose, one named way at a time; the tests beside this file must notice each of them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TESTS = ["tests/control/test_coordinator_properties.py", "tests/control/test_coordinator.py", "tests/control/test_staleness.py"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+COORDINATOR, BUFFER, STALENESS = "asyncrl/control/coordinator.py", "asyncrl/control/buffer.py", "asyncrl/control/staleness.py"
+MUTANTS = [
+    Mutant("bound off by one", STALENESS, "> self.max_staleness\n", "> self.max_staleness + 1\n"),
+    Mutant("pace off by one version", STALENESS, "outstanding < (self.max_staleness + 1 - lag)", "outstanding < (self.max_staleness + 2 - lag)"),
+    Mutant("pace off by one group", STALENESS, "and outstanding < (", "and outstanding <= ("),
+    Mutant("pace ignores the lag", STALENESS, "+ 1 - lag) * self", "+ 1) * self"),
+    Mutant("cut off by one", STALENESS, "begun <= oldest + j for", "begun < oldest + j for"),
+    Mutant("cut never waits", STALENESS, 'if self.on_stale == "drop":', "if True:"),
+    Mutant("slot lost on filter", COORDINATOR, 'self._end(scored.ordinal, "filtered", "zero variance")', "pass"),
+    Mutant("slot lost on skip", COORDINATOR, 'self._end(scored.ordinal, "skipped", "NaN or Inf in loss or gradient")', "pass"),
+    Mutant("slot lost on failure", COORDINATOR, 'self._end(prompt.ordinal, "failed", str(error))', "pass"),
+    Mutant("slot lost on drop", COORDINATOR, 'self._end(scored.ordinal, "dropped", scored.failure)', "pass"),
+    Mutant("newest first", BUFFER, "key=lambda group: (group.begun, group.ordinal)", "key=lambda group: (-group.begun, group.ordinal)"),
+    Mutant(
+        "asks for the learner's version", COORDINATOR, "rollouts.rollout(prompt, self.progress.committed)", "rollouts.rollout(prompt, self.progress.version)"
+    ),
+    Mutant("admits at the learner's version", COORDINATOR, "admit(prompt.ordinal, self.progress.committed)", "admit(prompt.ordinal, self.progress.version)"),
+    Mutant("admits before the first commit", COORDINATOR, "progress.committed < self.first_version or ", ""),
+    Mutant(
+        "acknowledges before the buffer has it",
+        COORDINATOR,
+        "arrived = await self.parts.scores.next()\n",
+        "arrived = await self.parts.scores.next()\n            await self.parts.rollouts.ack([scored.ordinal for scored in arrived])\n",
+    ),
+    Mutant("gathers during a publication", COORDINATOR, "return self.in_publication is None and ", "return "),
+    Mutant("a skipped step counts as a version", COORDINATOR, "if result.applied:\n            progress.version", "if True:\n            progress.version"),
+    Mutant("a filtered group is trained", COORDINATOR, "elif self.schedule.filter_zero_variance and", "elif False and"),
+    Mutant("stale groups stay under drop", COORDINATOR, 'self._end(ordinal, "dropped", "stale")', "pass"),
+]
+
+
+def survives(mutant: Mutant, folder: Path) -> bool:
+    """Apply it to a copy of the project and run the tests there."""
+    for name in ("asyncrl", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    file = folder / mutant.file
+    text = file.read_text()
+    if text.count(mutant.old) != 1:
+        raise SystemExit(f"mutant {mutant.name!r}: {mutant.old!r} stands {text.count(mutant.old)} times in {mutant.file}; it must stand once")
+    file.write_text(text.replace(mutant.old, mutant.new))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--hypothesis-profile=mutants", "--timeout=600", "-p", "no:cacheprovider", *TESTS]
+    code = subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
+    if code not in (0, 1):
+        raise SystemExit(f"mutant {mutant.name!r}: pytest ended with {code}, neither passed nor failed")
+    return code == 0
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="asyncrl_mutant_") as folder:
+        if not survives(Mutant("nothing", STALENESS, '"""The staleness rule', '"""The staleness rule'), Path(folder)):
+            raise SystemExit("the tests fail without any mutant; repair that first")
+    survivors = []
+    for mutant in MUTANTS:
+        with tempfile.TemporaryDirectory(prefix="asyncrl_mutant_") as folder:
+            alive = survives(mutant, Path(folder))
+        print(f"{'SURVIVED' if alive else 'killed':<9} {mutant.name}", flush=True)
+        survivors += [mutant.name] * alive
+    print(f"{len(MUTANTS) - len(survivors)} of {len(MUTANTS)} killed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

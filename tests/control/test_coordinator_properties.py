@@ -1,0 +1,212 @@
+"""The shipped coordinator on a virtual clock, under whatever hypothesis finds: no group beyond the bound, no deadlock, no slot lost."""
+
+import asyncio
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.control.checkpoint import State
+from asyncrl.control.coordinator import Coordinator, Parts, Schedule
+from asyncrl.control.staleness import Staleness
+from asyncrl.testing import (
+    FakeCheckpoints,
+    FakeLearner,
+    FakePrompts,
+    FakeRecorder,
+    FakeReplicas,
+    FakeRollouts,
+    FakeScores,
+    FakeWeightSync,
+    VirtualTimeLoop,
+)
+
+EXAMPLES = 3000
+NEVER = 1e9
+FOR_EVER = 1e5
+"""Virtual seconds that no run needs: one that is not done by then never will be."""
+LATENCIES = (0.0, 0.0, 0.01, 0.1, 1.0, 30.0)
+
+
+def cycle(strategy):
+    """A function from an index to a value: a short drawn list, repeated."""
+    return st.lists(strategy, min_size=1, max_size=7)
+
+
+@dataclass(frozen=True)
+class World:
+    """What one example draws. Lists are repeated: item i of `latency` is that of every ordinal that is i modulo its length."""
+
+    max_staleness: int
+    groups: int
+    steps: int
+    on_stale: str
+    over_sampling: int
+    filter_zero_variance: bool
+    replicas: int
+    latency: list[float]
+    score_latency: list[float]
+    outcomes: list[str]
+    learner_latency: float
+    skipped: list[bool]
+    push_latency: list[float]
+    push_fails: list[bool]
+    lags: list[bool]
+    checkpoint_every: int
+    interrupted_after: list[float] = field(default_factory=list)
+    """Virtual seconds of each attempt before the last; then the run resumes from its newest checkpoint."""
+
+
+@st.composite
+def worlds(draw):
+    on_stale = draw(st.sampled_from(["wait", "wait", "drop"]))
+    return World(
+        max_staleness=draw(st.integers(0, 4)),
+        groups=draw(st.integers(1, 4)),
+        steps=draw(st.integers(1, 8)),
+        on_stale=on_stale,
+        over_sampling=draw(st.integers(0, 4)) if on_stale == "drop" else 0,
+        filter_zero_variance=draw(st.booleans()),
+        replicas=draw(st.integers(1, 3)),
+        latency=draw(cycle(st.sampled_from(LATENCIES))),
+        score_latency=draw(cycle(st.sampled_from(LATENCIES))),
+        # One usable group in each cycle at least, so that a run can end at all.
+        outcomes=["ok", *draw(st.lists(st.sampled_from(["ok", "ok", "ok", "equal", "unusable", "unscored", "fails", "never", "dies"]), max_size=6))],
+        learner_latency=draw(st.sampled_from(LATENCIES)),
+        skipped=[False, *draw(st.lists(st.booleans(), max_size=2))],
+        push_latency=draw(cycle(st.sampled_from(LATENCIES))),
+        push_fails=draw(cycle(st.booleans())),
+        lags=draw(cycle(st.booleans())),
+        checkpoint_every=draw(st.integers(0, 3)),
+        interrupted_after=draw(st.lists(st.sampled_from((0.0, 0.5, 5.0, 50.0)), max_size=2)),
+    )
+
+
+class Rollouts(FakeRollouts):
+    """Also counts the slots and looks at what is acknowledged, with the eyes of a bystander."""
+
+    coordinator: Coordinator
+    recorder: FakeRecorder
+
+    async def rollout(self, prompt, committed):
+        staleness, progress = self.coordinator.schedule.staleness, self.coordinator.progress
+        outstanding = len(self.admitted) + 1 - sum(progress.ended.values())
+        lag = progress.version - committed
+        assert outstanding <= (staleness.max_staleness + 1 - lag) * staleness.groups_per_step + staleness.over_sampling
+        return await super().rollout(prompt, committed)
+
+    async def ack(self, ordinals):
+        groups = self.coordinator.buffer.groups
+        assert all(ordinal not in groups or groups[ordinal].scored is not None for ordinal in ordinals), "acknowledged before it was in the buffer"
+        await super().ack(ordinals)
+
+
+def rewards(outcome):
+    return {"equal": (1.0, 1.0), "unusable": (1.0,)}.get(outcome, (0.0, 1.0))
+
+
+def attempt(world, state):
+    """A coordinator on fakes, as the world draws them."""
+
+    def outcome(ordinal):
+        return world.outcomes[ordinal % len(world.outcomes)]
+
+    replicas = FakeReplicas(world.replicas)
+    rollouts = Rollouts(
+        latency=lambda ordinal: NEVER if outcome(ordinal) == "never" else world.latency[ordinal % len(world.latency)],
+        fails=lambda ordinal: "failed" if outcome(ordinal) == "fails" else None,
+        dies=lambda ordinal: outcome(ordinal) == "dies",
+        deadline_s=100.0,
+        replicas=replicas,
+    )
+    scores = FakeScores(
+        rollouts,
+        latency=lambda ordinal: world.score_latency[ordinal % len(world.score_latency)],
+        score=lambda ordinal: rewards(outcome(ordinal)),
+        fails=lambda ordinal: "reward raised" if outcome(ordinal) == "unscored" else None,
+    )
+    parts = Parts(
+        prompts=FakePrompts(state.frontier, state.finished_above),
+        rollouts=rollouts,
+        scores=scores,
+        learner=FakeLearner(
+            world.groups,
+            latency=world.learner_latency,
+            skips=lambda step: world.skipped[step % len(world.skipped)],
+            version=state.version,
+            max_staleness=world.max_staleness,
+        ),
+        weights=FakeWeightSync(
+            latency=lambda version: world.push_latency[version % len(world.push_latency)],
+            fails=lambda version, tries: tries == 1 and world.push_fails[version % len(world.push_fails)],
+            replicas=replicas,
+            lags=lambda replica, version: world.lags[(replica + version) % len(world.lags)],
+        ),
+        recorder=FakeRecorder(),
+        checkpoints=FakeCheckpoints(),
+    )
+    staleness = Staleness(world.max_staleness, world.groups, world.on_stale, world.over_sampling)
+    schedule = Schedule(world.steps, staleness, max_skipped_steps=10, filter_zero_variance=world.filter_zero_variance, checkpoint_every=world.checkpoint_every)
+    rollouts.coordinator, rollouts.recorder = Coordinator(parts, schedule, state), parts.recorder
+    return rollouts.coordinator
+
+
+def run(coordinator, seconds=FOR_EVER):
+    """Run to the end, or interrupt after so many virtual seconds. True if it ended by itself."""
+
+    async def bounded():
+        try:
+            async with asyncio.timeout(seconds):
+                await coordinator.run()
+                return True
+        except TimeoutError:
+            return False
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(bounded())
+
+
+def check_attempt(coordinator, first):
+    """What must hold after every attempt, ended or interrupted. `first` is the state it began with."""
+    fates = coordinator.parts.recorder.all_fates
+    rollouts = coordinator.parts.rollouts
+    outcomes = Counter(fate.outcome for fate in fates)
+    to_do = itertools.islice((ordinal for ordinal in itertools.count(first.frontier) if ordinal not in first.finished_above), len(fates))
+    assert sorted(fate.ordinal for fate in fates) == list(to_do), "an admitted group has no outcome, or two, or was not the next"
+    assert rollouts.admitted == sorted(rollouts.admitted) and {*rollouts.admitted} <= {fate.ordinal for fate in fates}
+    assert outcomes["waiting"] == len(coordinator.buffer)
+    assert all(0 <= fate.staleness <= coordinator.schedule.staleness.max_staleness for fate in fates if fate.outcome == "trained")
+    finished = {fate.ordinal for fate in fates if fate.outcome != "waiting"} | set(range(first.frontier)) | set(first.finished_above)
+    frontier = coordinator.state().frontier
+    assert set(range(frontier)) <= finished and frontier not in finished
+    assert set(coordinator.state().finished_above) == {ordinal for ordinal in finished if ordinal >= frontier}
+    assert coordinator.parts.weights.applied == sorted(set(coordinator.parts.weights.applied))
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(worlds())
+def test_whatever_happens(world):
+    state = State("run", 0, 0, 0, 0, ())
+    for seconds in world.interrupted_after:
+        coordinator = attempt(world, state)
+        ended = run(coordinator, seconds)
+        check_attempt(coordinator, state)
+        if ended:
+            break
+        saved = coordinator.parts.checkpoints.states
+        state = saved[-1] if saved else state
+    coordinator = attempt(world, state)
+    assert run(coordinator)
+    check_attempt(coordinator, state)
+
+    progress, outcomes = coordinator.progress, Counter(fate.outcome for fate in coordinator.parts.recorder.all_fates)
+    assert progress.version == progress.committed == world.steps
+    assert outcomes["trained"] == (world.steps - state.version) * world.groups
+    if world.on_stale == "wait":
+        reasons = {fate.reason for fate in coordinator.parts.recorder.all_fates if fate.outcome == "dropped"}
+        assert reasons <= {"reward raised", "fewer than two usable trajectories"}, "`wait` loses nothing"
+    equal = [fate for fate in coordinator.parts.recorder.all_fates if world.outcomes[fate.ordinal % len(world.outcomes)] == "equal"]
+    assert world.filter_zero_variance or not outcomes["filtered"]
+    assert not world.filter_zero_variance or all(fate.outcome in ("filtered", "waiting", "dropped") for fate in equal)
