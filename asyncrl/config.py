@@ -141,8 +141,10 @@ class LearnerConfig(Section):
     """Train in bfloat16 with fp32 master weights."""
     max_tokens_per_gpu: int = Field(default=4096, gt=0)
     """Hard cap on the tokens of one micro-batch, prompt and completion counted. Dynamic batching is always on."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW, or plain SGD without momentum (for comparisons: nothing in it amplifies rounding)."""
     learning_rate: float = Field(default=1e-6, ge=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     warmup_steps: int = Field(default=0, ge=0)
     """Applied steps over which the learning rate rises linearly from 0."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["Part", "Plan", "logical_cpus", "make_plan", "model_context"]
 
 
+SHOWN = {("ppo", "behaviour"), ("ppo", "learner")}
+"""(loss, old policy) of the whole runs in docs/evidence.md."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One row of the logical CPU table: `count` processes of `cpus` each."""
@@ -49,7 +53,9 @@ class Plan:
         """The plan as a person reads it."""
         config = self.config
         resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip()
-        return "\n\n".join([f"# resolved config\n{resolved}", arithmetic(config), self._cpu_table(), self._memory(), self.prompts_text()])
+        return "\n\n".join(
+            [f"# resolved config\n{resolved}", arithmetic(config), algorithm_text(config), self._cpu_table(), self._memory(), self.prompts_text()]
+        )
 
     def _cpu_table(self) -> str:
         rows = [f"  {part.name:<24}{part.count:>4} x {part.cpus:<5g} = {part.count * part.cpus:5.2f}" for part in self.parts]
@@ -132,6 +138,25 @@ def arithmetic(config: Config) -> str:
         f"  outstanding, at most = (max_staleness {staleness.max_staleness} + 1) * groups per step{extra} = {config.max_outstanding} groups\n"
         f"  longest trajectory  = max_prompt_length {config.data.max_prompt_length} + max_completion_length {rollout.max_completion_length} = "
         f"{config.longest_trajectory} tokens (max_tokens_per_gpu {config.learner.max_tokens_per_gpu})"
+    )
+
+
+def algorithm_text(config: Config) -> str:
+    """Advantage, loss and correction in one line; a loss that no whole run of ours has shown to learn is called experimental."""
+    algorithm = config.algorithm
+    correction = [f"{name} {value}" for name, value in algorithm.correction.model_dump().items() if value not in (None, "none")]
+    if algorithm.correction.truncation == "none":
+        correction = [item for item in correction if not item.startswith("cap ")]
+    if algorithm.correction.reject_above is None:
+        correction = [item for item in correction if not item.startswith("reject_")]
+    note = (
+        ""
+        if (algorithm.loss, algorithm.old_policy) in SHOWN
+        else "\n  experimental: no whole run has shown that this loss learns (docs/evidence.md lists those that have)"
+    )
+    return (
+        f"# algorithm\n  advantage {algorithm.advantage}, loss {algorithm.loss} against old policy {algorithm.old_policy}, {algorithm.loss_aggregation}; "
+        f"{'corrected' if algorithm.corrected else 'uncorrected'}; correction: {', '.join(correction) or 'the ratio alone'}{note}"
     )
 
 

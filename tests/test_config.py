@@ -43,6 +43,34 @@ def test_batch_arithmetic(tmp_path):
     assert (config.groups_per_step, config.global_batch_size, config.max_outstanding, config.longest_trajectory) == (4, 16, 12, 28)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"loss": "grpo"}, "algorithm.loss"),
+        ({"advantage": "gae"}, "algorithm.advantage"),
+        ({"old_policy": "learner"}, r"uncorrected, and staleness.max_staleness = 2 .*allow_uncorrected"),
+        ({"loss": "reinforce", "old_policy": "learner"}, "uncorrected"),
+        ({"correction": {"truncation": "token"}}, "count the behaviour policy twice"),
+        ({"loss": "reinforce"}, "defined for algorithm.old_policy: learner"),
+        ({"loss": "dppo", "old_policy": "learner", "correction": {"truncation": "token"}}, "defined for algorithm.old_policy: behaviour"),
+        ({"loss": "gspo", "dual_clip": 3.0}, "belongs to algorithm.loss: ppo"),
+    ],
+)
+def test_contradictory_algorithms_are_refused(tmp_path, algorithm, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, {"algorithm": algorithm})
+
+
+def test_an_uncorrected_loss_is_allowed_by_name_or_when_synchronous(tmp_path):
+    for changes in ({"staleness.max_staleness": 0}, {"algorithm.allow_uncorrected": True}):
+        assert not load(tmp_path, {"algorithm.old_policy": "learner", **changes}).algorithm.corrected
+
+
+def test_over_sampling_needs_drop(tmp_path):
+    with pytest.raises(ConfigError, match=r"over_sampling = 4 needs staleness.on_stale: drop"):
+        load(tmp_path, {"staleness.over_sampling": 4})
+
+
 def test_command_line_wins_over_yaml(tmp_path):
     config = load(tmp_path, {"rollout.temperature": 0.7}, ["--rollout.temperature", "0.5", "--rollout.rollout_stop_token_ids", "[3,4]", "--resume", "auto"])
     assert (config.rollout.temperature, config.rollout.rollout_stop_token_ids, config.resume) == (0.5, [3, 4], "auto")

@@ -80,6 +80,12 @@ def test_refusals_are_one_line_and_leave_nothing(write, tmp_path, changes, rows,
     assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
+def test_a_loss_that_no_run_has_shown_is_called_experimental(write):
+    assert "experimental" not in make_plan(load_config(write({}))).text()
+    text = make_plan(load_config(write({"algorithm": {"loss": "sapo", "correction": {"reject_above": 0.5}}}))).text()
+    assert "loss sapo against old policy behaviour, token_mean; corrected; correction: reject_above 0.5" in text and "experimental: no whole run" in text
+
+
 def test_the_command_exits_with_2_and_one_line(write):
     command = [sys.executable, "-m", "asyncrl.cli", "plan", str(write({"rollout.num_steps_per_rollout": 3}))]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -78,7 +78,11 @@ def start_engine(path: str, config: LearnerConfig, temperature: float, entropy_g
     head = policy.model.get_output_embeddings()
     for parameter in head.parameters():
         deepspeed.zero.register_external_parameter(policy, parameter)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay)
+    optimizer: torch.optim.Optimizer
+    if config.optimizer == "sgd":
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.0, weight_decay=config.weight_decay)
+    else:
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay)
     engine, _, _, _ = deepspeed.initialize(model=policy, optimizer=optimizer, config=chosen)
     return engine, sharded
 

@@ -50,6 +50,7 @@ class RolloutWorker:
         self._generate = spec.generate()
         self._committed = 0
         self._outbox: Outbox[pa.Table] = Outbox()
+        self._under_way = 0
         self._never = asyncio.Event()
 
     async def ready(self) -> None:
@@ -63,14 +64,18 @@ class RolloutWorker:
         self._committed = max(self._committed, version)
 
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
-        """Make the group of one prompt and keep it for scoring.
+        """Make the group of one prompt and keep it for scoring. Cancelled: the generator is told to stop.
 
         Raises:
             RolloutFailed: not done within rollout.deadline_s, retries included.
         """
         await self.committed(committed)
         admitted_at = time.time()
-        generated = await self._generate_until_deadline(prompt)
+        self._under_way += 1
+        try:
+            generated = await self._generate_until_deadline(prompt)
+        finally:
+            self._under_way -= 1
         group = self._group(prompt, generated, admitted_at)
         await self._outbox.put(prompt.ordinal, groups_to_table([group]))
         tokens = sum(len(t.completion.token_ids) for t in group.trajectories)
@@ -89,6 +94,10 @@ class RolloutWorker:
 
     async def unacknowledged(self) -> int:
         return len(self._outbox)
+
+    async def under_way(self) -> int:
+        """Groups being generated."""
+        return self._under_way
 
     async def close_outbox(self) -> None:
         """End the leases, and with them the scoring reader."""

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.algorithms.advantages import batch_normalised, group_advantages, soft_overlong_penalty
 
 
 def test_grpo_on_hand_computed_numbers() -> None:
@@ -14,6 +14,30 @@ def test_grpo_on_hand_computed_numbers() -> None:
 
 def test_dr_grpo_on_hand_computed_numbers() -> None:
     assert group_advantages([0.0, 1.0, 2.0, 2.0], [True] * 4, "dr_grpo") == pytest.approx([-1.25, -0.25, 0.75, 0.75])
+
+
+def test_rloo_compares_with_the_mean_of_the_others() -> None:
+    assert group_advantages([0.0, 1.0, 5.0], [True] * 3, "rloo") == pytest.approx([0 - 3, 1 - 2.5, 5 - 0.5])
+
+
+def test_maxrl_divides_by_the_mean() -> None:
+    assert group_advantages([1.0, 0.0, 0.0, 0.0], [True] * 4, "maxrl") == pytest.approx([3.0, -1.0, -1.0, -1.0], rel=1e-5)
+    assert group_advantages([0.0, 0.0], [True] * 2, "maxrl") == [0.0, 0.0]
+    with pytest.raises(ValueError, match="0 and above"):
+        group_advantages([1.0, -1.0], [True] * 2, "maxrl")
+
+
+def test_reinforce_plus_plus_is_normalised_over_the_step() -> None:
+    assert group_advantages([1.0, 3.0], [True] * 2, "reinforce_plus_plus") == [1.0, 3.0]
+    assert group_advantages([1.0, 3.0], [True] * 2, "reinforce_plus_plus_baseline") == [-1.0, 1.0]
+    # Over tokens: 1 once, 4 three times (mean 3.25, variance (2.25² + 3 · 0.75²) / 4).
+    std = math.sqrt((2.25**2 + 3 * 0.75**2) / 4)
+    assert batch_normalised([1.0, 4.0], [1, 3]) == pytest.approx([-2.25 / std, 0.75 / std], rel=1e-5)
+
+
+def test_soft_overlong_penalty_falls_linearly() -> None:
+    assert [soft_overlong_penalty(tokens, 100, 20, 0.5) for tokens in (10, 80, 90, 100)] == [0.0, 0.0, -0.25, -0.5]
+    assert soft_overlong_penalty(100, 100, 0, 1.0) == 0.0
 
 
 def test_masked_trajectories_have_no_part_in_the_statistics() -> None:

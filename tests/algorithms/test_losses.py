@@ -170,6 +170,23 @@ def test_policy_loss_against_numpy(seed: int, truncation: str) -> None:
     assert sums.kl_k3.item() == pytest.approx((ratio - 1 - np.log(ratio)).sum())
 
 
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "sapo", "dppo"])
+def test_the_gradient_does_not_depend_on_how_trajectories_are_split(loss: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [5, 1, 9, 4]
+    weights = torch.repeat_interleave(torch.tensor(token_weights(lengths, "sequence_mean_token_mean", 1)), torch.tensor(lengths)).double()
+    logprobs, behaviour, advantages = (torch.randn(19, generator=generator, dtype=torch.float64) * 0.5 for _ in range(3))
+    logprobs.requires_grad_()
+    settings = algorithm(loss=loss, correction={"reject_above": 0.5, "reject_level": "sequence_mean"})
+    whole, _ = policy_loss(tokens(logprobs, behaviour, advantages, lengths=lengths, weights=weights), settings)
+    parts, at = [], 0
+    for some in ([5, 1], [9], [4]):
+        cut = slice(at, at + sum(some))
+        parts.append(policy_loss(tokens(logprobs[cut], behaviour[cut], advantages[cut], lengths=some, weights=weights[cut]), settings)[0])
+        at = cut.stop
+    assert gradient(sum(parts), logprobs) == pytest.approx(gradient(whole, logprobs), abs=1e-12)
+
+
 def test_aggregations_on_hand_computed_numbers() -> None:
     lengths = [1, 3]
     assert token_weights(lengths, "token_mean", 10) == pytest.approx([1 / 4, 1 / 4])

@@ -62,7 +62,7 @@ def survives(mutant: Mutant, folder: Path) -> bool:
     if text.count(mutant.old) != 1:
         raise SystemExit(f"mutant {mutant.name!r}: {mutant.old!r} stands {text.count(mutant.old)} times in {mutant.file}; it must stand once")
     file.write_text(text.replace(mutant.old, mutant.new))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--hypothesis-profile=mutants", "--timeout=600", "-p", "no:cacheprovider", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--hypothesis-profile=mutants", "--timeout=120", "-p", "no:cacheprovider", *TESTS]
     code = subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
     if code not in (0, 1):
         raise SystemExit(f"mutant {mutant.name!r}: pytest ended with {code}, neither passed nor failed")

@@ -103,3 +103,27 @@ def test_a_dead_workers_groups_are_made_again_under_their_ordinals(ray_cluster, 
             await rollouts.close()
 
     asyncio.run(scenario())
+
+
+def test_a_cancelled_rollout_is_given_up_by_its_worker(ray_cluster, tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+
+    async def scenario():
+        rollouts = start_rollouts(make_spec(gate))
+        try:
+            await rollouts.ready()
+            hangs = asyncio.create_task(rollouts.rollout(prompt(2), 0))
+            await rollouts.rollout(prompt(0), 0)
+            hangs.cancel()
+            await asyncio.gather(hangs, return_exceptions=True)
+            assert hangs.cancelled()
+            while sum([await worker.under_way.remote() for worker in rollouts.workers]):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            gate.unlink()
+            await rollouts.rollout(prompt(1), 0)
+            assert sum(await held(rollouts)) == 2, "only the groups that were not given up"
+        finally:
+            await rollouts.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))

@@ -1,0 +1,31 @@
+"""A request that is given up: the engine stops, and the tokens that nobody wants are not made."""
+
+import asyncio
+
+import pytest
+
+from asyncrl.generation.app import ServeGenerate
+from asyncrl.generation.protocol import GenerateRequest
+
+
+@pytest.mark.timeout(300)
+def test_a_cancelled_request_is_aborted_in_the_engine(generators):
+    n, length = 8, 240
+
+    async def tokens():
+        return (await generators.handle.status.remote())["tokens_generated"]
+
+    async def scenario():
+        before = await tokens()
+        asked = asyncio.create_task(ServeGenerate(generators.handle).generate(GenerateRequest((5, 6, 14), n, length, 1.0, seed=1, ignore_eos=True)))
+        async with asyncio.timeout(120):
+            while await tokens() == before:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            while (await generators.handle.pause_empty.remote())["in_flight"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return asked.cancelled(), await tokens() - before
+
+    cancelled, made = asyncio.run(scenario())
+    assert cancelled and 0 < made < n * length

@@ -1,0 +1,174 @@
+"""`max_staleness: 0` is the synchronous algorithm: the shipped coordinator, worker, scoring and ZeRO-3 learner against a plain loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from recorded import learner_config
+from transformers import AutoModelForCausalLM
+
+from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.algorithms.losses import PolicyTokens, policy_loss, token_weights
+from asyncrl.config import Config
+from asyncrl.control.checkpoint import State
+from asyncrl.control.coordinator import Coordinator, Parts, Schedule
+from asyncrl.control.protocols import Finished, Manifest, PushReport, Scored
+from asyncrl.control.staleness import Staleness
+from asyncrl.generation.protocol import GenerateRequest
+from asyncrl.learning.group import LearnerGroup
+from asyncrl.rewards.pool import GroupRewards
+from asyncrl.rewards.score import attach_rewards, score_table
+from asyncrl.rewards.scoring import scored_summary
+from asyncrl.rollout.worker import RolloutWorker, WorkerSpec, rollout_seed
+from asyncrl.testing import FakeRecorder, SeededGenerator
+from asyncrl.types import Prompt, table_from_ipc
+
+STEPS, GROUPS, N, LENGTH = 20, 4, 4, 8
+EOS = 2
+
+
+def reward(ids: tuple[int, ...]) -> float:
+    return sum(token % 2 == 0 for token in ids) / len(ids)
+
+
+def prompt_ids(ordinal: int) -> tuple[int, ...]:
+    return (3 + ordinal * 7 % 40, 3 + ordinal % 30)
+
+
+class Prompts:
+    def __init__(self) -> None:
+        self.ordinal = -1
+
+    async def next(self) -> Prompt:
+        self.ordinal += 1
+        return Prompt(self.ordinal, 0, "p", prompt_ids(self.ordinal))
+
+
+class InProcess:
+    """`Rollouts` and `Scores`: the shipped worker and scoring functions, in this process."""
+
+    def __init__(self, config: Config, generator: SeededGenerator) -> None:
+        self.config, self.worker = config, RolloutWorker(WorkerSpec(config, "run", 0, lambda: generator))
+        self.tokens: dict[int, list[tuple[int, ...]]] = {}
+
+    async def rollout(self, prompt: Prompt, committed: int) -> Finished:
+        return await self.worker.rollout(prompt, committed)
+
+    def committed(self, version: int) -> None:
+        pass
+
+    async def ack(self, ordinals: list[int]) -> None:
+        await self.worker.ack(ordinals)
+
+    async def next(self) -> list[Scored]:
+        stream = None
+        while stream is None:
+            stream = await self.worker.lease("test", 1, 60.0)
+        table = table_from_ipc(stream)
+        ids = [tuple(row) for row in table["completion_ids"][0].as_py()]
+        self.tokens[table["ordinal"][0].as_py()] = ids
+        scored = score_table(attach_rewards(table, GroupRewards({"even": [reward(row) for row in ids]}, None)), self.config)
+        return [scored_summary(scored, scored, ["even"])]
+
+
+class OneVersionOff(SeededGenerator):
+    """Answers with the weights before those that it was given last."""
+
+    waiting: Any = None
+
+    async def push(self, manifest: Manifest) -> PushReport:
+        await super().push(self.waiting or manifest)
+        self.waiting, self.version = manifest, manifest.version
+        return PushReport(manifest.version, {"seeded": {}})
+
+
+def config_for(model_path: Any, optimizer: str) -> Config:
+    rates = {"sgd": 0.5, "adamw": 1e-3}
+    base = learner_config(model_path, optimizer=optimizer, learning_rate=rates[optimizer], adam_eps=1e-6, max_grad_norm=1e6)
+    tree = base.model_dump()
+    tree["max_steps"] = STEPS
+    tree["rollout"] |= {"rollout_batch_size": GROUPS, "n_samples_per_prompt": N, "max_completion_length": LENGTH}
+    tree["staleness"] |= {"max_staleness": 0}
+    tree["reward"]["functions"] = {"even": {"function": "nowhere:even"}}
+    return Config.model_validate(tree)
+
+
+def load(path: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def plain_loop(config: Config) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
+    """The synchronous algorithm with nothing but transformers, torch and the pure functions; weights after the last step, and all tokens."""
+    model = load(config.model.path)
+    generator = SeededGenerator(model, EOS)
+    learner = config.learner
+    if learner.optimizer == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=learner.learning_rate)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), learner.learning_rate, learner.adam_betas, learner.adam_eps, learner.weight_decay)
+    tokens: dict[int, list[tuple[int, ...]]] = {}
+    for step in range(config.max_steps):
+        trajectories = []
+        for ordinal in range(step * GROUPS, (step + 1) * GROUPS):
+            request = GenerateRequest(prompt_ids(ordinal), N, LENGTH, config.rollout.temperature, seed=rollout_seed(config.seed, ordinal))
+            completions = asyncio.run(generator.generate(request)).completions
+            tokens[ordinal] = [completion.token_ids for completion in completions]
+            advantages = group_advantages([reward(ids) for ids in tokens[ordinal]], [True] * N, "grpo")
+            trajectories += [(prompt_ids(ordinal), completion, advantage) for completion, advantage in zip(completions, advantages, strict=True)]
+        weights = token_weights([len(completion.token_ids) for _, completion, _ in trajectories], "token_mean", LENGTH)
+        for (prompt, completion, advantage), weight in zip(trajectories, weights, strict=True):
+            ids = torch.tensor(completion.token_ids)
+            logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            logprobs = (logits / config.rollout.temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+            one = torch.ones(len(ids))
+            taken = PolicyTokens(logprobs, torch.tensor(completion.logprobs), one * advantage, one * weight, ids * 0, 1, one * 0)
+            policy_loss(taken, config.algorithm)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, tokens
+
+
+async def shipped(config: Config, generator_class: type[SeededGenerator]) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
+    """The same by the coordinator."""
+    generator = generator_class(load(config.model.path), EOS)
+    in_process = InProcess(config, generator)
+    learner = await LearnerGroup.create(config, "run", 0)
+    try:
+        parts = Parts(Prompts(), in_process, in_process, learner, generator, FakeRecorder())
+        await Coordinator(parts, Schedule(config.max_steps, Staleness(0, GROUPS)), State("run", 0, 0, 0, 0, ())).run()
+        taken = load(config.model.path)
+        await SeededGenerator(taken, EOS).push(await learner.gather(STEPS + 1))
+    finally:
+        await learner.close()
+    return {name: parameter.detach() for name, parameter in taken.named_parameters()}, in_process.tokens
+
+
+def difference(config: Config, left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Of the changes of all weights, L2, relative."""
+    start = dict(load(config.model.path).named_parameters())
+    apart = sum((left[name] - right[name]).double().square().sum() for name in start)
+    change = sum((right[name] - start[name]).double().square().sum() for name in start)
+    return float((apart / change).sqrt())
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 1e-4), ("adamw", 1e-3)])
+def test_twenty_steps_equal_a_plain_synchronous_loop(ray_cluster: Any, run: Any, model_path: Any, optimizer: str, bound: float) -> None:
+    config = config_for(model_path, optimizer)
+    ours, our_tokens = run(shipped(config, SeededGenerator))
+    theirs, their_tokens = plain_loop(config)
+    assert our_tokens == their_tokens, "token ids, at every step"
+    found = difference(config, ours, theirs)
+    print(f"{optimizer}: change of the weights differs by {found:.2e} relative")
+    assert found <= bound
+
+
+@pytest.mark.timeout(300)
+def test_a_generator_one_version_off_is_noticed(ray_cluster: Any, run: Any, model_path: Any) -> None:
+    config = config_for(model_path, "sgd")
+    ours, our_tokens = run(shipped(config, OneVersionOff))
+    theirs, their_tokens = plain_loop(config)
+    assert our_tokens != their_tokens and difference(config, ours, theirs) > 1e-2
