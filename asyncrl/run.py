@@ -30,6 +30,7 @@ from asyncrl.generation.protocol import WeightsId
 from asyncrl.launch import Stations, cluster, launch, supervised_rows
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.learning.warm_start import WarmStartCheck, warm_start
+from asyncrl.observe.alarms import alarms
 from asyncrl.observe.metrics import MetricsWriter, read_metrics
 from asyncrl.observe.progress import Progress, ProgressView, duration, time_left
 from asyncrl.plan import Plan, arithmetic, make_plan
@@ -193,10 +194,24 @@ class _RunRecorder:
 
     def __init__(self, writer: MetricsWriter, fates: FatesWriter, live: _Live) -> None:
         self.writer, self.fates_writer, self.live = writer, fates, live
+        self._alarmed: set[str] = set()
 
     def record(self, event: str, step: int, version: int, metrics: Any) -> None:
+        if event == "step":
+            metrics = {**metrics, "time/event_loop_lag_s": self.live.take_lag()}
         self.writer.write(event, step, version, metrics)
         self.live.recorded(event, metrics)
+        if event == "step":
+            self._raise_alarms(step, version, metrics)
+
+    def _raise_alarms(self, step: int, version: int, metrics: Any) -> None:
+        """Every alarm goes to the metrics; a person is told of each metric once."""
+        for line in alarms(metrics):
+            name = line.split(" ")[0]
+            if name not in self._alarmed:
+                self.live.note(f"step {step}: {line}")
+            self._alarmed.add(name)
+            self.writer.write("alarm", step, version, {"alarm": line})
 
     def fates(self, fates: list[Fate]) -> None:
         self.fates_writer.write(fates)
@@ -214,6 +229,7 @@ class _Live:
         self.phases: dict[str, float] = {}
         self._phase_began = started
         self._coordinator: Coordinator | None = None
+        self._lag = 0.0
         self._training_began = started
         self._counts: list[tuple[float, int, int]] = []
 
@@ -244,7 +260,14 @@ class _Live:
         while True:
             self._update()
             view.show(self.progress)
+            slept = time.monotonic()
             await asyncio.sleep(SHOW_EVERY_S)
+            self._lag = max(self._lag, time.monotonic() - slept - SHOW_EVERY_S)
+
+    def take_lag(self) -> float:
+        """Seconds by which the event loop was late at most, since the last call."""
+        lag, self._lag = self._lag, 0.0
+        return lag
 
     def _update(self) -> None:
         progress, now = self.progress, time.monotonic()

@@ -222,7 +222,9 @@ class FakeScores:
         await asyncio.sleep(self.latency(finished.ordinal))
         ordinal, rewards = finished.ordinal, tuple(self.score(finished.ordinal))
         parts = {"fake": sum(rewards) / len(rewards)} if rewards else {}
-        self._done.put_nowait(Scored(ordinal, finished.begun, finished.begun, finished.tokens, rewards, parts, len(rewards), 0, failure=self.fails(ordinal)))
+        self._done.put_nowait(
+            Scored(ordinal, finished.begun, finished.begun, finished.tokens, rewards, parts, len(rewards), 0, finished.begun, failure=self.fails(ordinal))
+        )
 
 
 class FakeLearner:

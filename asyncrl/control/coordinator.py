@@ -20,10 +20,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from asyncrl.control.buffer import Buffer, Frontier
 from asyncrl.control.checkpoint import Checkpoints, State
+from asyncrl.control.diagnostics import batch_metrics
 from asyncrl.control.fates import Fate
 from asyncrl.control.protocols import Learner, Manifest, PromptSource, PushReport, RolloutFailed, Rollouts, Scored, Scores, StepResult, WeightSync
 from asyncrl.control.staleness import Staleness
@@ -50,7 +51,7 @@ class Schedule:
 class Recorder(Protocol):
     """Where the run's story is written."""
 
-    def record(self, event: str, step: int, version: int, metrics: Mapping[str, float | str]) -> None: ...
+    def record(self, event: str, step: int, version: int, metrics: Mapping[str, Any]) -> None: ...
 
     def fates(self, fates: list[Fate]) -> None: ...
 
@@ -131,7 +132,8 @@ class Coordinator:
         self._fates: list[Fate] = []
         self._ended_since_step: Counter[str] = Counter()
         self._idle_since: float | None = None
-        self._generators_waited_before = 0.0
+        self._at_last_step = (0, 0.0, 0.0)
+        """Tokens generated, seconds that generators waited, and the clock."""
 
     async def run(self) -> Progress:
         """Train to the last version, commit and evaluate it. Raises what ended a loop too early."""
@@ -271,7 +273,8 @@ class Coordinator:
         """The batch has its outcome; an applied step is the next policy version."""
         progress = self.progress
         progress.attempted += 1
-        staleness = [progress.version - scored.begun for scored in batch]
+        trained_at = progress.version
+        staleness = [trained_at - scored.begun for scored in batch]
         if result.applied and max(staleness) > self.schedule.staleness.max_staleness:
             raise AssertionError(f"a group of staleness {max(staleness)} was trained at version {progress.version}")
         for scored, stale in zip(batch, staleness, strict=True):
@@ -286,33 +289,26 @@ class Coordinator:
             progress.version += 1
             progress.trained_tokens += tokens
             self._drop_stale()
-        rewards = [reward for scored in batch for reward in scored.rewards]
-        progress.reward = sum(rewards) / len(rewards)
-        progress.example = batch[0].example
+        found = batch_metrics(batch, trained_at, self.schedule.staleness.max_staleness)
+        progress.reward, progress.example = cast(float, found["reward/mean"]), batch[0].example
         progress.staleness_mean, progress.staleness_max = sum(staleness) / len(staleness), max(staleness)
-        waited = progress.generators_waited_s - self._generators_waited_before
-        self._generators_waited_before = progress.generators_waited_s
-        completions = sum(scored.usable for scored in batch)
-        metrics = {
-            **result.metrics,
-            **times,
-            "time/generators_waited_s": waited,
-            "staleness/mean": progress.staleness_mean,
-            "staleness/max": progress.staleness_max,
-            "reward/mean": progress.reward,
-            "rollout/completion_tokens": tokens / completions,
-            "rollout/truncated_ratio": sum(scored.truncated for scored in batch) / completions,
-            "control/applied": float(result.applied),
+        metrics = {**result.metrics, **times, **found, **self._since_last_step(), "control/applied": float(result.applied)}
+        self.parts.recorder.record("step", progress.attempted, progress.version, metrics)
+
+    def _since_last_step(self) -> dict[str, float]:
+        """Slots now, and what has happened since the step before."""
+        progress, now = self.progress, asyncio.get_running_loop().time()
+        generated, waited, then = self._at_last_step
+        self._at_last_step = progress.generated_tokens, progress.generators_waited_s, now
+        ended = {f"control/{outcome}_groups": float(self._ended_since_step[outcome]) for outcome in ("filtered", "dropped", "failed")}
+        self._ended_since_step.clear()
+        return ended | {
             "control/outstanding": len(self.buffer),
             "control/ready": self.buffer.ready,
             "control/wasted_tokens": progress.wasted_tokens,
-            **{f"control/{outcome}_groups": self._ended_since_step[outcome] for outcome in ("filtered", "dropped", "failed")},
+            "time/generators_waited_s": progress.generators_waited_s - waited,
+            "rollout/generated_tokens_per_s": (progress.generated_tokens - generated) / (now - then) if then and now > then else float("nan"),
         }
-        self._ended_since_step.clear()
-        for name in dict.fromkeys(name for scored in batch for name in scored.reward_parts):
-            known = [scored.reward_parts[name] for scored in batch if name in scored.reward_parts]
-            metrics[f"reward/{name}"] = sum(known) / len(known)
-        self.parts.recorder.record("step", progress.attempted, progress.version, metrics)
 
     async def _gather(self) -> None:
         """Put the newest applied version up for publication. Called between two steps: it is a collective."""

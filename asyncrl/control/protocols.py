@@ -60,6 +60,10 @@ class Scored:
     """Trajectories with status ok. Fewer than two: the group is dropped."""
     truncated: int
     """Trajectories that ended at max_completion_length."""
+    newest: int = 0
+    """Newest token version among its trajectories."""
+    masked: Mapping[str, int] = field(default_factory=dict)
+    """Trajectories by the status that masks them."""
     failure: str | None = None
     """Why scoring gave the group up (policy drop_group), or None."""
     example: tuple[str, str] = ("", "")

@@ -140,7 +140,8 @@ def process_name(process: psutil.Process) -> str:
         return "(ended)"
     first = words[0].strip() if words else ""
     if first.startswith(("ray::", "VLLM::")):
-        return re.split(r"[ .(]", first)[0]  # ray::Actor.method(): the actor
+        name = re.split(r"[ .(]", first)[0]  # ray::Actor.method(): the actor
+        return "ray::ServeReplica" if "ServeReplica" in name else name  # Ray adds its application, deployment and id
     first = first or plain
     if first.rsplit("/", 1)[-1].startswith("python"):
         if "-c" in words:

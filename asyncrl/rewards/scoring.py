@@ -12,6 +12,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -180,10 +181,13 @@ def scored_summary(row: pa.Table, reference: Any, parts: Sequence[str]) -> Score
     """What control needs to know of a scored group's one-row table."""
     columns = ["ordinal", "prompt_text", "completion_text", "versions", "completion_ids", "finish_reason", "status", "reward", "reward_parts", "failure"]
     group = row.select(columns).to_pylist()[0]
+    versions = [span["version"] for spans in group["versions"] for span in spans] or [0]
     usable = [index for index, status in enumerate(group["status"]) if status == "ok"]
     return Scored(
         ordinal=group["ordinal"],
-        begun=min((span["version"] for spans in group["versions"] for span in spans), default=0),
+        begun=min(versions),
+        newest=max(versions),
+        masked=Counter(status for status in group["status"] if status != "ok"),
         ref=reference,
         tokens=sum(len(ids) for ids in group["completion_ids"]),
         rewards=tuple(group["reward"][index] for index in usable),

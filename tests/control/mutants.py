@@ -48,7 +48,7 @@ MUTANTS = [
     Mutant("gathers during a publication", COORDINATOR, "return self.in_publication is None and ", "return "),
     Mutant("a skipped step counts as a version", COORDINATOR, "if result.applied:\n            progress.version", "if True:\n            progress.version"),
     Mutant("a filtered group is trained", COORDINATOR, "elif self.schedule.filter_zero_variance and", "elif False and"),
-    Mutant("stale groups stay under drop", COORDINATOR, 'self._end(ordinal, "dropped", "stale")', "pass"),
+    Mutant("running groups are not dropped", BUFFER, 'if self.staleness.on_stale == "wait" else', "if True else"),
 ]
 
 

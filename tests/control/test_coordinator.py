@@ -9,7 +9,7 @@ import pytest
 from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
-from asyncrl.testing import FakeLearner, FakeLogprobCheck, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync
+from asyncrl.testing import FakeLearner, FakeLogprobCheck, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
 
 NEW = State("run", 0, 0, 0, 0, ())
 
@@ -68,6 +68,23 @@ def test_staleness_zero_is_synchronous():
     assert coordinator.parts.weights.applied == [0, 1, 2, 3, 4, 5]
     assert [[scored.ordinal for scored in batch] for batch in coordinator.parts.learner.batches] == [list(range(i, i + 4)) for i in range(0, 20, 4)]
     assert all(fate.staleness == 0 for fate in coordinator.parts.recorder.all_fates)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_staleness_zero_trains_the_same_batches_whatever_takes_long(seed):
+    random_ = random.Random(seed)
+    coordinator = make(
+        steps=12,
+        max_staleness=0,
+        rollouts=FakeRollouts(latency=lambda _: random_.random()),
+        scores=lambda rollouts: FakeScores(rollouts, latency=lambda _: random_.random()),
+        learner=FakeLearner(4, latency=random_.random()),
+        weights=FakeWeightSync(latency=lambda _: random_.random()),
+    )
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(coordinator.run())
+    batches = [[(scored.ordinal, scored.begun, scored.rewards) for scored in batch] for batch in coordinator.parts.learner.batches]
+    assert batches == [[(4 * step + place, step, (0.0, 1.0)) for place in range(4)] for step in range(12)]
 
 
 def test_wait_loses_no_slow_group():

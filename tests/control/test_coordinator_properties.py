@@ -94,6 +94,9 @@ class Rollouts(FakeRollouts):
         staleness, progress = self.coordinator.schedule.staleness, self.coordinator.progress
         outstanding = len(self.admitted) + 1 - sum(progress.ended.values())
         lag = progress.version - committed
+        if staleness.on_stale == "drop":
+            left = [group for group in self.coordinator.buffer.groups.values() if not group.training]
+            assert all(progress.version - group.begun <= staleness.max_staleness for group in left), "too old, and not dropped"
         assert outstanding <= (staleness.max_staleness + 1 - lag) * staleness.groups_per_step + staleness.over_sampling
         return await super().rollout(prompt, committed)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from disturbed import disturb
 
 from asyncrl.control.protocols import Manifest
 from asyncrl.generation.app import ServeGenerate
@@ -30,16 +31,6 @@ def prompts(count: int) -> list[tuple[int, ...]]:
 
 def request(prompt: tuple[int, ...] = (5, 6, 14, 7), n: int = 1, max_tokens: int = 16, **settings: Any) -> GenerateRequest:
     return GenerateRequest(prompt, n, max_tokens, settings.pop("temperature", 1.0), seed=3, ignore_eos=True, **settings)
-
-
-def disturb(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """Change every element of every parameter by at least 1e-2; return name → parameter."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator) * 0.05
-            parameter.add_(noise + torch.sign(noise) * 1e-2)
-    return dict(model.named_parameters())
 
 
 def parity(model: Any, reference: Any, asked: list[tuple[int, ...]], answers: list[Any]) -> float:

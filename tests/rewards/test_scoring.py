@@ -56,10 +56,12 @@ class Station:
         await self.rollouts.close()
 
     async def take(self, count):
+        """As the coordinator does: acknowledged once it has them."""
         groups = []
         async with asyncio.timeout(120):
             while len(groups) < count:
-                groups += await self.scores.next()
+                groups += (arrived := await self.scores.next())
+                await self.rollouts.ack([group.ordinal for group in arrived])
         return groups
 
     async def until_all_acknowledged(self):

@@ -1,0 +1,45 @@
+"""Healthy ranges of step metrics, and one line for each that is left. docs/metrics.md says more about each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["RANGES", "Range", "alarms"]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Healthy from `low` to `high`, both included; `advice` says what to do outside."""
+
+    low: float
+    high: float
+    advice: str
+
+
+LESS_STALE = "lower staleness.max_staleness or learner.learning_rate"
+
+RANGES = {
+    "ess": Range(0.5, 1.0, LESS_STALE),
+    "kl_k3": Range(0.0, 0.1, LESS_STALE),
+    "clip_fraction": Range(0.0, 0.3, LESS_STALE),
+    "mask_fraction": Range(0.0, 0.3, f"what a correction masks is wasted: {LESS_STALE}, or widen the correction"),
+    "nonfinite_loss": Range(0, 0, "the step was skipped; lower learner.learning_rate, or look for NaN log-probs in groups/*.parquet"),
+    "rollout/truncated_ratio": Range(0.0, 0.3, "raise rollout.max_completion_length, or check the stop tokens that `asyncrl plan` shows"),
+    "rollout/bad_logprob_ratio": Range(0.0, 0.0, "the generator gave NaN or Inf log-probs; those trajectories are masked"),
+    "reward/zero_variance_ratio": Range(0.0, 0.9, "hardly any group teaches anything: use harder or easier prompts, or algorithm.filter_zero_variance"),
+    "time/event_loop_lag_s": Range(0.0, 2.0, "the driver has too little CPU"),
+}
+"""Step metric → its healthy range."""
+
+
+def alarms(metrics: Mapping[str, Any]) -> list[str]:
+    """One line for each metric outside its range; metrics that are missing or not numbers are passed over."""
+    lines = []
+    for name, healthy in RANGES.items():
+        value = metrics.get(name)
+        if isinstance(value, int | float) and not healthy.low <= value <= healthy.high:
+            span = f"{healthy.low:g} to {healthy.high:g}" if healthy.high != healthy.low else f"{healthy.low:g}"
+            lines.append(f"{name} = {value:.3g} is outside {span}: {healthy.advice}")
+    return lines
