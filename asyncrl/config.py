@@ -181,6 +181,11 @@ class CorrectionConfig(Section):
     sequence_mask_above: float | None = Field(default=None, gt=0)
     """Mask trajectories of negative advantage whose mean log π_behaviour / π_learner is above this (DeepSeek-V3.2's off-policy sequence mask)."""
 
+    @property
+    def masks(self) -> bool:
+        """Whether any token may be masked."""
+        return any(value is not None for value in (self.mask_below, self.mask_above, self.reject_above, self.sequence_mask_above))
+
 
 class AlgorithmConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
@@ -197,7 +202,7 @@ class AlgorithmConfig(Section):
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal, and admit others instead (DAPO's dynamic sampling)."""
     eps_clip: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip of the ratio: 1 - eps_clip."""
+    """Lower clip of the ratio: 1 - eps_clip. (GSPO's ratio is a mean over the trajectory: its paper uses 3e-4 below and 4e-4 above for long answers.)"""
     eps_clip_high: float = Field(default=0.28, gt=0)
     """Upper clip of the ratio: 1 + eps_clip_high."""
     dual_clip: float | None = Field(default=None, gt=1)
@@ -380,8 +385,26 @@ class Config(Section):
             )
         if algorithm.loss in ("reinforce", "dppo") and algorithm.old_policy != (wanted := "learner" if algorithm.loss == "reinforce" else "behaviour"):
             raise ValueError(f"algorithm.loss = {algorithm.loss!r} is defined for algorithm.old_policy: {wanted}, not {algorithm.old_policy}; set that")
-        if algorithm.dual_clip is not None and algorithm.loss != "ppo":
-            raise ValueError(f"algorithm.dual_clip = {algorithm.dual_clip:g} belongs to algorithm.loss: ppo, not {algorithm.loss}; leave it out")
+        if algorithm.loss in ("gspo", "cispo", "sapo") and algorithm.old_policy == "learner":
+            raise ValueError(
+                f"algorithm.loss = {algorithm.loss!r} with algorithm.old_policy: learner has a ratio of 1 everywhere, so it would be REINFORCE; set "
+                "algorithm.old_policy: behaviour, or algorithm.loss: reinforce"
+            )
+        if algorithm.dual_clip is not None and (algorithm.loss != "ppo" or algorithm.old_policy == "learner"):
+            raise ValueError(f"algorithm.dual_clip = {algorithm.dual_clip:g} acts only on loss: ppo with a ratio other than 1; leave it out")
+        if algorithm.filter_zero_variance and algorithm.advantage == "reinforce_plus_plus":
+            raise ValueError("algorithm.filter_zero_variance drops groups that advantage: reinforce_plus_plus learns from; leave one of them out")
+        negative = [name for name, function in self.reward.functions.items() if function.weight < 0]
+        if algorithm.advantage == "maxrl" and (negative or self.reward.overlong_buffer):
+            raise ValueError(
+                f"algorithm.advantage: maxrl is defined for rewards of 0 and above; reward.overlong_buffer or a negative weight ({negative}) can make "
+                "them negative: leave those out, or use grpo or rloo"
+            )
+        if self.reward.overlong_buffer > self.rollout.max_completion_length:
+            raise ValueError(
+                f"reward.overlong_buffer = {self.reward.overlong_buffer} is above rollout.max_completion_length = {self.rollout.max_completion_length}; "
+                "it is a part of it"
+            )
         if not algorithm.corrected and self.staleness.max_staleness > 0 and not algorithm.allow_uncorrected:
             raise ValueError(
                 f"algorithm.loss = {algorithm.loss!r} with old_policy: {algorithm.old_policy} and correction.truncation: none is uncorrected, and "

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -27,7 +28,7 @@ class RunDirectory:
         checkpoint: the checkpoint's directory, or None for a new start.
 
     Raises:
-        ConfigError: the directory is in use, exists under `resume: never`, or has no readable checkpoint under `must`.
+        ConfigError: the directory is in use, exists under `resume: never`, has no readable checkpoint under `must`, or one of another seed.
     """
 
     def __init__(self, config: Config) -> None:
@@ -46,10 +47,15 @@ class RunDirectory:
                     raise ConfigError(str(error)) from None
             except UnreadableCheckpoint as error:
                 raise ConfigError(str(error)) from None
+        if resumed is not None and resumed.seed != config.seed:
+            raise ConfigError(
+                f"seed = {config.seed}, but {self.checkpoint} was made with {resumed.seed}, and data order and sampling follow from it; set seed: "
+                f"{resumed.seed}, or start a new run under another --name"
+            )
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._acquire()
         self.checkpoints = checkpoints
-        self.state = self._begin_attempt(resumed)
+        self.state = self._begin_attempt(resumed, config.seed)
         for unfinished in (self.path / "checkpoints").glob(".step_*"):
             shutil.rmtree(unfinished)  # of an attempt that was killed while it saved
         _replace_text(self.path / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
@@ -81,15 +87,15 @@ class RunDirectory:
         if (self.path / ".lock").exists():
             os.close(self._acquire())
 
-    def _begin_attempt(self, resumed: State | None) -> State:
+    def _begin_attempt(self, resumed: State | None, seed: int) -> State:
         record = self.path / "run.json"
         tree = json.loads(record.read_text()) if record.exists() else {"run_id": uuid.uuid4().hex, "attempts": 0}
         attempt = tree["attempts"]
         _replace_text(record, json.dumps({**tree, "attempts": attempt + 1}))
         (self.path / "logs" / f"attempt_{attempt}").mkdir(parents=True, exist_ok=True)
         if resumed is None:
-            return State(tree["run_id"], attempt, 0, 0, 0, ())
-        return State(tree["run_id"], attempt, resumed.version, resumed.steps_attempted, resumed.frontier, resumed.finished_above)
+            return State(tree["run_id"], attempt, 0, 0, 0, (), seed)
+        return replace(resumed, run_id=tree["run_id"], attempt=attempt)
 
 
 def replace_directory(finished: Path, final: Path) -> None:

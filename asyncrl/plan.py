@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["Part", "Plan", "logical_cpus", "make_plan", "model_context"]
 
 
-SHOWN = {("ppo", "behaviour"), ("ppo", "learner")}
-"""(loss, old policy) of the whole runs in docs/evidence.md."""
+SHOWN = {("ppo", "behaviour", "none"), ("ppo", "learner", "token")}
+"""(loss, old policy, truncation) of the whole runs in docs/evidence.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +149,17 @@ def algorithm_text(config: Config) -> str:
         correction = [item for item in correction if not item.startswith("cap ")]
     if algorithm.correction.reject_above is None:
         correction = [item for item in correction if not item.startswith("reject_")]
+    shown = (algorithm.loss, algorithm.old_policy, algorithm.correction.truncation)
     note = (
         ""
-        if (algorithm.loss, algorithm.old_policy) in SHOWN
+        if shown in SHOWN and not algorithm.correction.masks
         else "\n  experimental: no whole run has shown that this loss learns (docs/evidence.md lists those that have)"
     )
+    kind = "corrected" if algorithm.corrected else "uncorrected"
+    made_up = ", ".join(correction) or ("the ratio alone" if algorithm.corrected else "none")
     return (
         f"# algorithm\n  advantage {algorithm.advantage}, loss {algorithm.loss} against old policy {algorithm.old_policy}, {algorithm.loss_aggregation}; "
-        f"{'corrected' if algorithm.corrected else 'uncorrected'}; correction: {', '.join(correction) or 'the ratio alone'}{note}"
+        f"{kind}; correction: {made_up}{note}"
     )
 
 

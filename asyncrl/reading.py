@@ -96,7 +96,8 @@ class Run:
         return _distinct(_read_parquet(self.directory / "groups", pa.schema([*COLUMNS.items(), *SCORED_COLUMNS.items()])))
 
     def fates(self) -> pa.Table:
-        """One row per group that has come to its end: `outcome`, `reason`, `step`, `trained_at_version`, `staleness`."""
+        """One row per group that has come to its end: `outcome`, `reason`, `step`, `trained_at_version`, `staleness`, `completion_tokens` (of the
+        whole group, null if it was not generated to its end)."""
         return _distinct(_read_parquet(self.directory / "fates", FATES))
 
     def trajectories(self) -> pa.Table:

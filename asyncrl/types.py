@@ -193,7 +193,19 @@ def groups_to_table(groups: Sequence[Group]) -> pa.Table:
     return pa.table(arrays)
 
 
-TRAJECTORY_COLUMNS = ("index", "completion", "tokens", "oldest_version", "newest_version", "outcome", "reason", "step", "trained_at_version", "staleness")
+TRAJECTORY_COLUMNS = (
+    "index",
+    "completion",
+    "tokens",
+    "oldest_version",
+    "newest_version",
+    "outcome",
+    "reason",
+    "step",
+    "trained_at_version",
+    "staleness",
+    "completion_tokens",
+)
 """Columns that `asyncrl.open_run(…).trajectories()` adds."""
 
 

@@ -53,7 +53,9 @@ def test_batch_arithmetic(tmp_path):
         ({"correction": {"truncation": "token"}}, "count the behaviour policy twice"),
         ({"loss": "reinforce"}, "defined for algorithm.old_policy: learner"),
         ({"loss": "dppo", "old_policy": "learner", "correction": {"truncation": "token"}}, "defined for algorithm.old_policy: behaviour"),
-        ({"loss": "gspo", "dual_clip": 3.0}, "belongs to algorithm.loss: ppo"),
+        ({"loss": "gspo", "dual_clip": 3.0}, "acts only on loss: ppo"),
+        ({"loss": "gspo", "old_policy": "learner", "correction": {"truncation": "token"}}, "has a ratio of 1 everywhere"),
+        ({"filter_zero_variance": True, "advantage": "reinforce_plus_plus"}, "learns from"),
     ],
 )
 def test_contradictory_algorithms_are_refused(tmp_path, algorithm, message):
@@ -64,6 +66,13 @@ def test_contradictory_algorithms_are_refused(tmp_path, algorithm, message):
 def test_an_uncorrected_loss_is_allowed_by_name_or_when_synchronous(tmp_path):
     for changes in ({"staleness.max_staleness": 0}, {"algorithm.allow_uncorrected": True}):
         assert not load(tmp_path, {"algorithm.old_policy": "learner", **changes}).algorithm.corrected
+
+
+def test_the_overlong_penalty_fits_the_completion_and_the_advantage(tmp_path):
+    with pytest.raises(ConfigError, match=r"overlong_buffer = 9 is above rollout.max_completion_length = 8"):
+        load(tmp_path, {"reward.overlong_buffer": 9})
+    with pytest.raises(ConfigError, match="maxrl is defined for rewards of 0 and above"):
+        load(tmp_path, {"reward.overlong_buffer": 4, "algorithm.advantage": "maxrl"})
 
 
 def test_over_sampling_needs_drop(tmp_path):

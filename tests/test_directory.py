@@ -71,3 +71,13 @@ def test_an_unreadable_checkpoint_never_means_a_new_start(tmp_path):
     for resume in ("auto", "must"):
         with pytest.raises(ConfigError, match="is damaged"):
             RunDirectory(config(tmp_path, resume=resume))
+
+
+def test_a_resume_keeps_the_seed(tmp_path):
+    with RunDirectory(config(tmp_path, seed=3)) as directory:
+        assert directory.state.seed == 3
+        asyncio.run(directory.checkpoints.write(directory.state, save))
+    with pytest.raises(ConfigError, match=r"seed = 4, but .*step_000000 was made with 3.*set seed: 3"):
+        RunDirectory(config(tmp_path, seed=4, resume="must"))
+    with RunDirectory(config(tmp_path, seed=3, resume="must")) as directory:
+        assert (directory.state.seed, directory.state.attempt) == (3, 1)

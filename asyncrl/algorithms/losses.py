@@ -175,7 +175,7 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> tuple[Tenso
     weight, kept = _correction((old - behaviour).detach(), raw, tokens, algorithm.correction)
     loss = (tokens.weights * torch.where(kept, weight * surrogate, torch.zeros_like(surrogate))).sum()
     with torch.no_grad():
-        full = raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        full = raw.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         ratio = full.exp()
         sums = LossSums(
             loss=loss.detach(),

@@ -89,7 +89,7 @@ class Buffer:
         return self.groups.pop(ordinal)
 
     def stale(self, learner_version: int) -> list[int]:
-        """Groups beyond the bound. Under `wait` only ready ones are looked for: there are none, but after a resume or a change to a smaller bound."""
+        """Groups beyond the bound. Under `wait` only ready ones are looked for, a last guard: the cut leaves none."""
         candidates = self._ready() if self.staleness.on_stale == "wait" else [g for g in self.groups.values() if not g.training]
         return [g.ordinal for g in candidates if self.staleness.is_stale(g.begun, learner_version)]
 

@@ -36,6 +36,8 @@ class State:
     """Lowest ordinal without an outcome."""
     finished_above: tuple[int, ...]
     """Ordinals above the frontier that have one."""
+    seed: int = 0
+    """Of data order and sampling: with the ordinals, the whole random state of control. The ranks' own is in learner/rank_N.pt."""
 
 
 class Checkpoints:

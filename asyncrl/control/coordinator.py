@@ -32,6 +32,9 @@ from asyncrl.types import Prompt
 
 __all__ = ["Coordinator", "LogprobCheck", "Parts", "Progress", "Recorder", "Schedule"]
 
+LOST_ROUNDS = 100
+"""Batches' worth of groups that may end one after the other without a step, until the run is given up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -115,7 +118,7 @@ class Coordinator:
     def __init__(self, parts: Parts, schedule: Schedule, state: State) -> None:
         self.parts = parts
         self.schedule = schedule
-        self.run_id, self.attempt = state.run_id, state.attempt
+        self.run_id, self.attempt, self.seed = state.run_id, state.attempt, state.seed
         self.buffer = Buffer(schedule.staleness, Frontier(state.frontier, state.finished_above))
         self.first_version = self.last_marked = state.version
         self.gathered = state.version - 1
@@ -127,6 +130,8 @@ class Coordinator:
         self.publishing_done = False
         self.evaluations_due = {0} if state.version == 0 else set()
         self._condition = asyncio.Condition()
+        self._given_up: list[int] = []
+        """Groups dropped while they waited to be scored; their worker may forget them."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """Rollouts under way, by ordinal."""
         self._fates: list[Fate] = []
@@ -153,7 +158,7 @@ class Coordinator:
                 task.cancel()
             await asyncio.gather(*loops.values(), return_exceptions=True)
             self._fates += [
-                Fate(self.attempt, ordinal, "waiting", "the run ended first", self.progress.attempted, tokens=group.tokens)
+                Fate(self.attempt, ordinal, "waiting", "the run ended first", self.progress.attempted, completion_tokens=group.tokens)
                 for ordinal, group in self.buffer.groups.items()
             ]
             self._flush_fates()
@@ -178,7 +183,7 @@ class Coordinator:
 
     def _may_admit(self) -> bool:
         progress, staleness = self.progress, self.schedule.staleness
-        needed = (self.schedule.max_steps - progress.version) * staleness.groups_per_step
+        needed = (self.schedule.max_steps - progress.version) * staleness.groups_per_step + staleness.over_sampling
         if progress.committed < self.first_version or len(self.buffer) >= needed:
             return False
         return staleness.may_admit(len(self.buffer), progress.version, progress.committed)
@@ -188,7 +193,8 @@ class Coordinator:
             finished = await self.parts.rollouts.rollout(prompt, self.progress.committed)
         except RolloutFailed as error:
             async with self._changing():
-                if prompt.ordinal in self.buffer:  # a lost group's first copy may have been scored after all
+                group = self.buffer.groups.get(prompt.ordinal)
+                if group is not None and group.scored is None:  # a lost group's first copy may have been scored after all
                     self._end(prompt.ordinal, "failed", str(error))
             return
         async with self._changing():
@@ -209,6 +215,7 @@ class Coordinator:
     def _take_scored(self, scored: Scored) -> None:
         if scored.ordinal not in self.buffer:
             return
+        self.buffer.finished(scored.ordinal, scored.begun, scored.tokens)
         if scored.failure is not None:
             self._end(scored.ordinal, "dropped", scored.failure)
         elif scored.usable < 2:
@@ -233,6 +240,8 @@ class Coordinator:
             result = await self.parts.learner.step(batch)
             async with self._changing():
                 self._settle(batch, result, {"time/learner_waited_s": waited, "time/step_s": clock() - began})
+            given_up, self._given_up = self._given_up, []
+            await self.parts.rollouts.ack(given_up)
             if self.skipped_in_row >= self.schedule.max_skipped_steps:
                 raise RuntimeError(f"{self.skipped_in_row} steps in a row were skipped for NaN or Inf in loss or gradient; lower learner.learning_rate")
             if result.applied:
@@ -260,6 +269,9 @@ class Coordinator:
 
     def _drop_stale(self) -> None:
         for ordinal in self.buffer.stale(self.progress.version):
+            group = self.buffer.groups[ordinal]
+            if not group.running and group.scored is None:
+                self._given_up.append(ordinal)
             self._end(ordinal, "dropped", "stale")
 
     def _gather_due(self) -> bool:
@@ -292,7 +304,7 @@ class Coordinator:
         found = batch_metrics(batch, trained_at, self.schedule.staleness.max_staleness)
         progress.reward, progress.example = cast(float, found["reward/mean"]), batch[0].example
         progress.staleness_mean, progress.staleness_max = sum(staleness) / len(staleness), max(staleness)
-        metrics = {**result.metrics, **times, **found, **self._since_last_step(), "control/applied": float(result.applied)}
+        metrics = {**result.metrics, **times, **found, **self._since_last_step()}
         self.parts.recorder.record("step", progress.attempted, progress.version, metrics)
 
     def _since_last_step(self) -> dict[str, float]:
@@ -340,7 +352,7 @@ class Coordinator:
     def state(self) -> State:
         """What a resume needs of control. Groups outstanding have no outcome, and so are made again."""
         frontier = self.buffer.frontier
-        return State(self.run_id, self.attempt, self.progress.version, self.progress.attempted, frontier.lowest, tuple(sorted(frontier.above)))
+        return State(self.run_id, self.attempt, self.progress.version, self.progress.attempted, frontier.lowest, tuple(sorted(frontier.above)), self.seed)
 
     # publishing: a gathered version → a committed version. Waits for replicas. Ends when the last version is committed.
 
@@ -412,11 +424,19 @@ class Coordinator:
 
     def _end(self, ordinal: int, outcome: str, reason: str, trained_at: int | None = None, staleness: int | None = None) -> None:
         group = self.buffer.end(ordinal)
-        if group.running and ordinal in self._tasks:
-            self._tasks[ordinal].cancel()
+        task = self._tasks.get(ordinal)
+        if group.running and task is not None and task is not asyncio.current_task():
+            task.cancel()
         self._count_idle()
         self.progress.ended[outcome] = self.progress.ended.get(outcome, 0) + 1
         self._ended_since_step[outcome] += 1
+        if sum(self._ended_since_step.values()) > LOST_ROUNDS * self.schedule.staleness.groups_per_step and outcome != "trained":
+            self._flush_fates()
+            counts = ", ".join(f"{count} {name}" for name, count in self._ended_since_step.items())
+            raise RuntimeError(
+                f"no step since {sum(self._ended_since_step.values())} groups ended ({counts}; last: {reason}): nothing is left to train on; look at "
+                "fates/*.parquet, and change the prompts, the reward or algorithm.filter_zero_variance"
+            )
         if outcome != "trained":
             self.progress.wasted_tokens += group.tokens or 0
         self._fates.append(Fate(self.attempt, ordinal, outcome, reason, self.progress.attempted, trained_at, staleness, group.tokens))

@@ -11,11 +11,15 @@ __all__ = ["batch_metrics"]
 
 
 def batch_metrics(batch: Sequence[Scored], version: int, max_staleness: int) -> dict[str, float | list[int]]:
-    """Metrics of the batch that the learner trained at `version`. Means are over groups, those of rewards over usable trajectories."""
+    """Metrics of the batch that the learner trained at `version`. Means are over groups, those of rewards over usable trajectories, those of
+    lengths over all."""
     staleness = [version - scored.begun for scored in batch]
     counted = Counter(staleness)
     rewards = [reward for scored in batch for reward in scored.rewards]
-    completions = sum(scored.usable for scored in batch)
+    masked: Counter[str] = Counter()
+    for scored in batch:
+        masked.update(scored.masked)
+    completions = sum(scored.usable for scored in batch) + sum(masked.values())
     metrics: dict[str, float | list[int]] = {
         "staleness/mean": sum(staleness) / len(batch),
         "staleness/max": max(staleness),
@@ -30,8 +34,4 @@ def batch_metrics(batch: Sequence[Scored], version: int, max_staleness: int) -> 
     for name in dict.fromkeys(name for scored in batch for name in scored.reward_parts):
         known = [scored.reward_parts[name] for scored in batch if name in scored.reward_parts]
         metrics[f"reward/{name}"] = sum(known) / len(known)
-    masked: Counter[str] = Counter()
-    for scored in batch:
-        masked.update(scored.masked)
-    total = completions + sum(masked.values())
-    return metrics | {f"rollout/{status}_ratio": count / total for status, count in masked.items()}
+    return metrics | {f"rollout/{status}_ratio": count / completions for status, count in masked.items()}

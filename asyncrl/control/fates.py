@@ -21,7 +21,7 @@ FATES = pa.schema(
         ("step", pa.int32()),
         ("trained_at_version", pa.int32()),
         ("staleness", pa.int32()),
-        ("tokens", pa.int64()),
+        ("completion_tokens", pa.int64()),
     ]
 )
 OUTCOMES = ("trained", "skipped", "filtered", "dropped", "failed", "waiting")
@@ -30,7 +30,8 @@ OUTCOMES = ("trained", "skipped", "filtered", "dropped", "failed", "waiting")
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """The outcome of one admitted group in one attempt. Version and staleness only if it was trained; its completion tokens if it was generated."""
+    """The outcome of one admitted group in one attempt. Version and staleness only if it was trained; its completion
+    tokens if it was generated: a group aborted in mid-generation has none."""
 
     attempt: int
     ordinal: int
@@ -39,7 +40,7 @@ class Fate:
     step: int
     trained_at_version: int | None = None
     staleness: int | None = None
-    tokens: int | None = None
+    completion_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:

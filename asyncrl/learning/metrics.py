@@ -71,7 +71,7 @@ def step_metrics(
         "fill": plan.fill,
         "ratio_mean": totals["ratio"] / tokens,
         "ratio_max": totals["ratio_max"],
-        "ess": totals["ratio"] ** 2 / (tokens * totals["ratio_squared"]) if totals["ratio_squared"] else float("nan"),
+        "ess": min(1.0, totals["ratio"] ** 2 / (tokens * totals["ratio_squared"])) if totals["ratio_squared"] else float("nan"),
         "chi2": totals["ratio_squared"] / tokens - 1,
         "clip_fraction": totals["clipped"] / tokens,
         "mask_fraction": totals["masked"] / tokens,

@@ -26,6 +26,8 @@ RANGES = {
     "clip_fraction": Range(0.0, 0.3, LESS_STALE),
     "mask_fraction": Range(0.0, 0.3, f"what a correction masks is wasted: {LESS_STALE}, or widen the correction"),
     "nonfinite_loss": Range(0, 0, "the step was skipped; lower learner.learning_rate, or look for NaN log-probs in groups/*.parquet"),
+    "nonfinite_gradient": Range(0, 0, "the step was skipped; lower learner.learning_rate"),
+    "control/failed_groups": Range(0, 0, "groups were not generated in time; fates/*.parquet has the reasons"),
     "rollout/truncated_ratio": Range(0.0, 0.3, "raise rollout.max_completion_length, or check the stop tokens that `asyncrl plan` shows"),
     "rollout/bad_logprob_ratio": Range(0.0, 0.0, "the generator gave NaN or Inf log-probs; those trajectories are masked"),
     "reward/zero_variance_ratio": Range(0.0, 0.9, "hardly any group teaches anything: use harder or easier prompts, or algorithm.filter_zero_variance"),

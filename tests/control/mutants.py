@@ -48,6 +48,10 @@ MUTANTS = [
     Mutant("gathers during a publication", COORDINATOR, "return self.in_publication is None and ", "return "),
     Mutant("a skipped step counts as a version", COORDINATOR, "if result.applied:\n            progress.version", "if True:\n            progress.version"),
     Mutant("a filtered group is trained", COORDINATOR, "elif self.schedule.filter_zero_variance and", "elif False and"),
+    Mutant("over-sampling is not used", STALENESS, " + self.over_sampling", ""),
+    Mutant("a dropped rollout goes on", COORDINATOR, "            task.cancel()\n        self._count_idle()", "            pass\n        self._count_idle()"),
+    Mutant("nothing is acknowledged", COORDINATOR, "await self.parts.rollouts.ack([scored.ordinal for scored in arrived])", "pass"),
+    Mutant("a group that is scored may still fail", COORDINATOR, "if group is not None and group.scored is None:", "if group is not None:"),
     Mutant("running groups are not dropped", BUFFER, 'if self.staleness.on_stale == "wait" else', "if True else"),
 ]
 

@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
+from asyncrl.control.protocols import RolloutFailed
 from asyncrl.control.staleness import Staleness
 from asyncrl.testing import FakeLearner, FakeLogprobCheck, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
 
@@ -81,10 +82,77 @@ def test_staleness_zero_trains_the_same_batches_whatever_takes_long(seed):
         learner=FakeLearner(4, latency=random_.random()),
         weights=FakeWeightSync(latency=lambda _: random_.random()),
     )
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(coordinator.run())
+    on_virtual_time(coordinator)
     batches = [[(scored.ordinal, scored.begun, scored.rewards) for scored in batch] for batch in coordinator.parts.learner.batches]
     assert batches == [[(4 * step + place, step, (0.0, 1.0)) for place in range(4)] for step in range(12)]
+
+
+def on_virtual_time(coordinator):
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(coordinator.run())
+
+
+def under_drop(staleness, **parts):
+    coordinator = make(max_staleness=staleness.max_staleness, learner=FakeLearner(4, latency=0.1), **parts)
+    coordinator.schedule = replace(coordinator.schedule, staleness=staleness)
+    coordinator.buffer.staleness = staleness
+    return coordinator
+
+
+def test_over_sampling_admits_more_and_the_fastest_win():
+    class Counting(FakeRollouts):
+        most = 0
+
+        async def rollout(self, prompt, committed):
+            self.most = max(self.most, len(coordinator.buffer))
+            return await super().rollout(prompt, committed)
+
+    rollouts = Counting(latency=lambda ordinal: 100.0 if ordinal % 3 == 0 else 1.0)
+    coordinator = under_drop(Staleness(0, 4, "drop", over_sampling=3), steps=5, rollouts=rollouts)
+    progress = on_virtual_time(coordinator)
+    assert progress.ended["trained"] == 20 and progress.ended["dropped"] > 0 and rollouts.most == 7
+    assert not any(fate.ordinal % 3 == 0 for fate in coordinator.parts.recorder.all_fates if fate.outcome == "trained")
+
+
+def test_a_dropped_rollout_is_cancelled_and_everything_scored_is_acknowledged():
+    class Watched(FakeRollouts):
+        cancelled = 0
+
+        async def rollout(self, prompt, committed):
+            try:
+                return await super().rollout(prompt, committed)
+            except asyncio.CancelledError:
+                self.cancelled += prompt.ordinal not in coordinator.buffer
+                raise
+
+    rollouts = Watched(latency=lambda ordinal: 1e6 if ordinal % 4 == 3 else 1.0)
+    coordinator = under_drop(Staleness(1, 4, "drop"), steps=10, rollouts=rollouts)
+    progress = on_virtual_time(coordinator)
+    assert rollouts.cancelled == progress.ended["dropped"] > 0
+    waiting = {fate.ordinal for fate in coordinator.parts.recorder.all_fates if fate.outcome == "waiting"}
+    assert rollouts.unacked <= waiting
+
+
+def test_a_group_that_was_scored_before_its_retry_failed_is_trained():
+    class Lost(FakeRollouts):
+        """Group 1's worker dies after the group was taken for scoring; its retry fails."""
+
+        async def rollout(self, prompt, committed):
+            finished = await super().rollout(prompt, committed)
+            if prompt.ordinal == 1:
+                await asyncio.sleep(0.5)
+                raise RolloutFailed("the retry was too late")
+            return finished
+
+    coordinator = make(steps=2, max_staleness=0, rollouts=Lost(), learner=FakeLearner(4, latency=1.0))
+    assert on_virtual_time(coordinator).ended == {"trained": 8}
+
+
+def test_a_run_that_finds_nothing_to_train_on_ends_and_says_so():
+    coordinator = make(scores=lambda rollouts: FakeScores(rollouts, score=lambda ordinal: (1.0, 1.0)), filter_zero_variance=True)
+    with pytest.raises(RuntimeError, match=r"no step since 401 groups ended \(401 filtered; last: zero variance\)"):
+        on_virtual_time(coordinator)
+    assert len(coordinator.parts.recorder.all_fates) >= 401
 
 
 def test_wait_loses_no_slow_group():

@@ -15,5 +15,5 @@ def test_hand_computed():
     assert (metrics["staleness/in_flight_mean"], metrics["staleness/in_buffer_mean"]) == (0.5, 0.5)
     assert metrics["reward/mean"] == pytest.approx(0.8) and metrics["reward/zero_variance_ratio"] == 0.5
     assert (metrics["reward/a"], metrics["reward/b"]) == (0.75, 2.0)
-    assert metrics["rollout/completion_tokens"] == pytest.approx(14 / 5) and metrics["rollout/truncated_ratio"] == pytest.approx(0.2)
+    assert metrics["rollout/completion_tokens"] == pytest.approx(14 / 6) and metrics["rollout/truncated_ratio"] == pytest.approx(1 / 6)
     assert metrics["rollout/bad_logprob_ratio"] == pytest.approx(1 / 6)

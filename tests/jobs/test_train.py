@@ -1,13 +1,17 @@
 """Whole runs on real parts, as a user starts them."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import nbformat
+import psutil
 import pyarrow.parquet as pq
 import pytest
 from nbclient import NotebookClient
@@ -140,6 +144,29 @@ def test_two_ranks_and_two_replicas_on_two_cores(start_run, tmp_path, engine_sta
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert float(asyncrl.open_run(directory).records("evaluation")[-1]["eval/greedy_accuracy"]) > 0.05
     assert re.search(r"on 16 prompts: (\d+\.\d+%) in a fresh vLLM engine from .*, \1 in the run", evaluated.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_one_of_two_replicas_ten_times_slower(start_run, tmp_path):
+    run = start_run({"generator.num_replicas": 2, "max_steps": 40, "eval.data": None})
+    directory = tmp_path / "runs" / "run"
+    run.until(lambda: len(events(directory, "step")) >= 3)
+    slow = next(process for process in run.descendants() if "EngineCore" in " ".join(process.cmdline()))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while run.process.poll() is None:  # nine tenths of its time it stands still
+            slow.suspend()
+            time.sleep(0.45)
+            slow.resume()
+            time.sleep(0.05)
+    assert run.wait(900) == 0, run.output
+    fates = asyncrl.open_run(directory).fates().to_pylist()
+    assert {fate["outcome"] for fate in fates} == {"trained"} and len(fates) == 40 * 4, "`wait` keeps what the slow replica makes"
+    assert max(fate["staleness"] for fate in fates) <= 2
+    by_replica = Counter(row["replica"] for row in asyncrl.open_run(directory).trajectories().to_pylist())
+    print("trajectories by replica:", dict(by_replica))
+    assert len(by_replica) == 2
+    assert run.gone() == []
 
 
 @pytest.mark.timeout(120)

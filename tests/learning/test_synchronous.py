@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,19 +17,23 @@ from asyncrl.algorithms.losses import PolicyTokens, policy_loss, token_weights
 from asyncrl.config import Config
 from asyncrl.control.checkpoint import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
-from asyncrl.control.protocols import Finished, Manifest, PushReport, Scored
+from asyncrl.control.protocols import Finished, Manifest, PushReport, Scored, WeightSync
 from asyncrl.control.staleness import Staleness
-from asyncrl.generation.protocol import GenerateRequest
+from asyncrl.generation.app import ServeGenerate
+from asyncrl.generation.protocol import Generate, Generated, GenerateRequest, WeightsId
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.score import attach_rewards, score_table
 from asyncrl.rewards.scoring import scored_summary
 from asyncrl.rollout.worker import RolloutWorker, WorkerSpec, rollout_seed
 from asyncrl.testing import FakeRecorder, SeededGenerator
-from asyncrl.types import Prompt, table_from_ipc
+from asyncrl.types import Completion, Prompt, table_from_ipc
+from asyncrl.weights.push import ServeWeightSync
 
 STEPS, GROUPS, N, LENGTH = 20, 4, 4, 8
 EOS = 2
+Sample = Callable[[GenerateRequest, int], tuple[Completion, ...]]
+"""(request, step) → completions made with the plain model's weights."""
 
 
 def reward(ids: tuple[int, ...]) -> float:
@@ -50,8 +56,8 @@ class Prompts:
 class InProcess:
     """`Rollouts` and `Scores`: the shipped worker and scoring functions, in this process."""
 
-    def __init__(self, config: Config, generator: SeededGenerator) -> None:
-        self.config, self.worker = config, RolloutWorker(WorkerSpec(config, "run", 0, lambda: generator))
+    def __init__(self, config: Config, generator: Generate, run_id: str) -> None:
+        self.config, self.worker = config, RolloutWorker(WorkerSpec(config, run_id, 0, lambda: generator))
         self.tokens: dict[int, list[tuple[int, ...]]] = {}
 
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
@@ -85,11 +91,11 @@ class OneVersionOff(SeededGenerator):
         return PushReport(manifest.version, {"seeded": {}})
 
 
-def config_for(model_path: Any, optimizer: str) -> Config:
+def config_for(model_path: Any, optimizer: str, steps: int = STEPS) -> Config:
     rates = {"sgd": 0.5, "adamw": 1e-3}
     base = learner_config(model_path, optimizer=optimizer, learning_rate=rates[optimizer], adam_eps=1e-6, max_grad_norm=1e6)
     tree = base.model_dump()
-    tree["max_steps"] = STEPS
+    tree["max_steps"] = steps
     tree["rollout"] |= {"rollout_batch_size": GROUPS, "n_samples_per_prompt": N, "max_completion_length": LENGTH}
     tree["staleness"] |= {"max_staleness": 0}
     tree["reward"]["functions"] = {"even": {"function": "nowhere:even"}}
@@ -100,10 +106,8 @@ def load(path: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def plain_loop(config: Config) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
+def plain_loop(config: Config, model: Any, sample: Sample) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
     """The synchronous algorithm with nothing but transformers, torch and the pure functions; weights after the last step, and all tokens."""
-    model = load(config.model.path)
-    generator = SeededGenerator(model, EOS)
     learner = config.learner
     if learner.optimizer == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=learner.learning_rate)
@@ -114,7 +118,7 @@ def plain_loop(config: Config) -> tuple[dict[str, torch.Tensor], dict[int, list[
         trajectories = []
         for ordinal in range(step * GROUPS, (step + 1) * GROUPS):
             request = GenerateRequest(prompt_ids(ordinal), N, LENGTH, config.rollout.temperature, seed=rollout_seed(config.seed, ordinal))
-            completions = asyncio.run(generator.generate(request)).completions
+            completions = sample(request, step)
             tokens[ordinal] = [completion.token_ids for completion in completions]
             advantages = group_advantages([reward(ids) for ids in tokens[ordinal]], [True] * N, "grpo")
             trajectories += [(prompt_ids(ordinal), completion, advantage) for completion, advantage in zip(completions, advantages, strict=True)]
@@ -131,16 +135,15 @@ def plain_loop(config: Config) -> tuple[dict[str, torch.Tensor], dict[int, list[
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, tokens
 
 
-async def shipped(config: Config, generator_class: type[SeededGenerator]) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
+async def shipped(config: Config, run_id: str, generate: Generate, weights: WeightSync) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
     """The same by the coordinator."""
-    generator = generator_class(load(config.model.path), EOS)
-    in_process = InProcess(config, generator)
-    learner = await LearnerGroup.create(config, "run", 0)
+    in_process = InProcess(config, generate, run_id)
+    learner = await LearnerGroup.create(config, run_id, 0)
     try:
-        parts = Parts(Prompts(), in_process, in_process, learner, generator, FakeRecorder())
-        await Coordinator(parts, Schedule(config.max_steps, Staleness(0, GROUPS)), State("run", 0, 0, 0, 0, ())).run()
+        parts = Parts(Prompts(), in_process, in_process, learner, weights, FakeRecorder())
+        await Coordinator(parts, Schedule(config.max_steps, Staleness(0, GROUPS)), State(run_id, 0, 0, 0, 0, ())).run()
         taken = load(config.model.path)
-        await SeededGenerator(taken, EOS).push(await learner.gather(STEPS + 1))
+        await SeededGenerator(taken, EOS).push(await learner.gather(config.max_steps + 1))
     finally:
         await learner.close()
     return {name: parameter.detach() for name, parameter in taken.named_parameters()}, in_process.tokens
@@ -154,12 +157,20 @@ def difference(config: Config, left: dict[str, torch.Tensor], right: dict[str, t
     return float((apart / change).sqrt())
 
 
+def seeded(config: Config) -> tuple[Any, Sample]:
+    """A plain model, and how it samples."""
+    model = load(config.model.path)
+    generator = SeededGenerator(model, EOS)
+    return model, lambda request, step: asyncio.run(generator.generate(request)).completions
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 1e-4), ("adamw", 1e-3)])
 def test_twenty_steps_equal_a_plain_synchronous_loop(ray_cluster: Any, run: Any, model_path: Any, optimizer: str, bound: float) -> None:
     config = config_for(model_path, optimizer)
-    ours, our_tokens = run(shipped(config, SeededGenerator))
-    theirs, their_tokens = plain_loop(config)
+    generator = SeededGenerator(load(model_path), EOS)
+    ours, our_tokens = run(shipped(config, "run", generator, generator))
+    theirs, their_tokens = plain_loop(config, *seeded(config))
     assert our_tokens == their_tokens, "token ids, at every step"
     found = difference(config, ours, theirs)
     print(f"{optimizer}: change of the weights differs by {found:.2e} relative")
@@ -169,6 +180,41 @@ def test_twenty_steps_equal_a_plain_synchronous_loop(ray_cluster: Any, run: Any,
 @pytest.mark.timeout(300)
 def test_a_generator_one_version_off_is_noticed(ray_cluster: Any, run: Any, model_path: Any) -> None:
     config = config_for(model_path, "sgd")
-    ours, our_tokens = run(shipped(config, OneVersionOff))
-    theirs, their_tokens = plain_loop(config)
+    generator = OneVersionOff(load(model_path), EOS)
+    ours, our_tokens = run(shipped(config, "run", generator, generator))
+    theirs, their_tokens = plain_loop(config, *seeded(config))
     assert our_tokens != their_tokens and difference(config, ours, theirs) > 1e-2
+
+
+class OneAtATime(ServeGenerate):
+    """Real vLLM, one request after the other."""
+
+    def __init__(self, handle: Any) -> None:
+        super().__init__(handle)
+        self.turn = asyncio.Lock()
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        async with self.turn:
+            return await super().generate(request)
+
+
+@pytest.mark.timeout(600)
+def test_three_steps_on_real_vllm_equal_a_plain_loop_that_calls_it(ray_cluster: Any, run: Any, generators: Any, publish: Any) -> None:
+    config = config_for(generators.app.model, "sgd", steps=3)
+    weights = ServeWeightSync(generators.handle, generators.board, push_timeout_s=60)
+    _, our_tokens = run(shipped(config, "shipped", OneAtATime(generators.handle), weights))
+
+    model = load(config.model.path)
+    published = []
+
+    def sample(request: GenerateRequest, step: int) -> tuple[Completion, ...]:
+        if step not in published:
+            published.append(step)
+            run(weights.push(publish(dict(model.named_parameters()), version=step, run_id="plain")))
+        asked = replace(request, min_weights=WeightsId("plain", 1, step))
+        completions: tuple[Completion, ...] = run(ServeGenerate(generators.handle).generate(asked)).completions
+        return completions
+
+    _, their_tokens = plain_loop(config, model, sample)
+    assert our_tokens == their_tokens and len(our_tokens) == 3 * GROUPS
+    assert len({ids for group in our_tokens.values() for ids in group}) > GROUPS * N, "completions differ from each other: seeds and weights matter"
