@@ -155,8 +155,9 @@ def log_linear_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, ages: Tens
     return behaviour_logprobs + share * (logprobs.detach() - behaviour_logprobs)
 
 
-def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, LossSums]:
-    """Loss of one micro-batch: sum over tokens of weight · mask · truncated(π_old / π_behaviour) · surrogate(π_learner / π_old).
+def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tensor | None = None) -> tuple[Tensor, LossSums]:
+    """Loss of one micro-batch: sum over tokens of weight · mask · truncated(π_old / π_behaviour) · surrogate(π_learner / π_old), less
+    entropy_coef · weight · entropy, if the entropies [N] are given.
 
     π_old is the behaviour policy itself (its truncated weight is then 1: the surrogate's ratio carries the whole correction); the learner's policy
     before this step, which is the learner's policy now, since a batch gets one step (decoupled PPO, arXiv:2505.24298, eq. 5, with the recomputed
@@ -174,6 +175,8 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> tuple[Tenso
     raw = (logprobs - behaviour).detach()
     weight, kept = _correction((old - behaviour).detach(), raw, tokens, algorithm.correction)
     loss = (tokens.weights * torch.where(kept, weight * surrogate, torch.zeros_like(surrogate))).sum()
+    if entropy is not None and algorithm.entropy_coef:
+        loss = loss - algorithm.entropy_coef * (tokens.weights * entropy).sum()
     with torch.no_grad():
         full = raw.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         ratio = full.exp()

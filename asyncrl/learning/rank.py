@@ -94,8 +94,7 @@ class LearnerRank:
             examples = [replace(example, advantage=advantage) for example, advantage in zip(examples, advantages, strict=True)]
 
         def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
-            value, sums = policy_loss(batch.policy_tokens(logprobs), algorithm)
-            return value - algorithm.entropy_coef * (batch.weights * entropy).sum(), sums
+            return policy_loss(batch.policy_tokens(logprobs), algorithm, entropy)
 
         weights = token_weights([example.loss_tokens for example in examples], algorithm.loss_aggregation, self.config.rollout.max_completion_length)
         rate = learning_rate_at(self.applied, self.learning_rate, self.warmup_steps, self.config.max_steps, learner.lr_scheduler_type)

@@ -7,6 +7,20 @@ import torch
 from asyncrl.algorithms.logprobs import greedy_tokens, token_logprobs
 
 
+def test_entropy_has_a_gradient_only_if_asked_for() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(6, 4, generator=generator, requires_grad=True), torch.randn(9, 4, generator=generator)
+    targets = torch.arange(6)
+    assert not token_logprobs(hidden, weight, targets, 1.0)[1].requires_grad
+    whole = token_logprobs(hidden, weight, targets, 1.0, entropy_gradient=True)[1]
+    chunked = token_logprobs(hidden, weight, targets, 1.0, chunk_elements=18, entropy_gradient=True)[1]
+    expected = torch.distributions.Categorical(logits=hidden @ weight.T).entropy()
+    wanted = torch.autograd.grad(expected.sum(), hidden, retain_graph=True)[0]
+    for found in (whole, chunked):
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.sum(), hidden, retain_graph=True)[0], wanted)
+
+
 def test_hand_computed_numbers() -> None:
     # logits of the one row: [ln 1, ln 3]; at temperature 0.5 they are squared: 1 and 9.
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3)]])

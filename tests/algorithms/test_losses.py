@@ -187,6 +187,15 @@ def test_the_gradient_does_not_depend_on_how_trajectories_are_split(loss: str) -
     assert gradient(sum(parts), logprobs) == pytest.approx(gradient(whole, logprobs), abs=1e-12)
 
 
+def test_the_entropy_bonus_raises_the_entropy() -> None:
+    logprobs, entropy = tensor(-1.0, -2.0).requires_grad_(), tensor(0.5, 0.3).requires_grad_()
+    given = tokens(logprobs, logprobs.detach(), tensor(1, 1), weights=tensor(0.25, 0.75))
+    without, _ = policy_loss(given, algorithm(), entropy)
+    with_bonus, _ = policy_loss(given, algorithm(entropy_coef=0.1), entropy)
+    assert (without - with_bonus).item() == pytest.approx(0.1 * (0.25 * 0.5 + 0.75 * 0.3))
+    assert gradient(with_bonus, entropy) == pytest.approx([-0.025, -0.075])
+
+
 def test_aggregations_on_hand_computed_numbers() -> None:
     lengths = [1, 3]
     assert token_weights(lengths, "token_mean", 10) == pytest.approx([1 / 4, 1 / 4])

@@ -66,3 +66,13 @@ def test_completions_are_scored_outside_the_stream(reward_config):
         columns = [{"answer": "x", "extra": 7}, {"answer": "y", "extra": 7}]
         scores = asyncio.run(score_completions(pool, ["p", "p"], ["a", "bc", "def", ""], [[1, 2]] * 4, columns, n=2))
     assert scores == {"by_length": [1.0, 2.0, 3.0, 0.0], "all_columns": [1.0, 1.0, 0.0, 0.0]}
+
+
+def test_the_last_tokens_before_the_limit_cost_reward(config):
+    tree = config.model_dump()
+    tree["reward"] |= {"overlong_buffer": 2, "overlong_penalty": 0.5}
+    group = Group(1, Prompt(3, 0, "p", (1, 2), {}), (trajectory(1), trajectory(3), trajectory(4, reason="length")), "replica", 1.0, 2.0)
+    rewards = GroupRewards({"a": [1.0, 1.0, None], "b": [1.0, 1.0, 1.0]})
+    [scored] = groups_from_table(score_table(attach_rewards(groups_to_table([group]), rewards), Config.model_validate(tree)))
+    assert [t.reward for t in scored.trajectories] == [1.0, 0.75, None]
+    assert [t.advantage for t in scored.trajectories] == [0.125, -0.125, None]

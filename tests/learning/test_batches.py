@@ -1,0 +1,28 @@
+"""From rows to the tensors of a micro-batch: which version made each token, whose it is, what it weighs."""
+
+from __future__ import annotations
+
+from asyncrl.learning.batches import examples_of, micro_batch
+from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table
+
+
+def trajectory(versions: tuple[VersionSpan, ...], mask: tuple[int, ...], advantage: float) -> Trajectory:
+    length = versions[-1].end
+    return Trajectory(Completion(tuple(range(10, 10 + length)), (-1.0,) * length, versions, "stop"), mask, 1.0, {}, advantage)
+
+
+def test_versions_sequences_and_weights_follow_the_tokens() -> None:
+    crossed = trajectory((VersionSpan(3, 0, 2), VersionSpan(5, 2, 4)), (1, 0, 1, 1), 2.0)
+    plain = trajectory((VersionSpan(4, 0, 2),), (1, 1), -1.0)
+    table = groups_to_table([Group(0, Prompt(0, 0, "p", (1, 2)), (plain, crossed), "replica", 0.0, 1.0, 2.0)])
+    examples = examples_of(table)
+    assert [example.versions.tolist() for example in examples] == [[4, 4], [3, 3, 5, 5]]
+
+    batch = micro_batch(examples, [0, 1], "cpu", weights=[0.5, 0.25], version=6)
+    assert batch.order == (1, 0), "longest first"
+    assert batch.targets.tolist() == [10, 12, 13, 10, 11]
+    assert batch.ages.tolist() == [3, 1, 1, 2, 2]
+    assert batch.sequence.tolist() == [0, 0, 0, 1, 1]
+    assert batch.weights.tolist() == [0.25, 0.25, 0.25, 0.5, 0.5]
+    assert batch.advantages.tolist() == [2, 2, 2, -1, -1]
+    assert batch.policy_tokens(batch.ages).sequences == 2
