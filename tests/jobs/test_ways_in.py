@@ -49,6 +49,7 @@ class Cluster:
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ASYNCRL_", "PYTHONPATH"))}
         self.environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         options = [f"--port={self.port}", "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}"]
+        options.append(f"--dashboard-agent-listen-port={free_port()}")  # its default is taken by the session's own cluster, and jobs need the agent
         command = [BIN / "ray", "start", "--head", "--block", "--num-cpus=3", f"--temp-dir={self.temp}", "--disable-usage-stats", *options]
         self.log = folder / "head.log"
         self.process = subprocess.Popen(command, env=self.environment, stdout=self.log.open("w"), stderr=subprocess.STDOUT, cwd=folder)

@@ -15,8 +15,8 @@ from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, gr
 VOCABULARY = 50
 
 
-def learner_config(model_path: Path, world_size: int = 1, max_tokens: int = 128, **learner: Any) -> Config:
-    """A config for `model_path`; everything but the learner's part is filler."""
+def learner_config(model_path: Path, world_size: int = 1, max_tokens: int = 128, algorithm: dict[str, Any] | None = None, **learner: Any) -> Config:
+    """A config for `model_path`; everything but the learner's part and `algorithm` is filler."""
     tree: dict[str, Any] = {
         "name": "learner-test",
         "max_steps": 10,
@@ -28,7 +28,7 @@ def learner_config(model_path: Path, world_size: int = 1, max_tokens: int = 128,
         "weights": {"bucket_bytes": 20_000},
         "learner": {"world_size": world_size, "max_tokens_per_gpu": max_tokens, "learning_rate": 1e-2, "num_cpus": 0.25, **learner},
     }
-    return Config.model_validate(tree)
+    return Config.model_validate(tree | ({"algorithm": algorithm} if algorithm else {}))
 
 
 def recorded_group(ordinal: int, trajectories: int = 4, poison: bool = False) -> Group:

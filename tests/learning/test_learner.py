@@ -20,19 +20,22 @@ from asyncrl.learning.group import LearnerError, LearnerGroup, PlacementError
 
 ROWS = [((5, 6, 7), (8, 9)), ((10,), (11, 12, 13)), ((20, 21), (22,))]
 
+ALGORITHM = {"advantage": "reinforce_plus_plus", "loss_aggregation": "sequence_mean_token_mean", "entropy_coef": 0.01, "loss": "gspo"}
+"""What has to be computed over the whole step, or over whole trajectories, whoever has them."""
+
 Run = Callable[[Any], Any]
 
 
 @pytest.fixture(scope="module")
 def one(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
-    group = run(LearnerGroup.create(learner_config(model_path, max_tokens=1024), "run", 1))
+    group = run(LearnerGroup.create(learner_config(model_path, max_tokens=1024, algorithm=ALGORITHM), "run", 1))
     yield group
     run(group.close())
 
 
 @pytest.fixture(scope="module")
 def two(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
-    group = run(LearnerGroup.create(learner_config(model_path, world_size=2, max_tokens=128), "run", 1))
+    group = run(LearnerGroup.create(learner_config(model_path, world_size=2, max_tokens=128, algorithm=ALGORITHM), "run", 1))
     yield group
     run(group.close())
 
