@@ -163,7 +163,7 @@ async def launch(
             learner_start,
             _start_rewards(config, stack),
             rollouts.ready(),
-            wait_for_placement(config, app_name),
+            wait_for_placement(config, app_name, {"prompt stream": prompts.begun, "scoring stream": scores.begun}),
         )
         startup = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
         startup |= {f"startup/learner_{name}": seconds for name, seconds in learner.startup.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 
 import ray
 from ray._private.state import actors
@@ -43,20 +44,26 @@ async def wait_for_room(config: Config) -> None:
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def wait_for_placement(config: Config, application: str) -> None:
-    """Return when every generator replica of the Serve application and every actor of this job has a process: someone else may have taken the
-    room that `wait_for_room` saw. An actor whose constructor runs is placed; so is one whose process is being started.
+async def wait_for_placement(config: Config, application: str, streams: Mapping[str, Callable[[], Awaitable[bool]]]) -> None:
+    """Return when every generator replica of the Serve application and every actor of this job has a process, and every stream has begun: someone
+    else may have taken the room that `wait_for_room` saw. An actor whose constructor runs is placed; so is a part whose process is being started.
+
+    Args:
+        streams: by name, whether the stream's task runs.
 
     Raises:
-        PlacementError: an actor still waits for resources after `placement_timeout_s`.
+        PlacementError: a part still waits for resources after `placement_timeout_s`.
     """
     limit = config.placement_timeout_s
     deadline = asyncio.get_running_loop().time() + limit
     while True:
         replicas, waiting = _survey(f"SERVE_REPLICA::{application}#")
         if replicas >= config.generator.num_replicas and not waiting:
-            return
-        if waiting and asyncio.get_running_loop().time() > deadline and _unmet_demand():
+            # Asked last: a stream's answer may need an actor that has a process.
+            waiting = [name for name, begun in streams.items() if not await begun()]
+            if not waiting:
+                return
+        if waiting and asyncio.get_running_loop().time() > deadline and _unmet_demand(config):
             raise PlacementError(
                 f"{', '.join(sorted(waiting))} not placed within placement_timeout_s = {limit:g} s; free or add resources, or lower "
                 f"generator.num_replicas or generator.num_cpus\n{resource_table(needed(config))}"
@@ -65,14 +72,16 @@ async def wait_for_placement(config: Config, application: str) -> None:
 
 
 def _survey(prefix: str) -> tuple[int, list[str]]:
-    """Placed replicas, by the prefix of their names, and the class names of actors of the run that have no process yet."""
+    """Placed replicas, by the prefix of their names, and the class names of actors of the run that have no process yet. Ray Data's own actors, whose
+    names begin with _, need no resources."""
     job = ray.get_runtime_context().get_job_id()
     ours = [actor for actor in actors().values() if actor["State"] != "DEAD" and (actor["Name"].startswith(prefix) or actor["JobID"] == job)]
-    waiting = [actor["ActorClassName"] for actor in ours if actor["State"] != "ALIVE" and not actor["Pid"]]
+    waiting = [actor["ActorClassName"] for actor in ours if actor["State"] != "ALIVE" and not actor["Pid"] and actor["ActorClassName"][0] != "_"]
     return sum(actor["Name"].startswith(prefix) and bool(actor["Pid"]) for actor in ours), waiting
 
 
-def _unmet_demand() -> bool:
-    """Whether tasks or actors wait for resources, rather than for their process to start."""
-    status = get_cluster_status(ray.get_runtime_context().gcs_address)
-    return bool(status.resource_demands.ray_task_actor_demand)
+def _unmet_demand(config: Config) -> bool:
+    """Whether a task or actor with the CPUs of one of ours waits for resources, rather than for its process to start."""
+    ours = {round(part.cpus, 4) for part in logical_cpus(config)}
+    demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands.ray_task_actor_demand
+    return any(round(shape.bundle.get("CPU", 0), 4) in ours for demand in demands for shape in demand.bundles_by_count)

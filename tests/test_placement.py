@@ -1,11 +1,13 @@
 """Room for a run: refused at once when the cluster is too small, after the timeout when others hold it, and again when it is lost meanwhile."""
 
 import asyncio
+import json
 import time
 
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.data.prompts import RayPromptSource, check_prompts
 from asyncrl.learning.group import PlacementError
 from asyncrl.placement import needed, wait_for_placement, wait_for_room
 
@@ -68,11 +70,42 @@ def test_room_that_others_hold_is_waited_for_and_then_refused(ray_cluster, holde
 def test_an_actor_that_nobody_has_room_for_is_named(ray_cluster, holder):
     free = ray_cluster.available_resources()["CPU"]
     holder(free - 0.1)
-    holder(0.5, wait=False)
+    holder(config().generator.num_cpus, wait=False)
     with pytest.raises(PlacementError, match=r"Holder not placed within placement_timeout_s = 3 s.*\nresource.*\nCPU"):
-        asyncio.run(wait_for_placement(config(placement_timeout_s=3), "no-such-application"))
+        asyncio.run(wait_for_placement(config(placement_timeout_s=3), "no-such-application", {}))
+
+
+async def begun():
+    return True
+
+
+async def not_begun():
+    return False
 
 
 @pytest.mark.timeout(120)
-def test_placement_ends_when_replicas_have_processes(generators):
-    asyncio.run(wait_for_placement(config(), generators.name))
+def test_placement_ends_when_replicas_have_processes_and_streams_have_begun(generators):
+    asyncio.run(wait_for_placement(config(), generators.name, {"prompt stream": begun}))
+
+
+@pytest.mark.timeout(180)
+def test_a_stream_without_room_is_named(generators, tiny_model, ray_cluster, holder, tmp_path):
+    """The real prompt stream, in a cluster that somebody else has filled meanwhile."""
+    write_prompts(tmp_path / "p.jsonl")
+    free = ray_cluster.available_resources()["CPU"]
+    holder(free - 0.01)
+    wanted = config(placement_timeout_s=3, model={"path": str(tiny_model)}, data={"train": str(tmp_path / "p.jsonl"), "max_prompt_length": 8})
+
+    async def wait():
+        prompts = RayPromptSource(wanted, check_prompts(wanted))
+        try:
+            await wait_for_placement(wanted, generators.name, {"prompt stream": prompts.begun, "scoring stream": begun})
+        finally:
+            await prompts.close()
+
+    with pytest.raises(PlacementError, match=r"^prompt stream not placed within placement_timeout_s = 3 s"):
+        asyncio.run(wait())
+
+
+def write_prompts(path):
+    path.write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(20)))

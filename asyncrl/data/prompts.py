@@ -252,7 +252,7 @@ class RayPromptSource:
         """
         self._frontier = lowest, frozenset(finished)
         self._waiting: queue.Queue[Prompt | BaseException] = queue.Queue(WAITING_PROMPTS)
-        self._closed = threading.Event()
+        self._begun, self._closed = threading.Event(), threading.Event()
         path = str(Path(config.data.train).resolve())
         tables = functools.partial(_stream_tables, path, config, report, *self._frontier)
         self._thread = threading.Thread(target=self._consume, args=(tables, functools.partial(_render_table, config=config)), name="prompts", daemon=True)
@@ -271,6 +271,10 @@ class RayPromptSource:
             if item is not None:
                 return item
 
+    async def begun(self) -> bool:
+        """Whether the execution's task runs: its first block has come. A stream that broke has begun: `next` raises its error."""
+        return self._begun.is_set()
+
     async def close(self) -> None:
         """End the execution and its tasks."""
         self._closed.set()
@@ -288,6 +292,7 @@ class RayPromptSource:
         window = ReorderWindow(*self._frontier)
         try:
             for block in stream_blocks(tables, stage, BLOCK_BYTES, STREAM_BYTES, "prompts"):
+                self._begun.set()
                 for prompt in _prompts(block):
                     for ready in window.put(prompt):
                         if not self._put(ready):
@@ -295,6 +300,7 @@ class RayPromptSource:
             raise RuntimeError("it ended, though it has no end")
         except Exception as error:
             # Handed to whoever waits in next(): this thread has no other way to be heard.
+            self._begun.set()
             self._put(error)
 
     def _put(self, item: Prompt | BaseException) -> bool:

@@ -82,6 +82,11 @@ class RayScores:
             if scored := [group for _, group in items if group is not None]:
                 return scored
 
+    async def begun(self) -> bool:
+        """Whether the execution's task runs: it has asked a worker for groups. A stream that broke has begun: `next` raises its error."""
+        reading = self._threads[0].is_alive()
+        return not reading or any(await asyncio.gather(*(worker.has_reader.remote() for worker in self._workers)))
+
     def fail(self, error: BaseException) -> None:
         """Let `next` raise this: a group that it waits for will never come."""
         self._safe.put_nowait(error)

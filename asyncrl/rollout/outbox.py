@@ -33,6 +33,11 @@ class Outbox(Generic[Item]):
         """Groups not yet acknowledged."""
         return len(self._waiting) + len(self._leased)
 
+    @property
+    def has_reader(self) -> bool:
+        """Whether anyone has asked for groups yet."""
+        return self._reader is not None
+
     async def put(self, ordinal: int, item: Item) -> None:
         """Offer a finished group. A group of the same ordinal that is still here is replaced."""
         async with self._changed:

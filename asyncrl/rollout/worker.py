@@ -89,6 +89,10 @@ class RolloutWorker:
         tables = await self._outbox.lease(reader, most, wait_s)
         return table_to_ipc(pa.concat_tables(tables, promote_options="permissive")) if tables else None
 
+    async def has_reader(self) -> bool:
+        """Whether the scoring stream has asked for groups yet."""
+        return self._outbox.has_reader
+
     async def ack(self, ordinals: Sequence[int]) -> None:
         await self._outbox.ack(ordinals)
 
