@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -164,6 +165,7 @@ def _coordinator(config: Config, state: State, directory: RunDirectory, stations
         stations.probe_prompts,
         stations.probe_tokens,
         config.logprob_tolerance,
+        config.logprob_statistic,
         WeightsId(state.run_id, state.attempt, state.version),
     )
     parts = Parts(
@@ -318,7 +320,7 @@ def _print_summary(summary: Summary, resume: str) -> None:
     print(f"model          {path / 'hf'}   (loads in transformers and vLLM)")
     print(f"trajectories   {path / 'groups'}/*.parquet, fates in {path / 'fates'}/*.parquet")
     print(f"metrics        {path / 'metrics.jsonl'}, tensorboard --logdir {path / 'tensorboard'}")
-    print(f"train longer   {resume} --max_steps N")
+    print(f"train longer   {re.sub(r' --max_steps[ =]+[0-9]+', '', resume)} --max_steps N")
     print(f"look inside    ASYNCRL_RUN={path} jupyter lab notebooks/01_quickstart.ipynb")
 
 

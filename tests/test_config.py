@@ -182,3 +182,9 @@ def test_help_imports_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     result = subprocess.run([sys.executable, "-m", "asyncrl.cli", "--help"], capture_output=True, text=True)
     assert result.returncode == 0 and "train" in result.stdout
+
+
+def test_the_log_prob_bound_is_of_the_largest_difference_or_in_bfloat16_of_the_mean(tmp_path):
+    config, lower = load(tmp_path), load(tmp_path, {"model.dtype": "bfloat16"})
+    assert (config.logprob_statistic, config.logprob_tolerance) == ("max", 1e-4)
+    assert (lower.logprob_statistic, lower.logprob_tolerance) == ("mean", 0.03)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -29,9 +29,23 @@ class ProbeCheck:
     A probe is a prompt and `tokens` sampled tokens, past EOS if need be: what is compared is arithmetic, not manners.
     """
 
-    def __init__(self, generate: Generate, learner: LearnerLogprobs, prompts: Sequence[Sequence[int]], tokens: int, tolerance: float, first: WeightsId):
+    def __init__(
+        self,
+        generate: Generate,
+        learner: LearnerLogprobs,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        tolerance: float,
+        statistic: Literal["max", "mean"],
+        first: WeightsId,
+    ) -> None:
+        """
+        Args:
+            tolerance: what the statistic of the absolute differences may be, in nats, on every replica.
+            first: the first version that `after_commit` is called with.
+        """
         self.generate, self.learner = generate, learner
-        self.prompts, self.tokens, self.tolerance = prompts, tokens, tolerance
+        self.prompts, self.tokens, self.tolerance, self.statistic = prompts, tokens, tolerance, statistic
         self.first = first
         self.probes: list[Row] = []
         self._learner_side: list[Any] = []
@@ -45,7 +59,7 @@ class ProbeCheck:
         """Generators' side, and the comparison.
 
         Raises:
-            RuntimeError: the largest difference is above the tolerance.
+            RuntimeError: a replica differs by more than the tolerance.
         """
         weights = WeightsId(self.first.run_id, self.first.attempt, version)
         if self.probes:
@@ -53,11 +67,12 @@ class ProbeCheck:
         else:
             generators_side = [await self._sample(weights)]
             self._learner_side = await self.learner.logprobs(self.probes)
-        metrics = compare(list(self._learner_side) * len(generators_side), [row for rows in generators_side for row in rows])
-        largest = metrics["check/logprob_max_diff"]
-        if not largest <= self.tolerance:
+        metrics = compare(self._learner_side, generators_side)
+        difference = metrics[f"check/logprob_{self.statistic}_diff"]
+        if not difference <= self.tolerance:
+            how = {"max": "by up to", "mean": "in the mean by"}[self.statistic]
             raise RuntimeError(
-                f"generator and learner log-probs differ by up to {largest:.2e} at version {version}, above logprob_tolerance = {self.tolerance:g} "
+                f"generator and learner log-probs differ {how} {difference:.2e} at version {version}, above weights.logprob_tolerance = {self.tolerance:g} "
                 f"({metrics['check/tokens']:.0f} tokens compared): the two sides do not hold the same weights or do not compute the same model"
             )
         return metrics
@@ -72,13 +87,19 @@ class ProbeCheck:
         return [completion.logprobs for completion in completions]
 
 
-def compare(learner: Sequence[Any], generators: Sequence[Any]) -> dict[str, float]:
-    """Largest and mean absolute difference in nats, and the number of tokens compared. NaN on either side counts as infinitely far."""
+def compare(learner: Sequence[Any], generators: Sequence[Sequence[Any]]) -> dict[str, float]:
+    """Largest and mean absolute difference in nats, each of the replica that differs most, and the number of tokens compared. NaN on either side
+    counts as infinitely far.
+
+    Args:
+        learner: log-probs of each row.
+        generators: for each replica, log-probs of each row.
+    """
     ours = np.concatenate([np.asarray(row, dtype=np.float64) for row in learner])
-    theirs = np.concatenate([np.asarray(row, dtype=np.float64) for row in generators])
+    theirs = np.stack([np.concatenate([np.asarray(row, dtype=np.float64) for row in rows]) for rows in generators])
     difference = np.nan_to_num(np.abs(ours - theirs), nan=np.inf)
     return {
         "check/logprob_max_diff": float(difference.max()),
-        "check/logprob_mean_diff": float(difference.mean()),
-        "check/tokens": float(len(difference)),
+        "check/logprob_mean_diff": float(difference.mean(axis=1).max()),
+        "check/tokens": float(difference.size),
     }

@@ -27,9 +27,9 @@ class Consistent(FakeGenerate):
         return type(generated)((type(completion)(completion.token_ids, scored, completion.versions, completion.finish_reason),), generated.replica)
 
 
-def check(error, tolerance=1e-4):
-    generate = Consistent()
-    return ProbeCheck(generate, Learner(generate, error), [(1, 2), (3,)], tokens=8, tolerance=tolerance, first=WeightsId("run", 0, 0))
+def check(error=0.0, tolerance=1e-4, statistic="max", generate=None):
+    generate = generate or Consistent()
+    return ProbeCheck(generate, Learner(generate, error), [(1, 2), (3,)], 8, tolerance, statistic, WeightsId("run", 0, 0))
 
 
 async def versions(probe_check, *versions):
@@ -60,11 +60,16 @@ class OneOff(Consistent):
 
 
 def test_every_replica_is_compared():
-    generate = OneOff()
-    probe_check = ProbeCheck(generate, Learner(generate), [(1, 2), (3,)], tokens=8, tolerance=1e-4, first=WeightsId("run", 0, 0))
-    with pytest.raises(RuntimeError, match=r"1\.00e-03 at version 20, .*32 tokens"):
-        asyncio.run(versions(probe_check, 0, 20))
+    with pytest.raises(RuntimeError, match=r"by up to 1\.00e-03 at version 20, .*32 tokens"):
+        asyncio.run(versions(check(generate=OneOff()), 0, 20))
+
+
+def test_in_bfloat16_the_mean_of_each_replica_is_bounded():
+    """Not the mean over replicas, in which one that is off would be lost among many."""
+    with pytest.raises(RuntimeError, match=r"in the mean by 1\.00e-03 at version 20, above weights.logprob_tolerance = 0.0009"):
+        asyncio.run(versions(check(tolerance=9e-4, statistic="mean", generate=OneOff()), 0, 20))
+    assert compare([[0.0, 0.0]], [[[0.2, 0.0]]])["check/logprob_mean_diff"] == pytest.approx(0.1)
 
 
 def test_nan_is_never_within_the_tolerance():
-    assert compare([[float("nan")]], [[0.0]])["check/logprob_max_diff"] == float("inf")
+    assert compare([[float("nan")]], [[[0.0]]])["check/logprob_max_diff"] == float("inf")
