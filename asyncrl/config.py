@@ -79,6 +79,10 @@ class RolloutConfig(Section):
     """Further stop token ids."""
     ignore_eos: bool = False
     """Go on past EOS to max_completion_length (for measurements)."""
+    adaptive_concurrency: bool = True
+    """Generate as many groups at once as the engines' KV caches hold, found while running; never more than max_concurrency. False: max_concurrency."""
+    max_concurrency: int | None = Field(default=None, gt=0)
+    """Groups generated at once, at most. Default: as many as the staleness budget admits."""
     num_workers: int = Field(default=1, gt=0)
     """Rollout worker processes."""
     deadline_s: float = Field(default=300.0, gt=0)

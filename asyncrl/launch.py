@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,8 @@ class Stations:
     scores: RayScores
     pool: RewardPool
     held_out: list[Prompt]
+    kv_cache_tokens: int
+    """Tokens that one replica's KV cache holds."""
     startup: dict[str, Any]
     """Seconds that the parts took to start."""
 
@@ -167,9 +169,11 @@ async def launch(
         )
         startup = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
         startup |= {f"startup/learner_{name}": seconds for name, seconds in learner.startup.items()}
-        startup |= await _generator_facts(handle)
+        status = await handle.status.remote()
+        startup |= await _generator_facts(handle, status)
         weights = ServeWeightSync(handle, board, config.weights.push_timeout_s)
-        yield Stations(config, context, learner, ServeGenerate(handle), weights, prompts, rollouts, scores, pool, _held_out(config), startup)
+        generate, held_out, kv_cache_tokens = ServeGenerate(handle), _held_out(config), status["kv_cache_tokens"]
+        yield Stations(config, context, learner, generate, weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup)
 
 
 async def _begin_generators(config: Config, name: str, context: int, stack: AsyncExitStack) -> Any:
@@ -192,9 +196,8 @@ async def _timed(work: Awaitable[Any]) -> float:
     return time.monotonic() - started
 
 
-async def _generator_facts(handle: Any) -> dict[str, Any]:
+async def _generator_facts(handle: Any, status: Mapping[str, Any]) -> dict[str, Any]:
     """Where a replica's start went, what a pause costs at least, and which asyncrl each side runs."""
-    status = await handle.status.remote()
     pauses = [(await handle.pause_empty.remote())["pause_s"] for _ in range(5)]
     packages = {"package/driver": os.path.dirname(asyncrl.__file__), "package/replica": status["package"]}
     return {f"startup/generator_{name}": seconds for name, seconds in status["load"].items()} | {"startup/pause_empty_s": sorted(pauses)[2]} | packages

@@ -22,6 +22,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.control.checkpoint import State
+from asyncrl.control.concurrency import Concurrency, first_limit
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.fates import Fate, FatesWriter
 from asyncrl.control.staleness import Staleness
@@ -178,6 +179,7 @@ def _coordinator(config: Config, state: State, directory: RunDirectory, stations
         checkpoints=directory.checkpoints,
         evaluate=evaluate,
         check=check,
+        concurrency=_concurrency(config, stations.kv_cache_tokens),
     )
     schedule = Schedule(
         max_steps=config.max_steps,
@@ -189,6 +191,14 @@ def _coordinator(config: Config, state: State, directory: RunDirectory, stations
         evaluate_every=config.eval.every_steps,
     )
     return Coordinator(parts, schedule, state)
+
+
+def _concurrency(config: Config, kv_cache_tokens: int) -> Concurrency:
+    rollout, generator = config.rollout, config.generator
+    most = min(rollout.max_concurrency or config.max_outstanding, config.max_outstanding)
+    samples, replicas = rollout.n_samples_per_prompt, generator.num_replicas
+    first = first_limit(replicas * kv_cache_tokens, replicas * generator.max_num_seqs, samples, config.longest_trajectory)
+    return Concurrency(first, most, samples, rollout.adaptive_concurrency)
 
 
 class _RunRecorder:

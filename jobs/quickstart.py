@@ -84,7 +84,9 @@ def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
     print(f"  step time            median {step_s:.2f} s, {len(steps)} steps")
     waited = sum(r["time/learner_waited_s"] for r in steps), sum(r["time/generators_waited_s"] for r in steps)
     print(f"  waited               learner {waited[0]:.0f} s for groups, generators {waited[1]:.0f} s for the learner")
-    print("  start-up seconds     " + ", ".join(f"{name.removesuffix('_s')} {value:.1f}" for name, value in startup.items()))
+    print("  start-up seconds")
+    for name, value in startup.items():
+        print(f"    {name.removesuffix('_s').replace('_', ' '):<34}{value:6.1f}")
 
 
 if __name__ == "__main__":

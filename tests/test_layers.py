@@ -13,7 +13,7 @@ LAYERS = {
     3: ["data", "generation", "rollout", "rewards", "learning", "weights"],
     4: ["launch", "run", "cli", "observe", "plan", "placement", "directory", "evaluation", "reading"],
 }
-FREE = {"testing", ""}
+FREE = {"testing", "testing.clock", "testing.control", "testing.engine", "testing.generators", ""}
 HOMES = {
     "vllm": ["generation", "weights"],
     "deepspeed": ["learning", "weights.gather"],

@@ -24,6 +24,7 @@ from typing import Any, Protocol, cast
 
 from asyncrl.control.buffer import Buffer, Frontier
 from asyncrl.control.checkpoint import Checkpoints, State
+from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.diagnostics import batch_metrics
 from asyncrl.control.fates import Fate
 from asyncrl.control.protocols import Learner, Manifest, PromptSource, PushReport, RolloutFailed, Rollouts, Scored, Scores, StepResult, WeightSync
@@ -77,7 +78,7 @@ Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
 
 @dataclass(slots=True)
 class Parts:
-    """The stations as the coordinator sees them. `evaluate` and `check` are optional."""
+    """The stations as the coordinator sees them. `evaluate`, `check` and `concurrency` are optional; without the last, only the pace holds groups back."""
 
     prompts: PromptSource
     rollouts: Rollouts
@@ -88,6 +89,7 @@ class Parts:
     checkpoints: Checkpoints | None = None
     evaluate: Evaluate | None = None
     check: LogprobCheck | None = None
+    concurrency: Concurrency | None = None
 
 
 @dataclass(slots=True)
@@ -186,6 +188,8 @@ class Coordinator:
         needed = (self.schedule.max_steps - progress.version) * staleness.groups_per_step + staleness.over_sampling
         if progress.committed < self.first_version or len(self.buffer) >= needed:
             return False
+        if self.parts.concurrency is not None and not self.parts.concurrency.may_run(self.buffer.running):
+            return False
         return staleness.may_admit(len(self.buffer), progress.version, progress.committed)
 
     async def _rollout(self, prompt: Prompt) -> None:
@@ -198,6 +202,8 @@ class Coordinator:
                     self._end(prompt.ordinal, "failed", str(error))
             return
         async with self._changing():
+            if self.parts.concurrency is not None and finished.load is not None:
+                self.parts.concurrency.observe(finished.load, self.buffer.running)
             self.progress.generated_tokens += finished.tokens
             self.buffer.finished(prompt.ordinal, finished.begun, finished.tokens)
             self._count_idle()
@@ -314,7 +320,10 @@ class Coordinator:
         self._at_last_step = progress.generated_tokens, progress.generators_waited_s, now
         ended = {f"control/{outcome}_groups": float(self._ended_since_step[outcome]) for outcome in ("filtered", "dropped", "failed")}
         self._ended_since_step.clear()
+        if self.parts.concurrency is not None:
+            ended |= self.parts.concurrency.metrics()
         return ended | {
+            "control/running": self.buffer.running,
             "control/outstanding": len(self.buffer),
             "control/ready": self.buffer.ready,
             "control/wasted_tokens": progress.wasted_tokens,

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from asyncrl.types import Prompt
 
 __all__ = [
+    "EngineLoad",
     "Finished",
     "Learner",
     "Manifest",
@@ -33,6 +34,19 @@ class RolloutFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What a generator's engine has to do, when it has finished a group."""
+
+    replica: str
+    kv_use: float
+    """Share of its KV cache's blocks in use, 0 to 1."""
+    waiting: int
+    """Completions in its queue."""
+    preemptions: int
+    """Completions that lost their KV cache to others, since the engine's start."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """A group that waits, in its rollout worker, to be scored."""
 
@@ -41,6 +55,8 @@ class Finished:
     """Oldest token version among its trajectories."""
     tokens: int
     """Completion tokens generated."""
+    load: EngineLoad | None = None
+    """Of the engine that made it, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,16 @@ class Engine:
         """Tokens that each unfinished completion had when the last update paused it."""
         self.stops: dict[int, tuple[str, ...]] = {}
         self.load: LoadTimes | None = None
+        self.kv_use = 0.0
+        """Share of the KV cache's blocks in use after the last engine step, 0 to 1."""
+        self.waiting = 0
+        """Completions in the queue after the last engine step."""
+        self.preemptions = 0
+        """Completions that lost their KV cache because it was full."""
+        self.kv_cache_tokens = 0
+        """Tokens that the KV cache holds."""
+        self._recomputed = 0
+        """Completions that `recompute` took out at the last update, and that have not said so yet: vLLM counts them as preempted."""
         self._llm: Any = None
         self._tokens = 0
         self._ids = itertools.count()
@@ -90,7 +100,8 @@ class Engine:
         vllm_config, executor = _engine_config(self.app)
         configured = time.monotonic()
         # The constructor blocks for as long as the engine's process loads; the output loop has to be made by this event loop.
-        self._llm = await asyncio.to_thread(AsyncLLM, vllm_config, executor, log_stats=False, log_requests=False, stat_loggers=[self._token_counter()])
+        self._llm = await asyncio.to_thread(AsyncLLM, vllm_config, executor, log_stats=False, log_requests=False, stat_loggers=[self._stat_logger()])
+        self.kv_cache_tokens = int(vllm_config.cache_config.num_gpu_blocks or 0) * int(vllm_config.cache_config.block_size)
         # Python's resource tracker is not the engine's: it ends with this process.
         self._processes = [
             p for p in psutil.Process().children(recursive=True) if p.pid not in before and not any("resource_tracker" in a for a in p.cmdline())
@@ -192,6 +203,8 @@ class Engine:
         try:
             await self._llm.pause_generation(**PAUSE[self.app.generator.in_flight])
             self.tokens_at_pause = tuple(state.detokenizer.num_output_tokens() for state in self._llm.output_processor.request_states.values())
+            if self.app.generator.in_flight == "recompute":
+                self._recomputed = sum(tokens > 0 for tokens in self.tokens_at_pause)
             paused = time.monotonic()
             await work()
             applied = time.monotonic()
@@ -239,23 +252,29 @@ class Engine:
             raise StaleReplica("the vLLM engine ended a request without an answer")
         return final
 
-    def _token_counter(self) -> Any:
+    def _stat_logger(self) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         engine = self
 
-        class TokenCounter(StatLoggerBase):
-            """Counts generated tokens as they come; completions in flight give no output before their end."""
+        class EngineStats(StatLoggerBase):
+            """What each engine step says. Completions in flight give no output before their end, so tokens are counted here."""
 
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
 
             def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+                if scheduler_stats is not None:
+                    engine.kv_use = scheduler_stats.kv_cache_usage
+                    engine.waiting = scheduler_stats.num_waiting_reqs
                 if iteration_stats is not None:
                     engine._tokens += iteration_stats.num_generation_tokens
+                    ours = min(iteration_stats.num_preempted_reqs, engine._recomputed)
+                    engine._recomputed -= ours
+                    engine.preemptions += iteration_stats.num_preempted_reqs - ours
 
             def log_engine_initialized(self) -> None: ...
 
-        return TokenCounter
+        return EngineStats
 
 
 def version_spans(labels: Sequence[Any], tokens: int) -> tuple[VersionSpan, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from asyncrl.control.protocols import EngineLoad
 from asyncrl.types import Completion
 
 __all__ = ["Generate", "GenerateRequest", "Generated", "GenerationTimeout", "StaleReplica", "WeightsId"]
@@ -45,6 +46,8 @@ class Generated:
 
     completions: tuple[Completion, ...]
     replica: str
+    load: EngineLoad | None = None
+    """Of its engine, when they were done."""
 
 
 class StaleReplica(Exception):

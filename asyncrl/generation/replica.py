@@ -13,7 +13,7 @@ import ray
 from ray import serve
 
 import asyncrl
-from asyncrl.control.protocols import Manifest
+from asyncrl.control.protocols import EngineLoad, Manifest
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica, WeightsId
 from asyncrl.generation.settings import GeneratorApp
@@ -55,7 +55,8 @@ class Generator:
         """
         if not self._has(request.min_weights):
             await self._catch_up_for(request.min_weights)
-        return Generated(await self.engine.generate(request), self.replica)
+        completions = await self.engine.generate(request)
+        return Generated(completions, self.replica, EngineLoad(self.replica, self.engine.kv_use, self.engine.waiting, self.engine.preemptions))
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> tuple[str, list[tuple[float, ...]]]:
         """This replica's id, and log-probs of each row's second ids, given its first, with weights at least as new as asked for. Raises StaleReplica."""
@@ -76,7 +77,7 @@ class Generator:
         return await self.status()
 
     async def status(self) -> dict[str, Any]:
-        """Replica id, weights, process id, seconds of the start and of the last update, tokens generated so far."""
+        """Replica id, weights, process id, seconds of the start and of the last update, tokens generated so far, tokens that the KV cache holds."""
         return {
             "replica": self.replica,
             "weights": self.weights,
@@ -87,6 +88,7 @@ class Generator:
             "applied": dict(self._applied),
             "tokens_at_pause": self.engine.tokens_at_pause,
             "tokens_generated": self.engine.tokens_generated,
+            "kv_cache_tokens": self.engine.kv_cache_tokens,
             "stops": self.engine.stops,
         }
 

@@ -79,7 +79,7 @@ class RolloutWorker:
         group = self._group(prompt, generated, admitted_at)
         await self._outbox.put(prompt.ordinal, groups_to_table([group]))
         tokens = sum(len(t.completion.token_ids) for t in group.trajectories)
-        return Finished(prompt.ordinal, committed if group.begun is None else group.begun, tokens)
+        return Finished(prompt.ordinal, committed if group.begun is None else group.begun, tokens, generated.load)
 
     async def lease(self, reader: str, most: int, wait_s: float) -> pa.Buffer | None:
         """Up to `most` finished groups as one table (an IPC stream), one row each; None if there are none within `wait_s` seconds.

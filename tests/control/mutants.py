@@ -22,6 +22,7 @@ class Mutant:
 
 
 COORDINATOR, BUFFER, STALENESS = "asyncrl/control/coordinator.py", "asyncrl/control/buffer.py", "asyncrl/control/staleness.py"
+CONCURRENCY = "asyncrl/control/concurrency.py"
 MUTANTS = [
     Mutant("bound off by one", STALENESS, "> self.max_staleness\n", "> self.max_staleness + 1\n"),
     Mutant("pace off by one version", STALENESS, "outstanding < (self.max_staleness + 1 - lag)", "outstanding < (self.max_staleness + 2 - lag)"),
@@ -52,6 +53,9 @@ MUTANTS = [
     Mutant("a dropped rollout goes on", COORDINATOR, "            task.cancel()\n        self._count_idle()", "            pass\n        self._count_idle()"),
     Mutant("nothing is acknowledged", COORDINATOR, "await self.parts.rollouts.ack([scored.ordinal for scored in arrived])", "pass"),
     Mutant("a group that is scored may still fail", COORDINATOR, "if group is not None and group.scored is None:", "if group is not None:"),
+    Mutant("the limit on running groups is ignored", COORDINATOR, "and not self.parts.concurrency.may_run(self.buffer.running)", "and False"),
+    Mutant("one group more than the limit runs", CONCURRENCY, "return running < int(self.limit)", "return running <= int(self.limit)"),
+    Mutant("the limit outgrows the budget", CONCURRENCY, "1.0 / self.limit), self.most)", "1.0 / self.limit), 10 * self.most)"),
     Mutant("running groups are not dropped", BUFFER, 'if self.staleness.on_stale == "wait" else', "if True else"),
 ]
 

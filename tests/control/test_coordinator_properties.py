@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.control.checkpoint import State
+from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
 from asyncrl.testing import (
@@ -25,6 +26,7 @@ from asyncrl.testing import (
 
 EXAMPLES = 3000
 NEVER = 1e9
+MOST_RUNNING = 6
 FOR_EVER = 1e5
 """Virtual seconds that no run needs: one that is not done by then never will be."""
 LATENCIES = (0.0, 0.0, 0.01, 0.1, 1.0, 30.0)
@@ -55,6 +57,9 @@ class World:
     push_fails: list[bool]
     lags: list[bool]
     checkpoint_every: int
+    concurrency: int
+    """Groups that may run at once at first; 0 = no limit."""
+    kv_use: list[float]
     interrupted_after: list[float] = field(default_factory=list)
     """Virtual seconds of each attempt before the last; then the run resumes from its newest checkpoint."""
 
@@ -80,6 +85,8 @@ def worlds(draw):
         push_fails=draw(cycle(st.booleans())),
         lags=draw(cycle(st.booleans())),
         checkpoint_every=draw(st.integers(0, 3)),
+        concurrency=draw(st.integers(0, 5)),
+        kv_use=draw(cycle(st.sampled_from((0.3, 0.87, 0.99)))),
         interrupted_after=draw(st.lists(st.sampled_from((0.0, 0.5, 5.0, 50.0)), max_size=2)),
     )
 
@@ -97,6 +104,8 @@ class Rollouts(FakeRollouts):
         if staleness.on_stale == "drop":
             left = [group for group in self.coordinator.buffer.groups.values() if not group.training]
             assert all(progress.version - group.begun <= staleness.max_staleness for group in left), "too old, and not dropped"
+        concurrency = self.coordinator.parts.concurrency
+        assert concurrency is None or self.coordinator.buffer.running <= concurrency.limit <= MOST_RUNNING
         assert outstanding <= (staleness.max_staleness + 1 - lag) * staleness.groups_per_step + staleness.over_sampling
         return await super().rollout(prompt, committed)
 
@@ -122,6 +131,7 @@ def attempt(world, state):
         fails=lambda ordinal: "failed" if outcome(ordinal) == "fails" else None,
         dies=lambda ordinal: outcome(ordinal) == "dies",
         deadline_s=100.0,
+        kv_use=lambda ordinal: world.kv_use[ordinal % len(world.kv_use)],
         replicas=replicas,
     )
     scores = FakeScores(
@@ -149,6 +159,7 @@ def attempt(world, state):
         ),
         recorder=FakeRecorder(),
         checkpoints=FakeCheckpoints(),
+        concurrency=Concurrency(world.concurrency, MOST_RUNNING) if world.concurrency else None,
     )
     staleness = Staleness(world.max_staleness, world.groups, world.on_stale, world.over_sampling)
     schedule = Schedule(world.steps, staleness, max_skipped_steps=10, filter_zero_variance=world.filter_zero_variance, checkpoint_every=world.checkpoint_every)

@@ -22,6 +22,9 @@ from asyncrl.weights.staging import fetch
 
 pytestmark = pytest.mark.timeout(600)
 
+KV_TOKENS = 8192
+"""Of 1 KiB each: 2 layers, keys and values, 2 heads of 32 float32."""
+
 
 @pytest.fixture(scope="module")
 def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> Iterator[Any]:
@@ -34,13 +37,16 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
         async def generated(self) -> int:
             return self.tokens_generated
 
+        async def preempted(self) -> tuple[int, int]:
+            return self.preemptions, self.kv_cache_tokens
+
         async def in_flight(self, mode: str) -> None:
             self.app = self.app.model_copy(update={"generator": self.app.generator.model_copy(update={"in_flight": mode})})
 
     app = GeneratorApp(
         model=str(untied_model),
         max_model_len=256,
-        generator=GeneratorConfig(max_num_seqs=64, kv_cache_memory_bytes=32 << 20, in_flight="keep"),
+        generator=GeneratorConfig(max_num_seqs=64, kv_cache_memory_bytes=KV_TOKENS << 10, in_flight="keep"),
     )
     engine_starts.append("untied engine")
     actor = ray_cluster.remote(Holder).options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")}).remote(app)
@@ -55,11 +61,14 @@ def test_generations_in_flight_at_an_update(
     prompts = [(5 + i, 6, 14 + i % 7) for i in range(16)]
     length, versions = 200, iter(range(11, 100))
 
-    def apply(model: Any) -> tuple[int, dict[str, float]]:
+    def apply(model: Any) -> tuple[int, dict[str, float], Any]:
+        """The version, its timings, and the completion of a request that comes while the update is under way."""
         version = next(versions)
         staged = fetch(publish(dict(model.named_parameters()), version=version), expected_parameters(untied_model, "float32"), 60, tmp_path)
         try:
-            return version, ray_cluster.get(holder.apply.remote(staged.update_info(), version), timeout=120)
+            update = holder.apply.remote(staged.update_info(), version)
+            late = holder.generate.remote(GenerateRequest(prompts[0], 1, 20, 1.0, seed=5, ignore_eos=True))
+            return version, ray_cluster.get(update, timeout=120), ray_cluster.get(late, timeout=120)[0]
         finally:
             staged.remove()
 
@@ -73,8 +82,9 @@ def test_generations_in_flight_at_an_update(
         asked = [holder.generate.remote(GenerateRequest(prompt, 1, length, 1.0, seed=5, ignore_eos=True)) for prompt in prompts]
         while ray_cluster.get(holder.generated.remote()) < before + 10 * len(prompts):
             pass
-        version, timings = apply(new)
+        version, timings, late = apply(new)
         model_of[version] = new
+        assert [span.version for span in late.versions] == [version], "a request that came during the update began with the old weights"
         answers = [completions[0] for completions in ray_cluster.get(asked, timeout=300)]
         worst = dict.fromkeys(model_of, 0.0)
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -88,7 +98,16 @@ def test_generations_in_flight_at_an_update(
         assert worst.pop(min(worst)) <= 1e-4
         # Kept KV is that of the old weights: what the new ones make of it is no checkpoint's distribution.
         assert max(worst.values()) > 1e-2 if mode == "keep" else max(worst.values()) <= 1e-4
+    assert ray_cluster.get(holder.preempted.remote())[0] == 0, "what an update takes out is no sign of a full cache"
     apply(load_reference(untied_model))
+
+
+def test_preemptions_are_counted_when_the_cache_is_full(holder: Any, ray_cluster: Any) -> None:
+    """64 completions of 200 tokens in a cache of 8,192."""
+    asked = [holder.generate.remote(GenerateRequest((5 + i % 9, 6), 1, 200, 1.0, seed=i, ignore_eos=True)) for i in range(64)]
+    assert all(len(completions[0].token_ids) == 200 for completions in ray_cluster.get(asked, timeout=300))
+    preempted, tokens = ray_cluster.get(holder.preempted.remote())
+    assert tokens == KV_TOKENS and 0 < preempted <= 200
 
 
 def test_untied_head_matches_transformers_then_dies_clean(

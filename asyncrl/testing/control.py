@@ -1,24 +1,18 @@
-"""Fakes for every protocol, deterministic, in memory; they check what they are given. For tests of control flow, yours and ours."""
+"""Fakes for the protocols of control."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-import selectors
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from asyncrl.control.checkpoint import State
 from asyncrl.control.fates import Fate
-from asyncrl.control.protocols import Finished, Manifest, PushReport, RolloutFailed, Scored, StepResult
-from asyncrl.generation.protocol import Generated, GenerateRequest, WeightsId
-from asyncrl.types import Completion, Prompt, VersionSpan
+from asyncrl.control.protocols import EngineLoad, Finished, Manifest, PushReport, RolloutFailed, Scored, StepResult
+from asyncrl.types import Prompt
 
 __all__ = [
-    "Deadlock",
     "FakeCheckpoints",
-    "FakeGenerate",
     "FakeLearner",
     "FakeLogprobCheck",
     "FakePrompts",
@@ -27,8 +21,6 @@ __all__ = [
     "FakeRollouts",
     "FakeScores",
     "FakeWeightSync",
-    "SeededGenerator",
-    "VirtualTimeLoop",
 ]
 
 Latency = Callable[[int], float]
@@ -36,44 +28,6 @@ Latency = Callable[[int], float]
 
 def _no_latency(_: int) -> float:
     return 0.0
-
-
-MOST_TURNS = 100_000
-"""Turns of a virtual loop without time passing, after which it counts as stuck."""
-
-
-class Deadlock(RuntimeError):
-    """Everything waits and no timer will ever wake anything, or everything turns in circles and no time passes."""
-
-
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer: hours of waiting take no time, and a deadlock is an error at once.
-
-    It cannot see threads: nothing that runs on it may wait for one. Use it by `asyncio.Runner(loop_factory=VirtualTimeLoop)`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_VirtualSelector(self))
-        self.now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-
-class _VirtualSelector(selectors.SelectSelector):
-    def __init__(self, loop: VirtualTimeLoop) -> None:
-        super().__init__()
-        self.loop = loop
-        self.turns = 0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise Deadlock(f"nothing can happen any more at {self.loop.now:g} s")
-        self.turns = 0 if timeout > 0 else self.turns + 1
-        if self.turns > MOST_TURNS:
-            raise Deadlock(f"{MOST_TURNS} turns of the loop at {self.loop.now:g} s, and no time has passed")
-        self.loop.now += timeout
-        return super().select(0)
 
 
 class FakePrompts:
@@ -123,7 +77,7 @@ class FakeRollouts:
     """Groups of `tokens` tokens; finished ones wait in `outbox` for `FakeScores`. Ordinal o goes to replica o modulo their number.
 
     `latency(ordinal)` in seconds of the event loop's clock; `fails(ordinal)` gives a reason or None; a replica that `dies(ordinal)` restarts
-    and makes the group again. A latency above `deadline_s` fails the group.
+    and makes the group again. A latency above `deadline_s` fails the group. `kv_use(ordinal)` is what the engine says when the group is done.
     """
 
     def __init__(
@@ -134,7 +88,9 @@ class FakeRollouts:
         replicas: FakeReplicas | None = None,
         dies: Callable[[int], bool] = lambda _: False,
         deadline_s: float = float("inf"),
+        kv_use: Callable[[int], float] | None = None,
     ) -> None:
+        self.kv_use = kv_use
         self.latency, self.fails, self.tokens, self.dies, self.deadline_s = latency, fails, tokens, dies, deadline_s
         self.replicas = replicas
         self.outbox: asyncio.Queue[Finished] = asyncio.Queue()
@@ -147,14 +103,12 @@ class FakeRollouts:
         self.admitted.append(prompt.ordinal)
         if committed < 0 or committed != self.newest_committed:
             raise AssertionError(f"asked for version {committed}, while {self.newest_committed} is committed")
-        begun = await self._generate(prompt.ordinal)
-        finished = Finished(prompt.ordinal, begun, self.tokens)
+        finished = await self._generate(prompt.ordinal)
         self.unacked.add(prompt.ordinal)
         self.outbox.put_nowait(finished)
         return finished
 
-    async def _generate(self, ordinal: int) -> int:
-        """The version of the first token."""
+    async def _generate(self, ordinal: int) -> Finished:
         begun = self._serve(ordinal)
         latency = self.latency(ordinal)
         await asyncio.sleep(min(latency, self.deadline_s))
@@ -164,7 +118,8 @@ class FakeRollouts:
             self.replicas.restart(ordinal % len(self.replicas.versions))
             begun = self._serve(ordinal)
             await asyncio.sleep(latency)
-        return begun
+        load = None if self.kv_use is None else EngineLoad("fake", self.kv_use(ordinal), 0, 0)
+        return Finished(ordinal, begun, self.tokens, load)
 
     def _serve(self, ordinal: int) -> int:
         if self.replicas is None:
@@ -357,80 +312,3 @@ class FakeLogprobCheck:
         if version == self.fails_at:
             raise RuntimeError(f"log-probs differ at version {version}")
         return {"check/logprob_max_diff": 0.0, "check/tokens": 1.0}
-
-
-class FakeGenerate:
-    """Seeded random completions over token ids 3 … vocabulary - 1, at version `version` (may be changed between calls)."""
-
-    def __init__(self, vocabulary: int = 40, version: int = 0, latency: float = 0.0) -> None:
-        self.vocabulary, self.version, self.latency = vocabulary, version, latency
-
-    async def generate(self, request: GenerateRequest) -> Generated:
-        if request.min_weights is not None and request.min_weights.version > self.version:
-            raise AssertionError(f"version {request.min_weights.version} was asked for, and {self.version} is there")
-        await asyncio.sleep(self.latency)
-        return Generated(tuple(self._completion(request, index) for index in range(request.n)), replica="fake")
-
-    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
-        return {"fake": [tuple(-random.Random(f"{token}").random() for token in completion) for _, completion in rows]}
-
-    def _completion(self, request: GenerateRequest, index: int) -> Completion:
-        random_ = random.Random(f"{request.seed}/{request.prompt_ids}/{index}")
-        length = request.max_tokens if request.ignore_eos else random_.randint(1, request.max_tokens)
-        ids = tuple(random_.randrange(3, self.vocabulary) for _ in range(length))
-        logprobs = tuple(-random_.random() for _ in ids)
-        reason = "length" if length == request.max_tokens else "stop"
-        return Completion(ids, logprobs, (VersionSpan(self.version, 0, length),), reason, text=" ".join(map(str, ids)))
-
-
-class SeededGenerator:
-    """`Generate` and `WeightSync` around a plain transformers model: samples from its current weights, one token, completion and request after the
-    other, without a cache. What it gives depends on weights and seeds alone, so two runs with equal weights make equal tokens."""
-
-    def __init__(self, model: Any, eos_token_id: int) -> None:
-        """`model` is a causal LM in float32; its weights may be changed from outside between calls."""
-        self.model, self.eos_token_id = model, eos_token_id
-        self.version = 0
-
-    async def generate(self, request: GenerateRequest) -> Generated:
-        return Generated(tuple(self._sample(request, index) for index in range(request.n)), replica="seeded")
-
-    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
-        import torch
-
-        scored = []
-        with torch.no_grad():
-            for prompt, completion in rows:
-                logits = self.model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-                scored.append(tuple(logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0].tolist()))
-        return {"seeded": scored}
-
-    async def push(self, manifest: Manifest) -> PushReport:
-        """Take a version's weights from the object store."""
-        import torch
-
-        buckets = await asyncio.gather(*manifest.buckets)
-        parameters = dict(self.model.named_parameters())
-        if set(parameters) != {entry.name for entry in manifest.tensors}:
-            raise AssertionError(f"the manifest has not the model's parameters: {set(parameters) ^ {entry.name for entry in manifest.tensors}}")
-        with torch.no_grad():
-            for entry in manifest.tensors:
-                data = torch.frombuffer(bytearray(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]), dtype=getattr(torch, entry.dtype))
-                parameters[entry.name].copy_(data.view(entry.shape))
-        self.version = manifest.version
-        return PushReport(manifest.version, {"seeded": {"pause_s": 0.0}})
-
-    def _sample(self, request: GenerateRequest, index: int) -> Completion:
-        import torch
-
-        generator = torch.Generator().manual_seed((request.seed or 0) * 1_000 + index)
-        ids: list[int] = []
-        logprobs: list[float] = []
-        with torch.no_grad():
-            while len(ids) < request.max_tokens and (request.ignore_eos or self.eos_token_id not in ids):
-                logits = self.model(torch.tensor([[*request.prompt_ids, *ids]])).logits[0, -1]
-                distribution = (logits / request.temperature).log_softmax(-1)
-                ids.append(int(torch.multinomial(distribution.exp(), 1, generator=generator)))
-                logprobs.append(float(distribution[ids[-1]]))
-        reason = "stop" if ids[-1] == self.eos_token_id else "length"
-        return Completion(tuple(ids), tuple(logprobs), (VersionSpan(self.version, 0, len(ids)),), reason)

@@ -1,0 +1,108 @@
+"""How many groups are generated at once: as many as the engines' KV caches hold, found while running.
+
+Past that point an engine preempts: it throws the KV cache of a running completion away and computes it again later, so more at once makes
+less in the end. Well below it the engine idles. Where the point lies depends on how long completions are, which changes while a policy learns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from asyncrl.control.protocols import EngineLoad
+
+__all__ = ["Concurrency", "first_limit"]
+
+GROW_BELOW = 0.82
+"""Share of the KV cache in use below which more groups may run."""
+TRIM_ABOVE = 0.92
+CUT = 0.9
+"""What remains of the limit after a preemption."""
+
+
+def first_limit(kv_tokens: int, max_num_seqs: int, samples: int, longest: int) -> float:
+    """Groups to begin with: a completion holds half of its tokens on average while it runs, so twice as many as fit when each is as long as it may be;
+    and no more than the engines run at once, with one group in the queue.
+
+    Args:
+        kv_tokens: tokens that the KV caches of all engines hold.
+        max_num_seqs: completions that all engines run at once.
+        samples: completions of a group.
+        longest: tokens of the longest prompt and completion.
+    """
+    return min(2 * kv_tokens / (samples * longest), max_num_seqs / samples + 1)
+
+
+class Concurrency:
+    """A limit on the groups that run at once, moved by what the engines say with every group they finish.
+
+    grow: the limit is what holds groups back, and the cache has room: one more for each group that finishes at first, so it doubles in the time
+    that a group takes; once an engine has been full, one more for each `limit` groups.
+    trim: the cache is nearly full, or more completions wait in the queue than keep the engine full: the finished group is not replaced.
+    cut: a completion was preempted: a tenth less, and no further cut until as many groups have finished as then ran, since those were admitted
+    under the old limit.
+    """
+
+    def __init__(self, first: float, most: int, queue: int = 0, adaptive: bool = True) -> None:
+        """
+        Args:
+            first: groups to begin with.
+            most: the limit never exceeds it (the staleness budget, or less).
+            queue: completions that may wait in an engine's queue; while some do, the limit does not grow.
+            adaptive: False = `most`, always.
+        """
+        self.most, self.queue, self.adaptive = most, queue, adaptive
+        self.limit = min(max(first, 1.0), most) if adaptive else float(most)
+        self.decisions: Counter[str] = Counter()
+        self.load: EngineLoad | None = None
+        """The last one seen."""
+        self.preemptions = 0
+        """Of all engines, as far as seen."""
+        self._preemptions_of: dict[str, int] = {}
+        self._searching = True
+        self._settling = 0
+        """Groups that have to finish before the next cut."""
+
+    def may_run(self, running: int) -> bool:
+        """Whether another group may be generated."""
+        return running < int(self.limit)
+
+    def observe(self, load: EngineLoad, running: int) -> None:
+        """Move the limit after a group has finished.
+
+        Args:
+            running: groups that ran, the finished one included.
+        """
+        preempted = self._count_preemptions(load)
+        self.load = load
+        if not self.adaptive:
+            return
+        self._settling = max(0, self._settling - 1)
+        if preempted or load.kv_use > TRIM_ABOVE or load.waiting > self.queue:
+            self._searching = False
+            if not preempted:
+                self._lower("trim", running - 1)
+            elif not self._settling:
+                self._lower("cut", running * CUT)
+                self._settling = running
+        elif load.kv_use < GROW_BELOW and not load.waiting and running >= int(self.limit) < self.most:
+            self.limit = min(self.limit + (1.0 if self._searching else 1.0 / self.limit), self.most)
+            self.decisions["grow"] += 1
+
+    def metrics(self) -> dict[str, float]:
+        """The limit, the decisions so far, and the engine last heard of."""
+        found = {"control/concurrency": float(int(self.limit)), "control/preemptions": float(self.preemptions)}
+        found |= {f"control/concurrency_{decision}": float(self.decisions[decision]) for decision in ("grow", "trim", "cut")}
+        if self.load is not None:
+            found |= {"control/kv_use": self.load.kv_use, "control/engine_waiting": float(self.load.waiting)}
+        return found
+
+    def _count_preemptions(self, load: EngineLoad) -> bool:
+        """Whether this engine has preempted since its last word; an engine that was replaced counts from zero again."""
+        new = load.preemptions - self._preemptions_of.get(load.replica, 0)
+        self._preemptions_of[load.replica] = load.preemptions
+        self.preemptions += max(new, 0)
+        return new > 0
+
+    def _lower(self, decision: str, limit: float) -> None:
+        self.limit = max(1.0, min(self.limit, limit))
+        self.decisions[decision] += 1

@@ -1,0 +1,33 @@
+"""Fakes for every protocol, deterministic, in memory; they check what they are given. For tests of control flow, yours and ours."""
+
+from asyncrl.testing.clock import Deadlock, VirtualTimeLoop
+from asyncrl.testing.control import (
+    FakeCheckpoints,
+    FakeLearner,
+    FakeLogprobCheck,
+    FakePrompts,
+    FakeRecorder,
+    FakeReplicas,
+    FakeRollouts,
+    FakeScores,
+    FakeWeightSync,
+)
+from asyncrl.testing.engine import FakeEngine
+from asyncrl.testing.generators import FakeGenerate, SeededGenerator
+
+__all__ = [
+    "Deadlock",
+    "FakeCheckpoints",
+    "FakeEngine",
+    "FakeGenerate",
+    "FakeLearner",
+    "FakeLogprobCheck",
+    "FakePrompts",
+    "FakeRecorder",
+    "FakeReplicas",
+    "FakeRollouts",
+    "FakeScores",
+    "FakeWeightSync",
+    "SeededGenerator",
+    "VirtualTimeLoop",
+]
