@@ -1,4 +1,4 @@
-.PHONY: setup demo test test-all mutants lint types
+.PHONY: setup demo demo-seeds test test-all mutants lint types
 
 PYTHON := .venv/bin/python
 export PYTHONUNBUFFERED := 1
@@ -14,6 +14,9 @@ test: setup  ## the default tests, real vLLM and DeepSpeed included
 
 test-all: setup  ## what is too slow for `make test`
 	@$(PYTHON) -m pytest -q -m slow
+
+demo-seeds: setup  ## the main job with three seeds, and once with shuffled rewards: about an hour
+	@$(PYTHON) jobs/seeds.py
 
 mutants: setup  ## break the control code on purpose; the tests must notice
 	@$(PYTHON) tests/control/mutants.py

@@ -24,7 +24,7 @@ two: an endless task never gives it back."""
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-PATHS = (("model", "path"), ("data", "train"), ("eval", "data"), ("warm_start", "data"))
+PATHS = (("model", "path"), ("algorithm", "ref_load"), ("data", "train"), ("eval", "data"), ("warm_start", "data"))
 """Settings that are paths. They may begin with `{runs_root}`, and are made absolute."""
 
 
@@ -111,6 +111,9 @@ class RewardConfig(Section):
     """What a completion of max_completion_length tokens loses."""
     processes: int = Field(default=2, gt=0)
     """Reward processes: so many slow groups do not delay the others."""
+    shuffle: bool = False
+    """Control experiment: permute the rewards over each step's whole batch, so that there is nothing to learn. What a run gains all the same is no
+    work of the rewards."""
 
 
 class GeneratorConfig(Section):
@@ -172,6 +175,8 @@ class CorrectionConfig(Section):
     """Weigh each token by min(π_old / π_behaviour, cap): per token (TIS), or the product over the trajectory. Needs an old_policy other than behaviour."""
     cap: float = Field(default=2.0, ge=1)
     """Largest truncated weight."""
+    normalise: bool = False
+    """Divide the truncated weights by their mean over the step's tokens. Costs a further forward pass."""
     mask_below: float | None = Field(default=None, gt=0, lt=1)
     """Mask tokens whose π_learner / π_behaviour is below this (IcePop)."""
     mask_above: float | None = Field(default=None, gt=1)
@@ -219,9 +224,24 @@ class AlgorithmConfig(Section):
     """DPPO's largest move of a token's probability."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Bonus for the entropy of each token's distribution, in units of the loss per nat."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Take this times the trajectory's KL divergence from the reference policy, summed over its tokens, from the reward."""
+    kl_loss_coef: float = Field(default=0.0, ge=0)
+    """Add this times the KL divergence from the reference policy, aggregated as the loss is, to the loss."""
+    kl_estimator: Literal["k1", "k2", "k3", "low_var"] = "k3"
+    """With l = log π_ref / π: -l, l²/2, e^l - 1 - l, or that and at most 10. In the loss, k1 has a gradient of 0 in the mean, and is refused."""
+    ref_load: str | None = None
+    """Hugging Face checkpoint directory of the reference policy, frozen. Default: model.path. `{runs_root}` in it is replaced."""
+    ref_num_cpus: float = Field(default=0.2, ge=0)
+    """Logical CPUs that the reference's process declares to Ray."""
     correction: CorrectionConfig = CorrectionConfig()
     allow_uncorrected: bool = False
     """Train an uncorrected loss on stale tokens all the same."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a KL term needs the reference policy."""
+        return self.kl_coef > 0 or self.kl_loss_coef > 0
 
     @property
     def corrected(self) -> bool:
@@ -388,6 +408,8 @@ class Config(Section):
                 f"algorithm.correction.truncation = {algorithm.correction.truncation!r} would count the behaviour policy twice under algorithm.old_policy: "
                 "behaviour; set algorithm.old_policy: learner, or correction.truncation: none"
             )
+        if algorithm.correction.normalise and algorithm.correction.truncation == "none":
+            raise ValueError("algorithm.correction.normalise: true has no weights to divide; set correction.truncation: token or sequence, or leave it out")
         if algorithm.loss in ("reinforce", "dppo") and algorithm.old_policy != (wanted := "learner" if algorithm.loss == "reinforce" else "behaviour"):
             raise ValueError(f"algorithm.loss = {algorithm.loss!r} is defined for algorithm.old_policy: {wanted}, not {algorithm.old_policy}; set that")
         if algorithm.loss in ("gspo", "cispo", "sapo") and algorithm.old_policy == "learner":
@@ -397,12 +419,27 @@ class Config(Section):
             )
         if algorithm.dual_clip is not None and (algorithm.loss != "ppo" or algorithm.old_policy == "learner"):
             raise ValueError(f"algorithm.dual_clip = {algorithm.dual_clip:g} acts only on loss: ppo with a ratio other than 1; leave it out")
+        if algorithm.kl_coef and algorithm.kl_loss_coef:
+            raise ValueError(
+                f"algorithm.kl_coef = {algorithm.kl_coef:g} (in the reward) and algorithm.kl_loss_coef = {algorithm.kl_loss_coef:g} (in the loss) are two "
+                "places for one term; set one of them to 0"
+            )
+        if algorithm.kl_loss_coef and algorithm.kl_estimator == "k1":
+            raise ValueError(
+                "algorithm.kl_estimator: k1 in the loss has a gradient of 0 in the mean; set it to k2 or k3, or use kl_coef in place of kl_loss_coef"
+            )
+        if algorithm.ref_load is not None and not algorithm.has_reference:
+            raise ValueError(f"algorithm.ref_load = {algorithm.ref_load!r} has no KL term to serve; set algorithm.kl_coef or kl_loss_coef, or leave it out")
+        if algorithm.has_reference and algorithm.ref_load is None and self.warm_start.data is not None:
+            raise ValueError(
+                "a KL term with warm_start would hold the policy to model.path as it was before the warm start; name the reference in algorithm.ref_load"
+            )
         if algorithm.filter_zero_variance and algorithm.advantage == "reinforce_plus_plus":
             raise ValueError("algorithm.filter_zero_variance drops groups that advantage: reinforce_plus_plus learns from; leave one of them out")
         negative = [name for name, function in self.reward.functions.items() if function.weight < 0]
-        if algorithm.advantage == "maxrl" and (negative or self.reward.overlong_buffer):
+        if algorithm.advantage == "maxrl" and (negative or self.reward.overlong_buffer or algorithm.kl_coef):
             raise ValueError(
-                f"algorithm.advantage: maxrl is defined for rewards of 0 and above; reward.overlong_buffer or a negative weight ({negative}) can make "
+                f"algorithm.advantage: maxrl is defined for rewards of 0 and above; reward.overlong_buffer, kl_coef or a negative weight ({negative}) can make "
                 "them negative: leave those out, or use grpo or rloo"
             )
         if self.reward.overlong_buffer > self.rollout.max_completion_length:
@@ -441,6 +478,11 @@ class Config(Section):
     def probe_tokens(self) -> int:
         """Tokens sampled for each probe of the log-prob check: the learner must take prompt and probe in one micro-batch."""
         return min(self.weights.probe_tokens, self.learner.max_tokens_per_gpu - self.data.max_prompt_length)
+
+    @property
+    def reference_path(self) -> str:
+        """Checkpoint of the reference policy."""
+        return self.algorithm.ref_load or self.model.path
 
     @property
     def max_outstanding(self) -> int:

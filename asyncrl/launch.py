@@ -27,6 +27,7 @@ from asyncrl.directory import RunDirectory
 from asyncrl.generation.app import ServeGenerate, begin_generators, end_generators, wait_for_generators
 from asyncrl.generation.settings import GeneratorApp, board_name
 from asyncrl.learning.group import LearnerGroup
+from asyncrl.learning.reference import start_reference
 from asyncrl.placement import needed, wait_for_placement, wait_for_room
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.score import score_completions
@@ -155,7 +156,8 @@ async def launch(
         handle = await _begin_generators(config, app_name, context, stack)
         rollouts = start_rollouts(WorkerSpec(config, state.run_id, state.attempt, functools.partial(ServeGenerate, handle)))
         _closing(stack, "rollout workers", rollouts.close)
-        scores = RayScores(config, state.attempt, rollouts.workers, rollouts, directory.path / "groups")
+        reference = _begin_reference(config, stack)
+        scores = RayScores(config, state.attempt, rollouts.workers, rollouts, directory.path / "groups", reference)
         _closing(stack, "scoring", scores.close)
         rollouts.when_lost = scores.fail
         prompts = RayPromptSource(config, report, state.frontier, state.finished_above)
@@ -165,6 +167,7 @@ async def launch(
             learner_start,
             _start_rewards(config, stack),
             rollouts.ready(),
+            _ready(reference),
             wait_for_placement(config, app_name, {"prompt stream": prompts.begun, "scoring stream": scores.begun}),
         )
         startup = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
@@ -180,6 +183,24 @@ async def _begin_generators(config: Config, name: str, context: int, stack: Asyn
     app = GeneratorApp.from_config(config, board_name(name)).model_copy(update={"max_model_len": min(config.longest_request + 1, context)})
     _closing(stack, "generators", functools.partial(end_generators, name))
     return await asyncio.to_thread(begin_generators, app, name)
+
+
+def _begin_reference(config: Config, stack: AsyncExitStack) -> Any:
+    """The actor of the reference policy, or None: it is asked only for a KL term."""
+    if not config.algorithm.has_reference:
+        return None
+    reference = start_reference(config)
+
+    async def close() -> None:
+        ray.kill(reference)
+
+    _closing(stack, "reference policy", close)
+    return reference
+
+
+async def _ready(actor: Any) -> None:
+    if actor is not None:
+        await actor.ready.remote()
 
 
 async def _start_rewards(config: Config, stack: AsyncExitStack) -> RewardPool:

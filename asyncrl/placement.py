@@ -21,7 +21,8 @@ LOOK_EVERY_S = 0.5
 def needed(config: Config) -> dict[str, float]:
     """Logical resources of the whole run."""
     learner, generator = config.learner, config.generator
-    gpus = learner.world_size * (learner.device == "cuda") + generator.num_replicas * (generator.device == "cuda")
+    ranks = learner.world_size + config.algorithm.has_reference
+    gpus = ranks * (learner.device == "cuda") + generator.num_replicas * (generator.device == "cuda")
     cpus = sum(part.count * part.cpus for part in logical_cpus(config))
     return {"CPU": cpus} | ({"GPU": float(gpus)} if gpus else {})
 

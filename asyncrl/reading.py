@@ -19,11 +19,23 @@ import pyarrow.parquet as pq
 from asyncrl.config import Config, load_config
 from asyncrl.control.fates import FATES
 from asyncrl.observe.metrics import read_metrics
-from asyncrl.types import COLUMNS, SCORED_COLUMNS, SPAN
+from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, SPAN
 
 __all__ = ["Run", "RunNotFound", "Status", "open_run"]
 
-PER_TRAJECTORY = ("completion_text", "completion_ids", "loss_mask", "logprobs", "versions", "finish_reason", "reward", "advantage", "status", "reward_parts")
+PER_TRAJECTORY = (
+    "completion_text",
+    "completion_ids",
+    "loss_mask",
+    "logprobs",
+    "versions",
+    "finish_reason",
+    "reward",
+    "advantage",
+    "status",
+    "reward_parts",
+    REFERENCE_COLUMN,
+)
 """List columns of a group with one item per trajectory."""
 
 SINGULAR = {"completion_text": "completion"}
@@ -153,6 +165,8 @@ def _explode(groups: pa.Table) -> pa.Table:
     """Groups' rows → trajectories' rows."""
     groups = groups.combine_chunks()
     parents = pc.list_parent_indices(groups["completion_ids"])
+    if REFERENCE_COLUMN in groups.column_names and groups[REFERENCE_COLUMN].null_count:
+        groups = groups.drop_columns([REFERENCE_COLUMN])  # an attempt had no reference policy
     lists = [name for name in PER_TRAJECTORY if name in groups.column_names]
     table = groups.drop_columns(lists).take(parents)
     counts = pc.list_value_length(groups["completion_ids"]).to_pylist()

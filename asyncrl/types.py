@@ -14,6 +14,8 @@ import pyarrow as pa
 
 __all__ = [
     "COLUMNS",
+    "REFERENCE_COLUMN",
+    "REFERENCE_LOGPROBS",
     "SCORED_COLUMNS",
     "STATUSES",
     "TRAJECTORY_COLUMNS",
@@ -56,6 +58,10 @@ SCORED_COLUMNS: dict[str, pa.DataType] = {
     "scored_at": pa.float64(),
 }
 """Columns that scoring adds, beside `reward_parts`: list<struct<NAME: float32, …>>, one field per reward function."""
+
+REFERENCE_COLUMN = "reference_logprobs"
+REFERENCE_LOGPROBS = pa.list_(pa.list_(pa.float32()))
+"""The reference policy's log-probs of the completions: a column of runs with a KL term."""
 
 STATUSES = ("ok", "unscored", "bad_logprob", "over_long")
 """`ok` trajectories are trained; the others are masked: kept in the row, without loss and outside the group's statistics."""
@@ -112,7 +118,7 @@ class Prompt:
     def __post_init__(self) -> None:
         if not self.token_ids:
             raise ValueError(f"prompt {self.ordinal} has no tokens")
-        taken = sorted(set(self.columns) & {*COLUMNS, *SCORED_COLUMNS, "reward_parts"})
+        taken = sorted(set(self.columns) & {*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN})
         if taken:
             raise ValueError(f"dataset columns {taken} have names that asyncrl uses; rename them")
 
@@ -127,6 +133,8 @@ class Trajectory:
     reward_parts: Mapping[str, float | None] = field(default_factory=dict)
     advantage: float | None = None
     status: str = "ok"
+    reference_logprobs: tuple[float, ...] | None = None
+    """[T], of a frozen reference policy; None in a run without a KL term."""
 
     def __post_init__(self) -> None:
         if len(self.loss_mask) != len(self.completion.token_ids):
@@ -224,7 +232,7 @@ def table_from_ipc(stream: pa.Buffer) -> pa.Table:
 
 def groups_from_table(table: pa.Table) -> list[Group]:
     """The groups of a table, exactly as `groups_to_table` was given them."""
-    known = {*COLUMNS, *SCORED_COLUMNS, "reward_parts"}
+    known = {*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN}
     return [_group(row, {name: value for name, value in row.items() if name not in known}) for row in table.to_pylist()]
 
 
@@ -259,6 +267,8 @@ def _scored_arrays(groups: Sequence[Group]) -> dict[str, pa.Array]:
     arrays = {name: pa.array(values, SCORED_COLUMNS[name]) for name, values in columns.items()}
     names = list(groups[0].trajectories[0].reward_parts)
     parts = [[dict(t.reward_parts) for t in group.trajectories] for group in groups]
+    if groups[0].trajectories[0].reference_logprobs is not None:
+        arrays[REFERENCE_COLUMN] = pa.array([[t.reference_logprobs for t in group.trajectories] for group in groups], REFERENCE_LOGPROBS)
     if names:
         arrays["reward_parts"] = pa.array(parts, reward_parts_type(names))
     return arrays
@@ -301,4 +311,5 @@ def _trajectory(row: Mapping[str, Any], index: int) -> Trajectory:
         reward_parts=dict(parts[index]) if parts else {},
         advantage=row["advantage"][index],
         status=row["status"][index],
+        reference_logprobs=tuple(row[REFERENCE_COLUMN][index]) if row.get(REFERENCE_COLUMN) else None,
     )

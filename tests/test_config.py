@@ -56,6 +56,11 @@ def test_batch_arithmetic(tmp_path):
         ({"loss": "gspo", "dual_clip": 3.0}, "acts only on loss: ppo"),
         ({"loss": "gspo", "old_policy": "learner", "correction": {"truncation": "token"}}, "has a ratio of 1 everywhere"),
         ({"filter_zero_variance": True, "advantage": "reinforce_plus_plus"}, "learns from"),
+        ({"kl_coef": 0.1, "kl_loss_coef": 0.1}, "two places for one term; set one of them to 0"),
+        ({"kl_loss_coef": 0.1, "kl_estimator": "k1"}, "gradient of 0 in the mean"),
+        ({"ref_load": "somewhere"}, "has no KL term to serve"),
+        ({"advantage": "maxrl", "kl_coef": 0.1}, "maxrl is defined for rewards of 0 and above"),
+        ({"correction": {"normalise": True}}, "no weights to divide"),
     ],
 )
 def test_contradictory_algorithms_are_refused(tmp_path, algorithm, message):
@@ -188,3 +193,10 @@ def test_the_log_prob_bound_is_of_the_largest_difference_or_in_bfloat16_of_the_m
     config, lower = load(tmp_path), load(tmp_path, {"model.dtype": "bfloat16"})
     assert (config.logprob_statistic, config.logprob_tolerance) == ("max", 1e-4)
     assert (lower.logprob_statistic, lower.logprob_tolerance) == ("mean", 0.03)
+
+
+def test_a_kl_term_after_a_warm_start_names_its_reference(tmp_path):
+    changes = {"warm_start.data": "t", "eval.data": "t", "algorithm.kl_coef": 0.1}
+    with pytest.raises(ConfigError, match=r"name the reference in algorithm\.ref_load"):
+        load(tmp_path, changes)
+    assert load(tmp_path, changes | {"algorithm.ref_load": "/other"}).reference_path == "/other"

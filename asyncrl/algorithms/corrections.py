@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.kl import LOG_RATIO_LIMIT, LOW_VAR_LIMIT, KLEstimator
+
 __all__ = [
     "LOG_RATIO_LIMIT",
     "band_mask",
@@ -22,9 +24,6 @@ __all__ = [
     "sequence_sum",
     "truncated",
 ]
-
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to ± this many nats: exp(20) is still finite in float32."""
 
 Level = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 
@@ -61,13 +60,16 @@ def band_mask(log_ratio: Tensor, low: float, high: float) -> Tensor:
     return (ratio >= low) & (ratio <= high)
 
 
-def kl_estimate(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Per-token estimate of KL(behaviour || learner) from tokens of the behaviour policy, with l = log_ratio: k1 = -l, k2 = l²/2,
-    k3 = exp(l) - 1 - l (http://joschu.net/blog/kl-approx.html)."""
+def kl_estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
+    """Per-token estimate of KL(p || q) from tokens of p, with l = log_ratio = log q - log p: k1 = -l, k2 = l²/2, k3 = exp(l) - 1 - l,
+    low_var = k3, at most 10 (http://joschu.net/blog/kl-approx.html)."""
     clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
         return -clamped
-    return clamped.square() / 2 if estimator == "k2" else clamped.exp() - 1 - clamped
+    if estimator == "k2":
+        return clamped.square() / 2
+    k3 = clamped.exp() - 1 - clamped
+    return k3.clamp(max=LOW_VAR_LIMIT) if estimator == "low_var" else k3
 
 
 def rejection_mask(log_ratio: Tensor, sequence: Tensor, sequences: int, estimator: Literal["k1", "k2", "k3"], level: Level, above: float) -> Tensor:

@@ -37,6 +37,7 @@ __all__ = [
     "sapo",
     "supervised_loss",
     "token_weights",
+    "truncated_weights",
 ]
 
 
@@ -59,6 +60,8 @@ class LossSums:
     """Truncated importance weights."""
     kl_k1: Tensor
     kl_k3: Tensor
+    kl_reference: Tensor
+    """Estimates of KL(learner || reference)."""
     nonfinite: Tensor
     """Tokens whose log-prob, on either side, is NaN or Inf."""
 
@@ -80,6 +83,8 @@ class PolicyTokens:
     sequences: int
     ages: Tensor
     """[N] float: learner's version minus the version that made the token."""
+    reference_logprobs: Tensor | None = None
+    """[N], of the frozen reference policy."""
 
 
 def token_weights(
@@ -155,13 +160,17 @@ def log_linear_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, ages: Tens
     return behaviour_logprobs + share * (logprobs.detach() - behaviour_logprobs)
 
 
-def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tensor | None = None) -> tuple[Tensor, LossSums]:
+def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tensor | None = None, mean_weight: float = 1.0) -> tuple[Tensor, LossSums]:
     """Loss of one micro-batch: sum over tokens of weight · mask · truncated(π_old / π_behaviour) · surrogate(π_learner / π_old), less
-    entropy_coef · weight · entropy, if the entropies [N] are given.
+    entropy_coef · weight · entropy, if the entropies [N] are given, plus kl_loss_coef · weight · capped ratio · KL estimate, if the reference's
+    log-probs are there.
 
     π_old is the behaviour policy itself (its truncated weight is then 1: the surrogate's ratio carries the whole correction); the learner's policy
     before this step, which is the learner's policy now, since a batch gets one step (decoupled PPO, arXiv:2505.24298, eq. 5, with the recomputed
     proximal policy); or the log-linear guess at the version before.
+
+    Args:
+        mean_weight: the truncated weights are divided by it: their mean over the step's tokens, from `truncated_weights`, normalises them.
 
     Returns:
         The loss (with gradient) and detached sums for metrics.
@@ -173,10 +182,15 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
     log_ratio = (logprobs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     surrogate, clipped = _surrogate(tokens, log_ratio, algorithm)
     raw = (logprobs - behaviour).detach()
-    weight, kept = _correction((old - behaviour).detach(), raw, tokens, algorithm.correction)
+    weight = truncated_weights(tokens, algorithm) / mean_weight
+    kept = _kept(raw, tokens, algorithm.correction)
     loss = (tokens.weights * torch.where(kept, weight * surrogate, torch.zeros_like(surrogate))).sum()
     if entropy is not None and algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (tokens.weights * entropy).sum()
+    kl = torch.zeros_like(raw)
+    if tokens.reference_logprobs is not None:
+        kl = kl_estimate(tokens.reference_logprobs - logprobs, algorithm.kl_estimator)
+        loss = loss + algorithm.kl_loss_coef * (tokens.weights * _bounded_ratio(raw, algorithm) * kl).sum()
     with torch.no_grad():
         full = raw.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         ratio = full.exp()
@@ -190,9 +204,24 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
             weight=weight.sum(),
             kl_k1=kl_estimate(full, "k1").sum(),
             kl_k3=kl_estimate(full, "k3").sum(),
+            kl_reference=kl.sum(),
             nonfinite=(~torch.isfinite(raw)).sum(),
         )
     return loss, sums
+
+
+def _bounded_ratio(log_ratio: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """min(π_learner / π_behaviour, correction.cap): the KL term is an expectation over the learner's own tokens (DeepSeek-V3.2, arXiv:2512.02556,
+    section 3.1, which does not cap it)."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=algorithm.correction.cap)
+
+
+def truncated_weights(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> Tensor:
+    """Weights [N] for the way from the behaviour policy to the surrogate's old policy, without gradient."""
+    if algorithm.correction.truncation == "none":
+        return torch.ones_like(tokens.behaviour_logprobs)
+    way = (_old_logprobs(tokens, algorithm.old_policy) - tokens.behaviour_logprobs).detach()
+    return truncated(way, tokens.sequence, tokens.sequences, algorithm.correction.truncation, algorithm.correction.cap)
 
 
 def supervised_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, LossSums]:
@@ -201,7 +230,7 @@ def supervised_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, LossSums
     with torch.no_grad():
         zero, count = logprobs.new_zeros(()), logprobs.new_ones(()) * logprobs.numel()
         nonfinite = (~torch.isfinite(logprobs)).sum()
-        sums = LossSums(loss.detach(), count, count, logprobs.new_ones(()), zero, zero, count, zero, zero, nonfinite)
+        sums = LossSums(loss.detach(), count, count, logprobs.new_ones(()), zero, zero, count, zero, zero, zero, nonfinite)
     return loss, sums
 
 
@@ -230,12 +259,9 @@ def _surrogate(tokens: PolicyTokens, log_ratio: Tensor, algorithm: AlgorithmConf
             return reinforce(tokens.logprobs, advantages)
 
 
-def _correction(log_weight: Tensor, log_ratio: Tensor, tokens: PolicyTokens, correction: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """Weight [N] for the way to the old policy, and which tokens are kept [N]: judged by the whole way to the learner."""
+def _kept(log_ratio: Tensor, tokens: PolicyTokens, correction: CorrectionConfig) -> Tensor:
+    """Which tokens are kept [N], judged by the whole way from the behaviour policy to the learner."""
     sequence, sequences = tokens.sequence, tokens.sequences
-    weight = torch.ones_like(log_weight)
-    if correction.truncation != "none":
-        weight = truncated(log_weight, sequence, sequences, correction.truncation, correction.cap)
     kept = torch.ones_like(log_ratio, dtype=torch.bool)
     if correction.mask_below is not None or correction.mask_above is not None:
         kept &= band_mask(log_ratio, correction.mask_below or 0.0, correction.mask_above or float("inf"))
@@ -243,4 +269,4 @@ def _correction(log_weight: Tensor, log_ratio: Tensor, tokens: PolicyTokens, cor
         kept &= rejection_mask(log_ratio, sequence, sequences, correction.reject_estimator, correction.reject_level, correction.reject_above)
     if correction.sequence_mask_above is not None:
         kept &= off_policy_sequence_mask(log_ratio, tokens.advantages, sequence, sequences, correction.sequence_mask_above)
-    return weight, kept
+    return kept

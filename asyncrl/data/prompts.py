@@ -21,7 +21,7 @@ import pyarrow.json
 import pyarrow.parquet
 
 from asyncrl.config import Config, ConfigError
-from asyncrl.types import COLUMNS, SCORED_COLUMNS, TRAJECTORY_COLUMNS, Prompt
+from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TRAJECTORY_COLUMNS, Prompt
 
 __all__ = ["PromptReport", "RayPromptSource", "check_prompts", "ordinal_to_row", "read_prompts", "read_rows", "render_prompts", "stream_ordinals"]
 
@@ -31,7 +31,7 @@ STREAM_BYTES = 512 << 10
 """Object store that unread prompts may take: the stream runs ahead this far and no further."""
 WAITING_PROMPTS = 128
 """Prompts that wait in this process."""
-TAKEN_COLUMNS = {*COLUMNS, *SCORED_COLUMNS, "reward_parts", "prompts", "completions", *TRAJECTORY_COLUMNS}
+TAKEN_COLUMNS = {*COLUMNS, *SCORED_COLUMNS, REFERENCE_COLUMN, "reward_parts", "prompts", "completions", *TRAJECTORY_COLUMNS}
 """Names of our own columns and of the reward's arguments."""
 
 

@@ -10,10 +10,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.advantages import Advantage, group_advantages
 from asyncrl.algorithms.losses import PolicyTokens
 from asyncrl.learning.attention import Segments
+from asyncrl.types import REFERENCE_COLUMN
 
-__all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "token_example"]
+__all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "shuffle_rewards", "token_example"]
 
 TokenRow = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and the ids that follow them."""
@@ -33,6 +35,8 @@ class Example:
     advantage: float
     versions: np.ndarray
     """[C] int32: the policy version that made each token."""
+    reference_logprobs: np.ndarray | None = None
+    """[C] float32, nats: of the frozen reference policy."""
 
     @property
     def loss_tokens(self) -> int:
@@ -66,10 +70,14 @@ class MicroBatch:
     """[N] int64: the segment of each loss token."""
     ages: Tensor
     """[N] float32: the learner's version minus the version that made the token."""
+    reference_logprobs: Tensor | None = None
+    """[N] float32, nats; None without a reference policy."""
 
     def policy_tokens(self, logprobs: Tensor) -> PolicyTokens:
         """The loss tokens with the learner's log-probs [N]."""
-        return PolicyTokens(logprobs, self.behaviour_logprobs, self.advantages, self.weights, self.sequence, len(self.order), self.ages)
+        return PolicyTokens(
+            logprobs, self.behaviour_logprobs, self.advantages, self.weights, self.sequence, len(self.order), self.ages, self.reference_logprobs
+        )
 
 
 def examples_of(table: pa.Table) -> list[Example]:
@@ -84,11 +92,31 @@ def examples_of(table: pa.Table) -> list[Example]:
     return [example for row in range(table.num_rows) for example in _row_examples(table, row)]
 
 
+def shuffle_rewards(tables: Sequence[pa.Table], advantage: Advantage, seed: tuple[int, ...]) -> list[pa.Table]:
+    """The same scored groups with the usable trajectories' rewards permuted over all of them, and the advantages computed anew."""
+    rewards = [table["reward"][row].as_py() for table in tables for row in range(table.num_rows)]
+    usable = [[status == "ok" for status in table["status"][row].as_py()] for table in tables for row in range(table.num_rows)]
+    places = [(group, index) for group, flags in enumerate(usable) for index, use in enumerate(flags) if use]
+    drawn = [rewards[group][index] for group, index in places]
+    for (group, index), source in zip(places, np.random.default_rng(seed).permutation(len(drawn)), strict=True):
+        rewards[group][index] = drawn[source]
+    advantages = [group_advantages(group, flags, advantage) for group, flags in zip(rewards, usable, strict=True)]
+    shuffled, start = [], 0
+    for table in tables:
+        for name, values in (("reward", rewards), ("advantage", advantages)):
+            column = pa.array(values[start : start + table.num_rows], table.schema.field(name).type)
+            table = table.set_column(table.schema.get_field_index(name), name, column)
+        shuffled.append(table)
+        start += table.num_rows
+    return shuffled
+
+
 def _row_examples(table: pa.Table, row: int) -> list[Example]:
     prompt = table["prompt_ids"][row].values.to_numpy(zero_copy_only=False)
     statuses, advantages = table["status"][row].as_py(), table["advantage"][row].as_py()
     nested = [table[name][row].values for name in ("completion_ids", "loss_mask", "logprobs")]
     spans = table["versions"][row].values
+    reference = table[REFERENCE_COLUMN][row].values if REFERENCE_COLUMN in table.column_names else None
     examples = []
     for index, status in enumerate(statuses):
         if status != "ok":
@@ -98,7 +126,8 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
         ids, mask, logprobs = (values[index].values.to_numpy(zero_copy_only=False) for values in nested)
         tokens = np.concatenate([prompt, ids]).astype(np.int64)
         versions = _token_versions(spans[index].values)
-        examples.append(Example(tokens, len(prompt), mask.astype(bool), logprobs.astype(np.float32), float(advantages[index]), versions))
+        referred = reference[index].values.to_numpy(zero_copy_only=False) if reference is not None else None
+        examples.append(Example(tokens, len(prompt), mask.astype(bool), logprobs.astype(np.float32), float(advantages[index]), versions, referred))
     return [example for example in examples if example.loss_tokens]
 
 
@@ -137,6 +166,8 @@ def micro_batch(
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     masked = [np.flatnonzero(example.loss_mask) for example in chosen]
 
+    referred = [example.reference_logprobs[at] for example, at in zip(chosen, masked, strict=True) if example.reference_logprobs is not None]
+
     def joined(parts: Sequence[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
@@ -153,6 +184,7 @@ def micro_batch(
         weights=joined([np.full(len(at), weights[index] if weights else 1.0, dtype=np.float32) for index, at in zip(order, masked, strict=True)]),
         sequence=joined([np.full(len(at), segment, dtype=np.int64) for segment, at in enumerate(masked)]),
         ages=joined([(version - example.versions[at]).astype(np.float32) for example, at in zip(chosen, masked, strict=True)]),
+        reference_logprobs=joined(referred) if referred else None,
     )
 
 

@@ -14,7 +14,7 @@ from asyncrl.learning.batches import Example
 
 __all__ = ["StepSums", "step_metrics"]
 
-SUMS = ("loss", "ratio", "ratio_squared", "clipped", "masked", "weight", "kl_k1", "kl_k3")
+SUMS = ("loss", "ratio", "ratio_squared", "clipped", "masked", "weight", "kl_k1", "kl_k3", "kl_reference")
 NAMES = (*SUMS, "entropy", "nonfinite_loss", "nonfinite_gradient")
 
 
@@ -78,6 +78,7 @@ def step_metrics(
         "weight_mean": totals["weight"] / tokens,
         "kl_k1": totals["kl_k1"] / tokens,
         "kl_k3": totals["kl_k3"] / tokens,
+        "kl_reference": totals["kl_reference"] / tokens,
         "entropy": totals["entropy"] / tokens,
         "nonfinite_loss": totals["nonfinite_loss"],
         "nonfinite_gradient": totals["nonfinite_gradient"],

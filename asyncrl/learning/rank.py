@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.algorithms.advantages import batch_normalised
-from asyncrl.algorithms.losses import LossSums, policy_loss, supervised_loss, token_weights
+from asyncrl.algorithms.losses import LossSums, policy_loss, supervised_loss, token_weights, truncated_weights
 from asyncrl.config import Config
 from asyncrl.control.protocols import Manifest
 from asyncrl.data.packing import pack
 from asyncrl.learning import checkpoint, zero3
-from asyncrl.learning.batches import Example, MicroBatch, TokenRow, examples_of, micro_batch, token_example
+from asyncrl.learning.batches import Example, MicroBatch, TokenRow, examples_of, micro_batch, shuffle_rewards, token_example
 from asyncrl.learning.metrics import StepSums, step_metrics
 from asyncrl.learning.schedule import learning_rate_at
 from asyncrl.types import table_from_ipc
@@ -87,18 +87,36 @@ class LearnerRank:
 
         Metrics hold `applied` (1.0 or 0.0). NaN or Inf on any rank: no rank steps.
         """
-        examples = [example for table in _fetch(refs) for example in examples_of(table)]
+        tables = _fetch(refs)
+        if self.config.reward.shuffle:
+            tables = shuffle_rewards(tables, self.config.algorithm.advantage, (self.config.seed, self.applied))
+        examples = [example for table in tables for example in examples_of(table)]
         algorithm, learner = self.config.algorithm, self.config.learner
         if algorithm.advantage.startswith("reinforce_plus_plus") and examples:
             advantages = batch_normalised([example.advantage for example in examples], [example.loss_tokens for example in examples])
             examples = [replace(example, advantage=advantage) for example, advantage in zip(examples, advantages, strict=True)]
 
+        mean_weight = self._mean_weight(examples) if algorithm.correction.normalise and examples else 1.0
+
         def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
-            return policy_loss(batch.policy_tokens(logprobs), algorithm, entropy)
+            return policy_loss(batch.policy_tokens(logprobs), algorithm, entropy, mean_weight)
 
         weights = token_weights([example.loss_tokens for example in examples], algorithm.loss_aggregation, self.config.rollout.max_completion_length)
         rate = learning_rate_at(self.applied, self.learning_rate, self.warmup_steps, self.config.max_steps, learner.lr_scheduler_type)
         return self._train(examples, weights, loss, rate)
+
+    @torch.no_grad()
+    def _mean_weight(self, examples: list[Example]) -> float:
+        """Mean of the step's truncated weights over all ranks' tokens."""
+        plan = pack([len(example.tokens) for example in examples], self.config.learner.max_tokens_per_gpu, self.config.learner.world_size)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for indices in plan.micro_batches[self.rank]:
+            batch = micro_batch(examples, indices, self.device, version=self.applied)
+            logprobs, _ = self.engine(batch, None)
+            weights = truncated_weights(batch.policy_tokens(logprobs), self.config.algorithm)
+            sums += torch.stack([weights.sum().double(), weights.new_tensor(weights.numel()).double()])
+        dist.all_reduce(sums)
+        return float(sums[0] / sums[1])
 
     def supervised_step(self, rows: Sequence[TokenRow]) -> dict[str, float]:
         """One step of next-token prediction of the second ids of each row after the first ones."""

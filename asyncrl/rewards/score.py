@@ -11,11 +11,12 @@ from typing import Any
 import pyarrow as pa
 
 from asyncrl.algorithms.advantages import group_advantages, soft_overlong_penalty
-from asyncrl.config import Config
+from asyncrl.algorithms.kl import reward_kl
+from asyncrl.config import AlgorithmConfig, Config
 from asyncrl.rewards.pool import GroupRewards, RewardPool, total_rewards
-from asyncrl.types import SCORED_COLUMNS, reward_parts_type
+from asyncrl.types import REFERENCE_COLUMN, REFERENCE_LOGPROBS, SCORED_COLUMNS, reward_parts_type
 
-__all__ = ["attach_rewards", "group_request", "score_completions", "score_table"]
+__all__ = ["attach_reference", "attach_rewards", "group_request", "group_rows", "score_completions", "score_table"]
 
 
 def group_request(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[str], list[str], list[list[int]], dict[str, Any]]:
@@ -32,13 +33,27 @@ def attach_rewards(group: pa.Table, rewards: GroupRewards) -> pa.Table:
     return group.append_column("failure", pa.array([rewards.failure], SCORED_COLUMNS["failure"]))
 
 
+def group_rows(group: pa.Table) -> list[tuple[list[int], list[int]]]:
+    """(Prompt ids, completion ids) of each trajectory of a one-row table."""
+    prompt = group["prompt_ids"][0].as_py()
+    return [(prompt, ids) for ids in group["completion_ids"][0].as_py()]
+
+
+def attach_reference(group: pa.Table, logprobs: Sequence[Any]) -> pa.Table:
+    """One group's one-row table with the reference policy's log-probs: one array for each trajectory."""
+    return group.append_column(REFERENCE_COLUMN, pa.array([[values.tolist() for values in logprobs]], REFERENCE_LOGPROBS))
+
+
 def score_table(table: pa.Table, config: Config) -> pa.Table:
     """Add reward, advantage, status and scored_at to groups with raw rewards. The map stage of scoring."""
     weights = {name: reward.weight for name, reward in config.reward.functions.items()}
     scored: dict[str, list[Any]] = {"reward": [], "advantage": [], "status": [], "scored_at": []}
-    for row in table.select(["prompt_ids", "completion_ids", "logprobs", "reward_parts"]).to_pylist():
+    columns = ["prompt_ids", "completion_ids", "logprobs", "reward_parts", *([REFERENCE_COLUMN] if config.algorithm.has_reference else [])]
+    for row in table.select(columns).to_pylist():
         parts = {name: [part[name] for part in row["reward_parts"]] for name in weights}
         rewards = _shortened(total_rewards(parts, weights), row["completion_ids"], config)
+        if config.algorithm.kl_coef:
+            rewards = _held_to_reference(rewards, row["logprobs"], row[REFERENCE_COLUMN], config.algorithm)
         places = zip(rewards, row["logprobs"], row["completion_ids"], strict=True)
         statuses = [trajectory_status(reward, logprobs, len(row["prompt_ids"]) + len(ids), config.longest_trajectory) for reward, logprobs, ids in places]
         scored["reward"].append(rewards)
@@ -55,6 +70,17 @@ def _shortened(rewards: Sequence[float | None], completion_ids: Sequence[Sequenc
     longest, reward = config.rollout.max_completion_length, config.reward
     penalties = [soft_overlong_penalty(len(ids), longest, reward.overlong_buffer, reward.overlong_penalty) for ids in completion_ids]
     return [None if total is None else total + penalty for total, penalty in zip(rewards, penalties, strict=True)]
+
+
+def _held_to_reference(
+    rewards: Sequence[float | None], logprobs: Sequence[Sequence[float]], reference: Sequence[Sequence[float]], algorithm: AlgorithmConfig
+) -> list[float | None]:
+    """The rewards less kl_coef times the trajectory's KL divergence from the reference. Log-probs that are no numbers are left to the status."""
+    held: list[float | None] = []
+    for reward, ours, theirs in zip(rewards, logprobs, reference, strict=True):
+        kl = reward_kl(ours, theirs, algorithm.kl_estimator)
+        held.append(None if reward is None else reward - algorithm.kl_coef * (kl if math.isfinite(kl) else 0.0))
+    return held
 
 
 def trajectory_status(reward: float | None, logprobs: Sequence[float], tokens: int, longest: int) -> str:

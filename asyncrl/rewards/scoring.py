@@ -44,17 +44,18 @@ FLUSH_LINGER_S = 0.1
 class RayScores:
     """`Scores` over Ray actors. Each admitted group comes once, by ordinal; a second copy is acknowledged and dropped here."""
 
-    def __init__(self, config: Config, attempt: int, workers: Sequence[Any], rollouts: Rollouts, groups_directory: Path) -> None:
+    def __init__(self, config: Config, attempt: int, workers: Sequence[Any], rollouts: Rollouts, groups_directory: Path, reference: Any = None) -> None:
         """Start the execution. Call it on the event loop.
 
         Args:
             workers: actor handles of the rollout workers (`RayRollouts.workers`).
             rollouts: gets the acknowledgements of second copies.
             groups_directory: <run>/groups; made if missing.
+            reference: the actor of the reference policy; None = there is none.
         """
         groups_directory.mkdir(parents=True, exist_ok=True)
         self._config, self._attempt, self._workers, self._rollouts = config, attempt, list(workers), rollouts
-        self._directory = groups_directory
+        self._directory, self._reference = groups_directory, reference
         self._loop = asyncio.get_running_loop()
         self._arrived: queue.Queue[pa.Table | BaseException | None] = queue.Queue()
         self._safe: asyncio.Queue[list[tuple[int, Scored | None]] | BaseException] = asyncio.Queue()
@@ -107,7 +108,7 @@ class RayScores:
         """Thread: rows from Ray Data, as they come."""
         end: BaseException | None = None
         try:
-            source = partial(rewarded_groups, self._config.reward, self._workers)
+            source = partial(rewarded_groups, self._config.reward, self._workers, self._reference)
             stage = partial(score_table, config=self._config)
             for block in stream_blocks(source, stage, 1, STREAM_BYTES, "scoring"):
                 self._arrived.put(block)

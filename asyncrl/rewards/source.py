@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ import ray.exceptions
 from asyncrl.config import RewardConfig
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.pool import GROUPS_AT_ONCE, GroupRewards, RewardPool, no_rewards
-from asyncrl.rewards.score import attach_rewards, group_request
+from asyncrl.rewards.score import attach_reference, attach_rewards, group_request, group_rows
 from asyncrl.rollout.outbox import OutboxClosed
 from asyncrl.types import COLUMNS, table_from_ipc
 
@@ -27,13 +28,16 @@ LEASE_WAIT_S = 1.0
 RESTART_PAUSE_S = 0.2
 
 
-def rewarded_groups(config: RewardConfig, workers: Sequence[Any]) -> Iterator[pa.Table]:
+def rewarded_groups(config: RewardConfig, workers: Sequence[Any], reference: Any = None) -> Iterator[pa.Table]:
     """One-row tables with raw rewards, in the order in which rewards are done; ends when every worker has closed its outbox.
 
     A slow group holds back no other: up to 64 are in the pool at once. Under policy `fail` the group that failed comes with its
     failure; the consumer ends the run. Runs in the read task; a task run again after a crash is a new reader to the workers.
+
+    Args:
+        reference: the actor of the reference policy, whose log-probs are added; None = there is none.
     """
-    events: queue.Queue[pa.Table | tuple[pa.Table, Future[GroupRewards]] | BaseException | None] = queue.Queue()
+    events: queue.Queue[Any] = queue.Queue()  # a leased group; what is known of one; an error; None at the end
     room = threading.Semaphore(GROUPS_AT_ONCE)
     stop = threading.Event()
     with RewardPool(config) as pool:
@@ -42,9 +46,17 @@ def rewarded_groups(config: RewardConfig, workers: Sequence[Any]) -> Iterator[pa
             while (event := events.get()) is not None:
                 if isinstance(event, BaseException):
                     raise event
-                if isinstance(event, tuple):
+                if isinstance(event, _Rewarded) and reference is not None:
+                    asked = reference.logprobs.remote(group_rows(event.group))
+                    asked.future().add_done_callback(partial(_referred, events, attach_rewards(event.group, _result(config, event))))
+                    continue
+                if isinstance(event, _Rewarded | _Referred):
                     room.release()
-                    yield attach_rewards(event[0], _result(config, *event))
+                    yield (
+                        attach_rewards(event.group, _result(config, event))
+                        if isinstance(event, _Rewarded)
+                        else attach_reference(event.group, event.logprobs.result())
+                    )
                     continue
                 prompts, completions, ids, columns = group_request(event.to_pylist()[0], [name for name in event.column_names if name not in COLUMNS])
                 pool.submit(prompts, completions, ids, columns).add_done_callback(partial(_done, events, event))
@@ -53,15 +65,31 @@ def rewarded_groups(config: RewardConfig, workers: Sequence[Any]) -> Iterator[pa
             room.release(GROUPS_AT_ONCE)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rewarded:
+    group: pa.Table
+    rewards: Future[GroupRewards]
+
+
+@dataclass(frozen=True, slots=True)
+class _Referred:
+    group: pa.Table
+    logprobs: Future[list[Any]]
+
+
 def _done(events: queue.Queue[Any], group: pa.Table, future: Future[GroupRewards]) -> None:
-    events.put((group, future))
+    events.put(_Rewarded(group, future))
 
 
-def _result(config: RewardConfig, group: pa.Table, future: Future[GroupRewards]) -> GroupRewards:
+def _referred(events: queue.Queue[Any], group: pa.Table, future: Future[list[Any]]) -> None:
+    events.put(_Referred(group, future))
+
+
+def _result(config: RewardConfig, event: _Rewarded) -> GroupRewards:
     try:
-        return future.result()
+        return event.rewards.result()
     except RewardError as error:
-        return no_rewards(config, len(group["completion_ids"][0]), str(error))
+        return no_rewards(config, len(event.group["completion_ids"][0]), str(error))
 
 
 def _lease(workers: Sequence[Any], reader: str, room: threading.Semaphore, stop: threading.Event, events: queue.Queue[Any]) -> None:

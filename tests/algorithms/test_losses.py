@@ -1,12 +1,24 @@
 """Every surrogate on hand-computed numbers, and the whole policy loss against an independent numpy version with ragged lengths."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.losses import PolicyTokens, cispo, dppo, log_linear_proximal, policy_loss, ppo_clip, sapo, supervised_loss, token_weights
+from asyncrl.algorithms.losses import (
+    PolicyTokens,
+    cispo,
+    dppo,
+    log_linear_proximal,
+    policy_loss,
+    ppo_clip,
+    sapo,
+    supervised_loss,
+    token_weights,
+    truncated_weights,
+)
 from asyncrl.config import AlgorithmConfig
 
 
@@ -233,3 +245,27 @@ def test_supervised_loss_is_the_negative_log_likelihood() -> None:
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="one shape"):
         policy_loss(tokens(torch.zeros(2), torch.zeros(3), torch.zeros(2)), algorithm())
+
+
+def test_normalised_weights_have_mean_one() -> None:
+    learner, behaviour = log(0.75, 0.25, 0.9).requires_grad_(), log(0.5, 0.5, 0.3)
+    chosen = algorithm(loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 2.0, "normalise": True})
+    weights = truncated_weights(tokens(learner, behaviour, tensor(1, 1, 1)), chosen)
+    assert weights.tolist() == pytest.approx([1.5, 0.5, 2.0]) and not weights.requires_grad
+    loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, 1, 1)), chosen, mean_weight=weights.mean().item())
+    assert sums.weight.item() == pytest.approx(3.0)
+    assert gradient(loss, learner) == pytest.approx([-1.5 * 0.75, -0.5 * 0.75, -2.0 * 0.75])
+
+
+def test_kl_in_the_loss_on_hand_computed_numbers() -> None:
+    # π = 0.5, 0.25; π_ref = 0.25, 0.5; μ = 0.5, 0.05: ratios 1 and 5, the second capped at 2
+    learner, behaviour = log(0.5, 0.25).requires_grad_(), log(0.5, 0.05)
+    known = replace(tokens(learner, behaviour, tensor(0, 0)), reference_logprobs=log(0.25, 0.5))
+    loss, sums = policy_loss(known, algorithm(kl_loss_coef=0.1))
+    k3 = (0.5 - 1 - math.log(0.5), 2 - 1 - math.log(2))
+    assert loss.item() == pytest.approx(0.1 * (k3[0] + 2 * k3[1]))
+    assert sums.kl_reference.item() == pytest.approx(sum(k3))
+    # d k3 / d log π = 1 - π_ref / π
+    assert gradient(loss, learner) == pytest.approx([0.1 * (1 - 0.5), 0.1 * 2 * (1 - 2)])
+    none, _ = policy_loss(tokens(learner, behaviour, tensor(0, 0)), algorithm(kl_loss_coef=0.1))
+    assert none.item() == 0

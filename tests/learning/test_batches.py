@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.learning.batches import examples_of, micro_batch
+from asyncrl.learning.batches import examples_of, micro_batch, shuffle_rewards
 from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table
 
 
@@ -26,3 +26,22 @@ def test_versions_sequences_and_weights_follow_the_tokens() -> None:
     assert batch.weights.tolist() == [0.25, 0.25, 0.25, 0.5, 0.5]
     assert batch.advantages.tolist() == [2, 2, 2, -1, -1]
     assert batch.policy_tokens(batch.ages).sequences == 2
+
+
+def test_shuffled_rewards_are_the_same_rewards_elsewhere() -> None:
+    def group(ordinal: int, rewards: tuple[float, ...]) -> Group:
+        completion = Completion((10, 11), (-1.0, -1.0), (VersionSpan(0, 0, 2),), "stop")
+        members = [Trajectory(completion, (1, 1), reward, {}, 9.0) for reward in rewards]
+        masked = Trajectory(completion, (1, 1), 5.0, {}, None, "over_long")
+        return Group(0, Prompt(ordinal, 0, "p", (1, 2)), (*members, masked), "replica", 0.0, 1.0, 2.0)
+
+    tables = [groups_to_table([group(0, (0.0, 1.0, 2.0))]), groups_to_table([group(1, (3.0, 4.0, 6.0))])]
+    shuffled = shuffle_rewards(tables, "dr_grpo", (0, 1))
+    assert shuffled == shuffle_rewards(tables, "dr_grpo", (0, 1)) != shuffle_rewards(tables, "dr_grpo", (0, 2))
+    rewards = [table["reward"][0].as_py() for table in shuffled]
+    assert sorted(rewards[0][:3] + rewards[1][:3]) == [0, 1, 2, 3, 4, 6] and sorted(rewards[0][:3]) != [0, 1, 2]
+    assert [values[3] for values in rewards] == [5.0, 5.0], "a masked trajectory takes no part"
+    advantages = [table["advantage"][0].as_py() for table in shuffled]
+    assert [values[3] for values in advantages] == [None, None]
+    assert all(abs(sum(values[:3])) < 1e-6 for values in advantages)
+    assert [example.advantage for example in examples_of(shuffled[0])] == advantages[0][:3]

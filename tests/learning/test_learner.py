@@ -20,7 +20,14 @@ from asyncrl.learning.group import LearnerError, LearnerGroup, PlacementError
 
 ROWS = [((5, 6, 7), (8, 9)), ((10,), (11, 12, 13)), ((20, 21), (22,))]
 
-ALGORITHM = {"advantage": "reinforce_plus_plus", "loss_aggregation": "sequence_mean_token_mean", "entropy_coef": 0.01, "loss": "gspo"}
+ALGORITHM = {
+    "advantage": "reinforce_plus_plus",
+    "loss_aggregation": "sequence_mean_token_mean",
+    "entropy_coef": 0.01,
+    "loss": "gspo",
+    "old_policy": "log_linear",
+    "correction": {"truncation": "sequence", "normalise": True},
+}
 """What has to be computed over the whole step, or over whole trajectories, whoever has them."""
 
 Run = Callable[[Any], Any]

@@ -1,12 +1,13 @@
 import asyncio
 import math
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from asyncrl.config import Config
 from asyncrl.rewards.pool import GroupRewards, RewardPool
-from asyncrl.rewards.score import attach_rewards, score_completions, score_table
+from asyncrl.rewards.score import attach_reference, attach_rewards, score_completions, score_table
 from asyncrl.rewards.scoring import scored_summary
 from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_from_table, groups_to_table
 
@@ -76,3 +77,17 @@ def test_the_last_tokens_before_the_limit_cost_reward(config):
     [scored] = groups_from_table(score_table(attach_rewards(groups_to_table([group]), rewards), Config.model_validate(tree)))
     assert [t.reward for t in scored.trajectories] == [1.0, 0.75, None]
     assert [t.advantage for t in scored.trajectories] == [0.125, -0.125, None]
+
+
+def test_kl_from_the_reference_is_taken_from_the_reward(config):
+    config = Config.model_validate(config.model_dump() | {"algorithm": {"advantage": "dr_grpo", "kl_coef": 0.5, "kl_estimator": "k1"}})
+    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2), trajectory(4), trajectory(2, math.nan)), "replica", 1.0, 2.0)
+    rewarded = attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0, 1.0, 1.0], "b": [0.0, 0.0, 0.0]}))
+    referred = attach_reference(rewarded, [np.float32([-1.5, -1.0]), np.float32([-1.0] * 4), np.float32([-1.0, -1.0])])
+    [scored] = groups_from_table(score_table(referred, config))
+    # -1.0 - -1.5 = 0.5 nats in the first, half of which it costs
+    assert [t.reward for t in scored.trajectories] == [0.75, 1.0, 1.0]
+    assert [t.status for t in scored.trajectories] == ["ok", "ok", "bad_logprob"]
+    assert [t.advantage for t in scored.trajectories] == [-0.125, 0.125, None]
+    assert scored.trajectories[0].reference_logprobs == (-1.5, -1.0)
+    assert [t.reference_logprobs for t in groups_from_table(groups_to_table([scored]))[0].trajectories] == [t.reference_logprobs for t in scored.trajectories]

@@ -9,9 +9,12 @@ import time
 import pyarrow.parquet
 import pytest
 import ray
+import torch
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
+from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
+from asyncrl.learning.reference import start_reference
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.scoring import RayScores
 from asyncrl.rollout.group import start_rollouts
@@ -43,9 +46,9 @@ def prompt(ordinal, **columns):
 class Station:
     """Rollout workers and scoring together, closed in the end."""
 
-    def __init__(self, config, directory):
+    def __init__(self, config, directory, reference=None):
         self.rollouts = start_rollouts(WorkerSpec(config, "run", 1, FakeGenerate))
-        self.scores = RayScores(config, 1, self.rollouts.workers, self.rollouts, directory)
+        self.scores = RayScores(config, 1, self.rollouts.workers, self.rollouts, directory, reference)
 
     async def __aenter__(self):
         await self.rollouts.ready()
@@ -162,3 +165,33 @@ def test_a_second_copy_of_a_group_is_acknowledged_and_dropped(ray_cluster, tmp_p
 
     asyncio.run(scenario())
     assert sorted(pyarrow.parquet.read_table(tmp_path)["ordinal"].to_pylist()) == [0, 1]
+
+
+def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(ray_cluster, tiny_model, tmp_path):
+    """The real actor on a real checkpoint, against transformers; the KL term reaches the reward."""
+    config = make_config("by_length")
+    config = Config.model_validate(config.model_dump() | {"model": {"path": str(tiny_model)}, "algorithm": {"kl_coef": 0.1, "kl_estimator": "k1"}})
+    reference = start_reference(config)
+
+    async def scenario():
+        async with Station(config, tmp_path / "groups", reference) as station:
+            for ordinal in range(6):
+                await station.rollouts.rollout(prompt(ordinal), 0)
+            return await station.take(6)
+
+    try:
+        scored = asyncio.run(scenario())
+    finally:
+        ray.kill(reference)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    groups = [group for one in scored for group in groups_from_table(table_from_ipc(ray.get(one.ref[0])).slice(one.ref[1], 1))]
+    assert sorted(group.ordinal for group in groups) == list(range(6))
+    for group in groups:
+        for trajectory in group.trajectories:
+            ids = torch.tensor([[*group.prompt.token_ids, *trajectory.completion.token_ids]])
+            with torch.no_grad():
+                expected = torch.log_softmax(model(ids).logits[0, len(group.prompt.token_ids) - 1 : -1], -1)
+            expected = expected.gather(1, torch.tensor(trajectory.completion.token_ids)[:, None])[:, 0]
+            assert trajectory.reference_logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+            apart = sum(trajectory.completion.logprobs) - sum(trajectory.reference_logprobs)
+            assert trajectory.reward == pytest.approx(trajectory.reward_parts["tested"] - 0.1 * apart, rel=1e-4)

@@ -1,0 +1,60 @@
+"""The frozen reference policy of a KL term: a process of its own, asked by the scoring stream, far from the learner's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from asyncrl.config import Config
+from asyncrl.learning.batches import TokenRow, micro_batch, token_example
+
+__all__ = ["Reference", "start_reference"]
+
+
+class Reference:
+    """The whole model at `algorithm.ref_load` on one device, without gradients or optimizer."""
+
+    def __init__(self, config: Config) -> None:
+        import torch
+        from transformers.utils import logging as transformers_logging
+
+        from asyncrl.learning.policy import load_policy
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        torch.set_num_threads(config.learner.num_threads)
+        self.config = config
+        self.device = torch.device("cuda" if config.learner.device == "cuda" else "cpu")
+        dtype = torch.bfloat16 if config.learner.bf16 else torch.float32
+        self.policy = load_policy(config.reference_path, dtype, config.rollout.temperature).to(self.device).eval()
+
+    def ready(self) -> None:
+        """Answers once the model is loaded."""
+
+    def logprobs(self, rows: Sequence[TokenRow]) -> list[np.ndarray]:
+        """Log-probs [C] float32 of each row's second ids after its first, in nats, at the rollouts' temperature. A row without second ids has none."""
+        import torch
+
+        from asyncrl.data.packing import pack
+
+        asked = [index for index, (_, following) in enumerate(rows) if len(following)]
+        examples = [token_example(rows[index]) for index in asked]
+        found = [np.zeros(0, dtype=np.float32)] * len(rows)
+        with torch.no_grad():
+            for indices in pack([len(example.tokens) for example in examples], self.config.learner.max_tokens_per_gpu, 1).micro_batches[0]:
+                batch = micro_batch(examples, indices, self.device)
+                values, _ = self.policy(batch)
+                for place, part in zip(batch.order, values.cpu().split(list(batch.counts)), strict=True):
+                    found[asked[place]] = part.numpy()
+        return found
+
+
+def start_reference(config: Config) -> Any:
+    """A Ray actor of `Reference`. Ray restarts it if it dies, and asks again."""
+    gpus = 1.0 if config.learner.device == "cuda" else 0.0
+    environment = {"OMP_NUM_THREADS": str(config.learner.num_threads), "TOKENIZERS_PARALLELISM": "false"}
+    options = {"num_cpus": config.algorithm.ref_num_cpus, "num_gpus": gpus, "max_restarts": -1, "max_task_retries": -1}
+    return ray.remote(Reference).options(**options, runtime_env={"env_vars": environment}).remote(config)
