@@ -316,6 +316,13 @@ class WarmStartConfig(Section):
     """Supervised steps after which the warm start is given up."""
 
 
+class ObserveConfig(Section):
+    sinks: list[Literal["wandb", "mlflow", "trackio"]] = []
+    """Where metrics go beside metrics.jsonl and TensorBoard. Each is an extra to install: `pip install 'asyncrl[wandb]'`."""
+    project: str = "asyncrl"
+    """Project of W&B and trackio, experiment of MLflow. The run's name is `name`."""
+
+
 class Config(Section):
     """One training run."""
 
@@ -343,6 +350,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
+    observe: ObserveConfig = ObserveConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from asyncrl.config import TASK_CPUS, Config, ConfigError
+from asyncrl.observe.sinks import missing_packages
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import PromptReport
@@ -102,6 +103,8 @@ def make_plan(config: Config) -> Plan:
             find_reward(reward.function)
         except RewardError as error:
             raise ConfigError(f"reward.functions.{name}.function: {error}") from None
+    if missing := missing_packages(config):
+        raise ConfigError(f"observe.sinks names {missing[0]}, which is not installed; pip install 'asyncrl[{missing[0]}]', or take it out")
     rollout = config.rollout
     try:
         stops = load_stop_set(config.model.path, load_tokenizer(config.model.path), rollout.rollout_stop, rollout.rollout_stop_token_ids)
@@ -144,7 +147,7 @@ def arithmetic(config: Config) -> str:
 def algorithm_text(config: Config) -> str:
     """Advantage, loss and correction in one line; a loss that no whole run of ours has shown to learn is called experimental."""
     algorithm = config.algorithm
-    correction = [f"{name} {value}" for name, value in algorithm.correction.model_dump().items() if value not in (None, "none")]
+    correction = [f"{name} {value}" for name, value in algorithm.correction.model_dump().items() if value not in (None, "none", False)]
     if algorithm.correction.truncation == "none":
         correction = [item for item in correction if not item.startswith("cap ")]
     if algorithm.correction.reject_above is None:
@@ -152,14 +155,17 @@ def algorithm_text(config: Config) -> str:
     shown = (algorithm.loss, algorithm.old_policy, algorithm.correction.truncation)
     note = (
         ""
-        if shown in SHOWN and not algorithm.correction.masks
+        if shown in SHOWN and not algorithm.correction.masks and not algorithm.correction.normalise and not algorithm.has_reference
         else "\n  experimental: no whole run has shown that this loss learns (docs/evidence.md lists those that have)"
     )
     kind = "corrected" if algorithm.corrected else "uncorrected"
     made_up = ", ".join(correction) or ("the ratio alone" if algorithm.corrected else "none")
+    places = {"the reward": algorithm.kl_coef, "the loss": algorithm.kl_loss_coef}
+    kl = "".join(f"; {value:g} x KL ({algorithm.kl_estimator}) from {config.reference_path} in {place}" for place, value in places.items() if value)
+    shuffled = "\n  rewards are shuffled over each step's batch (reward.shuffle): a control that must learn nothing" if config.reward.shuffle else ""
     return (
         f"# algorithm\n  advantage {algorithm.advantage}, loss {algorithm.loss} against old policy {algorithm.old_policy}, {algorithm.loss_aggregation}; "
-        f"{kind}; correction: {made_up}{note}"
+        f"{kind}; correction: {made_up}{kl}{note}{shuffled}"
     )
 
 

@@ -35,6 +35,7 @@ from asyncrl.learning.warm_start import WarmStartCheck, warm_start
 from asyncrl.observe.alarms import alarms
 from asyncrl.observe.metrics import MetricsWriter, read_metrics
 from asyncrl.observe.progress import Progress, ProgressView, duration, time_left
+from asyncrl.observe.sinks import open_sinks
 from asyncrl.plan import Plan, arithmetic, make_plan
 from asyncrl.weights.check import ProbeCheck
 
@@ -106,7 +107,8 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
     assert task is not None
     _log_to_file(directory.logs / "driver.log")
     live = _Live(config, started)
-    with ProgressView() as view, MetricsWriter(directory.path, directory.state.attempt) as writer, cluster(config, directory.logs):
+    writer = MetricsWriter(directory.path, directory.state.attempt, open_sinks(config, directory.path))
+    with ProgressView() as view, writer, cluster(config, directory.logs):
         _catch_signals(task)
         showing = asyncio.create_task(live.show(view))
         recorder = _RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live)

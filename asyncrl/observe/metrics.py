@@ -1,7 +1,6 @@
-"""metrics.jsonl and TensorBoard: one record per step or event, with stable names.
+"""metrics.jsonl and the sinks beside it: one record per step or event, with stable names.
 
-Made by the run's driver, read by `asyncrl.open_run`, the report and TensorBoard. Imports no torch: TensorBoard's own event
-writer is enough.
+Made by the run's driver, read by `asyncrl.open_run` and the report.
 """
 
 from __future__ import annotations
@@ -9,10 +8,12 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from asyncrl.observe.sinks import Sink
 
 __all__ = ["METRICS_FILE", "RESERVED", "SCHEMA", "MetricsWriter", "read_metrics"]
 
@@ -26,19 +27,19 @@ RESERVED = ("schema", "event", "attempt", "step", "version", "time")
 
 
 class MetricsWriter:
-    """Appends records to `<run>/metrics.jsonl` and scalars to `<run>/tensorboard/`.
+    """Appends records to `<run>/metrics.jsonl`, and gives their numbers to the sinks: a step's under their names, others under `<event>/<name>`.
 
     A record is one line, written whole and flushed, so a reader of a live run sees complete lines only (but for the last).
     Numbers that JSON does not know (NaN, Inf) are written as null. A new attempt appends to the same file.
     """
 
-    def __init__(self, directory: Path, attempt: int = 0, tensorboard: bool = True) -> None:
+    def __init__(self, directory: Path, attempt: int = 0, sinks: Sequence[Sink] = ()) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / METRICS_FILE
         _end_last_line(path)
         self._attempt = attempt
         self._file = path.open("a", encoding="utf-8")
-        self._board = _Board(directory / "tensorboard") if tensorboard else None
+        self._sinks = sinks
 
     def write(self, event: str, step: int, version: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Write one record and return it. `values` are numbers, strings, None or lists and mappings of these.
@@ -53,43 +54,23 @@ class MetricsWriter:
         record = {"schema": SCHEMA, "event": event, "attempt": self._attempt, "step": step, "version": version, "time": now, **_plain(values)}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
-        if self._board is not None:
-            self._board.add(event, step, now, record)
+        prefix = "" if event == "step" else f"{event}/"
+        scalars = {prefix + name: float(value) for name, value in record.items() if name not in RESERVED and _is_number(value)}
+        if scalars:
+            for sink in self._sinks:
+                sink.add(step, now, scalars)
         return record
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for sink in self._sinks:
+            sink.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-class _Board:
-    """TensorBoard scalars against the step: a step's metrics under their names, others under `<event>/<name>`."""
-
-    def __init__(self, directory: Path) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._writer = EventFileWriter(str(directory), flush_secs=5)
-
-    def add(self, event: str, step: int, now: float, record: Mapping[str, Any]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        scalars = {name: value for name, value in record.items() if name not in RESERVED and _is_number(value)}
-        if not scalars:
-            return
-        prefix = "" if event == "step" else f"{event}/"
-        values = [Summary.Value(tag=prefix + name, simple_value=value) for name, value in scalars.items()]
-        self._writer.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:

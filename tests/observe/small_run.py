@@ -39,7 +39,7 @@ def write_small_run(directory: Path, steps: int = 6) -> Path:
     (directory / "groups").mkdir(parents=True)
     (directory / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     fates, noise = FatesWriter(directory / "fates", attempt=0), random.Random(0)
-    with MetricsWriter(directory, tensorboard=False) as metrics:
+    with MetricsWriter(directory) as metrics:
         metrics.write("evaluation", 0, 0, {"eval/greedy_accuracy": 0.5})
         for step in range(1, steps + 1):
             born = max(0, step - 2)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from asyncrl.observe.metrics import METRICS_FILE, SCHEMA, MetricsWriter, read_metrics
+from asyncrl.observe.sinks import TensorBoardSink
 
 
 def test_a_record_has_the_stable_fields_and_plain_numbers(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write("step", 3, 2, {"reward/mean": np.float32(0.5), "loss": float("nan"), "tokens": np.int64(7), "worst": float("inf")})
     (record,) = read_metrics(tmp_path)
     assert record.pop("time") > 0
@@ -21,17 +22,17 @@ def test_a_record_has_the_stable_fields_and_plain_numbers(tmp_path: Path) -> Non
 
 
 def test_a_metric_cannot_hide_a_records_own_field(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer, pytest.raises(ValueError, match=r"\['version'\].*rename"):
+    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match=r"\['version'\].*rename"):
         writer.write("step", 1, 1, {"version": 3})
 
 
 def test_a_live_reader_skips_the_unfinished_line_and_a_new_attempt_cuts_it_off(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write("step", 1, 1, {"loss": 1.0})
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"schema": 1, "ev')
     assert [record["step"] for record in read_metrics(tmp_path)] == [1]
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write("step", 2, 2, {"loss": 0.5})
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
 
@@ -49,7 +50,7 @@ def test_no_file_no_records(tmp_path: Path) -> None:
 def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path / "tensorboard")]) as writer:
         for step in range(1, 4):
             writer.write("step", step, step, {"reward/mean": step / 4, "note": "text is left out"})
         writer.write("evaluation", 3, 3, {"eval/greedy_accuracy": 0.75})
@@ -63,10 +64,26 @@ def test_neither_writer_nor_package_imports_torch_or_ray(tmp_path: Path) -> None
 import sys, pathlib, asyncrl
 from asyncrl.observe.metrics import MetricsWriter
 from asyncrl.observe.progress import ProgressView
-with MetricsWriter(pathlib.Path({str(tmp_path)!r})) as writer:
+from asyncrl.observe.sinks import TensorBoardSink
+folder = pathlib.Path({str(tmp_path)!r})
+with MetricsWriter(folder, sinks=[TensorBoardSink(folder / "tensorboard")]) as writer:
     writer.write("step", 1, 1, {{"loss": 1.0}})
 asyncrl.open_run
 print([name for name in ("torch", "ray", "vllm", "tensorflow", "pandas") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_pandas_reads_the_records_as_numbers(tmp_path: Path) -> None:
+    import pandas as pd
+
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 5):
+            writer.write("step", step, step, {"reward/mean": step / 4, "kl_k3": float("nan") if step == 2 else 0.01, "staleness/max": 2})
+        writer.write("push", 4, 4, {"replica": "one", "weights/pause_s": 0.1})
+    records = pd.read_json(tmp_path / METRICS_FILE, lines=True)
+    steps = records[records["event"] == "step"].set_index("step")
+    assert steps["reward/mean"].tolist() == [0.25, 0.5, 0.75, 1.0] and steps["kl_k3"].isna().tolist() == [False, True, False, False]
+    assert all(pd.api.types.is_numeric_dtype(steps[name]) for name in ("version", "reward/mean", "kl_k3", "staleness/max"))
+    assert records.loc[records["event"] == "push", "weights/pause_s"].item() == 0.1

@@ -1,0 +1,86 @@
+"""Every sink by its real library, offline, in a process of its own: they keep state in modules and folders."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.observe.sinks import Background
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from asyncrl.config import load_config
+from asyncrl.observe.metrics import MetricsWriter
+from asyncrl.observe.sinks import open_sinks
+
+directory, sink = Path(sys.argv[1]), sys.argv[2]
+config = load_config(Path("jobs/quickstart.yaml"), ["--name", "sunk", "--observe.sinks", f'["{sink}"]', "--observe.project", "tests"])
+with MetricsWriter(directory, 0, open_sinks(config, directory)) as writer:
+    for step in (1, 2, 3):
+        writer.write("step", step, step, {"reward/mean": step / 4, "note": "text"})
+    writer.write("evaluation", 3, 3, {"eval/greedy_accuracy": 0.75})
+"""
+
+
+def write(directory: Path, sink: str, **environment: str) -> None:
+    folders = {"HOME": str(directory), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(directory), sink], capture_output=True, text=True, timeout=120, env=folders | environment)
+    assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
+    assert (directory / "metrics.jsonl").read_text().count("\n") == 4 and list((directory / "tensorboard").iterdir())
+
+
+@pytest.mark.timeout(180)
+def test_wandb_offline(tmp_path: Path) -> None:
+    write(tmp_path, "wandb", WANDB_MODE="offline")
+    (file,) = tmp_path.glob("wandb/offline-run-*-sunk/run-sunk.wandb")
+    content = file.read_bytes()
+    assert b"reward/mean" in content and b"evaluation/eval/greedy_accuracy" in content and b"max_staleness" in content
+
+
+@pytest.mark.timeout(180)
+def test_mlflow_in_a_file(tmp_path: Path) -> None:
+    write(tmp_path, "mlflow")
+    rows = sqlite3.connect(tmp_path / "mlflow.db").execute("select key, value, step from metrics order by timestamp, step").fetchall()
+    assert rows == [("reward/mean", 0.25, 1), ("reward/mean", 0.5, 2), ("reward/mean", 0.75, 3), ("evaluation/eval/greedy_accuracy", 0.75, 3)]
+
+
+@pytest.mark.timeout(180)
+def test_trackio_here(tmp_path: Path) -> None:
+    write(tmp_path, "trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
+    (file,) = (tmp_path / "trackio").glob("tests*.db")
+    rows = sqlite3.connect(file).execute("select step, metrics from metrics order by id").fetchall()
+    assert [step for step, _ in rows] == [1, 2, 3, 3] and json.loads(rows[2][1]) == {"reward/mean": 0.75} and "greedy_accuracy" in str(rows[3][1])
+
+
+def test_a_sink_that_fails_is_named_and_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    got: list[int] = []
+
+    class Good:
+        def add(self, step: int, now: float, scalars: object) -> None:
+            got.append(step)
+
+        def close(self) -> None:
+            got.append(-1)
+
+    class Bad(Good):
+        def add(self, step: int, now: float, scalars: object) -> None:
+            raise ConnectionError("no such host")
+
+    def never() -> Good:
+        raise ValueError("no key")
+
+    background = Background({"never": never, "bad": Bad, "good": Good})
+    for step in (1, 2):
+        background.add(step, 0.0, {"loss": 1.0})
+    background.close()
+    assert got == [1, 2, -1]
+    assert [record.message for record in caplog.records] == [
+        "the sink never failed and gets nothing more: ValueError: no key",
+        "the sink bad failed and gets nothing more: ConnectionError: no such host",
+    ]
