@@ -197,9 +197,9 @@ class CorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"] = "grpo"
     """GRPO: (r - mean) / std of the group. dr_grpo: r - mean. rloo: r - mean of the others. maxrl: (r - mean) / mean. reinforce_plus_plus: r, normalised
-    over the step; its baseline variant: r - mean, normalised over the step."""
+    over the step; its baseline variant: r - mean, normalised over the step. gae: per token, by a value head on the learner, normalised over the step."""
     loss: Literal["ppo", "gspo", "cispo", "sapo", "dppo", "reinforce"] = "ppo"
     """PPO's clipped ratio per token; GSPO's per trajectory; CISPO's clipped weight; SAPO's soft gate; DPPO's mask by probability difference; plain
     REINFORCE."""
@@ -222,6 +222,14 @@ class AlgorithmConfig(Section):
     """SAPO's temperature for negative advantages."""
     dppo_threshold: float = Field(default=0.15, gt=0, lt=1)
     """DPPO's largest move of a token's probability."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per token (advantage: gae)."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """How far an advantage looks ahead before it trusts the value head: 0 = one token, 1 = to the end (advantage: gae)."""
+    value_coef: float = Field(default=0.5, gt=0)
+    """Weight of the value head's squared error in the loss (advantage: gae)."""
+    value_clip: float = Field(default=0.2, gt=0)
+    """How far a value may move in a step before its error counts from the clipped value (advantage: gae)."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Bonus for the entropy of each token's distribution, in units of the loss per nat."""
     kl_coef: float = Field(default=0.0, ge=0)
@@ -442,8 +450,8 @@ class Config(Section):
             raise ValueError(
                 "a KL term with warm_start would hold the policy to model.path as it was before the warm start; name the reference in algorithm.ref_load"
             )
-        if algorithm.filter_zero_variance and algorithm.advantage == "reinforce_plus_plus":
-            raise ValueError("algorithm.filter_zero_variance drops groups that advantage: reinforce_plus_plus learns from; leave one of them out")
+        if algorithm.filter_zero_variance and algorithm.advantage in ("reinforce_plus_plus", "gae"):
+            raise ValueError(f"algorithm.filter_zero_variance drops groups that advantage: {algorithm.advantage} learns from; leave one of them out")
         negative = [name for name, function in self.reward.functions.items() if function.weight < 0]
         if algorithm.advantage == "maxrl" and (negative or self.reward.overlong_buffer or algorithm.kl_coef):
             raise ValueError(

@@ -47,7 +47,7 @@ def test_batch_arithmetic(tmp_path):
     ("algorithm", "message"),
     [
         ({"loss": "grpo"}, "algorithm.loss"),
-        ({"advantage": "gae"}, "algorithm.advantage"),
+        ({"advantage": "a2c"}, "algorithm.advantage"),
         ({"old_policy": "learner"}, r"uncorrected, and staleness.max_staleness = 2 .*allow_uncorrected"),
         ({"loss": "reinforce", "old_policy": "learner"}, "uncorrected"),
         ({"correction": {"truncation": "token"}}, "count the behaviour policy twice"),

@@ -12,7 +12,7 @@ __all__ = ["STD_FLOOR", "Advantage", "batch_normalised", "group_advantages", "so
 STD_FLOOR = 1e-6
 """Added to a standard deviation, and to MaxRL's mean, so that equal rewards give zero advantages and no division by zero."""
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+Advantage = Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
 
 
 def group_advantages(rewards: Sequence[float | None], usable: Sequence[bool], method: Advantage) -> list[float | None]:
@@ -23,6 +23,7 @@ def group_advantages(rewards: Sequence[float | None], usable: Sequence[bool], me
     rloo: r - mean of the others = n / (n - 1) · (r - mean) (arXiv:2402.14740, section 3.2).
     maxrl: (r - mean) / (mean + 1e-6), for rewards of 0 and above (arXiv:2602.02710, section 3).
     reinforce_plus_plus: r; reinforce_plus_plus_baseline: r - mean; both are then normalised over the step (`batch_normalised`).
+    gae: r; the learner makes token advantages of it with its value head (`values.gae`).
 
     Example:
         group_advantages([1.0, 0.0, None], [True, True, False], "dr_grpo") == [0.5, -0.5, None]
@@ -54,7 +55,7 @@ def _advantages(rewards: np.ndarray, method: Advantage) -> np.ndarray:
             if (rewards < 0).any():
                 raise ValueError(f"algorithm.advantage: maxrl is defined for rewards of 0 and above, not {rewards.tolist()}; use grpo or rloo")
             return np.asarray(centred / (rewards.mean() + STD_FLOOR))
-        case "reinforce_plus_plus":
+        case "reinforce_plus_plus" | "gae":
             return rewards
         case "dr_grpo" | "reinforce_plus_plus_baseline":
             return centred

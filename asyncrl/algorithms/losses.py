@@ -22,6 +22,7 @@ from asyncrl.algorithms.corrections import (
     sequence_mean,
     truncated,
 )
+from asyncrl.algorithms.values import value_loss
 from asyncrl.config import AlgorithmConfig, CorrectionConfig
 
 __all__ = [
@@ -62,6 +63,8 @@ class LossSums:
     kl_k3: Tensor
     kl_reference: Tensor
     """Estimates of KL(learner || reference)."""
+    value_loss: Tensor
+    """The value head's part of the loss, weighted already."""
     nonfinite: Tensor
     """Tokens whose log-prob, on either side, is NaN or Inf."""
 
@@ -85,6 +88,12 @@ class PolicyTokens:
     """[N] float: learner's version minus the version that made the token."""
     reference_logprobs: Tensor | None = None
     """[N], of the frozen reference policy."""
+    values: Tensor | None = None
+    """[N], of the value head, with gradient."""
+    old_values: Tensor | None = None
+    """[N], before the step."""
+    returns: Tensor | None = None
+    """[N], what the values should be."""
 
 
 def token_weights(
@@ -163,7 +172,7 @@ def log_linear_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, ages: Tens
 def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tensor | None = None, mean_weight: float = 1.0) -> tuple[Tensor, LossSums]:
     """Loss of one micro-batch: sum over tokens of weight · mask · truncated(π_old / π_behaviour) · surrogate(π_learner / π_old), less
     entropy_coef · weight · entropy, if the entropies [N] are given, plus kl_loss_coef · weight · capped ratio · KL estimate, if the reference's
-    log-probs are there.
+    log-probs are there, plus value_coef · `value_loss`, if the values are.
 
     π_old is the behaviour policy itself (its truncated weight is then 1: the surrogate's ratio carries the whole correction); the learner's policy
     before this step, which is the learner's policy now, since a batch gets one step (decoupled PPO, arXiv:2505.24298, eq. 5, with the recomputed
@@ -191,6 +200,10 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
     if tokens.reference_logprobs is not None:
         kl = kl_estimate(tokens.reference_logprobs - logprobs, algorithm.kl_estimator)
         loss = loss + algorithm.kl_loss_coef * (tokens.weights * _bounded_ratio(raw, algorithm) * kl).sum()
+    of_values = loss.new_zeros(())
+    if tokens.values is not None and tokens.old_values is not None and tokens.returns is not None:
+        of_values = algorithm.value_coef * value_loss(tokens.values, tokens.old_values, tokens.returns, tokens.weights, algorithm.value_clip)
+        loss = loss + of_values
     with torch.no_grad():
         full = raw.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         ratio = full.exp()
@@ -205,6 +218,7 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
             kl_k1=kl_estimate(full, "k1").sum(),
             kl_k3=kl_estimate(full, "k3").sum(),
             kl_reference=kl.sum(),
+            value_loss=of_values,
             nonfinite=(~torch.isfinite(raw)).sum(),
         )
     return loss, sums
@@ -230,7 +244,7 @@ def supervised_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, LossSums
     with torch.no_grad():
         zero, count = logprobs.new_zeros(()), logprobs.new_ones(()) * logprobs.numel()
         nonfinite = (~torch.isfinite(logprobs)).sum()
-        sums = LossSums(loss.detach(), count, count, logprobs.new_ones(()), zero, zero, count, zero, zero, zero, nonfinite)
+        sums = LossSums(loss.detach(), count, count, logprobs.new_ones(()), zero, zero, count, zero, zero, zero, zero, nonfinite)
     return loss, sums
 
 

@@ -15,7 +15,7 @@ from asyncrl.algorithms.losses import PolicyTokens
 from asyncrl.learning.attention import Segments
 from asyncrl.types import REFERENCE_COLUMN
 
-__all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "shuffle_rewards", "token_example"]
+__all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "shuffle_rewards", "spread", "token_example"]
 
 TokenRow = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and the ids that follow them."""
@@ -32,11 +32,16 @@ class Example:
     """[C] bool."""
     behaviour_logprobs: np.ndarray
     """[C] float32, nats."""
-    advantage: float
+    advantage: float | np.ndarray
+    """One for all tokens, or [C]."""
     versions: np.ndarray
     """[C] int32: the policy version that made each token."""
     reference_logprobs: np.ndarray | None = None
     """[C] float32, nats: of the frozen reference policy."""
+    old_values: np.ndarray | None = None
+    """[C], of the value head before the step; at loss tokens."""
+    returns: np.ndarray | None = None
+    """[C], what the values should be; at loss tokens."""
 
     @property
     def loss_tokens(self) -> int:
@@ -72,11 +77,25 @@ class MicroBatch:
     """[N] float32: the learner's version minus the version that made the token."""
     reference_logprobs: Tensor | None = None
     """[N] float32, nats; None without a reference policy."""
+    old_values: Tensor | None = None
+    """[N] float32; None without a value head."""
+    returns: Tensor | None = None
+    """[N] float32; None without a value head."""
 
-    def policy_tokens(self, logprobs: Tensor) -> PolicyTokens:
-        """The loss tokens with the learner's log-probs [N]."""
+    def policy_tokens(self, logprobs: Tensor, values: Tensor | None = None) -> PolicyTokens:
+        """The loss tokens with the learner's log-probs [N], and its values [N] if there are returns to compare them with."""
         return PolicyTokens(
-            logprobs, self.behaviour_logprobs, self.advantages, self.weights, self.sequence, len(self.order), self.ages, self.reference_logprobs
+            logprobs,
+            self.behaviour_logprobs,
+            self.advantages,
+            self.weights,
+            self.sequence,
+            len(self.order),
+            self.ages,
+            self.reference_logprobs,
+            values if self.returns is not None else None,
+            self.old_values,
+            self.returns,
         )
 
 
@@ -149,6 +168,13 @@ def token_example(row: TokenRow) -> Example:
     return Example(np.concatenate([prompt, following]), prompt.size, ones.astype(bool), ones * 0, 1.0, np.zeros(following.size, dtype=np.int32))
 
 
+def spread(values: np.ndarray, places: np.ndarray, length: int) -> np.ndarray:
+    """[length], with the values at their places and 0 elsewhere."""
+    wide = np.zeros(length)
+    wide[places] = values
+    return wide
+
+
 def micro_batch(
     examples: Sequence[Example], indices: Sequence[int], device: torch.device | str, weights: Sequence[float] | None = None, version: int = 0
 ) -> MicroBatch:
@@ -166,7 +192,10 @@ def micro_batch(
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     masked = [np.flatnonzero(example.loss_mask) for example in chosen]
 
-    referred = [example.reference_logprobs[at] for example, at in zip(chosen, masked, strict=True) if example.reference_logprobs is not None]
+    def optional(name: str) -> Tensor | None:
+        """What every example of a step has, or none."""
+        parts = [getattr(example, name)[at].astype(np.float32) for example, at in zip(chosen, masked, strict=True) if getattr(example, name) is not None]
+        return joined(parts) if parts else None
 
     def joined(parts: Sequence[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
@@ -178,14 +207,23 @@ def micro_batch(
         select=joined([start + example.prompt_length - 1 + at for start, example, at in zip(starts, chosen, masked, strict=True)]),
         targets=joined([example.tokens[example.prompt_length + at] for example, at in zip(chosen, masked, strict=True)]),
         behaviour_logprobs=joined([example.behaviour_logprobs[at] for example, at in zip(chosen, masked, strict=True)]),
-        advantages=joined([np.full(len(at), example.advantage, dtype=np.float32) for example, at in zip(chosen, masked, strict=True)]),
+        advantages=joined(
+            [np.broadcast_to(example.advantage, example.loss_mask.shape)[at].astype(np.float32) for example, at in zip(chosen, masked, strict=True)]
+        ),
         order=order,
         counts=tuple(len(at) for at in masked),
         weights=joined([np.full(len(at), weights[index] if weights else 1.0, dtype=np.float32) for index, at in zip(order, masked, strict=True)]),
         sequence=joined([np.full(len(at), segment, dtype=np.int64) for segment, at in enumerate(masked)]),
         ages=joined([(version - example.versions[at]).astype(np.float32) for example, at in zip(chosen, masked, strict=True)]),
-        reference_logprobs=joined(referred) if referred else None,
+        reference_logprobs=optional("reference_logprobs"),
+        old_values=optional("old_values"),
+        returns=optional("returns"),
     )
+
+
+def _per_token(example: Example) -> np.ndarray:
+    """The advantage of each completion token [C], float32."""
+    return np.broadcast_to(example.advantage, example.loss_mask.shape).astype(np.float32)
 
 
 def _empty(device: torch.device | str) -> MicroBatch:

@@ -14,7 +14,7 @@ from asyncrl.learning.batches import Example
 
 __all__ = ["StepSums", "step_metrics"]
 
-SUMS = ("loss", "ratio", "ratio_squared", "clipped", "masked", "weight", "kl_k1", "kl_k3", "kl_reference")
+SUMS = ("loss", "ratio", "ratio_squared", "clipped", "masked", "weight", "kl_k1", "kl_k3", "kl_reference", "value_loss")
 NAMES = (*SUMS, "entropy", "nonfinite_loss", "nonfinite_gradient")
 
 
@@ -79,6 +79,7 @@ def step_metrics(
         "kl_k1": totals["kl_k1"] / tokens,
         "kl_k3": totals["kl_k3"] / tokens,
         "kl_reference": totals["kl_reference"] / tokens,
+        "value_loss": totals["value_loss"],
         "entropy": totals["entropy"] / tokens,
         "nonfinite_loss": totals["nonfinite_loss"],
         "nonfinite_gradient": totals["nonfinite_gradient"],

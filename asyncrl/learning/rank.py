@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import batch_normalised
+from asyncrl.algorithms.advantages import STD_FLOOR, batch_normalised
 from asyncrl.algorithms.losses import LossSums, policy_loss, supervised_loss, token_weights, truncated_weights
+from asyncrl.algorithms.values import gae
 from asyncrl.config import Config
 from asyncrl.control.protocols import Manifest
 from asyncrl.data.packing import pack
 from asyncrl.learning import checkpoint, zero3
-from asyncrl.learning.batches import Example, MicroBatch, TokenRow, examples_of, micro_batch, shuffle_rewards, token_example
+from asyncrl.learning.batches import Example, MicroBatch, TokenRow, examples_of, micro_batch, shuffle_rewards, spread, token_example
 from asyncrl.learning.metrics import StepSums, step_metrics
 from asyncrl.learning.schedule import learning_rate_at
 from asyncrl.types import table_from_ipc
@@ -32,8 +33,8 @@ from asyncrl.weights.gather import gather_buckets, weight_layout
 
 __all__ = ["LearnerRank"]
 
-Loss = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, LossSums]]
-"""(log-probs [N], entropy [N], micro-batch) → loss and sums."""
+Loss = Callable[[Tensor, Tensor, Tensor, MicroBatch], tuple[Tensor, LossSums]]
+"""(log-probs [N], entropy [N], values [N] or nothing, micro-batch) → loss and sums."""
 
 VERSIONS_KEPT = 2
 """The committed version and the coming one."""
@@ -77,7 +78,10 @@ class LearnerRank:
         self.listener = None
         met = time.monotonic()
         # The second value must live as long as the engine.
-        self.engine, self.sharded = zero3.start_engine(self.config.model.path, learner, self.config.rollout.temperature, self.config.algorithm.entropy_coef > 0)
+        algorithm = self.config.algorithm
+        self.engine, self.sharded = zero3.start_engine(
+            self.config.model.path, learner, self.config.rollout.temperature, algorithm.entropy_coef > 0, algorithm.advantage == "gae"
+        )
         self.parameters = dict(zero3.policy_of(self.engine).model.named_parameters())
         """Every parameter once, by its Hugging Face name: tied weights appear under the first one."""
         return {"meet_s": met - began, "engine_s": time.monotonic() - met}
@@ -92,18 +96,45 @@ class LearnerRank:
             tables = shuffle_rewards(tables, self.config.algorithm.advantage, (self.config.seed, self.applied))
         examples = [example for table in tables for example in examples_of(table)]
         algorithm, learner = self.config.algorithm, self.config.learner
+        if algorithm.advantage == "gae" and examples:
+            examples = self._with_token_advantages(examples)
         if algorithm.advantage.startswith("reinforce_plus_plus") and examples:
-            advantages = batch_normalised([example.advantage for example in examples], [example.loss_tokens for example in examples])
+            advantages = batch_normalised([float(example.advantage) for example in examples], [example.loss_tokens for example in examples])
             examples = [replace(example, advantage=advantage) for example, advantage in zip(examples, advantages, strict=True)]
 
         mean_weight = self._mean_weight(examples) if algorithm.correction.normalise and examples else 1.0
 
-        def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
-            return policy_loss(batch.policy_tokens(logprobs), algorithm, entropy, mean_weight)
+        def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
+            return policy_loss(batch.policy_tokens(logprobs, values), algorithm, entropy, mean_weight)
 
         weights = token_weights([example.loss_tokens for example in examples], algorithm.loss_aggregation, self.config.rollout.max_completion_length)
         rate = learning_rate_at(self.applied, self.learning_rate, self.warmup_steps, self.config.max_steps, learner.lr_scheduler_type)
         return self._train(examples, weights, loss, rate)
+
+    @torch.no_grad()
+    def _with_token_advantages(self, examples: list[Example]) -> list[Example]:
+        """This rank's examples with advantages by the value head as it is now, normalised over all ranks' loss tokens, and the returns to fit."""
+        algorithm, learner = self.config.algorithm, self.config.learner
+        plan = pack([len(example.tokens) for example in examples], learner.max_tokens_per_gpu, learner.world_size)
+        found = list(examples)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for indices in plan.micro_batches[self.rank]:
+            batch = micro_batch(examples, indices, self.device)
+            _, _, values = self.engine(batch, None)
+            for index, part in zip(batch.order, values.cpu().double().split(list(batch.counts)) if batch.counts else (), strict=True):
+                example, at = examples[index], np.flatnonzero(examples[index].loss_mask)
+                advantages = gae(float(example.advantage), part.numpy(), algorithm.gamma, algorithm.gae_lambda)
+                sums += torch.tensor([advantages.sum(), (advantages**2).sum(), len(advantages)], dtype=torch.float64, device=self.device)
+                found[index] = replace(
+                    example,
+                    advantage=spread(advantages, at, len(example.loss_mask)),
+                    old_values=spread(part.numpy(), at, len(example.loss_mask)),
+                    returns=spread(advantages + part.numpy(), at, len(example.loss_mask)),
+                )
+        dist.all_reduce(sums)
+        mean = float(sums[0] / sums[2])
+        std = max(float(sums[1] / sums[2]) - mean**2, 0.0) ** 0.5
+        return [replace(example, advantage=(example.advantage - mean) / (std + STD_FLOOR)) for example in found]
 
     @torch.no_grad()
     def _mean_weight(self, examples: list[Example]) -> float:
@@ -112,7 +143,7 @@ class LearnerRank:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for indices in plan.micro_batches[self.rank]:
             batch = micro_batch(examples, indices, self.device, version=self.applied)
-            logprobs, _ = self.engine(batch, None)
+            logprobs, *_ = self.engine(batch, None)
             weights = truncated_weights(batch.policy_tokens(logprobs), self.config.algorithm)
             sums += torch.stack([weights.sum().double(), weights.new_tensor(weights.numel()).double()])
         dist.all_reduce(sums)
@@ -122,7 +153,7 @@ class LearnerRank:
         """One step of next-token prediction of the second ids of each row after the first ones."""
         examples = [token_example(row) for row in rows]
 
-        def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
+        def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
             return supervised_loss(logprobs, batch.weights)
 
         weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
@@ -141,8 +172,8 @@ class LearnerRank:
         for number, indices in enumerate(mine):
             self.engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
             batch = micro_batch(examples, indices, self.device, weights, self.applied)
-            logprobs, entropy = self.engine(batch, temperature)
-            loss, loss_sums = loss_of(logprobs, entropy, batch)
+            logprobs, entropy, values = self.engine(batch, temperature)
+            loss, loss_sums = loss_of(logprobs, entropy, values, batch)
             # ZeRO averages over ranks; the weights are those of the whole step.
             self.engine.backward(loss * learner.world_size, scale_wrt_gas=False)
             sums.add(loss_sums, entropy.detach())
@@ -180,7 +211,7 @@ class LearnerRank:
         found: dict[int, np.ndarray] = {}
         for indices in plan.micro_batches[self.rank]:
             batch = micro_batch(examples, indices, self.device)
-            values, _ = self.engine(batch, temperature, greedy)
+            values, *_ = self.engine(batch, temperature, greedy)
             parts = values.cpu().split(list(batch.counts)) if batch.counts else ()
             found |= {index: part.numpy() for index, part in zip(batch.order, parts, strict=True)}
         return found

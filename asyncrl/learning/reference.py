@@ -46,7 +46,7 @@ class Reference:
         with torch.no_grad():
             for indices in pack([len(example.tokens) for example in examples], self.config.learner.max_tokens_per_gpu, 1).micro_batches[0]:
                 batch = micro_batch(examples, indices, self.device)
-                values, _ = self.policy(batch)
+                values, *_ = self.policy(batch)
                 for place, part in zip(batch.order, values.cpu().split(list(batch.counts)), strict=True):
                     found[asked[place]] = part.numpy()
         return found

@@ -70,11 +70,11 @@ def settings(config: LearnerConfig) -> dict[str, Any]:
     }
 
 
-def start_engine(path: str, config: LearnerConfig, temperature: float, entropy_gradient: bool = False) -> tuple[Any, HfDeepSpeedConfig]:
+def start_engine(path: str, config: LearnerConfig, temperature: float, entropy_gradient: bool = False, values: bool = False) -> tuple[Any, HfDeepSpeedConfig]:
     """The engine around the policy at `path`. Keep the second value: while it lives, transformers loads sharded."""
     chosen = settings(config)
     sharded = HfDeepSpeedConfig(chosen)
-    policy = load_policy(path, torch.bfloat16 if config.bf16 else torch.float32, temperature, entropy_gradient)
+    policy = load_policy(path, torch.bfloat16 if config.bf16 else torch.float32, temperature, entropy_gradient, values)
     head = policy.model.get_output_embeddings()
     for parameter in head.parameters():
         deepspeed.zero.register_external_parameter(policy, parameter)

@@ -66,5 +66,5 @@ def test_what_cannot_be_used_is_refused() -> None:
         group_advantages([1.0, float("nan")], [True, True], "grpo")
     with pytest.raises(ValueError, match="finite"):
         group_advantages([1.0, None], [True, True], "grpo")
-    with pytest.raises(ValueError, match="'gae'"):
-        group_advantages([1.0, 2.0], [True, True], "gae")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'a2c'"):
+        group_advantages([1.0, 2.0], [True, True], "a2c")  # type: ignore[arg-type]

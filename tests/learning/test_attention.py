@@ -57,7 +57,7 @@ def test_packed_equals_unpacked(family: str, tied: bool) -> None:
     packed, plain = model_of(family, register_attention(), tie_word_embeddings=tied), model_of(family, "eager", tie_word_embeddings=tied)
     plain.load_state_dict(packed.state_dict())
     batch = micro_batch(rows, range(len(rows)), "cpu")
-    logprobs, _ = Policy(packed, 1.0)(batch)
+    logprobs, *_ = Policy(packed, 1.0)(batch)
     expected = torch.cat(one_by_one(plain, [rows[index] for index in batch.order]))
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
     weights = torch.linspace(-1, 1, len(expected))
@@ -90,9 +90,10 @@ def test_no_dense_mask_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     Policy(model_of("qwen3", register_attention()), 1.0)(micro_batch(rows, range(len(rows)), "cpu"))
 
 
-def test_the_empty_micro_batch_reaches_every_parameter() -> None:
-    policy = Policy(model_of("qwen3", register_attention(), tie_word_embeddings=True), 1.0)
-    logprobs, _ = policy(micro_batch(examples(), [], "cpu"))
+@pytest.mark.parametrize("values", [False, True])
+def test_the_empty_micro_batch_reaches_every_parameter(values: bool) -> None:
+    policy = Policy(model_of("qwen3", register_attention(), tie_word_embeddings=True), 1.0, values=values)
+    logprobs, *_ = policy(micro_batch(examples(), [], "cpu"))
     logprobs.sum().backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in policy.parameters())
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.learning.checkpoint import load_rank
 from asyncrl.learning.group import LearnerError, LearnerGroup, PlacementError
+from asyncrl.weights.manifest import expected_parameters
 
 ROWS = [((5, 6, 7), (8, 9)), ((10,), (11, 12, 13)), ((20, 21), (22,))]
 
@@ -157,3 +158,19 @@ def test_a_failing_or_dead_rank_ends_the_group_by_name(two: LearnerGroup, run: R
     with pytest.raises(LearnerError, match="rank 1 failed"):
         run(two.step(recorded_batch(0)))
     run(two.close())
+
+
+def test_a_value_head_fits_returns_alike_on_one_rank_and_two_and_stays_with_the_learner(ray_cluster: Any, run: Run, model_path: Path) -> None:
+    algorithm = {"advantage": "gae", "value_clip": 10.0}
+    names = set(expected_parameters(model_path, "float32"))
+    losses: dict[int, list[float]] = {}
+    for world_size, max_tokens in ((1, 1024), (2, 128)):
+        group = run(LearnerGroup.create(learner_config(model_path, world_size=world_size, max_tokens=max_tokens, algorithm=algorithm), "run", 1))
+        try:
+            steps = [run(group.step(recorded_batch(0))).metrics for _ in range(4)]
+            losses[world_size] = [value for metrics in steps for value in (metrics["value_loss"], metrics["grad_norm"])]
+            assert {entry.name for entry in run(group.gather(1)).tensors} == names, "the value head is not published"
+        finally:
+            run(group.close())
+    assert losses[1] == pytest.approx(losses[2], rel=1e-3)
+    assert losses[1][6] < 0.9 * losses[1][0], "the same batch four times: the values come nearer to its returns"

@@ -1,0 +1,35 @@
+"""Advantages and loss of a value head (PPO)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["gae", "value_loss"]
+
+
+def gae(reward: float, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """Advantages [T] of one trajectory's tokens by generalised advantage estimation (arXiv:1506.02438, eq. 16): A_t = δ_t + γ·λ·A_{t+1}, with
+    δ_t = r_t + γ·V_{t+1} - V_t. The reward comes with the last token, after which the value is 0.
+
+    Args:
+        values: [T], V of the state in which each token was chosen.
+    """
+    following = np.append(values[1:], 0.0)
+    rewards = np.zeros(len(values))
+    rewards[-1:] = reward
+    deltas = rewards + gamma * following - values
+    advantages = np.zeros(len(values))
+    running = 0.0
+    for place in range(len(values) - 1, -1, -1):
+        running = deltas[place] + gamma * lam * running
+        advantages[place] = running
+    return advantages
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> Tensor:
+    """Sum over tokens [N] of weight · max((V - R)², (clip(V, V_old ± clip) - R)²) / 2: a clip that only ever makes the loss larger (PPO as
+    implemented, arXiv:2005.12729, section 3)."""
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    return (weights * torch.maximum((values - returns).square(), (clipped - returns).square())).sum() / 2

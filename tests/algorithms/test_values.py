@@ -1,0 +1,40 @@
+"""Generalised advantage estimation and the value loss, by hand and against the formulas written out."""
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms.values import gae, value_loss
+
+
+def test_gae_on_hand_computed_numbers() -> None:
+    # δ = 0.5 - 0.2, 0.4 - 0.5, 1 - 0.4 with γ = 1; λ = 0.5
+    assert gae(1.0, np.array([0.2, 0.5, 0.4]), 1.0, 0.5).tolist() == pytest.approx([0.3 + 0.5 * (-0.1 + 0.5 * 0.6), -0.1 + 0.5 * 0.6, 0.6])
+    # γ = 0.5, λ = 0: the one-step errors
+    assert gae(1.0, np.array([0.2, 0.5, 0.4]), 0.5, 0.0).tolist() == pytest.approx([0.25 - 0.2, 0.2 - 0.5, 1 - 0.4])
+
+
+def test_gae_with_lambda_one_is_the_return_less_the_value() -> None:
+    values = np.random.default_rng(0).random(7)
+    discounted = 2.0 * 0.9 ** np.arange(6, -1, -1)
+    np.testing.assert_allclose(gae(2.0, values, 0.9, 1.0), discounted - values)
+
+
+def test_gae_against_the_sum_of_the_paper() -> None:
+    values, gamma, lam, reward = np.random.default_rng(1).random(5), 0.97, 0.8, -1.5
+    deltas = [(reward if t == 4 else 0.0) + (gamma * values[t + 1] if t < 4 else 0.0) - values[t] for t in range(5)]
+    expected = [sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, 5)) for t in range(5)]
+    np.testing.assert_allclose(gae(reward, values, gamma, lam), expected)
+
+
+def test_no_tokens_no_advantages() -> None:
+    assert gae(1.0, np.zeros(0), 1.0, 0.95).shape == (0,)
+
+
+def test_the_value_clip_only_makes_the_loss_larger() -> None:
+    values = torch.tensor([0.5, 0.05, 0.5], requires_grad=True)
+    # old 0, clip 0.2: the first is clipped to 0.2, farther from its return 1; the second within; the third clipped nearer to its return 0
+    loss = value_loss(values, torch.zeros(3), torch.tensor([1.0, 1.0, 0.0]), torch.tensor([1.0, 0.5, 1.0]), 0.2)
+    assert loss.item() == pytest.approx((0.8**2 + 0.5 * 0.95**2 + 0.5**2) / 2)
+    (gradient,) = torch.autograd.grad(loss, values)
+    assert gradient.tolist() == pytest.approx([0.0, -0.5 * 0.95, 0.5])
