@@ -226,22 +226,31 @@ class Engine:
 
         tokens = prompt + completion
         sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        output = await self._last_output(tokens, sampling)
+        output = await self._last_output(tokens, sampling, f"version {self.version}")
         given = output.prompt_logprobs[len(prompt) :]
         return tuple(given[place][token].logprob for place, token in enumerate(completion))
 
     async def _run(self, request: GenerateRequest) -> Sequence[Any]:
-        output = await self._last_output(list(request.prompt_ids), _sampling(request, self.stops))
+        prompt, sampling = list(request.prompt_ids), _sampling(request, self.stops)
+        if self.app.generator.in_flight == "keep":
+            # The cache outlives an update, and a sibling that is first scheduled after it would find the prompt's KV of the old weights.
+            alone = [_sibling(sampling, index) for index in range(request.n)]
+            outputs = await asyncio.gather(*(self._last_output(prompt, one, f"completion {next(self._ids)}") for one in alone))
+            return [output.outputs[0] for output in outputs]
+        output = await self._last_output(prompt, sampling, f"version {self.version}")
         return sorted(output.outputs, key=lambda output: output.index)
 
-    async def _last_output(self, prompt_ids: list[int], sampling: Any) -> Any:
+    async def _last_output(self, prompt_ids: list[int], sampling: Any, salt: str) -> Any:
+        """
+        Args:
+            salt: prompts share cached KV blocks with those of the same salt only.
+        """
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if self.broken is not None:
             raise StaleReplica(self.broken)
-        # With the old KV kept over an update, blocks cached under one version must not serve requests of the next.
-        prompt = tokens_input(prompt_ids, cache_salt=f"version {self.version}")
+        prompt = tokens_input(prompt_ids, cache_salt=salt)
         final = None
         try:
             async for output in self._llm.generate(prompt, sampling, f"request-{next(self._ids)}"):
@@ -339,6 +348,14 @@ def _sampling(request: GenerateRequest, stops: Mapping[int, Any]) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _sibling(sampling: Any, index: int) -> Any:
+    """The parameters of one of n completions as a request of its own, with the seed that vLLM gives it among the n."""
+    alone = sampling.clone()
+    alone.n = 1
+    alone.seed = None if sampling.seed is None else sampling.seed + index
+    return alone
 
 
 def _completion(output: Any, tokenizer: Any) -> Completion:

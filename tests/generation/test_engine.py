@@ -46,7 +46,7 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
     app = GeneratorApp(
         model=str(untied_model),
         max_model_len=256,
-        generator=GeneratorConfig(max_num_seqs=64, kv_cache_memory_bytes=KV_TOKENS << 10, in_flight="keep"),
+        generator=GeneratorConfig(max_num_seqs=32, kv_cache_memory_bytes=KV_TOKENS << 10, in_flight="keep"),
     )
     engine_starts.append("untied engine")
     actor = ray_cluster.remote(Holder).options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")}).remote(app)
@@ -100,6 +100,33 @@ def test_generations_in_flight_at_an_update(
         assert max(worst.values()) > 1e-2 if mode == "keep" else max(worst.values()) <= 1e-4
     assert ray_cluster.get(holder.preempted.remote())[0] == 0, "what an update takes out is no sign of a full cache"
     apply(load_reference(untied_model))
+
+
+def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_cache(
+    holder: Any, ray_cluster: Any, untied_model: Path, publish: Any, reference: Any, load_reference: Any, tmp_path: Path
+) -> None:
+    """31 completions leave one place for a pair of siblings with a prompt of more than one cache block: the second runs when the others are done."""
+    ray_cluster.get(holder.in_flight.remote("keep"))
+    new = load_reference(untied_model)
+    disturb(new, seed=31)
+    fillers = [holder.generate.remote(GenerateRequest((5 + i % 7, 6), 1, 100, 1.0, seed=i, ignore_eos=True)) for i in range(31)]
+    prompt = tuple(4 + i % 40 for i in range(140))
+    before = ray_cluster.get(holder.generated.remote())
+    pair = holder.generate.remote(GenerateRequest(prompt, 2, 60, 1.0, seed=5, ignore_eos=True))
+    while ray_cluster.get(holder.generated.remote()) < before + 5 * 32:
+        pass
+    staged = fetch(publish(dict(new.named_parameters()), version=101), expected_parameters(untied_model, "float32"), 60, tmp_path)
+    ray_cluster.get(holder.apply.remote(staged.update_info(), 101), timeout=120)
+    staged.remove()
+    first, second = ray_cluster.get(pair, timeout=120)
+    ray_cluster.get(fillers, timeout=120)
+    assert len(first.versions) == 2, "the first sibling was in flight at the update"
+    assert [span.version for span in second.versions] == [101], "the second sibling was first scheduled after it"
+    expected = reference(new, prompt, second.token_ids)
+    assert (expected - torch.tensor(second.logprobs)).abs().max().item() <= 1e-4
+    staged = fetch(publish(dict(load_reference(untied_model).named_parameters()), version=102), expected_parameters(untied_model, "float32"), 60, tmp_path)
+    ray_cluster.get(holder.apply.remote(staged.update_info(), 102), timeout=120)
+    staged.remove()
 
 
 def test_preemptions_are_counted_when_the_cache_is_full(holder: Any, ray_cluster: Any) -> None:
