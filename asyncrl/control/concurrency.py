@@ -7,6 +7,8 @@ less in the end. Well below it the engine idles. Where the point lies depends on
 from __future__ import annotations
 
 from collections import Counter
+from itertools import zip_longest
+from typing import Any
 
 from asyncrl.control.protocols import EngineLoad
 
@@ -53,11 +55,8 @@ class Concurrency:
         self.most, self.queue, self.adaptive = most, queue, adaptive
         self.limit = min(max(first, 1.0), most) if adaptive else float(most)
         self.decisions: Counter[str] = Counter()
-        self.load: EngineLoad | None = None
-        """The last one seen."""
-        self.preemptions = 0
-        """Of all engines, as far as seen."""
-        self._preemptions_of: dict[str, int] = {}
+        self.loads: dict[str, EngineLoad] = {}
+        """What each replica said last; a replica that was replaced has said its last word."""
         self._searching = True
         self._settling = 0
         """Groups that have to finish before the next cut."""
@@ -72,8 +71,9 @@ class Concurrency:
         Args:
             running: groups that ran, the finished one included.
         """
-        preempted = self._count_preemptions(load)
-        self.load = load
+        before = self.loads.pop(load.replica, None)
+        self.loads[load.replica] = load
+        preempted = load.preemptions > (before.preemptions if before is not None else 0)
         if not self.adaptive:
             return
         self._settling = max(0, self._settling - 1)
@@ -88,20 +88,21 @@ class Concurrency:
             self.limit = min(self.limit + (1.0 if self._searching else 1.0 / self.limit), self.most)
             self.decisions["grow"] += 1
 
-    def metrics(self) -> dict[str, float]:
-        """The limit, the decisions so far, and the engine last heard of."""
-        found = {"control/concurrency": float(int(self.limit)), "control/preemptions": float(self.preemptions)}
-        found |= {f"control/concurrency_{decision}": float(self.decisions[decision]) for decision in ("grow", "trim", "cut")}
-        if self.load is not None:
-            found |= {"control/kv_use": self.load.kv_use, "control/engine_waiting": float(self.load.waiting)}
-        return found
+    @property
+    def preemptions(self) -> int:
+        """Of all engines so far."""
+        return sum(load.preemptions for load in self.loads.values())
 
-    def _count_preemptions(self, load: EngineLoad) -> bool:
-        """Whether this engine has preempted since its last word; an engine that was replaced counts from zero again."""
-        new = load.preemptions - self._preemptions_of.get(load.replica, 0)
-        self._preemptions_of[load.replica] = load.preemptions
-        self.preemptions += max(new, 0)
-        return new > 0
+    def metrics(self) -> dict[str, Any]:
+        """The limit, the decisions so far, what all engines have lost so far, and how the one is that spoke last."""
+        found: dict[str, Any] = {"control/concurrency": int(self.limit), "control/preemptions": self.preemptions}
+        found |= {f"control/concurrency_{decision}": self.decisions[decision] for decision in ("grow", "trim", "cut")}
+        aborted = [sum(counts) for counts in zip_longest(*(load.aborted for load in self.loads.values()), fillvalue=0)]
+        found |= {"control/aborted_completions": sum(aborted), "control/aborted_by_length": aborted}
+        if self.loads:
+            last = next(reversed(self.loads.values()))
+            found |= {"control/kv_use": last.kv_use, "control/engine_waiting": last.waiting}
+        return found
 
     def _lower(self, decision: str, limit: float) -> None:
         self.limit = max(1.0, min(self.limit, limit))

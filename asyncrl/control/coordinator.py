@@ -313,12 +313,12 @@ class Coordinator:
         metrics = {**result.metrics, **times, **found, **self._since_last_step()}
         self.parts.recorder.record("step", progress.attempted, progress.version, metrics)
 
-    def _since_last_step(self) -> dict[str, float]:
+    def _since_last_step(self) -> dict[str, Any]:
         """Slots now, and what has happened since the step before."""
         progress, now = self.progress, asyncio.get_running_loop().time()
         generated, waited, then = self._at_last_step
         self._at_last_step = progress.generated_tokens, progress.generators_waited_s, now
-        ended = {f"control/{outcome}_groups": float(self._ended_since_step[outcome]) for outcome in ("filtered", "dropped", "failed")}
+        ended: dict[str, Any] = {f"control/{outcome}_groups": float(self._ended_since_step[outcome]) for outcome in ("filtered", "dropped", "failed")}
         self._ended_since_step.clear()
         if self.parts.concurrency is not None:
             ended |= self.parts.concurrency.metrics()

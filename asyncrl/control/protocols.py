@@ -44,6 +44,8 @@ class EngineLoad:
     """Completions in its queue."""
     preemptions: int
     """Completions that lost their KV cache to others, since the engine's start."""
+    aborted: tuple[int, ...] = ()
+    """Completions given up before their end, since the engine's start: item k counts those of 2^(k-1) to 2^k - 1 tokens, item 0 those of none."""
 
 
 @dataclass(frozen=True, slots=True)

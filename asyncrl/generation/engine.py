@@ -80,6 +80,8 @@ class Engine:
         """Completions in the queue after the last engine step."""
         self.preemptions = 0
         """Completions that lost their KV cache because it was full."""
+        self.aborted: list[int] = []
+        """Completions given up before their end: item k counts those of 2^(k-1) to 2^k - 1 tokens, item 0 those of none."""
         self.kv_cache_tokens = 0
         """Tokens that the KV cache holds."""
         self._recomputed = 0
@@ -251,15 +253,37 @@ class Engine:
         if self.broken is not None:
             raise StaleReplica(self.broken)
         prompt = tokens_input(prompt_ids, cache_salt=salt)
-        final = None
+        name = f"request-{next(self._ids)}"
+        answer = asyncio.ensure_future(self._answer(prompt, sampling, name))
         try:
-            async for output in self._llm.generate(prompt, sampling, f"request-{next(self._ids)}"):
-                final = output
+            await asyncio.wait([answer])
+            return answer.result()
+        except asyncio.CancelledError:
+            self._count_aborted(name)
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
+            raise
         except EngineDeadError:
             raise StaleReplica("the vLLM engine's process has died") from None
+
+    async def _answer(self, prompt: Any, sampling: Any, name: str) -> Any:
+        final = None
+        async for output in self._llm.generate(prompt, sampling, name):
+            final = output
         if final is None:
             raise StaleReplica("the vLLM engine ended a request without an answer")
         return final
+
+    def _count_aborted(self, name: str) -> None:
+        """Count the completions of a request that is given up, by their length; vLLM forgets them when it aborts. Those that were done are counted too."""
+        processor = self._llm.output_processor
+        states = [processor.request_states[one] for one in processor.external_req_ids.get(name, ())]
+        lengths = [state.detokenizer.num_output_tokens() for state in states]
+        for parent in {id(state.parent_req): state.parent_req for state in states if state.parent_req is not None}.values():
+            lengths += [len(done.token_ids) for done in parent.output_aggregator if done is not None]
+        for length in lengths:
+            self.aborted += [0] * (length.bit_length() + 1 - len(self.aborted))
+            self.aborted[length.bit_length()] += 1
 
     def _stat_logger(self) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase

@@ -56,7 +56,8 @@ class Generator:
         if not self._has(request.min_weights):
             await self._catch_up_for(request.min_weights)
         completions = await self.engine.generate(request)
-        return Generated(completions, self.replica, EngineLoad(self.replica, self.engine.kv_use, self.engine.waiting, self.engine.preemptions))
+        engine = self.engine
+        return Generated(completions, self.replica, EngineLoad(self.replica, engine.kv_use, engine.waiting, engine.preemptions, tuple(engine.aborted)))
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> tuple[str, list[tuple[float, ...]]]:
         """This replica's id, and log-probs of each row's second ids, given its first, with weights at least as new as asked for. Raises StaleReplica."""
@@ -77,7 +78,8 @@ class Generator:
         return await self.status()
 
     async def status(self) -> dict[str, Any]:
-        """Replica id, weights, process id, seconds of the start and of the last update, tokens generated so far, tokens that the KV cache holds."""
+        """Replica id, weights, process id, seconds of the start and of the last update, tokens generated so far, tokens that the KV cache holds,
+        completions given up by length."""
         return {
             "replica": self.replica,
             "weights": self.weights,
@@ -89,6 +91,7 @@ class Generator:
             "tokens_at_pause": self.engine.tokens_at_pause,
             "tokens_generated": self.engine.tokens_generated,
             "kv_cache_tokens": self.engine.kv_cache_tokens,
+            "aborted": tuple(self.engine.aborted),
             "stops": self.engine.stops,
         }
 

@@ -51,12 +51,15 @@ def test_a_queue_is_trimmed_and_a_preemption_cuts_once_for_those_that_ran():
     assert concurrency.limit == pytest.approx(16.2)
 
 
-def test_an_engine_that_was_replaced_counts_preemptions_from_zero():
+def test_what_engines_have_lost_is_summed_and_a_replaced_one_keeps_its_part():
     concurrency = Concurrency(20, 100)
-    concurrency.observe(load(0.87, preemptions=3), running=20)
-    concurrency.observe(load(0.87, preemptions=0), running=18)
-    concurrency.observe(load(0.87, preemptions=0, replica="two"), running=18)
-    assert (concurrency.preemptions, concurrency.decisions) == (3, {"cut": 1})
+    concurrency.observe(EngineLoad("one", 0.87, 0, 3, (0, 0, 2)), running=20)
+    concurrency.observe(EngineLoad("two", 0.87, 0, 0, (1,)), running=18)
+    concurrency.observe(EngineLoad("two", 0.5, 1, 0, (1, 4)), running=18)
+    metrics = concurrency.metrics()
+    assert (metrics["control/preemptions"], metrics["control/kv_use"], metrics["control/engine_waiting"]) == (3, 0.5, 1)
+    assert (metrics["control/aborted_completions"], metrics["control/aborted_by_length"]) == (7, [1, 4, 2])
+    assert concurrency.decisions == {"cut": 1, "trim": 1}
 
 
 def test_never_above_the_most_nor_below_one():

@@ -12,11 +12,14 @@ from asyncrl.generation.protocol import GenerateRequest
 def test_a_cancelled_request_is_aborted_in_the_engine(generators):
     n, length = 8, 240
 
+    async def aborted():
+        return sum((await generators.handle.status.remote())["aborted"])
+
     async def tokens():
         return (await generators.handle.status.remote())["tokens_generated"]
 
     async def scenario():
-        before = await tokens()
+        before, aborted_before = await tokens(), await aborted()
         asked = asyncio.create_task(ServeGenerate(generators.handle).generate(GenerateRequest((5, 6, 14), n, length, 1.0, seed=1, ignore_eos=True)))
         async with asyncio.timeout(120):
             while await tokens() == before:  # noqa: ASYNC110
@@ -25,7 +28,8 @@ def test_a_cancelled_request_is_aborted_in_the_engine(generators):
             await asyncio.gather(asked, return_exceptions=True)
             while (await generators.handle.pause_empty.remote())["in_flight"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        return asked.cancelled(), await tokens() - before
+        return asked.cancelled(), await tokens() - before, await aborted() - aborted_before
 
-    cancelled, made = asyncio.run(scenario())
+    cancelled, made, given_up = asyncio.run(scenario())
     assert cancelled and 0 < made < n * length
+    assert given_up == n, "every completion of the request is counted, by its length"
