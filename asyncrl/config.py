@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from asyncrl.names import explain_unknown
+from asyncrl.rules import check_rules
 
 __all__ = ["TASK_CPUS", "Config", "ConfigError", "load_config"]
 
@@ -189,6 +190,11 @@ class CorrectionConfig(Section):
     """What is judged: a token alone, or the trajectory by the sum, mean or largest of its tokens."""
     sequence_mask_above: float | None = Field(default=None, gt=0)
     """Mask trajectories of negative advantage whose mean log π_behaviour / π_learner is above this (DeepSeek-V3.2's off-policy sequence mask)."""
+
+    @property
+    def rejects(self) -> bool:
+        """Whether a KL estimate may mask tokens: reject_above is set."""
+        return self.reject_above is not None
 
     @property
     def masks(self) -> bool:
@@ -383,92 +389,9 @@ class Config(Section):
         return name
 
     @model_validator(mode="after")
-    def arithmetic_holds(self) -> Config:
-        rollout, staleness = self.rollout, self.staleness
-        if rollout.rollout_batch_size % rollout.num_steps_per_rollout:
-            raise ValueError(
-                f"rollout.num_steps_per_rollout = {rollout.num_steps_per_rollout} does not divide "
-                f"rollout.rollout_batch_size = {rollout.rollout_batch_size}; change one of them"
-            )
-        if rollout.global_batch_size not in (None, self.global_batch_size):
-            raise ValueError(
-                f"rollout.global_batch_size = {rollout.global_batch_size}, but rollout_batch_size * n_samples_per_prompt / "
-                f"num_steps_per_rollout = {self.global_batch_size}; set that, or leave it out"
-            )
-        if staleness.max_staleness < rollout.num_steps_per_rollout - 1:
-            raise ValueError(
-                f"staleness.max_staleness = {staleness.max_staleness} cannot hold with rollout.num_steps_per_rollout = "
-                f"{rollout.num_steps_per_rollout}: a round's last step is {rollout.num_steps_per_rollout - 1} versions behind its "
-                f"generation; set staleness.max_staleness: {rollout.num_steps_per_rollout - 1}"
-            )
-        self._algorithm_holds()
-        if staleness.over_sampling and staleness.on_stale == "wait":
-            raise ValueError(
-                f"staleness.over_sampling = {staleness.over_sampling} needs staleness.on_stale: drop; under `wait` every group is trained, so leave it at 0"
-            )
-        if self.longest_trajectory > self.learner.max_tokens_per_gpu:
-            raise ValueError(
-                f"data.max_prompt_length + rollout.max_completion_length = {self.longest_trajectory} is above "
-                f"learner.max_tokens_per_gpu = {self.learner.max_tokens_per_gpu}; raise that, or shorten one of the two"
-            )
-        if self.warm_start.data is not None and self.eval.data is None:
-            raise ValueError(f"warm_start.data = {self.warm_start.data!r} needs eval.data: its accuracy there ends the warm start; name a held-out file")
-        if self.eval.accuracy is not None and self.eval.accuracy not in self.reward.functions:
-            raise ValueError(f"eval.accuracy = {self.eval.accuracy!r} is not one of reward.functions {sorted(self.reward.functions)}; name one")
+    def settings_fit_together(self) -> Config:
+        check_rules(self)
         return self
-
-    def _algorithm_holds(self) -> None:
-        algorithm = self.algorithm
-        if algorithm.correction.truncation != "none" and algorithm.old_policy == "behaviour":
-            raise ValueError(
-                f"algorithm.correction.truncation = {algorithm.correction.truncation!r} would count the behaviour policy twice under algorithm.old_policy: "
-                "behaviour; set algorithm.old_policy: learner, or correction.truncation: none"
-            )
-        if algorithm.correction.normalise and algorithm.correction.truncation == "none":
-            raise ValueError("algorithm.correction.normalise: true has no weights to divide; set correction.truncation: token or sequence, or leave it out")
-        if algorithm.loss in ("reinforce", "dppo") and algorithm.old_policy != (wanted := "learner" if algorithm.loss == "reinforce" else "behaviour"):
-            raise ValueError(f"algorithm.loss = {algorithm.loss!r} is defined for algorithm.old_policy: {wanted}, not {algorithm.old_policy}; set that")
-        if algorithm.loss in ("gspo", "cispo", "sapo") and algorithm.old_policy == "learner":
-            raise ValueError(
-                f"algorithm.loss = {algorithm.loss!r} with algorithm.old_policy: learner has a ratio of 1 everywhere, so it would be REINFORCE; set "
-                "algorithm.old_policy: behaviour, or algorithm.loss: reinforce"
-            )
-        if algorithm.dual_clip is not None and (algorithm.loss != "ppo" or algorithm.old_policy == "learner"):
-            raise ValueError(f"algorithm.dual_clip = {algorithm.dual_clip:g} acts only on loss: ppo with a ratio other than 1; leave it out")
-        if algorithm.kl_coef and algorithm.kl_loss_coef:
-            raise ValueError(
-                f"algorithm.kl_coef = {algorithm.kl_coef:g} (in the reward) and algorithm.kl_loss_coef = {algorithm.kl_loss_coef:g} (in the loss) are two "
-                "places for one term; set one of them to 0"
-            )
-        if algorithm.kl_loss_coef and algorithm.kl_estimator == "k1":
-            raise ValueError(
-                "algorithm.kl_estimator: k1 in the loss has a gradient of 0 in the mean; set it to k2 or k3, or use kl_coef in place of kl_loss_coef"
-            )
-        if algorithm.ref_load is not None and not algorithm.has_reference:
-            raise ValueError(f"algorithm.ref_load = {algorithm.ref_load!r} has no KL term to serve; set algorithm.kl_coef or kl_loss_coef, or leave it out")
-        if algorithm.has_reference and algorithm.ref_load is None and self.warm_start.data is not None:
-            raise ValueError(
-                "a KL term with warm_start would hold the policy to model.path as it was before the warm start; name the reference in algorithm.ref_load"
-            )
-        if algorithm.filter_zero_variance and algorithm.advantage in ("reinforce_plus_plus", "gae"):
-            raise ValueError(f"algorithm.filter_zero_variance drops groups that advantage: {algorithm.advantage} learns from; leave one of them out")
-        negative = [name for name, function in self.reward.functions.items() if function.weight < 0]
-        if algorithm.advantage == "maxrl" and (negative or self.reward.overlong_buffer or algorithm.kl_coef):
-            raise ValueError(
-                f"algorithm.advantage: maxrl is defined for rewards of 0 and above; reward.overlong_buffer, kl_coef or a negative weight ({negative}) can make "
-                "them negative: leave those out, or use grpo or rloo"
-            )
-        if self.reward.overlong_buffer > self.rollout.max_completion_length:
-            raise ValueError(
-                f"reward.overlong_buffer = {self.reward.overlong_buffer} is above rollout.max_completion_length = {self.rollout.max_completion_length}; "
-                "it is a part of it"
-            )
-        if not algorithm.corrected and self.staleness.max_staleness > 0 and not algorithm.allow_uncorrected:
-            raise ValueError(
-                f"algorithm.loss = {algorithm.loss!r} with old_policy: {algorithm.old_policy} and correction.truncation: none is uncorrected, and "
-                f"staleness.max_staleness = {self.staleness.max_staleness} trains stale tokens; set algorithm.correction.truncation: token, or "
-                "algorithm.allow_uncorrected: true if you mean it"
-            )
 
     @property
     def groups_per_step(self) -> int:

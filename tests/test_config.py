@@ -61,6 +61,11 @@ def test_batch_arithmetic(tmp_path):
         ({"ref_load": "somewhere"}, "has no KL term to serve"),
         ({"advantage": "maxrl", "kl_coef": 0.1}, "maxrl is defined for rewards of 0 and above"),
         ({"correction": {"normalise": True}}, "no weights to divide"),
+        ({"tau_positive": 2.0}, r"algorithm\.tau_positive = 2\.0 acts only with algorithm\.loss: sapo; leave it out"),
+        ({"loss": "reinforce", "old_policy": "learner", "correction": {"truncation": "token"}, "eps_clip": 0.1}, "loss: ppo, gspo or cispo; leave"),
+        ({"gae_lambda": 0.5}, "acts only with algorithm.advantage: gae"),
+        ({"kl_estimator": "k1"}, "kl_coef or kl_loss_coef above 0"),
+        ({"correction": {"reject_level": "sequence_sum"}}, "acts only with algorithm.correction.reject_above"),
     ],
 )
 def test_contradictory_algorithms_are_refused(tmp_path, algorithm, message):

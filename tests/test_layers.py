@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "asyncrl"
 LAYERS = {
-    0: ["config", "names", "types"],
+    0: ["config", "names", "rules", "types"],
     1: ["algorithms", "data.packing", "control.staleness"],
     2: ["control", "generation.protocol"],
     3: ["data", "generation", "rollout", "rewards", "learning", "weights"],

@@ -1,0 +1,131 @@
+"""What has to hold between settings: a combination that cannot be meant is refused with its reason and the way out."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+__all__ = ["check_rules"]
+
+ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
+    ("algorithm.eps_clip", "algorithm.loss", ("ppo", "gspo", "cispo"), "algorithm.loss: ppo, gspo or cispo"),
+    ("algorithm.eps_clip_high", "algorithm.loss", ("ppo", "gspo", "cispo"), "algorithm.loss: ppo, gspo or cispo"),
+    ("algorithm.tau_positive", "algorithm.loss", ("sapo",), "algorithm.loss: sapo"),
+    ("algorithm.tau_negative", "algorithm.loss", ("sapo",), "algorithm.loss: sapo"),
+    ("algorithm.dppo_threshold", "algorithm.loss", ("dppo",), "algorithm.loss: dppo"),
+    ("algorithm.gamma", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
+    ("algorithm.gae_lambda", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
+    ("algorithm.value_coef", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
+    ("algorithm.value_clip", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
+    ("algorithm.kl_estimator", "algorithm.has_reference", (True,), "algorithm.kl_coef or kl_loss_coef above 0"),
+    ("algorithm.ref_num_cpus", "algorithm.has_reference", (True,), "algorithm.kl_coef or kl_loss_coef above 0"),
+    ("algorithm.correction.reject_estimator", "algorithm.correction.rejects", (True,), "algorithm.correction.reject_above"),
+    ("algorithm.correction.reject_level", "algorithm.correction.rejects", (True,), "algorithm.correction.reject_above"),
+    ("reward.retries", "reward.policy", ("retry",), "reward.policy: retry"),
+)
+"""A setting, another, the values of that with which the first has an effect, and how to say so."""
+
+
+def check_rules(config: Config) -> None:
+    """Raise ValueError for the first rule that does not hold."""
+    _arithmetic_holds(config)
+    _algorithm_holds(config)
+    _everything_acts(config)
+
+
+def _arithmetic_holds(config: Config) -> None:
+    rollout, staleness = config.rollout, config.staleness
+    if rollout.rollout_batch_size % rollout.num_steps_per_rollout:
+        raise ValueError(
+            f"rollout.num_steps_per_rollout = {rollout.num_steps_per_rollout} does not divide "
+            f"rollout.rollout_batch_size = {rollout.rollout_batch_size}; change one of them"
+        )
+    if rollout.global_batch_size not in (None, config.global_batch_size):
+        raise ValueError(
+            f"rollout.global_batch_size = {rollout.global_batch_size}, but rollout_batch_size * n_samples_per_prompt / "
+            f"num_steps_per_rollout = {config.global_batch_size}; set that, or leave it out"
+        )
+    if staleness.max_staleness < rollout.num_steps_per_rollout - 1:
+        raise ValueError(
+            f"staleness.max_staleness = {staleness.max_staleness} cannot hold with rollout.num_steps_per_rollout = "
+            f"{rollout.num_steps_per_rollout}: a round's last step is {rollout.num_steps_per_rollout - 1} versions behind its "
+            f"generation; set staleness.max_staleness: {rollout.num_steps_per_rollout - 1}"
+        )
+    if staleness.over_sampling and staleness.on_stale == "wait":
+        raise ValueError(
+            f"staleness.over_sampling = {staleness.over_sampling} needs staleness.on_stale: drop; under `wait` every group is trained, so leave it at 0"
+        )
+    if config.longest_trajectory > config.learner.max_tokens_per_gpu:
+        raise ValueError(
+            f"data.max_prompt_length + rollout.max_completion_length = {config.longest_trajectory} is above "
+            f"learner.max_tokens_per_gpu = {config.learner.max_tokens_per_gpu}; raise that, or shorten one of the two"
+        )
+    if config.warm_start.data is not None and config.eval.data is None:
+        raise ValueError(f"warm_start.data = {config.warm_start.data!r} needs eval.data: its accuracy there ends the warm start; name a held-out file")
+    if config.eval.accuracy is not None and config.eval.accuracy not in config.reward.functions:
+        raise ValueError(f"eval.accuracy = {config.eval.accuracy!r} is not one of reward.functions {sorted(config.reward.functions)}; name one")
+
+
+def _everything_acts(config: Config) -> None:
+    """Nothing is set, other than to its default, that has no effect beside the rest."""
+    for setting, other, values, how in ACTS_WITH:
+        section, _, name = setting.rpartition(".")
+        owner = attrgetter(section)(config)
+        value = getattr(owner, name)
+        if value != type(owner).model_fields[name].default and attrgetter(other)(config) not in values:
+            raise ValueError(f"{setting} = {value!r} acts only with {how}; leave it out, or set that")
+
+
+def _algorithm_holds(config: Config) -> None:
+    algorithm = config.algorithm
+    if algorithm.correction.truncation != "none" and algorithm.old_policy == "behaviour":
+        raise ValueError(
+            f"algorithm.correction.truncation = {algorithm.correction.truncation!r} would count the behaviour policy twice under algorithm.old_policy: "
+            "behaviour; set algorithm.old_policy: learner, or correction.truncation: none"
+        )
+    if algorithm.correction.normalise and algorithm.correction.truncation == "none":
+        raise ValueError("algorithm.correction.normalise: true has no weights to divide; set correction.truncation: token or sequence, or leave it out")
+    if algorithm.loss in ("reinforce", "dppo") and algorithm.old_policy != (wanted := "learner" if algorithm.loss == "reinforce" else "behaviour"):
+        raise ValueError(f"algorithm.loss = {algorithm.loss!r} is defined for algorithm.old_policy: {wanted}, not {algorithm.old_policy}; set that")
+    if algorithm.loss in ("gspo", "cispo", "sapo") and algorithm.old_policy == "learner":
+        raise ValueError(
+            f"algorithm.loss = {algorithm.loss!r} with algorithm.old_policy: learner has a ratio of 1 everywhere, so it would be REINFORCE; set "
+            "algorithm.old_policy: behaviour, or algorithm.loss: reinforce"
+        )
+    if algorithm.dual_clip is not None and (algorithm.loss != "ppo" or algorithm.old_policy == "learner"):
+        raise ValueError(f"algorithm.dual_clip = {algorithm.dual_clip:g} acts only on loss: ppo with a ratio other than 1; leave it out")
+    if algorithm.kl_coef and algorithm.kl_loss_coef:
+        raise ValueError(
+            f"algorithm.kl_coef = {algorithm.kl_coef:g} (in the reward) and algorithm.kl_loss_coef = {algorithm.kl_loss_coef:g} (in the loss) are two "
+            "places for one term; set one of them to 0"
+        )
+    if algorithm.kl_loss_coef and algorithm.kl_estimator == "k1":
+        raise ValueError("algorithm.kl_estimator: k1 in the loss has a gradient of 0 in the mean; set it to k2 or k3, or use kl_coef in place of kl_loss_coef")
+    if algorithm.ref_load is not None and not algorithm.has_reference:
+        raise ValueError(f"algorithm.ref_load = {algorithm.ref_load!r} has no KL term to serve; set algorithm.kl_coef or kl_loss_coef, or leave it out")
+    if algorithm.has_reference and algorithm.ref_load is None and config.warm_start.data is not None:
+        raise ValueError(
+            "a KL term with warm_start would hold the policy to model.path as it was before the warm start; name the reference in algorithm.ref_load"
+        )
+    if algorithm.filter_zero_variance and algorithm.advantage in ("reinforce_plus_plus", "gae"):
+        raise ValueError(f"algorithm.filter_zero_variance drops groups that advantage: {algorithm.advantage} learns from; leave one of them out")
+    negative = [name for name, function in config.reward.functions.items() if function.weight < 0]
+    if algorithm.advantage == "maxrl" and (negative or config.reward.overlong_buffer or algorithm.kl_coef):
+        raise ValueError(
+            f"algorithm.advantage: maxrl is defined for rewards of 0 and above; reward.overlong_buffer, kl_coef or a negative weight ({negative}) can make "
+            "them negative: leave those out, or use grpo or rloo"
+        )
+    if config.reward.overlong_buffer > config.rollout.max_completion_length:
+        raise ValueError(
+            f"reward.overlong_buffer = {config.reward.overlong_buffer} is above rollout.max_completion_length = {config.rollout.max_completion_length}; "
+            "it is a part of it"
+        )
+    if not algorithm.corrected and config.staleness.max_staleness > 0 and not algorithm.allow_uncorrected:
+        raise ValueError(
+            f"algorithm.loss = {algorithm.loss!r} with old_policy: {algorithm.old_policy} and correction.truncation: none is uncorrected, and "
+            f"staleness.max_staleness = {config.staleness.max_staleness} trains stale tokens; set algorithm.correction.truncation: token, or "
+            "algorithm.allow_uncorrected: true if you mean it"
+        )
