@@ -55,6 +55,8 @@ MUTANTS = [
     Mutant("a group that is scored may still fail", COORDINATOR, "if group is not None and group.scored is None:", "if group is not None:"),
     Mutant("the limit on running groups is ignored", COORDINATOR, "and not self.parts.concurrency.may_run(self.buffer.running)", "and False"),
     Mutant("one group more than the limit runs", CONCURRENCY, "return running < int(self.limit)", "return running <= int(self.limit)"),
+    Mutant("publishes during an evaluation", COORDINATOR, "lambda: not self.evaluating and (self.in_publication", "lambda: (self.in_publication"),
+    Mutant("a second copy is scored again", COORDINATOR, "if scored.ordinal not in self.buffer:\n            return", "if False:\n            return"),
     Mutant("running groups are not dropped", BUFFER, 'if self.staleness.on_stale == "wait" else', "if True else"),
 ]
 

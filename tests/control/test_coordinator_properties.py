@@ -15,6 +15,7 @@ from asyncrl.control.staleness import Staleness
 from asyncrl.testing import (
     FakeCheckpoints,
     FakeLearner,
+    FakeLogprobCheck,
     FakePrompts,
     FakeRecorder,
     FakeReplicas,
@@ -60,6 +61,11 @@ class World:
     concurrency: int
     """Groups that may run at once at first; 0 = no limit."""
     kv_use: list[float]
+    evaluate_every: int
+    evaluation_s: list[float]
+    check_every: int
+    copies: list[bool]
+    """Whether a scored group comes a second time."""
     interrupted_after: list[float] = field(default_factory=list)
     """Virtual seconds of each attempt before the last; then the run resumes from its newest checkpoint."""
 
@@ -86,6 +92,10 @@ def worlds(draw):
         lags=draw(cycle(st.booleans())),
         checkpoint_every=draw(st.integers(0, 3)),
         concurrency=draw(st.integers(0, 5)),
+        evaluate_every=draw(st.integers(0, 3)),
+        evaluation_s=draw(cycle(st.sampled_from(LATENCIES))),
+        check_every=draw(st.integers(0, 3)),
+        copies=draw(cycle(st.booleans())),
         kv_use=draw(cycle(st.sampled_from((0.3, 0.87, 0.99)))),
         interrupted_after=draw(st.lists(st.sampled_from((0.0, 0.5, 5.0, 50.0)), max_size=2)),
     )
@@ -115,6 +125,44 @@ class Rollouts(FakeRollouts):
         await super().ack(ordinals)
 
 
+class Scores(FakeScores):
+    """Brings some groups twice, the second time on its own."""
+
+    def __init__(self, *arguments, copies, **settings):
+        super().__init__(*arguments, **settings)
+        self.copies, self.second = copies, []
+
+    async def next(self):
+        if self.second:
+            await asyncio.sleep(0.01)
+            return [self.second.pop()]
+        arrived = await super().next()
+        self.second += [scored for scored in arrived if self.copies(scored.ordinal)]
+        return arrived
+
+
+class Weights(FakeWeightSync):
+    """Nothing is pushed while an evaluation runs."""
+
+    evaluating = False
+
+    async def push(self, manifest):
+        assert not self.evaluating
+        report = await super().push(manifest)
+        assert not self.evaluating
+        return report
+
+    def evaluation(self, seconds):
+        async def evaluate(version):
+            assert not self.evaluating and version == self.applied[-1]
+            self.evaluating = True
+            await asyncio.sleep(seconds(version))
+            self.evaluating = False
+            return {"eval/greedy_accuracy": 0.5}
+
+        return evaluate
+
+
 def rewards(outcome):
     return {"equal": (1.0, 1.0), "unusable": (1.0,)}.get(outcome, (0.0, 1.0))
 
@@ -134,11 +182,18 @@ def attempt(world, state):
         kv_use=lambda ordinal: world.kv_use[ordinal % len(world.kv_use)],
         replicas=replicas,
     )
-    scores = FakeScores(
+    scores = Scores(
         rollouts,
         latency=lambda ordinal: world.score_latency[ordinal % len(world.score_latency)],
         score=lambda ordinal: rewards(outcome(ordinal)),
         fails=lambda ordinal: "reward raised" if outcome(ordinal) == "unscored" else None,
+        copies=lambda ordinal: world.copies[ordinal % len(world.copies)],
+    )
+    weights = Weights(
+        latency=lambda version: world.push_latency[version % len(world.push_latency)],
+        fails=lambda version, tries: tries == 1 and world.push_fails[version % len(world.push_fails)],
+        replicas=replicas,
+        lags=lambda replica, version: world.lags[(replica + version) % len(world.lags)],
     )
     parts = Parts(
         prompts=FakePrompts(state.frontier, state.finished_above),
@@ -151,18 +206,23 @@ def attempt(world, state):
             version=state.version,
             max_staleness=world.max_staleness,
         ),
-        weights=FakeWeightSync(
-            latency=lambda version: world.push_latency[version % len(world.push_latency)],
-            fails=lambda version, tries: tries == 1 and world.push_fails[version % len(world.push_fails)],
-            replicas=replicas,
-            lags=lambda replica, version: world.lags[(replica + version) % len(world.lags)],
-        ),
+        weights=weights,
         recorder=FakeRecorder(),
         checkpoints=FakeCheckpoints(),
+        evaluate=weights.evaluation(lambda version: world.evaluation_s[version % len(world.evaluation_s)]),
+        check=FakeLogprobCheck(),
         concurrency=Concurrency(world.concurrency, MOST_RUNNING) if world.concurrency else None,
     )
     staleness = Staleness(world.max_staleness, world.groups, world.on_stale, world.over_sampling)
-    schedule = Schedule(world.steps, staleness, max_skipped_steps=10, filter_zero_variance=world.filter_zero_variance, checkpoint_every=world.checkpoint_every)
+    schedule = Schedule(
+        world.steps,
+        staleness,
+        max_skipped_steps=10,
+        filter_zero_variance=world.filter_zero_variance,
+        checkpoint_every=world.checkpoint_every,
+        check_every=world.check_every,
+        evaluate_every=world.evaluate_every,
+    )
     rollouts.coordinator, rollouts.recorder = Coordinator(parts, schedule, state), parts.recorder
     return rollouts.coordinator
 
@@ -217,6 +277,9 @@ def test_whatever_happens(world):
 
     progress, outcomes = coordinator.progress, Counter(fate.outcome for fate in coordinator.parts.recorder.all_fates)
     assert progress.version == progress.committed == world.steps
+    evaluated = [version for event, _, version, _ in coordinator.parts.recorder.records if event == "evaluation"]
+    assert evaluated == sorted(set(evaluated)) and evaluated[-1] == world.steps
+    assert coordinator.parts.check.generator_side[0] == state.version
     assert outcomes["trained"] == (world.steps - state.version) * world.groups
     if world.on_stale == "wait":
         reasons = {fate.reason for fate in coordinator.parts.recorder.all_fates if fate.outcome == "dropped"}
