@@ -30,7 +30,7 @@ TRAINING = Progress(
 
 def test_a_line_says_all_that_is_known() -> None:
     assert line(TRAINING) == (
-        "4m01s | training | step 73/200 | version 73 (committed 72) | reward 0.812 | accuracy 77.4% | staleness mean 1.42, max 2 of 2 | "
+        "4m01s | training | step 73/200 | version 73 (committed 72) | reward 0.812 | accuracy 77.4% of the last batch | staleness mean 1.42, max 2 of 2 | "
         "generated 1,834 tok/s | trained 1,790 tok/s | waited learner 12s, generators 40s | left 3m10s"
     )
     assert line(Progress("starting", elapsed_s=3)) == "3s | starting"
@@ -71,7 +71,7 @@ def test_a_log_gets_one_line_per_phase_and_interval() -> None:
         view.show(Progress("evaluating", step=50, max_steps=50))
         view.show(Progress("evaluating", step=50, max_steps=50, held_out_accuracy=0.9))
     lines = stream.getvalue().splitlines()
-    assert lines == ["0s | training | step 0/50", "0s | evaluating | step 50/50", "0s | evaluating | step 50/50 | held-out 90.0%"]
+    assert lines == ["0s | training | step 0/50", "0s | evaluating | step 50/50", "0s | evaluating | step 50/50 | held-out 90.0% at the last evaluation"]
 
 
 def test_a_terminal_gets_the_live_table() -> None:
