@@ -116,6 +116,11 @@ class RewardConfig(Section):
     """Control experiment: permute the rewards over each step's whole batch, so that there is nothing to learn. What a run gains all the same is no
     work of the rewards."""
 
+    @property
+    def penalises_length(self) -> bool:
+        """Whether the soft overlong penalty acts."""
+        return self.overlong_buffer > 0
+
 
 class GeneratorConfig(Section):
     num_replicas: int = Field(default=1, gt=0)
@@ -175,7 +180,7 @@ class CorrectionConfig(Section):
     truncation: Literal["none", "token", "sequence"] = "none"
     """Weigh each token by min(π_old / π_behaviour, cap): per token (TIS), or the product over the trajectory. Needs an old_policy other than behaviour."""
     cap: float = Field(default=2.0, ge=1)
-    """Largest truncated weight."""
+    """Largest truncated weight, and largest ratio in the KL term of the loss."""
     normalise: bool = False
     """Divide the truncated weights by their mean over the step's tokens. Costs a further forward pass."""
     mask_below: float | None = Field(default=None, gt=0, lt=1)
@@ -234,16 +239,16 @@ class AlgorithmConfig(Section):
     """How far an advantage looks ahead before it trusts the value head: 0 = one token, 1 = to the end (advantage: gae)."""
     value_coef: float = Field(default=0.5, gt=0)
     """Weight of the value head's squared error in the loss (advantage: gae)."""
-    value_clip: float = Field(default=0.2, gt=0)
-    """How far a value may move in a step before its error counts from the clipped value (advantage: gae)."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Bonus for the entropy of each token's distribution, in units of the loss per nat."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Take this times the trajectory's KL divergence from the reference policy, summed over its tokens, from the reward."""
+    """Take this times the trajectory's KL divergence from the reference policy, summed over its tokens, from the reward. Not with advantage: grpo, whose
+    division by the group's std would undo the coefficient."""
     kl_loss_coef: float = Field(default=0.0, ge=0)
     """Add this times the KL divergence from the reference policy, aggregated as the loss is, to the loss."""
     kl_estimator: Literal["k1", "k2", "k3", "low_var"] = "k3"
-    """With l = log π_ref / π: -l, l²/2, e^l - 1 - l, or that and at most 10. In the loss, k1 has a gradient of 0 in the mean, and is refused."""
+    """With l = log π_ref / π: -l, l²/2, e^l - 1 - l, or that and at most 10. In the loss, each token counts π_learner / π_behaviour times, at most
+    correction.cap."""
     ref_load: str | None = None
     """Hugging Face checkpoint directory of the reference policy, frozen. Default: model.path. `{runs_root}` in it is replaced."""
     ref_num_cpus: float = Field(default=0.2, ge=0)
@@ -251,6 +256,16 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     allow_uncorrected: bool = False
     """Train an uncorrected loss on stale tokens all the same."""
+
+    @property
+    def clips(self) -> bool:
+        """Whether eps_clip and eps_clip_high act: a loss that clips a ratio which is not always 1."""
+        return self.loss in ("ppo", "gspo", "cispo") and self.old_policy != "learner"
+
+    @property
+    def caps(self) -> bool:
+        """Whether correction.cap acts."""
+        return self.correction.truncation != "none" or self.kl_loss_coef > 0
 
     @property
     def has_reference(self) -> bool:

@@ -93,6 +93,8 @@ def make_plan(config: Config) -> Plan:
 
     _ = config.run_directory  # refuses a place that would be lost; before a path below it is looked for
     context = model_context(config)
+    if config.algorithm.has_reference:
+        _check_reference(config)
     report = check_prompts(config)
     if config.eval.data is not None:
         check_prompts(config, config.eval.data, "eval.data")
@@ -117,6 +119,18 @@ def make_plan(config: Config) -> Plan:
             f"need {plan.shared_memory_needed >> 20} MiB; lower generator.num_replicas or enlarge /dev/shm"
         )
     return plan
+
+
+def _check_reference(config: Config) -> None:
+    """The reference must read the same tokens as the model."""
+    from asyncrl.data.prompts import load_tokenizer
+
+    model_context(config, config.reference_path, "algorithm.ref_load")
+    if config.algorithm.ref_load is not None and load_tokenizer(config.algorithm.ref_load).get_vocab() != load_tokenizer(config.model.path).get_vocab():
+        raise ConfigError(
+            f"algorithm.ref_load = {config.algorithm.ref_load!r} has another vocabulary than model.path = {config.model.path!r}, so its log-probs would be of "
+            "other tokens; name a reference with the same tokenizer"
+        )
 
 
 def _check_warm_start(config: Config, path: str) -> None:
@@ -148,16 +162,13 @@ def algorithm_text(config: Config) -> str:
     """Advantage, loss and correction in one line; a loss that no whole run of ours has shown to learn is called experimental."""
     algorithm = config.algorithm
     correction = [f"{name} {value}" for name, value in algorithm.correction.model_dump().items() if value not in (None, "none", False)]
-    if algorithm.correction.truncation == "none":
+    if not algorithm.caps:
         correction = [item for item in correction if not item.startswith("cap ")]
     if algorithm.correction.reject_above is None:
         correction = [item for item in correction if not item.startswith("reject_")]
     shown = (algorithm.loss, algorithm.old_policy, algorithm.correction.truncation)
-    note = (
-        ""
-        if shown in SHOWN and not algorithm.correction.masks and not algorithm.correction.normalise and not algorithm.has_reference
-        else "\n  experimental: no whole run has shown that this loss learns (docs/evidence.md lists those that have)"
-    )
+    plain = not (algorithm.correction.masks or algorithm.correction.normalise or algorithm.has_reference or algorithm.advantage == "gae")
+    note = "" if shown in SHOWN and plain else "\n  experimental: no whole run has shown that this learns (docs/evidence.md lists those that have)"
     kind = "corrected" if algorithm.corrected else "uncorrected"
     made_up = ", ".join(correction) or ("the ratio alone" if algorithm.corrected else "none")
     places = {"the reward": algorithm.kl_coef, "the loss": algorithm.kl_loss_coef}
@@ -181,21 +192,21 @@ def logical_cpus(config: Config) -> tuple[Part, ...]:
     )
 
 
-def model_context(config: Config) -> int:
-    """Longest sequence that the model takes, in tokens.
+def model_context(config: Config, at: str | None = None, field: str = "model.path") -> int:
+    """Longest sequence, in tokens, that the model at `at` (default: model.path), which `field` names, takes.
 
     Raises:
         ConfigError: no readable checkpoint at model.path, or a trajectory could be longer than that.
     """
-    path = Path(config.model.path)
+    path = Path(at or config.model.path)
     try:
         tree: dict[str, Any] = json.loads((path / "config.json").read_text())
     except OSError as error:
-        raise ConfigError(f"model.path = {config.model.path!r}: {error.strerror} (config.json); give a Hugging Face checkpoint directory") from None
+        raise ConfigError(f"{field} = {str(path)!r}: {error.strerror} (config.json); give a Hugging Face checkpoint directory") from None
     except ValueError as error:
-        raise ConfigError(f"model.path = {config.model.path!r}: config.json is not JSON ({error})") from None
+        raise ConfigError(f"{field} = {str(path)!r}: config.json is not JSON ({error})") from None
     if not list(path.glob("*.safetensors")):
-        raise ConfigError(f"model.path = {config.model.path!r} holds no *.safetensors; give a Hugging Face checkpoint directory")
+        raise ConfigError(f"{field} = {str(path)!r} holds no *.safetensors; give a Hugging Face checkpoint directory")
     context = int(tree.get("max_position_embeddings") or 1 << 30)
     if config.longest_trajectory > context:
         raise ConfigError(

@@ -11,19 +11,20 @@ if TYPE_CHECKING:
 __all__ = ["check_rules"]
 
 ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
-    ("algorithm.eps_clip", "algorithm.loss", ("ppo", "gspo", "cispo"), "algorithm.loss: ppo, gspo or cispo"),
-    ("algorithm.eps_clip_high", "algorithm.loss", ("ppo", "gspo", "cispo"), "algorithm.loss: ppo, gspo or cispo"),
+    ("algorithm.eps_clip", "algorithm.clips", (True,), "algorithm.loss: ppo, gspo or cispo and an old_policy other than learner"),
+    ("algorithm.eps_clip_high", "algorithm.clips", (True,), "algorithm.loss: ppo, gspo or cispo and an old_policy other than learner"),
+    ("algorithm.correction.cap", "algorithm.caps", (True,), "algorithm.correction.truncation or kl_loss_coef"),
     ("algorithm.tau_positive", "algorithm.loss", ("sapo",), "algorithm.loss: sapo"),
     ("algorithm.tau_negative", "algorithm.loss", ("sapo",), "algorithm.loss: sapo"),
     ("algorithm.dppo_threshold", "algorithm.loss", ("dppo",), "algorithm.loss: dppo"),
     ("algorithm.gamma", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("algorithm.gae_lambda", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("algorithm.value_coef", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
-    ("algorithm.value_clip", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("algorithm.kl_estimator", "algorithm.has_reference", (True,), "algorithm.kl_coef or kl_loss_coef above 0"),
     ("algorithm.ref_num_cpus", "algorithm.has_reference", (True,), "algorithm.kl_coef or kl_loss_coef above 0"),
     ("algorithm.correction.reject_estimator", "algorithm.correction.rejects", (True,), "algorithm.correction.reject_above"),
     ("algorithm.correction.reject_level", "algorithm.correction.rejects", (True,), "algorithm.correction.reject_above"),
+    ("reward.overlong_penalty", "reward.penalises_length", (True,), "reward.overlong_buffer above 0"),
     ("reward.retries", "reward.policy", ("retry",), "reward.policy: retry"),
 )
 """A setting, another, the values of that with which the first has an effect, and how to say so."""
@@ -65,6 +66,8 @@ def _arithmetic_holds(config: Config) -> None:
         )
     if config.warm_start.data is not None and config.eval.data is None:
         raise ValueError(f"warm_start.data = {config.warm_start.data!r} needs eval.data: its accuracy there ends the warm start; name a held-out file")
+    if config.eval.every_steps and config.eval.data is None:
+        raise ValueError(f"eval.every_steps = {config.eval.every_steps} has nothing to evaluate on; set eval.data, or leave it out")
     if config.eval.accuracy is not None and config.eval.accuracy not in config.reward.functions:
         raise ValueError(f"eval.accuracy = {config.eval.accuracy!r} is not one of reward.functions {sorted(config.reward.functions)}; name one")
 
@@ -102,8 +105,17 @@ def _algorithm_holds(config: Config) -> None:
             f"algorithm.kl_coef = {algorithm.kl_coef:g} (in the reward) and algorithm.kl_loss_coef = {algorithm.kl_loss_coef:g} (in the loss) are two "
             "places for one term; set one of them to 0"
         )
-    if algorithm.kl_loss_coef and algorithm.kl_estimator == "k1":
-        raise ValueError("algorithm.kl_estimator: k1 in the loss has a gradient of 0 in the mean; set it to k2 or k3, or use kl_coef in place of kl_loss_coef")
+    if algorithm.kl_coef and algorithm.advantage == "grpo":
+        raise ValueError(
+            f"algorithm.kl_coef = {algorithm.kl_coef:g} with advantage: grpo: where a group's rewards are equal, dividing by their std makes the KL term's "
+            "noise as large as any reward; use dr_grpo or rloo, or kl_loss_coef in place of kl_coef"
+        )
+    if algorithm.kl_coef and algorithm.filter_zero_variance:
+        raise ValueError("algorithm.filter_zero_variance looks at rewards that kl_coef makes all different; use kl_loss_coef, or leave one of them out")
+    if algorithm.correction.sequence_mask_above is not None and algorithm.advantage == "gae":
+        raise ValueError(
+            "algorithm.correction.sequence_mask_above judges a trajectory by its one advantage, and advantage: gae has one for each token; leave it out"
+        )
     if algorithm.ref_load is not None and not algorithm.has_reference:
         raise ValueError(f"algorithm.ref_load = {algorithm.ref_load!r} has no KL term to serve; set algorithm.kl_coef or kl_loss_coef, or leave it out")
     if algorithm.has_reference and algorithm.ref_load is None and config.warm_start.data is not None:

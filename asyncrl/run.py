@@ -39,7 +39,7 @@ from asyncrl.observe.sinks import open_sinks
 from asyncrl.plan import Plan, arithmetic, make_plan
 from asyncrl.weights.check import ProbeCheck
 
-__all__ = ["Summary", "command_name", "train"]
+__all__ = ["Summary", "command_name", "concurrency_of", "train"]
 
 SHOW_EVERY_S = 0.5
 THREADS_END_S = 10.0
@@ -107,7 +107,7 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
     assert task is not None
     _log_to_file(directory.logs / "driver.log")
     live = _Live(config, started)
-    writer = MetricsWriter(directory.path, directory.state.attempt, open_sinks(config, directory.path))
+    writer = MetricsWriter(directory.path, directory.state.attempt, open_sinks(config, directory.path, directory.state.run_id))
     with ProgressView() as view, writer, cluster(config, directory.logs):
         _catch_signals(task)
         showing = asyncio.create_task(live.show(view))
@@ -181,7 +181,7 @@ def _coordinator(config: Config, state: State, directory: RunDirectory, stations
         checkpoints=directory.checkpoints,
         evaluate=evaluate,
         check=check,
-        concurrency=_concurrency(config, stations.kv_cache_tokens),
+        concurrency=concurrency_of(config, stations.kv_cache_tokens),
     )
     schedule = Schedule(
         max_steps=config.max_steps,
@@ -195,7 +195,8 @@ def _coordinator(config: Config, state: State, directory: RunDirectory, stations
     return Coordinator(parts, schedule, state)
 
 
-def _concurrency(config: Config, kv_cache_tokens: int) -> Concurrency:
+def concurrency_of(config: Config, kv_cache_tokens: int) -> Concurrency:
+    """The limit on groups that run at once, for replicas with KV caches of so many tokens each."""
     rollout, generator = config.rollout, config.generator
     most = min(rollout.max_concurrency or config.max_outstanding, config.max_outstanding)
     samples, replicas = rollout.n_samples_per_prompt, generator.num_replicas

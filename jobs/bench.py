@@ -29,11 +29,12 @@ from asyncrl.directory import RunDirectory
 from asyncrl.launch import cluster, launch
 from asyncrl.observe.memory import descendants, process_name
 from asyncrl.plan import make_plan
+from asyncrl.run import concurrency_of
 from asyncrl.testing import FakeRecorder
 
 CONFIG = ROOT / "jobs" / "bench_overlap.yaml"
 GENERATORS, LEARNERS = ("ray::ServeReplica", "VLLM::"), ("ray::RankProcess",)
-STEPS, ALONE_STEPS, WARM_UP_STEPS = 32, 8, 3
+STEPS, ALONE_STEPS, WARM_UP_STEPS = 32, 15, 3
 BAR = 1.25
 
 
@@ -114,6 +115,7 @@ async def _generate_alone(config, stations) -> tuple[list, float]:
                 groups.create_task(stations.rollouts.rollout(await stations.prompts.next(), 0))
 
     making = asyncio.create_task(rollouts())
+    making.add_done_callback(lambda task: task.exception() and stations.scores.fail(task.exception()))
     while len(scored) < wanted:
         arrived = await stations.scores.next()
         await stations.rollouts.ack([group.ordinal for group in arrived])
@@ -126,9 +128,9 @@ async def _generate_alone(config, stations) -> tuple[list, float]:
 
 
 def _seconds_per_step(times: list[float], groups: int) -> float:
-    """From the end of the warm-up to the end, per `groups` arrivals."""
-    skipped = (WARM_UP_STEPS - 1) * groups
-    return (times[-1] - times[skipped]) / (len(times) - 1 - skipped) * groups
+    """From the last arrival of the warm-up to the last of all, per `groups` arrivals: groups come in waves, so an interval ends where it began in one."""
+    skipped = WARM_UP_STEPS * groups
+    return (times[-1] - times[skipped - 1]) / (len(times) - skipped) * groups
 
 
 async def _train_alone(config, stations, recorded) -> float:
@@ -156,6 +158,7 @@ async def _together(config, stations, state, frontier: int) -> tuple[float, list
 
     recorder = Recorder()
     parts = Parts(stations.prompts, stations.rollouts, stations.scores, stations.learner, stations.weights, recorder)
+    parts.concurrency = concurrency_of(config, stations.kv_cache_tokens)
     schedule = Schedule(WARM_UP_STEPS + STEPS, Staleness(config.staleness.max_staleness, config.groups_per_step))
     before = cpu_seconds()
     began = time.monotonic()

@@ -56,13 +56,17 @@ def test_batch_arithmetic(tmp_path):
         ({"loss": "gspo", "dual_clip": 3.0}, "acts only on loss: ppo"),
         ({"loss": "gspo", "old_policy": "learner", "correction": {"truncation": "token"}}, "has a ratio of 1 everywhere"),
         ({"filter_zero_variance": True, "advantage": "reinforce_plus_plus"}, "learns from"),
+        ({"kl_coef": 0.1}, "with advantage: grpo: where a group's rewards are equal"),
+        ({"kl_coef": 0.1, "advantage": "rloo", "filter_zero_variance": True}, "kl_coef makes all different"),
+        ({"advantage": "gae", "correction": {"sequence_mask_above": 0.1}}, "has one for each token"),
+        ({"correction": {"cap": 3.0}}, r"acts only with algorithm\.correction\.truncation or kl_loss_coef"),
+        ({"old_policy": "learner", "correction": {"truncation": "token"}, "eps_clip": 0.1}, "an old_policy other than learner"),
         ({"kl_coef": 0.1, "kl_loss_coef": 0.1}, "two places for one term; set one of them to 0"),
-        ({"kl_loss_coef": 0.1, "kl_estimator": "k1"}, "gradient of 0 in the mean"),
         ({"ref_load": "somewhere"}, "has no KL term to serve"),
         ({"advantage": "maxrl", "kl_coef": 0.1}, "maxrl is defined for rewards of 0 and above"),
         ({"correction": {"normalise": True}}, "no weights to divide"),
         ({"tau_positive": 2.0}, r"algorithm\.tau_positive = 2\.0 acts only with algorithm\.loss: sapo; leave it out"),
-        ({"loss": "reinforce", "old_policy": "learner", "correction": {"truncation": "token"}, "eps_clip": 0.1}, "loss: ppo, gspo or cispo; leave"),
+        ({"loss": "reinforce", "old_policy": "learner", "correction": {"truncation": "token"}, "eps_clip": 0.1}, "loss: ppo, gspo or cispo and an old_policy"),
         ({"gae_lambda": 0.5}, "acts only with algorithm.advantage: gae"),
         ({"kl_estimator": "k1"}, "kl_coef or kl_loss_coef above 0"),
         ({"correction": {"reject_level": "sequence_sum"}}, "acts only with algorithm.correction.reject_above"),
@@ -201,7 +205,7 @@ def test_the_log_prob_bound_is_of_the_largest_difference_or_in_bfloat16_of_the_m
 
 
 def test_a_kl_term_after_a_warm_start_names_its_reference(tmp_path):
-    changes = {"warm_start.data": "t", "eval.data": "t", "algorithm.kl_coef": 0.1}
+    changes = {"warm_start.data": "t", "eval.data": "t", "algorithm.kl_loss_coef": 0.1}
     with pytest.raises(ConfigError, match=r"name the reference in algorithm\.ref_load"):
         load(tmp_path, changes)
     assert load(tmp_path, changes | {"algorithm.ref_load": "/other"}).reference_path == "/other"

@@ -90,8 +90,6 @@ class PolicyTokens:
     """[N], of the frozen reference policy."""
     values: Tensor | None = None
     """[N], of the value head, with gradient."""
-    old_values: Tensor | None = None
-    """[N], before the step."""
     returns: Tensor | None = None
     """[N], what the values should be."""
 
@@ -199,10 +197,10 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
     kl = torch.zeros_like(raw)
     if tokens.reference_logprobs is not None:
         kl = kl_estimate(tokens.reference_logprobs - logprobs, algorithm.kl_estimator)
-        loss = loss + algorithm.kl_loss_coef * (tokens.weights * _bounded_ratio(raw, algorithm) * kl).sum()
+        loss = loss + algorithm.kl_loss_coef * (tokens.weights * _expectation_weight(logprobs - behaviour, algorithm) * kl).sum()
     of_values = loss.new_zeros(())
-    if tokens.values is not None and tokens.old_values is not None and tokens.returns is not None:
-        of_values = algorithm.value_coef * value_loss(tokens.values, tokens.old_values, tokens.returns, tokens.weights, algorithm.value_clip)
+    if tokens.values is not None and tokens.returns is not None:
+        of_values = algorithm.value_coef * value_loss(tokens.values, tokens.returns, tokens.weights)
         loss = loss + of_values
     with torch.no_grad():
         full = raw.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -217,17 +215,20 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
             weight=weight.sum(),
             kl_k1=kl_estimate(full, "k1").sum(),
             kl_k3=kl_estimate(full, "k3").sum(),
-            kl_reference=kl.sum(),
-            value_loss=of_values,
+            kl_reference=kl.detach().sum(),
+            value_loss=of_values.detach(),
             nonfinite=(~torch.isfinite(raw)).sum(),
         )
     return loss, sums
 
 
-def _bounded_ratio(log_ratio: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    """min(π_learner / π_behaviour, correction.cap): the KL term is an expectation over the learner's own tokens (DeepSeek-V3.2, arXiv:2512.02556,
-    section 3.1, which does not cap it)."""
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=algorithm.correction.cap)
+def _expectation_weight(log_ratio: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """min(π_learner / π_behaviour, correction.cap), with which a mean over the behaviour policy's tokens is one over the learner's own (DeepSeek-V3.2,
+    arXiv:2512.02556, section 3.1, which does not cap it). It carries a gradient: the divergence's own gradient has a part by which tokens change
+    their probability, and without it k3's would be that of KL(reference || learner). k2 is the exception: its gradient is right without that part,
+    and its value is biased either way."""
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=algorithm.correction.cap)
+    return ratio.detach() if algorithm.kl_estimator == "k2" else ratio
 
 
 def truncated_weights(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 __all__ = ["gae", "value_loss"]
@@ -28,8 +27,6 @@ def gae(reward: float, values: np.ndarray, gamma: float, lam: float) -> np.ndarr
     return advantages
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> Tensor:
-    """Sum over tokens [N] of weight · max((V - R)², (clip(V, V_old ± clip) - R)²) / 2: a clip that only ever makes the loss larger (PPO as
-    implemented, arXiv:2005.12729, section 3)."""
-    clipped = old_values + (values - old_values).clamp(-clip, clip)
-    return (weights * torch.maximum((values - returns).square(), (clipped - returns).square())).sum() / 2
+def value_loss(values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
+    """Sum over tokens [N] of weight · (V - R)² / 2. PPO's clip around the values before the step would never act: a batch gets one step."""
+    return (weights * (values - returns).square()).sum() / 2

@@ -202,7 +202,8 @@ class Coordinator:
                     self._end(prompt.ordinal, "failed", str(error))
             return
         async with self._changing():
-            if self.parts.concurrency is not None and finished.load is not None:
+            # An evaluation loads the engines too: what they say meanwhile is not of the rollouts.
+            if self.parts.concurrency is not None and finished.load is not None and not self.evaluating:
                 self.parts.concurrency.observe(finished.load, self.buffer.running)
             self.progress.generated_tokens += finished.tokens
             self.buffer.finished(prompt.ordinal, finished.begun, finished.tokens)

@@ -75,15 +75,17 @@ class Engine:
         self.stops: dict[int, tuple[str, ...]] = {}
         self.load: LoadTimes | None = None
         self.kv_use = 0.0
-        """Share of the KV cache's blocks in use after the last engine step, 0 to 1."""
+        """Share of the KV cache's blocks in use after the last engine step outside an update, 0 to 1."""
         self.waiting = 0
-        """Completions in the queue after the last engine step."""
+        """Completions in the queue after the last engine step outside an update, less those that an update put there."""
         self.preemptions = 0
         """Completions that lost their KV cache because it was full."""
         self.aborted: list[int] = []
         """Completions given up before their end: item k counts those of 2^(k-1) to 2^k - 1 tokens, item 0 those of none."""
         self.kv_cache_tokens = 0
         """Tokens that the KV cache holds."""
+        self._running = 0
+        """Completions that ran in the last engine step outside an update."""
         self._recomputed = 0
         """Completions that `recompute` took out at the last update, and that have not said so yet: vLLM counts them as preempted."""
         self._llm: Any = None
@@ -206,7 +208,7 @@ class Engine:
             await self._llm.pause_generation(**PAUSE[self.app.generator.in_flight])
             self.tokens_at_pause = tuple(state.detokenizer.num_output_tokens() for state in self._llm.output_processor.request_states.values())
             if self.app.generator.in_flight == "recompute":
-                self._recomputed = sum(tokens > 0 for tokens in self.tokens_at_pause)
+                self._recomputed = self._running
             paused = time.monotonic()
             await work()
             applied = time.monotonic()
@@ -275,12 +277,10 @@ class Engine:
         return final
 
     def _count_aborted(self, name: str) -> None:
-        """Count the completions of a request that is given up, by their length; vLLM forgets them when it aborts. Those that were done are counted too."""
+        """Count the completions of a request that is given up, by their length; vLLM forgets them when it aborts."""
         processor = self._llm.output_processor
         states = [processor.request_states[one] for one in processor.external_req_ids.get(name, ())]
         lengths = [state.detokenizer.num_output_tokens() for state in states]
-        for parent in {id(state.parent_req): state.parent_req for state in states if state.parent_req is not None}.values():
-            lengths += [len(done.token_ids) for done in parent.output_aggregator if done is not None]
         for length in lengths:
             self.aborted += [0] * (length.bit_length() + 1 - len(self.aborted))
             self.aborted[length.bit_length()] += 1
@@ -296,14 +296,15 @@ class Engine:
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
 
             def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
-                if scheduler_stats is not None:
-                    engine.kv_use = scheduler_stats.kv_cache_usage
-                    engine.waiting = scheduler_stats.num_waiting_reqs
                 if iteration_stats is not None:
                     engine._tokens += iteration_stats.num_generation_tokens
                     ours = min(iteration_stats.num_preempted_reqs, engine._recomputed)
                     engine._recomputed -= ours
                     engine.preemptions += iteration_stats.num_preempted_reqs - ours
+                if scheduler_stats is not None and engine._open.is_set():
+                    engine._running = scheduler_stats.num_running_reqs
+                    engine.kv_use = scheduler_stats.kv_cache_usage
+                    engine.waiting = max(0, scheduler_stats.num_waiting_reqs - engine._recomputed)
 
             def log_engine_initialized(self) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from asyncrl.algorithms.advantages import Advantage, group_advantages
 from asyncrl.algorithms.losses import PolicyTokens
+from asyncrl.algorithms.values import gae
 from asyncrl.learning.attention import Segments
 from asyncrl.types import REFERENCE_COLUMN
 
-__all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "shuffle_rewards", "spread", "token_example"]
+__all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "shuffle_rewards", "token_example", "with_values"]
 
 TokenRow = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and the ids that follow them."""
@@ -38,8 +39,6 @@ class Example:
     """[C] int32: the policy version that made each token."""
     reference_logprobs: np.ndarray | None = None
     """[C] float32, nats: of the frozen reference policy."""
-    old_values: np.ndarray | None = None
-    """[C], of the value head before the step; at loss tokens."""
     returns: np.ndarray | None = None
     """[C], what the values should be; at loss tokens."""
 
@@ -77,8 +76,6 @@ class MicroBatch:
     """[N] float32: the learner's version minus the version that made the token."""
     reference_logprobs: Tensor | None = None
     """[N] float32, nats; None without a reference policy."""
-    old_values: Tensor | None = None
-    """[N] float32; None without a value head."""
     returns: Tensor | None = None
     """[N] float32; None without a value head."""
 
@@ -94,7 +91,6 @@ class MicroBatch:
             self.ages,
             self.reference_logprobs,
             values if self.returns is not None else None,
-            self.old_values,
             self.returns,
         )
 
@@ -168,11 +164,18 @@ def token_example(row: TokenRow) -> Example:
     return Example(np.concatenate([prompt, following]), prompt.size, ones.astype(bool), ones * 0, 1.0, np.zeros(following.size, dtype=np.int32))
 
 
-def spread(values: np.ndarray, places: np.ndarray, length: int) -> np.ndarray:
-    """[length], with the values at their places and 0 elsewhere."""
-    wide = np.zeros(length)
-    wide[places] = values
-    return wide
+def with_values(example: Example, values: np.ndarray, gamma: float, lam: float) -> Example:
+    """The example with an advantage for each token by generalised advantage estimation, its one advantage being the reward, and the returns that the
+    values should have been.
+
+    Args:
+        values: of its loss tokens.
+    """
+    places = np.flatnonzero(example.loss_mask)
+    advantages, returns = np.zeros(len(example.loss_mask)), np.zeros(len(example.loss_mask))
+    advantages[places] = gae(float(example.advantage), values, gamma, lam)
+    returns[places] = advantages[places] + values
+    return replace(example, advantage=advantages, returns=returns)
 
 
 def micro_batch(
@@ -207,16 +210,13 @@ def micro_batch(
         select=joined([start + example.prompt_length - 1 + at for start, example, at in zip(starts, chosen, masked, strict=True)]),
         targets=joined([example.tokens[example.prompt_length + at] for example, at in zip(chosen, masked, strict=True)]),
         behaviour_logprobs=joined([example.behaviour_logprobs[at] for example, at in zip(chosen, masked, strict=True)]),
-        advantages=joined(
-            [np.broadcast_to(example.advantage, example.loss_mask.shape)[at].astype(np.float32) for example, at in zip(chosen, masked, strict=True)]
-        ),
+        advantages=joined([_per_token(example)[at] for example, at in zip(chosen, masked, strict=True)]),
         order=order,
         counts=tuple(len(at) for at in masked),
         weights=joined([np.full(len(at), weights[index] if weights else 1.0, dtype=np.float32) for index, at in zip(order, masked, strict=True)]),
         sequence=joined([np.full(len(at), segment, dtype=np.int64) for segment, at in enumerate(masked)]),
         ages=joined([(version - example.versions[at]).astype(np.float32) for example, at in zip(chosen, masked, strict=True)]),
         reference_logprobs=optional("reference_logprobs"),
-        old_values=optional("old_values"),
         returns=optional("returns"),
     )
 

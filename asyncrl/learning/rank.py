@@ -20,12 +20,11 @@ from torch import Tensor
 
 from asyncrl.algorithms.advantages import STD_FLOOR, batch_normalised
 from asyncrl.algorithms.losses import LossSums, policy_loss, supervised_loss, token_weights, truncated_weights
-from asyncrl.algorithms.values import gae
 from asyncrl.config import Config
 from asyncrl.control.protocols import Manifest
 from asyncrl.data.packing import pack
 from asyncrl.learning import checkpoint, zero3
-from asyncrl.learning.batches import Example, MicroBatch, TokenRow, examples_of, micro_batch, shuffle_rewards, spread, token_example
+from asyncrl.learning.batches import Example, MicroBatch, TokenRow, examples_of, micro_batch, shuffle_rewards, token_example, with_values
 from asyncrl.learning.metrics import StepSums, step_metrics
 from asyncrl.learning.schedule import learning_rate_at
 from asyncrl.types import table_from_ipc
@@ -122,15 +121,9 @@ class LearnerRank:
             batch = micro_batch(examples, indices, self.device)
             _, _, values = self.engine(batch, None)
             for index, part in zip(batch.order, values.cpu().double().split(list(batch.counts)) if batch.counts else (), strict=True):
-                example, at = examples[index], np.flatnonzero(examples[index].loss_mask)
-                advantages = gae(float(example.advantage), part.numpy(), algorithm.gamma, algorithm.gae_lambda)
+                found[index] = with_values(examples[index], part.numpy(), algorithm.gamma, algorithm.gae_lambda)
+                advantages = np.asarray(found[index].advantage)[found[index].loss_mask]
                 sums += torch.tensor([advantages.sum(), (advantages**2).sum(), len(advantages)], dtype=torch.float64, device=self.device)
-                found[index] = replace(
-                    example,
-                    advantage=spread(advantages, at, len(example.loss_mask)),
-                    old_values=spread(part.numpy(), at, len(example.loss_mask)),
-                    returns=spread(advantages + part.numpy(), at, len(example.loss_mask)),
-                )
         dist.all_reduce(sums)
         mean = float(sums[0] / sums[2])
         std = max(float(sums[1] / sums[2]) - mean**2, 0.0) ** 0.5

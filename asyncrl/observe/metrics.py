@@ -61,16 +61,16 @@ class MetricsWriter:
                 sink.add(step, now, scalars)
         return record
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._file.close()
         for sink in self._sinks:
-            sink.close()
+            sink.close(failed)
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self.close(failed=error is not None)
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:

@@ -8,12 +8,14 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.config import Config
 
-__all__ = ["PACKAGES", "Background", "MLflowSink", "Sink", "TensorBoardSink", "TrackioSink", "WandbSink", "missing_packages", "open_sinks"]
+__all__ = ["PACKAGES", "Background", "MLflowSink", "Sink", "SinkRun", "TensorBoardSink", "TrackioSink", "WandbSink", "missing_packages", "open_sinks"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,18 @@ class Sink(Protocol):
         """`now` is in Unix seconds."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, failed: bool = False) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SinkRun:
+    """Which run it is, to a sink. All attempts of a run have one id; two runs of one name have two."""
+
+    project: str
+    name: str
+    run_id: str
+    directory: Path
+    settings: Mapping[str, Any]
 
 
 class TensorBoardSink:
@@ -46,65 +59,76 @@ class TensorBoardSink:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._writer.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._writer.close()
 
 
 class WandbSink:
     """Weights & Biases. Its own variables (WANDB_MODE=offline, WANDB_API_KEY, …) hold; files lie in <run>/wandb."""
 
-    def __init__(self, project: str, name: str, directory: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, run: SinkRun) -> None:
         import wandb
 
         quiet = wandb.Settings(silent=True, console="off")
-        self._run = wandb.init(project=project, name=name, id=name, resume="allow", dir=str(directory), config=dict(settings), settings=quiet)
+        settings = {"project": run.project, "name": run.name, "id": run.run_id, "resume": "allow", "dir": str(run.directory), "config": dict(run.settings)}
+        self._run = wandb.init(**settings, settings=quiet)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         self._run.log({**scalars, "step": step})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class MLflowSink:
-    """MLflow. MLFLOW_TRACKING_URI holds; without it <run>/mlflow.db."""
+    """MLflow. MLFLOW_TRACKING_URI holds; without it <run>/mlflow.db and <run>/mlartifacts."""
 
-    def __init__(self, project: str, name: str, directory: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, run: SinkRun) -> None:
         from mlflow import MlflowClient
 
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory / 'mlflow.db'}")
-        experiment = self._client.get_experiment_by_name(project)
-        number = experiment.experiment_id if experiment is not None else self._client.create_experiment(project)
-        self._run_id = self._client.create_run(number, run_name=name).info.run_id
-        self._client.log_dict(self._run_id, dict(settings), "config.yaml")
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(server or f"sqlite:///{run.directory / 'mlflow.db'}")
+        experiment = self._client.get_experiment_by_name(run.project)
+        # Without a server, artifacts would go to the working directory.
+        place = None if server else (run.directory / "mlartifacts").as_uri()
+        number = experiment.experiment_id if experiment is not None else self._client.create_experiment(run.project, artifact_location=place)
+        earlier = self._client.search_runs([number], f"tags.asyncrl_run_id = '{run.run_id}'")
+        self._run_id = earlier[0].info.run_id if earlier else self._new(number, run)
+        self._client.update_run(self._run_id, status="RUNNING")
+
+    def _new(self, experiment: str, run: SinkRun) -> str:
+        run_id = str(self._client.create_run(experiment, run_name=run.name, tags={"asyncrl_run_id": run.run_id}).info.run_id)
+        self._client.log_dict(run_id, dict(run.settings), "config.yaml")
+        return run_id
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         self._client.log_batch(self._run_id, metrics=[Metric(name, value, int(now * 1000), step) for name, value in scalars.items()])
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+    def close(self, failed: bool = False) -> None:
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 class TrackioSink:
-    """trackio, on this machine (TRACKIO_DIR) or wherever its variables say."""
+    """trackio, on this machine (TRACKIO_DIR) or wherever its variables say. It knows runs by their names alone, so the run's id is part of it."""
 
-    def __init__(self, project: str, name: str, directory: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, run: SinkRun) -> None:
         import trackio
 
-        self._run = trackio.init(project=project, name=name, resume="allow", config=dict(settings), embed=False, auto_log_cpu=False, auto_log_gpu=False)
+        name, settings = f"{run.name}-{run.run_id[:8]}", dict(run.settings)
+        self._run = trackio.init(project=run.project, name=name, resume="allow", config=settings, embed=False, auto_log_cpu=False, auto_log_gpu=False)
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._run.finish()
 
 
-PACKAGES: dict[str, Callable[[str, str, Path, Mapping[str, Any]], Sink]] = {"wandb": WandbSink, "mlflow": MLflowSink, "trackio": TrackioSink}
+PACKAGES: dict[str, Callable[[SinkRun], Sink]] = {"wandb": WandbSink, "mlflow": MLflowSink, "trackio": TrackioSink}
 """`observe.sinks` → its class; each is a package and an extra of the same name."""
 
 
@@ -113,13 +137,15 @@ class Background:
 
     def __init__(self, makers: Mapping[str, Callable[[], Sink]]) -> None:
         self._items: queue.Queue[tuple[int, float, Mapping[str, float]] | None] = queue.Queue()
+        self._failed = False
         self._thread = threading.Thread(target=self._work, args=(dict(makers),), name="sinks", daemon=True)
         self._thread.start()
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         self._items.put((step, now, scalars))
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        self._failed = failed
         self._items.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
@@ -128,12 +154,12 @@ class Background:
     def _work(self, makers: dict[str, Callable[[], Sink]]) -> None:
         sinks: dict[str, Sink] = {}
         for name, make in makers.items():
-            self._try(name, sinks, lambda make=make, name=name: sinks.__setitem__(name, make()))
+            self._try(name, sinks, partial(_make, name, make, sinks))
         while (item := self._items.get()) is not None:
             for name, sink in list(sinks.items()):
-                self._try(name, sinks, lambda sink=sink, item=item: sink.add(*item))
+                self._try(name, sinks, partial(sink.add, *item))
         for name, sink in list(sinks.items()):
-            self._try(name, sinks, sink.close)
+            self._try(name, sinks, partial(sink.close, self._failed))
 
     def _try(self, name: str, sinks: dict[str, Sink], call: Callable[[], Any]) -> None:
         try:
@@ -149,13 +175,12 @@ def missing_packages(config: Config) -> list[str]:
     return [name for name in config.observe.sinks if importlib.util.find_spec(name) is None]
 
 
-def open_sinks(config: Config, directory: Path) -> list[Sink]:
+def open_sinks(config: Config, directory: Path, run_id: str) -> list[Sink]:
     """TensorBoard, and what `observe.sinks` asks for."""
-    sinks: list[Sink] = [TensorBoardSink(directory / "tensorboard")]
-    settings = config.model_dump(mode="json")
-    makers = {name: _maker(PACKAGES[name], config, directory, settings) for name in config.observe.sinks}
-    return [*sinks, Background(makers)] if makers else sinks
+    run = SinkRun(config.observe.project, config.name, run_id, directory, config.model_dump(mode="json"))
+    makers = {name: partial(PACKAGES[name], run) for name in config.observe.sinks}
+    return [TensorBoardSink(directory / "tensorboard"), *([Background(makers)] if makers else [])]
 
 
-def _maker(kind: Callable[[str, str, Path, Mapping[str, Any]], Sink], config: Config, directory: Path, settings: Mapping[str, Any]) -> Callable[[], Sink]:
-    return lambda: kind(config.observe.project, config.name, directory, settings)
+def _make(name: str, make: Callable[[], Sink], sinks: dict[str, Sink]) -> None:
+    sinks[name] = make()

@@ -257,7 +257,24 @@ def test_normalised_weights_have_mean_one() -> None:
     assert gradient(loss, learner) == pytest.approx([-1.5 * 0.75, -0.5 * 0.75, -2.0 * 0.75])
 
 
-def test_kl_in_the_loss_on_hand_computed_numbers() -> None:
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_in_the_loss_has_the_gradient_of_the_divergence_from_the_reference(estimator) -> None:
+    """Every outcome of one token, each as often as another policy samples it: the gradient is that of KL(learner || reference)."""
+    logits = torch.tensor([0.5, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
+    reference, behaviour = log(0.2, 0.2, 0.6), log(0.3, 0.5, 0.2)
+    learner = logits.log_softmax(-1)
+    known = replace(tokens(learner, behaviour, tensor(0, 0, 0), weights=behaviour.exp()), reference_logprobs=reference)
+    loss, sums = policy_loss(known, algorithm(kl_loss_coef=0.1, kl_estimator=estimator, correction={"cap": 100.0}))
+    (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    exact = 0.1 * (learner.exp() * (learner - reference)).sum()
+    (wanted,) = torch.autograd.grad(exact, logits)
+    assert found.tolist() == pytest.approx(wanted.tolist())
+    if estimator != "k2":
+        assert loss.item() == pytest.approx(exact.item())
+    assert not sums.kl_reference.requires_grad
+
+
+def test_the_kl_terms_ratio_is_capped_and_needs_a_reference() -> None:
     # π = 0.5, 0.25; π_ref = 0.25, 0.5; μ = 0.5, 0.05: ratios 1 and 5, the second capped at 2
     learner, behaviour = log(0.5, 0.25).requires_grad_(), log(0.5, 0.05)
     known = replace(tokens(learner, behaviour, tensor(0, 0)), reference_logprobs=log(0.25, 0.5))
@@ -265,7 +282,7 @@ def test_kl_in_the_loss_on_hand_computed_numbers() -> None:
     k3 = (0.5 - 1 - math.log(0.5), 2 - 1 - math.log(2))
     assert loss.item() == pytest.approx(0.1 * (k3[0] + 2 * k3[1]))
     assert sums.kl_reference.item() == pytest.approx(sum(k3))
-    # d k3 / d log π = 1 - π_ref / π
-    assert gradient(loss, learner) == pytest.approx([0.1 * (1 - 0.5), 0.1 * 2 * (1 - 2)])
+    # d (r · k3) / d log π = r · k3 + r · (1 - π_ref / π), and a capped r is a constant
+    assert gradient(loss, learner) == pytest.approx([0.1 * (k3[0] + 1 - 0.5), 0.1 * 2 * (1 - 2)])
     none, _ = policy_loss(tokens(learner, behaviour, tensor(0, 0)), algorithm(kl_loss_coef=0.1))
     assert none.item() == 0

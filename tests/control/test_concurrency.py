@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from asyncrl.control.concurrency import Concurrency, first_limit
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.protocols import EngineLoad
 from asyncrl.control.staleness import Staleness
-from asyncrl.testing import FakeEngine, FakeLearner, FakePrompts, FakeRecorder, FakeScores, FakeWeightSync, VirtualTimeLoop
+from asyncrl.testing import FakeEngine, FakeLearner, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
 
 
 def load(kv_use=0.5, waiting=0, preemptions=0, replica="one"):
@@ -112,3 +113,28 @@ def test_as_good_as_the_best_fixed_limit(kv_tokens, spread, drift):
     assert throughput >= 0.95 * sweep[best][0] and preemptions <= 0.05, found
     last = [metrics for event, _, _, metrics in records if event == "step"][-1]
     assert last["control/concurrency"] <= most and last["control/concurrency_trim"] > 0
+
+
+def test_what_engines_say_during_an_evaluation_moves_nothing():
+    """The evaluation fills the queue; groups that finish meanwhile say so."""
+
+    class Busy(FakeRollouts):
+        evaluating = False
+
+        async def _generate(self, ordinal):
+            finished = await super()._generate(ordinal)
+            return replace(finished, load=EngineLoad("fake", 0.5, 100 if self.evaluating else 0, 0))
+
+    rollouts = Busy(latency=lambda ordinal: 1.0)
+
+    async def evaluate(version):
+        rollouts.evaluating = True
+        await asyncio.sleep(20.0)
+        rollouts.evaluating = False
+        return {}
+
+    parts = Parts(FakePrompts(), rollouts, FakeScores(rollouts), FakeLearner(4, latency=0.1), FakeWeightSync(), FakeRecorder(), evaluate=evaluate)
+    parts.concurrency = Concurrency(2, 12)
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(Coordinator(parts, Schedule(30, Staleness(2, 4), evaluate_every=5), State("run", 0, 0, 0, 0, ())).run())
+    assert parts.concurrency.decisions["trim"] == 0 and parts.concurrency.limit > 8

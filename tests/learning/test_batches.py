@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from asyncrl.learning.batches import examples_of, micro_batch, shuffle_rewards
+import numpy as np
+
+from asyncrl.learning.batches import examples_of, micro_batch, shuffle_rewards, with_values
 from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table
 
 
@@ -45,3 +47,15 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere() -> None:
     assert [values[3] for values in advantages] == [None, None]
     assert all(abs(sum(values[:3])) < 1e-6 for values in advantages)
     assert [example.advantage for example in examples_of(shuffled[0])] == advantages[0][:3]
+
+
+def test_a_value_heads_advantages_and_returns_lie_at_the_loss_tokens() -> None:
+    member = trajectory((VersionSpan(0, 0, 4),), (1, 0, 1, 1), 1.0)
+    [example, _] = examples_of(groups_to_table([Group(0, Prompt(0, 0, "p", (1, 2)), (member, member), "replica", 0.0, 1.0, 2.0)]))
+    valued = with_values(example, np.array([0.2, 0.5, 0.4]), 1.0, 0.5)
+    advantages = [0.3 + 0.5 * (-0.1 + 0.5 * 0.6), 0, -0.1 + 0.5 * 0.6, 0.6]
+    np.testing.assert_allclose(valued.advantage, advantages)
+    np.testing.assert_allclose(valued.returns, [advantages[0] + 0.2, 0, advantages[2] + 0.5, 1.0])
+    batch = micro_batch([valued], [0], "cpu")
+    np.testing.assert_allclose(batch.advantages, [advantages[0], advantages[2], advantages[3]], rtol=1e-6)
+    assert batch.policy_tokens(batch.ages, batch.ages).returns is not None and micro_batch([example], [0], "cpu").returns is None

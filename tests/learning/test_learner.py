@@ -161,16 +161,26 @@ def test_a_failing_or_dead_rank_ends_the_group_by_name(two: LearnerGroup, run: R
 
 
 def test_a_value_head_fits_returns_alike_on_one_rank_and_two_and_stays_with_the_learner(ray_cluster: Any, run: Run, model_path: Path) -> None:
-    algorithm = {"advantage": "gae", "value_clip": 10.0}
-    names = set(expected_parameters(model_path, "float32"))
-    losses: dict[int, list[float]] = {}
-    for world_size, max_tokens in ((1, 1024), (2, 128)):
+    """A fresh head says 0 everywhere, so with λ = 1 the first step is REINFORCE++'s: the reward for every token, normalised over the step."""
+    plain = {"advantage": "reinforce_plus_plus"}
+    critic = {"advantage": "gae", "gae_lambda": 1.0, "value_coef": 1e-6}
+    fitting = {"advantage": "gae", "value_coef": 10.0}
+    first: dict[str, tuple[float, float]] = {}
+    steps: dict[int, list[float]] = {}
+    for name, algorithm, world_size, max_tokens in (
+        ("plain", plain, 1, 1024),
+        ("critic", critic, 1, 1024),
+        ("one", fitting, 1, 1024),
+        ("two", fitting, 2, 128),
+    ):
         group = run(LearnerGroup.create(learner_config(model_path, world_size=world_size, max_tokens=max_tokens, algorithm=algorithm), "run", 1))
         try:
-            steps = [run(group.step(recorded_batch(0))).metrics for _ in range(4)]
-            losses[world_size] = [value for metrics in steps for value in (metrics["value_loss"], metrics["grad_norm"])]
-            assert {entry.name for entry in run(group.gather(1)).tensors} == names, "the value head is not published"
+            metrics = [run(group.step(recorded_batch(0))).metrics for _ in range(4)]
+            first[name] = metrics[0]["loss"] - metrics[0]["value_loss"], metrics[0]["grad_norm"]
+            steps[world_size] = [value for one in metrics for value in (one["value_loss"], one["grad_norm"])]
+            assert {entry.name for entry in run(group.gather(1)).tensors} == set(expected_parameters(model_path, "float32")), "the head is not published"
         finally:
             run(group.close())
-    assert losses[1] == pytest.approx(losses[2], rel=1e-3)
-    assert losses[1][6] < 0.9 * losses[1][0], "the same batch four times: the values come nearer to its returns"
+    assert first["critic"] == pytest.approx(first["plain"], rel=1e-4, abs=1e-6) and first["plain"][0] != 0
+    assert steps[1] == pytest.approx(steps[2], rel=1e-3)
+    assert steps[1][6] < 0.9 * steps[1][0], "the same batch four times: the values come nearer to its returns"

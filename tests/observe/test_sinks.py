@@ -21,24 +21,25 @@ from asyncrl.observe.sinks import open_sinks
 
 directory, sink = Path(sys.argv[1]), sys.argv[2]
 config = load_config(Path("jobs/quickstart.yaml"), ["--name", "sunk", "--observe.sinks", f'["{sink}"]', "--observe.project", "tests"])
-with MetricsWriter(directory, 0, open_sinks(config, directory)) as writer:
+with MetricsWriter(directory, 0, open_sinks(config, directory, sys.argv[3])) as writer:
     for step in (1, 2, 3):
         writer.write("step", step, step, {"reward/mean": step / 4, "note": "text"})
     writer.write("evaluation", 3, 3, {"eval/greedy_accuracy": 0.75})
 """
 
 
-def write(directory: Path, sink: str, **environment: str) -> None:
+def write(directory: Path, sink: str, run_id: str = "id0", **environment: str) -> None:
+    before = set(Path.cwd().iterdir())
     folders = {"HOME": str(directory), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(directory), sink], capture_output=True, text=True, timeout=120, env=folders | environment)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(directory), sink, run_id], capture_output=True, text=True, timeout=120, env=folders | environment)
     assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
-    assert (directory / "metrics.jsonl").read_text().count("\n") == 4 and list((directory / "tensorboard").iterdir())
+    assert list((directory / "tensorboard").iterdir()) and before == set(Path.cwd().iterdir()), "something was written where the run stands"
 
 
 @pytest.mark.timeout(180)
 def test_wandb_offline(tmp_path: Path) -> None:
     write(tmp_path, "wandb", WANDB_MODE="offline")
-    (file,) = tmp_path.glob("wandb/offline-run-*-sunk/run-sunk.wandb")
+    (file,) = tmp_path.glob("wandb/offline-run-*-id0/run-id0.wandb")
     content = file.read_bytes()
     assert b"reward/mean" in content and b"evaluation/eval/greedy_accuracy" in content and b"max_staleness" in content
 
@@ -47,7 +48,12 @@ def test_wandb_offline(tmp_path: Path) -> None:
 def test_mlflow_in_a_file(tmp_path: Path) -> None:
     write(tmp_path, "mlflow")
     rows = sqlite3.connect(tmp_path / "mlflow.db").execute("select key, value, step from metrics order by timestamp, step").fetchall()
+    assert list((tmp_path / "mlartifacts").rglob("config.yaml"))
     assert rows == [("reward/mean", 0.25, 1), ("reward/mean", 0.5, 2), ("reward/mean", 0.75, 3), ("evaluation/eval/greedy_accuracy", 0.75, 3)]
+    for again in ("id0", "id1"):
+        write(tmp_path, "mlflow", again)
+    runs = sqlite3.connect(tmp_path / "mlflow.db").execute("select name, status from runs").fetchall()
+    assert runs == [("sunk", "FINISHED")] * 2, "a second attempt goes on in its run; another run of that name is another"
 
 
 @pytest.mark.timeout(180)
@@ -65,7 +71,7 @@ def test_a_sink_that_fails_is_named_and_left_out_and_the_others_go_on(caplog: py
         def add(self, step: int, now: float, scalars: object) -> None:
             got.append(step)
 
-        def close(self) -> None:
+        def close(self, failed: bool = False) -> None:
             got.append(-1)
 
     class Bad(Good):

@@ -170,7 +170,9 @@ def test_a_second_copy_of_a_group_is_acknowledged_and_dropped(ray_cluster, tmp_p
 def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(ray_cluster, tiny_model, tmp_path):
     """The real actor on a real checkpoint, against transformers; the KL term reaches the reward."""
     config = make_config("by_length")
-    config = Config.model_validate(config.model_dump() | {"model": {"path": str(tiny_model)}, "algorithm": {"kl_coef": 0.1, "kl_estimator": "k1"}})
+    config = Config.model_validate(
+        config.model_dump() | {"model": {"path": str(tiny_model)}, "algorithm": {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1"}}
+    )
     reference = start_reference(config)
 
     async def scenario():
