@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,5 +133,13 @@ def start_run(task: dict[str, Any], tmp_path: Path, engine_starts: list[str]) ->
 
 @pytest.fixture
 def shared_memory() -> Callable[[], set[str]]:
-    """Files in shared memory, now."""
-    return lambda: {str(path) for path in Path("/dev/shm").rglob("*") if path.is_file()}
+    """Files in shared memory that no living process has mapped: what a process left behind. Others on this machine may have theirs."""
+
+    def left() -> set[str]:
+        files = {str(path) for path in Path("/dev/shm").rglob("*") if path.is_file()}
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with contextlib.suppress(OSError):
+                files -= set(re.findall(r"/dev/shm/\S+", maps.read_text()))
+        return files
+
+    return left
