@@ -131,7 +131,7 @@ class PushReport:
 
     version: int
     replicas: Mapping[str, Mapping[str, float]]
-    """Per replica: fetch_s, pause_s, apply_s, tokens_during_fetch, in_flight."""
+    """Per replica: fetch_s, pause_s, apply_s, tokens_during_fetch, in_flight, longest_gap_s."""
     unroutable: tuple[str, ...] = ()
     """Replicas that did not apply it in time; they take no traffic until they have caught up."""
 

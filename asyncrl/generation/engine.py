@@ -84,6 +84,9 @@ class Engine:
         """Completions given up before their end: item k counts those of 2^(k-1) to 2^k - 1 tokens, item 0 those of none."""
         self.kv_cache_tokens = 0
         """Tokens that the KV cache holds."""
+        self._last_tokens_at: float | None = None
+        """When a step last made tokens; None while nothing is under way."""
+        self._longest_gap_s = 0.0
         self._running = 0
         """Completions that ran in the last engine step outside an update."""
         self._recomputed = 0
@@ -125,6 +128,11 @@ class Engine:
     def tokens_generated(self) -> int:
         """Completion tokens made since the start."""
         return self._tokens
+
+    def take_longest_gap(self) -> float:
+        """Longest time between two steps that made tokens, while completions were under way, since the last call; seconds."""
+        longest, self._longest_gap_s = self._longest_gap_s, 0.0
+        return longest
 
     @property
     def max_model_len(self) -> int:
@@ -285,6 +293,15 @@ class Engine:
             self.aborted += [0] * (length.bit_length() + 1 - len(self.aborted))
             self.aborted[length.bit_length()] += 1
 
+    def _count_gap(self, tokens: int, scheduler_stats: Any) -> None:
+        now = time.monotonic()
+        if tokens and self._last_tokens_at is not None:
+            self._longest_gap_s = max(self._longest_gap_s, now - self._last_tokens_at)
+        if tokens:
+            self._last_tokens_at = now
+        if scheduler_stats is not None and not scheduler_stats.num_running_reqs and not scheduler_stats.num_waiting_reqs:
+            self._last_tokens_at = None
+
     def _stat_logger(self) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -297,6 +314,7 @@ class Engine:
 
             def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
                 if iteration_stats is not None:
+                    engine._count_gap(iteration_stats.num_generation_tokens, scheduler_stats)
                     engine._tokens += iteration_stats.num_generation_tokens
                     ours = min(iteration_stats.num_preempted_reqs, engine._recomputed)
                     engine._recomputed -= ours

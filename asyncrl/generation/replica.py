@@ -123,7 +123,7 @@ class Generator:
         finally:
             staged.remove()
         self.weights = WeightsId(manifest.run_id, manifest.attempt, manifest.version)
-        self._applied = {"fetch_s": staged.fetch_s, "tokens_during_fetch": float(during), **timings}
+        self._applied = {"fetch_s": staged.fetch_s, "tokens_during_fetch": float(during), "longest_gap_s": self.engine.take_longest_gap(), **timings}
 
     async def _catch_up(self) -> None:
         """Apply what the board shows, if there is a board with a version newer than ours."""

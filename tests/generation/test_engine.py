@@ -40,6 +40,9 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
         async def preempted(self) -> tuple[int, int]:
             return self.preemptions, self.kv_cache_tokens
 
+        async def gap(self) -> float:
+            return self.take_longest_gap()
+
         async def in_flight(self, mode: str) -> None:
             self.app = self.app.model_copy(update={"generator": self.app.generator.model_copy(update={"in_flight": mode})})
 
@@ -82,6 +85,7 @@ def test_generations_in_flight_at_an_update(
         asked = [holder.generate.remote(GenerateRequest(prompt, 1, length, 1.0, seed=5, ignore_eos=True)) for prompt in prompts]
         while ray_cluster.get(holder.generated.remote()) < before + 10 * len(prompts):
             pass
+        ray_cluster.get(holder.gap.remote())
         version, timings, late = apply(new)
         model_of[version] = new
         assert [span.version for span in late.versions] == [version], "a request that came during the update began with the old weights"
@@ -92,6 +96,9 @@ def test_generations_in_flight_at_an_update(
                 expected = reference(model_of[span.version], prompt, answer.token_ids)[span.start : span.end]
                 apart = (expected - torch.tensor(answer.logprobs[span.start : span.end])).abs().max().item()
                 worst[span.version] = max(worst[span.version], apart)
+        gap = ray_cluster.get(holder.gap.remote())
+        assert mode == "drain" or timings["pause_s"] <= gap + 0.05, "the pause is a gap between the tokens of what was in flight"
+        assert gap < 60
         both = sum(len(answer.versions) == 2 for answer in answers)
         print(f"in_flight {mode}: {both} of {len(answers)} completions carry both versions, log-probs differ by at most {worst}, {timings}")
         assert both == 0 if mode == "drain" else both >= len(answers) / 2
