@@ -93,7 +93,7 @@ def test_a_stream_without_room_is_named(generators, tiny_model, ray_cluster, hol
     """The real prompt stream, in a cluster that somebody else has filled meanwhile."""
     write_prompts(tmp_path / "p.jsonl")
     free = ray_cluster.available_resources()["CPU"]
-    holder(free - 0.01)
+    other = holder(free - 0.01)
     wanted = config(placement_timeout_s=3, model={"path": str(tiny_model)}, data={"train": str(tmp_path / "p.jsonl"), "max_prompt_length": 8})
 
     async def wait():
@@ -101,6 +101,7 @@ def test_a_stream_without_room_is_named(generators, tiny_model, ray_cluster, hol
         try:
             await wait_for_placement(wanted, generators.name, {"prompt stream": prompts.begun, "scoring stream": begun})
         finally:
+            ray_cluster.kill(other)  # or the stream would be waited for
             await prompts.close()
 
     with pytest.raises(PlacementError, match=r"^prompt stream not placed within placement_timeout_s = 3 s"):

@@ -160,6 +160,8 @@ def test_a_failing_or_dead_rank_ends_the_group_by_name(two: LearnerGroup, run: R
     run(two.close())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_value_head_fits_returns_alike_on_one_rank_and_two_and_stays_with_the_learner(ray_cluster: Any, run: Run, model_path: Path) -> None:
     """A fresh head says 0 everywhere, so with λ = 1 the first step is REINFORCE++'s: the reward for every token, normalised over the step."""
     plain = {"advantage": "reinforce_plus_plus"}
