@@ -29,6 +29,8 @@ PAUSE: dict[str, dict[str, Any]] = {
 }
 """`generator.in_flight` → arguments of vLLM's pause. Not clearing the cache is what keeps the old KV."""
 
+QUIET_STEPS = 2
+"""Engine steps after which what vLLM had to say of the completions that it took up again has been said: the next step is scheduled while one runs."""
 STOP_TIMEOUT_S = 10.0
 """Seconds that vLLM's processes get to end by themselves."""
 
@@ -90,7 +92,10 @@ class Engine:
         self._running = 0
         """Completions that ran in the last engine step outside an update."""
         self._recomputed = 0
-        """Completions that `recompute` took out at the last update, and that have not said so yet: vLLM counts them as preempted."""
+        """Completions that `recompute` took out at the last update, and that have not said so yet: vLLM counts them as preempted. Forgotten once the
+        queue is empty: then all of them run again."""
+        self._calm_steps = 0
+        """Engine steps in a row that left the queue empty."""
         self._llm: Any = None
         self._tokens = 0
         self._ids = itertools.count()
@@ -216,7 +221,8 @@ class Engine:
             await self._llm.pause_generation(**PAUSE[self.app.generator.in_flight])
             self.tokens_at_pause = tuple(state.detokenizer.num_output_tokens() for state in self._llm.output_processor.request_states.values())
             if self.app.generator.in_flight == "recompute":
-                self._recomputed = self._running
+                self._recomputed = max(self._running, sum(tokens > 0 for tokens in self.tokens_at_pause))
+                self._calm_steps = 0
             paused = time.monotonic()
             await work()
             applied = time.monotonic()
@@ -319,6 +325,10 @@ class Engine:
                     ours = min(iteration_stats.num_preempted_reqs, engine._recomputed)
                     engine._recomputed -= ours
                     engine.preemptions += iteration_stats.num_preempted_reqs - ours
+                if scheduler_stats is not None:
+                    engine._calm_steps = 0 if scheduler_stats.num_waiting_reqs else engine._calm_steps + 1
+                    if engine._calm_steps >= QUIET_STEPS:
+                        engine._recomputed = 0
                 if scheduler_stats is not None and engine._open.is_set():
                     engine._running = scheduler_stats.num_running_reqs
                     engine.kv_use = scheduler_stats.kv_cache_usage
