@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Part", "Plan", "logical_cpus", "make_plan", "model_context"]
 
 
-SHOWN = {("ppo", "behaviour", "none"), ("ppo", "learner", "token")}
+SHOWN = {("ppo", "behaviour", "none"), ("ppo", "learner", "token"), ("gspo", "behaviour", "none"), ("cispo", "behaviour", "none")}
 """(loss, old policy, truncation) of the whole runs in docs/evidence.md."""
 
 
