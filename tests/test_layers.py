@@ -1,6 +1,8 @@
 """Imports go downward only, and heavy libraries have one home each: read from the source, import statements inside functions included."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,10 @@ def test_control_imports_neither_ray_nor_torch():
     for name, path in modules():
         if name.startswith("control"):
             assert not {module.split(".")[0] for module in imports(path)} & {"ray", "vllm", "deepspeed", "torch"}, name
+
+
+def test_the_driver_imports_neither_torch_nor_vllm_nor_deepspeed():
+    """A process that only starts and watches others: each of these would cost it, and every reward process, seconds and hundreds of MiB."""
+    script = "import sys, asyncrl.run; print([name for name in ('torch', 'vllm', 'deepspeed') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

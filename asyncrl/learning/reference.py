@@ -1,15 +1,20 @@
-"""The frozen reference policy of a KL term: a process of its own, asked by the scoring stream, far from the learner's memory."""
+"""The frozen reference policy of a KL term: a process of its own, asked by the scoring stream, far from the learner's memory.
+
+It imports torch in that process: the driver, which starts it, needs none.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 
 from asyncrl.config import Config
-from asyncrl.learning.batches import TokenRow, micro_batch, token_example
+
+if TYPE_CHECKING:
+    from asyncrl.learning.batches import TokenRow
 
 __all__ = ["Reference", "start_reference"]
 
@@ -39,6 +44,7 @@ class Reference:
         import torch
 
         from asyncrl.data.packing import pack
+        from asyncrl.learning.batches import micro_batch, token_example
 
         asked = [index for index, (_, following) in enumerate(rows) if len(following)]
         examples = [token_example(rows[index]) for index in asked]
