@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-__all__ = ["STD_FLOOR", "Advantage", "batch_normalised", "group_advantages", "soft_overlong_penalty"]
+__all__ = ["STD_FLOOR", "Advantage", "batch_normalised", "group_advantages", "soft_overlong_penalty", "standardised"]
 
 STD_FLOOR = 1e-6
 """Added to a standard deviation, and to MaxRL's mean, so that equal rewards give zero advantages and no division by zero."""
@@ -68,6 +68,14 @@ def batch_normalised(advantages: Sequence[float], tokens: Sequence[int]) -> list
     mean = np.average(values, weights=counts)
     std = np.sqrt(np.average((values - mean) ** 2, weights=counts))
     return list(((values - mean) / (std + STD_FLOOR)).tolist())
+
+
+def standardised(values: np.ndarray, total: float, total_of_squares: float, count: float) -> np.ndarray:
+    """(A - mean) / (std + 1e-6), with mean and std of all `count` token advantages of the step, from their sums over micro-batches and ranks (the
+    whitening of PPO's advantages: Andrychowicz et al. 2020, arXiv:2006.05990, choice C67)."""
+    mean = total / count
+    std = max(total_of_squares / count - mean**2, 0.0) ** 0.5
+    return np.asarray((values - mean) / (std + STD_FLOOR))
 
 
 def soft_overlong_penalty(tokens: int, longest: int, buffer: int, penalty: float) -> float:

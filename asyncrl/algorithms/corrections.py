@@ -55,7 +55,8 @@ def truncated(log_weight: Tensor, sequence: Tensor, sequences: int, level: Liter
 
 
 def band_mask(log_ratio: Tensor, low: float, high: float) -> Tensor:
-    """[N] bool, True where low ≤ exp(log_ratio) ≤ high: two-sided masking of single tokens (IcePop, arXiv:2510.18855)."""
+    """[N] bool, True where low ≤ exp(log_ratio) ≤ high: two-sided masking of single tokens (IcePop, arXiv:2510.18855, which keeps the ratio as the
+    weight inside the band: algorithm.old_policy: learner, correction.truncation: token and a cap of at least mask_above)."""
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return (ratio >= low) & (ratio <= high)
 
@@ -88,5 +89,5 @@ def rejection_mask(log_ratio: Tensor, sequence: Tensor, sequences: int, estimato
 def off_policy_sequence_mask(log_ratio: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, above: float) -> Tensor:
     """[N] bool, False for the tokens of a trajectory of negative advantage whose mean of -log_ratio is above the threshold: bad answers that
     the learner would hardly give any more teach it nothing (DeepSeek-V3.2, arXiv:2512.02556, section 3.1)."""
-    distance = sequence_mean(-log_ratio, sequence, sequences)[sequence]
+    distance = sequence_mean(-log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), sequence, sequences)[sequence]
     return (advantages >= 0) | (distance <= above)

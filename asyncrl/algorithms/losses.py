@@ -19,6 +19,7 @@ from asyncrl.algorithms.corrections import (
     kl_estimate,
     off_policy_sequence_mask,
     rejection_mask,
+    sequence_max,
     sequence_mean,
     truncated,
 )
@@ -54,19 +55,27 @@ class LossSums:
     ratio_squared: Tensor
     ratio_max: Tensor
     clipped: Tensor
-    """Tokens whose gradient the surrogate's own clip stops."""
-    masked: Tensor
-    """Tokens that a correction masks."""
+    """Tokens whose gradient the surrogate's own clip stops, or whose weight it clips (CISPO)."""
     weight: Tensor
     """Truncated importance weights."""
-    kl_k1: Tensor
-    kl_k3: Tensor
-    kl_reference: Tensor
-    """Estimates of KL(learner || reference)."""
-    value_loss: Tensor
-    """The value head's part of the loss, weighted already."""
     nonfinite: Tensor
     """Tokens whose log-prob, on either side, is NaN or Inf."""
+    masked: Tensor | float = 0.0
+    """Tokens that a correction masks, for whatever reason; one token may have several."""
+    masked_band: Tensor | float = 0.0
+    masked_rejected: Tensor | float = 0.0
+    masked_sequence: Tensor | float = 0.0
+    capped: Tensor | float = 0.0
+    """Tokens whose importance weight the cap cut."""
+    kl_k1: Tensor | float = 0.0
+    kl_k3: Tensor | float = 0.0
+    kl_reference: Tensor | float = 0.0
+    """Estimates of KL(learner || reference)."""
+    value_loss: Tensor | float = 0.0
+    """The value head's part of the loss, weighted already."""
+    drift: Tensor | float = 0.0
+    """|log ratio| of tokens that the learner's own version made in a trajectory begun earlier: what the old KV cache does to them."""
+    drift_tokens: Tensor | float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +136,25 @@ def ppo_clip(log_ratio: Tensor, advantages: Tensor, eps_clip: float, eps_clip_hi
 
 def gspo_log_ratio(log_ratio: Tensor, sequence: Tensor, sequences: int) -> Tensor:
     """The trajectory's length-normalised log-ratio at each of its tokens, with each token's own gradient (GSPO-token, arXiv:2507.18071, eq. 13-14):
-    the value is the mean over the trajectory; clipped as in PPO, a whole trajectory is in or out."""
+    the value is the mean over the trajectory; clipped as in PPO, a whole trajectory is in or out. The paper averages over trajectories of token means
+    (loss_aggregation: sequence_mean_token_mean) and clips at 3e-4 and 4e-4: long answers, nearly on policy. Stale tokens of short answers need PPO's."""
     mean = sequence_mean(log_ratio.detach(), sequence, sequences)[sequence]
     return mean + log_ratio - log_ratio.detach()
 
 
 def cispo(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float) -> tuple[Tensor, Tensor]:
     """-sg(clip(r, 1 - eps_clip, 1 + eps_clip_high))·A·log π per token: a clipped weight, and a gradient for every token (MiniMax-M1,
-    arXiv:2506.13585, eq. 4-5). Nothing is stopped."""
-    weight = log_ratio.detach().exp().clamp(1 - eps_clip, 1 + eps_clip_high)
-    return -weight * advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
+    arXiv:2506.13585, eq. 4-5, which sets no lower bound, here eps_clip = 1: a bound from below would lift the weight of tokens that the learner hardly
+    gives any more). No gradient is stopped; the second value says whose weight is clipped."""
+    ratio = log_ratio.detach().exp()
+    weight = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
+    return -weight * advantages * logprobs, weight != ratio
 
 
 def sapo(log_ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> tuple[Tensor, Tensor]:
     """-σ(τ·(r - 1))·(4/τ)·A per token, τ by the sign of A: a soft gate in place of the clip; at r = 1 the gradient is the policy gradient's (SAPO,
     arXiv:2511.20347, eq. 5-6). Nothing is stopped."""
-    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    tau = torch.where(advantages > 0, torch.full_like(advantages, tau_positive), tau_negative)
     return -torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau * advantages, torch.zeros_like(advantages, dtype=torch.bool)
 
 
@@ -190,7 +202,8 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
     surrogate, clipped = _surrogate(tokens, log_ratio, algorithm)
     raw = (logprobs - behaviour).detach()
     weight = truncated_weights(tokens, algorithm) / mean_weight
-    kept = _kept(raw, tokens, algorithm.correction)
+    masks = _masks(raw, tokens, algorithm.correction)
+    kept = ~torch.stack(list(masks.values())).any(0)
     loss = (tokens.weights * torch.where(kept, weight * surrogate, torch.zeros_like(surrogate))).sum()
     if entropy is not None and algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (tokens.weights * entropy).sum()
@@ -205,18 +218,23 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
     with torch.no_grad():
         full = raw.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         ratio = full.exp()
+        late = (tokens.ages == 0) & (sequence_max(tokens.ages, tokens.sequence, tokens.sequences)[tokens.sequence] > 0)
         sums = LossSums(
             loss=loss.detach(),
             ratio=ratio.sum(),
             ratio_squared=ratio.square().sum(),
             ratio_max=ratio.max() if ratio.numel() else ratio.new_zeros(()),
             clipped=clipped.sum(),
-            masked=(~kept).sum(),
             weight=weight.sum(),
+            masked=(~kept).sum(),
+            **{f"masked_{reason}": mask.sum() for reason, mask in masks.items()},
+            capped=(weight * mean_weight >= algorithm.correction.cap).sum() if algorithm.correction.truncation != "none" else 0.0,
             kl_k1=kl_estimate(full, "k1").sum(),
             kl_k3=kl_estimate(full, "k3").sum(),
             kl_reference=kl.detach().sum(),
             value_loss=of_values.detach(),
+            drift=full.abs()[late].sum(),
+            drift_tokens=late.sum(),
             nonfinite=(~torch.isfinite(raw)).sum(),
         )
     return loss, sums
@@ -245,7 +263,7 @@ def supervised_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, LossSums
     with torch.no_grad():
         zero, count = logprobs.new_zeros(()), logprobs.new_ones(()) * logprobs.numel()
         nonfinite = (~torch.isfinite(logprobs)).sum()
-        sums = LossSums(loss.detach(), count, count, logprobs.new_ones(()), zero, zero, count, zero, zero, zero, zero, nonfinite)
+        sums = LossSums(loss.detach(), count, count, logprobs.new_ones(()), clipped=zero, weight=count, nonfinite=nonfinite)
     return loss, sums
 
 
@@ -258,7 +276,7 @@ def _old_logprobs(tokens: PolicyTokens, old_policy: str) -> Tensor:
 
 
 def _surrogate(tokens: PolicyTokens, log_ratio: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    low, high, advantages = algorithm.eps_clip, algorithm.eps_clip_high, tokens.advantages
+    low, high, advantages = algorithm.clip_low, algorithm.eps_clip_high, tokens.advantages
     match algorithm.loss:
         case "ppo":
             return ppo_clip(log_ratio, advantages, low, high, algorithm.dual_clip)
@@ -274,14 +292,15 @@ def _surrogate(tokens: PolicyTokens, log_ratio: Tensor, algorithm: AlgorithmConf
             return reinforce(tokens.logprobs, advantages)
 
 
-def _kept(log_ratio: Tensor, tokens: PolicyTokens, correction: CorrectionConfig) -> Tensor:
-    """Which tokens are kept [N], judged by the whole way from the behaviour policy to the learner."""
+def _masks(log_ratio: Tensor, tokens: PolicyTokens, correction: CorrectionConfig) -> dict[str, Tensor]:
+    """Which tokens each correction masks [N], judged by the whole way from the behaviour policy to the learner."""
     sequence, sequences = tokens.sequence, tokens.sequences
-    kept = torch.ones_like(log_ratio, dtype=torch.bool)
+    none = torch.zeros_like(log_ratio, dtype=torch.bool)
+    masks = {"band": none, "rejected": none, "sequence": none}
     if correction.mask_below is not None or correction.mask_above is not None:
-        kept &= band_mask(log_ratio, correction.mask_below or 0.0, correction.mask_above or float("inf"))
+        masks["band"] = ~band_mask(log_ratio, correction.mask_below or 0.0, correction.mask_above or float("inf"))
     if correction.reject_above is not None:
-        kept &= rejection_mask(log_ratio, sequence, sequences, correction.reject_estimator, correction.reject_level, correction.reject_above)
+        masks["rejected"] = ~rejection_mask(log_ratio, sequence, sequences, correction.reject_estimator, correction.reject_level, correction.reject_above)
     if correction.sequence_mask_above is not None:
-        kept &= off_policy_sequence_mask(log_ratio, tokens.advantages, sequence, sequences, correction.sequence_mask_above)
-    return kept
+        masks["sequence"] = ~off_policy_sequence_mask(log_ratio, tokens.advantages, sequence, sequences, correction.sequence_mask_above)
+    return masks

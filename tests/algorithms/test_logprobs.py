@@ -3,6 +3,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from asyncrl.algorithms.logprobs import greedy_tokens, token_logprobs
 
@@ -45,6 +47,45 @@ def test_chunks_against_numpy(chunk_elements: int) -> None:
     np.testing.assert_allclose(entropy, -(np.exp(expected) * expected).sum(1), atol=2e-6)
     greedy = greedy_tokens(*as_tensors, torch.tensor(bias, dtype=torch.float32), chunk_elements)
     assert greedy.tolist() == logits.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_chunks_are_exact_to_one_in_a_million(entropy_gradient: bool) -> None:
+    rows, width, vocabulary = 64, 16, 500
+    found = []
+    for chunk_elements in (3 * vocabulary, rows * vocabulary):
+        torch.manual_seed(0)
+        hidden, weight = torch.randn(rows, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
+        bias, targets = torch.randn(vocabulary, requires_grad=True), torch.randint(0, vocabulary, (rows,))
+        logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, bias, chunk_elements, entropy_gradient)
+        loss = logprobs.mean() + (entropy.mean() if entropy_gradient else 0.0)
+        found.append((logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    for chunked, whole in zip(*found, strict=True):
+        assert float((chunked - whole).abs().max()) <= 1e-6 * max(1.0, float(whole.abs().max()))
+
+
+class LargestOutput(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned, in the backward pass as well."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max(self.elements, *sizes) if sizes else self.elements
+        return result
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize(("chunk_rows", "largest"), [(3, 3 * 500), (64, 64 * 500)])
+def test_the_logits_never_exist_whole(chunk_rows: int, largest: int, entropy_gradient: bool) -> None:
+    """Rows 64, vocabulary 500: with chunks of 3 rows nothing is larger than a chunk; with one chunk of all rows the logits are seen, so they would be."""
+    hidden, weight = torch.randn(64, 2, requires_grad=True), torch.randn(500, 2, requires_grad=True)
+    with LargestOutput() as seen:
+        logprobs, entropy = token_logprobs(hidden, weight, torch.arange(64), 1.0, None, chunk_rows * 500, entropy_gradient)
+        forward, seen.elements = seen.elements, 0
+        (logprobs.sum() + entropy.sum()).backward()
+    assert (forward, seen.elements) == (largest, largest)
 
 
 def test_chunks_do_not_change_gradients() -> None:

@@ -81,8 +81,33 @@ def test_gspo_has_one_ratio_for_a_trajectory() -> None:
 def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     logprobs = log(0.75, 0.25).requires_grad_()
     loss, stopped = cispo(logprobs, logprobs - log(0.5, 0.5), tensor(2, -1), 0.2, 0.28)
-    assert loss.tolist() == pytest.approx([-1.28 * 2 * math.log(0.75), 0.8 * math.log(0.25)]) and not stopped.any()
+    assert loss.tolist() == pytest.approx([-1.28 * 2 * math.log(0.75), 0.8 * math.log(0.25)]) and stopped.all()
     assert gradient(loss.sum(), logprobs) == pytest.approx([-2.56, 0.8])
+
+
+def test_cispo_has_no_lower_clip_unless_it_is_set() -> None:
+    behaviour, learner = log(0.9), log(0.0009).requires_grad_()
+    for settings, weight in (({}, 0.001), ({"eps_clip": 0.2}, 0.8)):
+        loss, sums = policy_loss(tokens(learner, behaviour, tensor(1.0)), algorithm(loss="cispo", **settings))
+        assert gradient(loss, learner) == pytest.approx([-weight]) and sums.clipped.item() == len(settings)
+
+
+def test_what_an_update_in_mid_generation_does_is_told_from_staleness() -> None:
+    """Tokens of the learner's own version in trajectories begun earlier: without an old KV cache they would have its log-probs."""
+    learner = tensor(-1.0, -1.0, -1.0, -1.0, -1.0)
+    given = tokens(learner, learner + tensor(0.5, 0.25, 0.125, 0.5, 0.5), tensor(1, 1, 1, 1, 1), lengths=[3, 2], ages=tensor(1, 0, 0, 0, 0))
+    _, sums = policy_loss(given, algorithm())
+    assert (float(sums.drift), float(sums.drift_tokens)) == (0.375, 2)
+
+
+def test_masks_are_counted_by_reason() -> None:
+    settings = {"mask_above": 1.9, "reject_above": 0.6, "reject_estimator": "k1", "sequence_mask_above": 0.3}
+    learner, behaviour = log(0.9, 0.25, 0.5, 0.5), log(0.45, 0.5, 0.5, 0.7)
+    _, sums = policy_loss(tokens(learner, behaviour, tensor(1, 1, -1, -1), lengths=[2, 2]), algorithm(correction=settings))
+    # ratios 2, 0.5, 1, 0.714: the first leaves the band, |k1| 0.69 of the first two is rejected, mean -l 0.168 of the second trajectory is not
+    assert (float(sums.masked_band), float(sums.masked_rejected), float(sums.masked_sequence), float(sums.masked)) == (1, 2, 0, 2)
+    _, sums = policy_loss(tokens(learner, behaviour, tensor(1, 1, -1, -1), lengths=[2, 2]), algorithm(correction={**settings, "sequence_mask_above": 0.1}))
+    assert (float(sums.masked_sequence), float(sums.masked)) == (2, 4)
 
 
 def test_sapo_is_the_policy_gradient_on_policy_and_fades_away_from_it() -> None:
