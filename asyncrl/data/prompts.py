@@ -21,11 +21,15 @@ import pyarrow.json
 import pyarrow.parquet
 
 from asyncrl.config import Config, ConfigError
+from asyncrl.data.truncation import Limit, Limits, TooLong, Truncated, TruncationReport, truncate
 from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TRAJECTORY_COLUMNS, Prompt
 
-__all__ = ["PromptReport", "RayPromptSource", "check_prompts", "ordinal_to_row", "read_prompts", "read_rows", "render_prompts", "stream_ordinals"]
+__all__ = ["PromptReport", "RayPromptSource", "check_prompts", "limits", "ordinal_to_row", "read_prompts", "read_rows", "render_prompts", "stream_ordinals"]
 
+TOKENS = pa.list_(pa.int32())
 ROWS_PER_BLOCK = 32
+ROWS_PER_CHECK = 1024
+"""Rows that a check before the run has in memory, tokenized, at once."""
 BLOCK_BYTES = 16 << 10
 STREAM_BYTES = 512 << 10
 """Object store that unread prompts may take: the stream runs ahead this far and no further."""
@@ -41,11 +45,12 @@ class PromptReport:
 
     rows: int
     """Rows that are used."""
-    dropped: int
-    """Rows left out because their prompt is longer than max_prompt_length (prompt_policy: drop)."""
+    truncation: TruncationReport
+    """What the limits cut and left out."""
     longest: int
-    """Tokens of the longest prompt that is used."""
+    """Tokens of the longest prompt that is used, as it is used."""
     first_text: str
+    """The first prompt that is used, as the model sees it."""
     first_ids: tuple[int, ...]
     columns: tuple[str, ...]
     """Other columns, which reach the reward."""
@@ -154,28 +159,55 @@ def check_prompts(config: Config, path: str | None = None, field: str = "data.tr
     path = path or config.data.train
     table = read_rows(path, field)
     check_columns(table, config, path, field)
-    limit, column = config.data.max_prompt_length, config.data.prompt_column
+    column = config.data.prompt_column
     kept: list[int] = []
-    longest, first = 0, None
-    for start in range(0, table.num_rows, 1024):
-        texts, ids = render_prompts(table[column].slice(start, 1024).to_pylist(), config)
-        for row, (text, tokens) in enumerate(zip(texts, ids, strict=True), start):
-            if not tokens:
-                raise ConfigError(f"{field} = {path!r}: row {row} has an empty prompt; remove the row")
-            if len(tokens) > limit and config.data.prompt_policy == "error":
-                raise ConfigError(
-                    f"{field} = {path!r}: the prompt of row {row} has {len(tokens)} tokens, above data.max_prompt_length = {limit}; "
-                    "raise that, or set data.prompt_policy: drop"
-                )
-            if len(tokens) <= limit:
-                kept.append(row)
-                longest = max(longest, len(tokens))
-                first = first or (text, tuple(tokens))
+    longest, first, truncation = 0, None, TruncationReport()
+    for start in range(0, table.num_rows, ROWS_PER_CHECK):
+        texts, ids = render_prompts(table[column].slice(start, ROWS_PER_CHECK).to_pylist(), config)
+        refuse_empty(ids, start, path, field)
+        try:
+            texts, truncated = truncate_prompts(texts, ids, config, start)
+        except TooLong as error:
+            raise ConfigError(f"{field} = {path!r}: {error}") from None
+        truncation += truncated.report
+        if texts:
+            kept += (truncated.kept + start).tolist()
+            longest = max(longest, int(np.diff(truncated.prompts.offsets).max()))
+            first = first or (texts[0], tuple(truncated.prompts[0].as_py()))
     if first is None:
-        raise ConfigError(f"{field} = {path!r}: every prompt is longer than data.max_prompt_length = {limit}; raise that")
-    dropped = table.num_rows - len(kept)
+        raise ConfigError(f"{field} = {path!r}: no prompt is left ({truncation.text()}); raise the limit, or set its policy to truncate")
     others = tuple(name for name in table.column_names if name != column)
-    return PromptReport(len(kept), dropped, longest, *first, others, tuple(kept) if dropped else None)
+    return PromptReport(len(kept), truncation, longest, *first, others, tuple(kept) if len(kept) < table.num_rows else None)
+
+
+def refuse_empty(ids: Sequence[Sequence[int]], first_row: int, path: str, field: str) -> None:
+    """Raise ConfigError if a prompt has no tokens: the first completion token needs a token before it."""
+    empty = [row for row, tokens in enumerate(ids, first_row) if not tokens]
+    if empty:
+        raise ConfigError(f"{field} = {path!r}: row {empty[0]} has an empty prompt, one of {len(empty)} such rows; remove them")
+
+
+def limits(config: Config, targets: bool = False) -> Limits:
+    """The limits of prompts, or of supervised rows, which have targets."""
+    data = config.data
+    prompt = Limit(data.max_prompt_length, data.prompt_policy, "keep_end", "data.max_prompt_length", "data.prompt_policy")
+    policy = config.warm_start.completion_policy
+    completion = Limit(config.rollout.max_completion_length, policy, "keep_start", "rollout.max_completion_length", "warm_start.completion_policy")
+    whole = None if data.max_length is None else Limit(data.max_length, data.length_policy, data.length_side, "data.max_length", "data.length_policy")
+    return Limits(prompt, completion if targets else None, whole)
+
+
+def truncate_prompts(texts: Sequence[str], ids: Sequence[Sequence[int]], config: Config, first_row: int = 0) -> tuple[list[str], Truncated]:
+    """The prompts that are used, within the limits, and their texts: a prompt that was cut is decoded from the tokens that are left of it.
+
+    Raises:
+        TooLong: as `truncate`.
+    """
+    truncated = truncate(pa.array(ids, TOKENS), {}, limits(config), first_row)
+    used = [texts[row] for row in truncated.kept]
+    for place in np.flatnonzero(truncated.cut):
+        used[place] = load_tokenizer(config.model.path).decode(truncated.prompts[place].as_py(), clean_up_tokenization_spaces=False)
+    return used, truncated
 
 
 def read_prompts(path: str, config: Config, limit: int | None = None, field: str = "eval.data") -> list[Prompt]:
@@ -196,11 +228,17 @@ def _with_ordinals(table: pa.Table, ordinals: Sequence[int], epochs: Sequence[in
 
 
 def _render_table(table: pa.Table, config: Config) -> pa.Table:
-    """Replace the prompt column by prompt_text and prompt_ids."""
+    """Replace the prompt column by prompt_text and prompt_ids, within the limits. Only rows that `check_prompts` kept come here.
+
+    Raises:
+        ConfigError: a row is not used after all, so that its ordinal would be missing.
+    """
     column = config.data.prompt_column
-    texts, ids = render_prompts(table[column].to_pylist(), config)
+    texts, truncated = truncate_prompts(*render_prompts(table[column].to_pylist(), config), config)
+    if truncated.report.used < table.num_rows:
+        raise ConfigError(f"prompts are no longer those that were checked before the run ({truncated.report.text()}); give the file as it was, or start again")
     table = table.drop_columns([column])
-    return table.append_column("prompt_text", pa.array(texts, pa.string())).append_column("prompt_ids", pa.array(ids, pa.list_(pa.int32())))
+    return table.append_column("prompt_text", pa.array(texts, pa.string())).append_column("prompt_ids", truncated.prompts)
 
 
 def _prompts(table: pa.Table) -> Iterator[Prompt]:

@@ -7,9 +7,9 @@ from asyncrl.config import Config
 
 @pytest.fixture
 def prompt_config(tiny_model, tmp_path):
-    """`prompt_config(rows, **data)`: a config whose data.train is a JSONL file of these rows."""
+    """`prompt_config(rows, **data)`: a config whose data.train is a JSONL file of these rows. Other sections may be given by `sections`."""
 
-    def make(rows, **data):
+    def make(rows, sections=None, **data):
         path = tmp_path / "train.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return Config.model_validate(
@@ -21,6 +21,7 @@ def prompt_config(tiny_model, tmp_path):
                 "data": {"train": str(path), "max_prompt_length": 16, **data},
                 "rollout": {"max_completion_length": 8},
                 "reward": {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}},
+                **(sections or {}),
             }
         )
 

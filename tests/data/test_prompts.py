@@ -5,8 +5,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from asyncrl.config import ConfigError
-from asyncrl.data.prompts import RayPromptSource, ReorderWindow, check_prompts, ordinal_to_row, read_prompts, stream_ordinals
+from asyncrl.config import Config, ConfigError
+from asyncrl.data.prompts import RayPromptSource, ReorderWindow, _render_table, _with_ordinals, check_prompts, ordinal_to_row, read_prompts, stream_ordinals
+from asyncrl.data.truncation import Cuts, TruncationReport
 from asyncrl.types import Prompt
 
 ROWS = [{"prompt": f"{index}+1=", "answer": str(index + 1), "level": index} for index in range(10)]
@@ -37,7 +38,7 @@ def test_the_window_restores_order_and_drops_what_comes_twice():
 
 def test_the_report_names_first_prompt_and_columns(prompt_config):
     report = check_prompts(prompt_config(ROWS))
-    assert (report.rows, report.dropped, report.longest, report.kept) == (10, 0, 4, None)
+    assert (report.rows, report.truncation, report.longest, report.kept) == (10, TruncationReport(10), 4, None)
     assert report.first_text == "0+1=" and len(report.first_ids) == 4
     assert report.columns == ("answer", "level")
 
@@ -50,7 +51,9 @@ def test_the_report_names_first_prompt_and_columns(prompt_config):
         (ROWS, {"prompt_column": "text"}, r"data.prompt_column = 'text' is not a column of .*\['prompt', 'answer', 'level'\]"),
         ([{"prompt": "1+1=", "reward": 1.0}], {}, r"columns \['reward'\], names that asyncrl uses; rename them"),
         ([*ROWS, {"prompt": "1" * 17, "answer": "", "level": 0}], {}, "row 10 has 17 tokens, above data.max_prompt_length = 16.*prompt_policy: drop"),
-        ([{"prompt": ""}], {}, "row 0 has an empty prompt"),
+        ([*ROWS, {"prompt": "1" * 9}], {"max_length": 9}, "prompt and first generated token of row 10 together have 10 tokens, above data.max_length = 9"),
+        ([{"prompt": "1" * 17}], {"prompt_policy": "drop"}, r"no prompt is left \(0 of 1 row used; max_prompt_length: 1 row dropped\)"),
+        ([{"prompt": "1"}, {"prompt": ""}, {"prompt": ""}], {}, "row 1 has an empty prompt, one of 2 such rows"),
         ([{"prompt": 12}], {}, "holds '12': neither a string nor chat messages"),
         (ROWS, {"apply_chat_template": True}, "no chat template"),
     ],
@@ -90,9 +93,62 @@ def test_a_file_that_is_neither_parquet_nor_jsonl(prompt_config, tmp_path):
 def test_policy_drop_leaves_long_prompts_out_and_counts_them(prompt_config):
     config = prompt_config([{"prompt": "1" * 17}, *ROWS], prompt_policy="drop")
     report = check_prompts(config)
-    assert (report.rows, report.dropped, report.kept) == (10, 1, tuple(range(1, 11)))
+    assert (report.rows, report.truncation, report.kept) == (10, TruncationReport(11, prompt=Cuts(dropped=1)), tuple(range(1, 11)))
     assert report.first_text == "0+1="
     assert [prompt.text for prompt in read_prompts(config.data.train, config, 2)] == ["0+1=", "1+1="]
+
+
+def test_rows_keep_their_numbers_over_the_blocks_of_the_check(prompt_config, monkeypatch):
+    monkeypatch.setattr("asyncrl.data.prompts.ROWS_PER_CHECK", 4)
+    rows = [*ROWS[:6], {"prompt": "1" * 17}, *ROWS[6:]]
+    report = check_prompts(prompt_config(rows, prompt_policy="drop"))
+    assert (report.kept, report.truncation) == ((*range(6), *range(7, 11)), TruncationReport(11, Cuts(dropped=1)))
+    with pytest.raises(ConfigError, match="the prompt of row 6 has 17 tokens"):
+        check_prompts(prompt_config(rows))
+    with pytest.raises(ConfigError, match="row 9 has an empty prompt"):
+        check_prompts(prompt_config([*ROWS[:9], {"prompt": ""}]))
+
+
+def test_policy_truncate_keeps_the_end_and_the_text_says_what_the_model_sees(prompt_config):
+    config = prompt_config([{"prompt": "7" * 15 + "1+2=", "answer": "3"}, *ROWS], prompt_policy="truncate")
+    report = check_prompts(config)
+    assert (report.rows, report.truncation, report.kept, report.longest) == (11, TruncationReport(11, Cuts(1, 3)), None, 16)
+    first, second = read_prompts(config.data.train, config, 2)
+    assert first.text == report.first_text == "7" * 12 + "1+2=" and first.token_ids == report.first_ids and len(first.token_ids) == 16
+    assert second.text == "0+1=" and first.columns["answer"] == "3"
+
+
+def test_a_rendered_prompt_that_is_cut_keeps_what_makes_the_model_answer(prompt_config, tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "chat")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    config = prompt_config([{"prompt": "1+2="}], apply_chat_template=True, prompt_policy="truncate")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+    assert check_prompts(config).first_text == "<bos>user: 1+2=\nassistant: "[-16:]
+
+
+@pytest.mark.parametrize(
+    ("data", "kept", "longest", "truncation"),
+    [
+        ({"length_policy": "truncate", "length_side": "keep_end"}, None, 8, TruncationReport(11, whole=Cuts(1, 5))),
+        ({"length_policy": "truncate"}, tuple(range(10)), 4, TruncationReport(11, no_completion=1)),
+        ({"length_policy": "drop"}, tuple(range(10)), 4, TruncationReport(11, whole=Cuts(dropped=1))),
+    ],
+)
+def test_a_prompt_that_fills_max_length_is_judged_by_length_policy(prompt_config, data, kept, longest, truncation):
+    report = check_prompts(prompt_config([*ROWS, {"prompt": "1" * 13}], max_length=9, **data))
+    assert (report.kept, report.longest, report.truncation) == (kept, longest, truncation)
+
+
+def test_the_stage_of_the_stream_cuts_each_row_and_misses_none(prompt_config):
+    rows = [{"prompt": "7" * 15 + "1+2=", "answer": "3"}, *ROWS]
+    config = prompt_config(rows, prompt_policy="truncate")
+    table = _with_ordinals(pa.Table.from_pylist(rows[:2]), [5, 6], [0, 0])
+    rendered = _render_table(table, config)
+    assert rendered["prompt_text"].to_pylist() == ["7" * 12 + "1+2=", "0+1="] and rendered["prompt_ids"].type == pa.list_(pa.int32())
+    assert [len(ids) for ids in rendered["prompt_ids"].to_pylist()] == [16, 4] and rendered["answer"].to_pylist() == ["3", "1"]
+    dropping = Config.model_validate(config.model_dump() | {"data": config.data.model_dump() | {"prompt_policy": "drop"}})
+    with pytest.raises(ConfigError, match=r"no longer those that were checked .*1 row dropped"):
+        _render_table(table, dropping)
 
 
 def test_evaluation_prompts_keep_the_files_order(prompt_config, tmp_path):
@@ -110,7 +166,8 @@ async def take(source, count):
 
 
 def test_the_stream_gives_every_ordinal_in_order_across_epochs_and_from_a_frontier(prompt_config, ray_cluster, capfd):
-    config = prompt_config(ROWS)
+    # Prompts of four tokens lose their first one.
+    config = prompt_config(ROWS, max_prompt_length=3, prompt_policy="truncate")
     report = check_prompts(config)
 
     async def scenario():
@@ -120,8 +177,8 @@ def test_the_stream_gives_every_ordinal_in_order_across_epochs_and_from_a_fronti
     assert [prompt.ordinal for prompt in from_start] == list(range(45))
     for prompt in [*from_start, *from_frontier]:
         epoch, row = ordinal_to_row(prompt.ordinal, 10, config.seed)
-        assert (prompt.epoch, prompt.text, prompt.columns) == (epoch, ROWS[row]["prompt"], {"answer": ROWS[row]["answer"], "level": row})
-        assert len(prompt.token_ids) == 4
+        assert (prompt.epoch, prompt.text, prompt.columns) == (epoch, ROWS[row]["prompt"][1:], {"answer": ROWS[row]["answer"], "level": row})
+        assert len(prompt.token_ids) == 3
     assert [prompt.ordinal for prompt in from_frontier] == [7, 8, 10, 11, 13]
     out, err = capfd.readouterr()
     assert "Dataset" not in out + err and "Progress" not in out + err

@@ -1,0 +1,66 @@
+"""Supervised rows: a prompt and the target that should follow it, as token ids, within the limits of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from asyncrl.config import Config, ConfigError
+from asyncrl.data.prompts import ROWS_PER_CHECK, TOKENS, check_columns, limits, load_tokenizer, read_rows, refuse_empty, render_prompts
+from asyncrl.data.truncation import TooLong, TruncationReport, truncate
+
+__all__ = ["Row", "read_supervised", "supervised_rows"]
+
+Row = tuple[Sequence[int], Sequence[int]]
+"""Prompt ids and target ids."""
+
+
+def read_supervised(config: Config, path: str, field: str) -> tuple[list[Row], TruncationReport]:
+    """The rows of a file with prompts and warm_start.target_column, in its order, and what the limits did.
+
+    EOS is appended to a target before anything is cut, so a target cut at its end has none: the model is not taught to stop in mid-answer. A row
+    without a target (null) has nothing to learn from, and is refused.
+
+    Raises:
+        ConfigError: the file, a column or a row cannot be used, or no row is left.
+    """
+    table = read_rows(path, field)
+    check_columns(table, config, path, field)
+    column = config.warm_start.target_column
+    if column not in table.column_names:
+        others = sorted(set(table.column_names) - {config.data.prompt_column})
+        raise ConfigError(f"warm_start.target_column = {column!r} is not a column of {field} = {path!r}, which has {others}; name one of them")
+    rows: list[Row] = []
+    report = TruncationReport()
+    for start in range(0, table.num_rows, ROWS_PER_CHECK):
+        block = table.slice(start, ROWS_PER_CHECK)
+        _, prompts = render_prompts(block[config.data.prompt_column].to_pylist(), config)
+        refuse_empty(prompts, start, path, field)
+        targets = _targets(block[column].to_pylist(), config)
+        try:
+            truncated = truncate(pa.array(prompts, TOKENS), {"completion": pa.array(targets, TOKENS)}, limits(config, targets=True), start)
+        except TooLong as error:
+            raise ConfigError(f"{field} = {path!r}: {error}") from None
+        rows += zip(truncated.prompts.to_pylist(), truncated.completions["completion"].to_pylist(), strict=True)
+        report += truncated.report
+    if not rows:
+        raise ConfigError(f"{field} = {path!r}: no row is left ({report.text()}); raise the limits, or give targets in {column!r}")
+    return rows, report
+
+
+def supervised_rows(config: Config) -> tuple[list[Row], list[Row]]:
+    """The warm start's rows, and the first eval.max_prompts held-out ones. `make_plan` has checked both files."""
+    assert config.warm_start.data is not None and config.eval.data is not None
+    train, _ = read_supervised(config, config.warm_start.data, "warm_start.data")
+    held_out, _ = read_supervised(config, config.eval.data, "eval.data")
+    return train, held_out[: config.eval.max_prompts]
+
+
+def _targets(values: Sequence[object], config: Config) -> list[list[int]]:
+    """Token ids of the targets, EOS appended; none of a null."""
+    tokenizer = load_tokenizer(config.model.path)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.path = {config.model.path!r}: its tokenizer has no EOS, so supervised rows could not teach where to stop; name one there")
+    ids = tokenizer(["" if value is None else str(value) for value in values], add_special_tokens=False)["input_ids"]
+    return [[] if value is None else [*target, tokenizer.eos_token_id] for value, target in zip(values, ids, strict=True)]

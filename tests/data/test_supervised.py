@@ -1,0 +1,100 @@
+"""Supervised rows: EOS before the cut, limits of prompt, target and both, and what is refused."""
+
+import json
+
+import pytest
+
+from asyncrl.config import ConfigError
+from asyncrl.data.supervised import read_supervised, supervised_rows
+from asyncrl.data.truncation import Cuts, TruncationReport
+
+EOS = 2
+ROWS = [{"prompt": "12+3=", "answer": "15"}, {"prompt": "9999+1=", "answer": "10000"}]
+
+
+def ids(text):
+    """Token ids of the tiny model's character tokenizer."""
+    characters = "0123456789+-*=() ?abcdefghijklmnopqrstuvwxyz.,:\n"
+    return [4 + characters.index(character) for character in text]
+
+
+@pytest.fixture
+def supervised(prompt_config, tmp_path):
+    """`supervised(rows, completion_policy, most, **data)`: the supervised rows of a file of these rows, and the report."""
+
+    def read(rows, completion_policy="error", most=8, **data):
+        path = tmp_path / "supervised.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sections = {
+            "rollout": {"max_completion_length": most},
+            "warm_start": {"data": str(path), "completion_policy": completion_policy},
+            "eval": {"data": str(path)},
+        }
+        return read_supervised(prompt_config(ROWS, sections, **data), str(path), "warm_start.data")
+
+    return read
+
+
+def test_eos_ends_every_target_that_fits(supervised):
+    rows, report = supervised(ROWS)
+    assert rows == [(ids("12+3="), [*ids("15"), EOS]), (ids("9999+1="), [*ids("10000"), EOS])]
+    assert report == TruncationReport(2)
+
+
+def test_a_cut_target_has_no_eos(supervised):
+    # Five digits fill the limit: it is the EOS that does not fit.
+    rows, report = supervised(ROWS, "truncate", most=5)
+    assert [target for _, target in rows] == [[*ids("15"), EOS], ids("10000")]
+    assert report == TruncationReport(2, completion=Cuts(1, 1))
+
+
+def test_prompts_and_both_together_have_their_limits(supervised):
+    rows, report = supervised(ROWS, "truncate", 3, max_prompt_length=6, prompt_policy="truncate", max_length=7, length_policy="truncate")
+    assert rows == [(ids("12+3="), ids("15")), (ids("999+1="), ids("1"))]
+    assert report == TruncationReport(2, Cuts(1, 1), Cuts(1, 3), Cuts(2, 3))
+    rows, _ = supervised(ROWS, "truncate", 3, max_prompt_length=6, prompt_policy="truncate", max_length=7, length_policy="truncate", length_side="keep_end")
+    assert rows == [(ids("2+3="), [*ids("15"), EOS]), (ids("99+1=")[-4:], ids("100"))]
+
+
+def test_the_held_out_rows_are_the_first_of_their_file(prompt_config, tmp_path):
+    path = tmp_path / "supervised.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    sections = {"warm_start": {"data": str(path)}, "eval": {"data": str(path), "max_prompts": 1}}
+    train, held_out = supervised_rows(prompt_config(ROWS, sections))
+    assert [len(target) for _, target in train] == [3, 6] and held_out == train[:1]
+
+
+def test_policy_drop_counts_why(supervised):
+    rows, report = supervised([*ROWS, {"prompt": "1" * 17, "answer": "1"}], "drop", 5, prompt_policy="drop")
+    assert [prompt for prompt, _ in rows] == [ids("12+3=")]
+    assert report == TruncationReport(3, Cuts(dropped=1), Cuts(dropped=1))
+
+
+def test_rows_keep_their_numbers_over_blocks(supervised, monkeypatch):
+    monkeypatch.setattr("asyncrl.data.supervised.ROWS_PER_CHECK", 2)
+    rows, report = supervised([*ROWS, *ROWS[:1] * 3], "drop", 5)
+    assert [prompt for prompt, _ in rows] == [ids("12+3=")] * 4 and report == TruncationReport(5, completion=Cuts(dropped=1))
+    with pytest.raises(ConfigError, match="the completion of row 4 has 6 tokens"):
+        supervised([*ROWS[:1] * 4, ROWS[1]], most=5)
+
+
+def test_a_row_without_a_target_is_refused_and_an_empty_answer_is_not(supervised):
+    rows, report = supervised([*ROWS, {"prompt": "1+1=", "answer": None}, {"prompt": "1-1=", "answer": ""}])
+    assert rows[2:] == [(ids("1-1="), [EOS])] and report == TruncationReport(4, no_completion=1)
+    with pytest.raises(ConfigError, match=r"no row is left \(0 of 2 rows used; 2 rows refused: no completion token is left\)"):
+        supervised([{"prompt": "1+1=", "answer": None}] * 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "message"),
+    [
+        (ROWS, 5, "warm_start.data = .*: the completion of row 1 has 6 tokens, above rollout.max_completion_length = 5; .*warm_start.completion_policy: drop"),
+        ([*ROWS, {"prompt": "1" * 17, "answer": ""}], 8, "the prompt of row 2 has 17 tokens, above data.max_prompt_length = 16"),
+        ([*ROWS, {"prompt": "", "answer": ""}], 8, "row 2 has an empty prompt"),
+        ([{"prompt": "1+1="}], 8, r"warm_start.target_column = 'answer' is not a column of warm_start.data"),
+    ],
+)
+def test_rows_that_cannot_be_used(supervised, rows, most, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        supervised(rows, most=most)
+    assert "\n" not in str(error.value)
