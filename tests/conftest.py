@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from llama_checkpoint import save_llama
 
 from asyncrl.control.protocols import Manifest
 
@@ -62,6 +63,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a head of its own."""
     return save_tiny(tmp_path_factory.mktemp("models") / "untied", tied=False)
+
+
+@pytest.fixture(scope="session")
+def llama_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Somebody else's model: Llama-shaped, sharded, untied, with a BPE tokenizer and a chat template."""
+    return save_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
 def save_tiny(directory: Path, tied: bool) -> Path:

@@ -13,10 +13,11 @@ from torch import Tensor
 from asyncrl.algorithms.advantages import Advantage, group_advantages
 from asyncrl.algorithms.losses import PolicyTokens
 from asyncrl.algorithms.values import gae
+from asyncrl.data.packing import Strategy, pack_rows
 from asyncrl.learning.attention import Segments
 from asyncrl.types import REFERENCE_COLUMN
 
-__all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "shuffle_rewards", "token_example", "with_values"]
+__all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "shuffle_rewards", "supervised_examples", "token_example", "with_values"]
 
 TokenRow = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and the ids that follow them."""
@@ -41,6 +42,10 @@ class Example:
     """[C] float32, nats: of the frozen reference policy."""
     returns: np.ndarray | None = None
     """[C], what the values should be; at loss tokens."""
+    group: int = -1
+    """Ordinal of its group."""
+    trajectory: int = 0
+    """Its place among the group's trajectories."""
 
     @property
     def loss_tokens(self) -> int:
@@ -78,6 +83,32 @@ class MicroBatch:
     """[N] float32, nats; None without a reference policy."""
     returns: Tensor | None = None
     """[N] float32; None without a value head."""
+
+    def at_least(self, tokens: int) -> MicroBatch:
+        """The same row; a shorter one with stand-ins, which nothing looks at, in a segment of their own: a model's forward takes no empty share."""
+        missing = tokens - self.input_ids.shape[1]
+        if missing <= 0:
+            return self
+        stand_ins = self.input_ids.new_zeros(1, missing)
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, stand_ins], dim=1),
+            position_ids=torch.cat([self.position_ids, stand_ins], dim=1),
+            segments=Segments.of([*self.segments.lengths, missing], self.input_ids.device),
+        )
+
+    def share(self, start: int, end: int) -> tuple[MicroBatch, int]:
+        """The same with tokens `start` to `end` of the row and the loss tokens that they predict, as far as a model's forward looks at them: segments
+        and all else stay those of the whole row. And the place of the first of these loss tokens among the N."""
+        first, last = torch.searchsorted(self.select, self.select.new_tensor([start, end])).tolist()
+        row, chosen = slice(start, end), slice(first, last)
+        return replace(
+            self,
+            input_ids=self.input_ids[:, row],
+            position_ids=self.position_ids[:, row],
+            select=self.select[chosen] - start,
+            targets=self.targets[chosen],
+        ), first
 
     def policy_tokens(self, logprobs: Tensor, values: Tensor | None = None) -> PolicyTokens:
         """The loss tokens with the learner's log-probs [N], and its values [N] if there are returns to compare them with."""
@@ -132,17 +163,19 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
     nested = [table[name][row].values for name in ("completion_ids", "loss_mask", "logprobs")]
     spans = table["versions"][row].values
     reference = table[REFERENCE_COLUMN][row].values if REFERENCE_COLUMN in table.column_names else None
+    ordinal = table["ordinal"][row].as_py()
     examples = []
     for index, status in enumerate(statuses):
         if status != "ok":
             continue
         if advantages[index] is None:
-            raise ValueError(f"group {table['ordinal'][row].as_py()}: trajectory {index} has status ok and no advantage; score it again")
+            raise ValueError(f"group {ordinal}: trajectory {index} has status ok and no advantage; score it again")
         ids, mask, logprobs = (values[index].values.to_numpy(zero_copy_only=False) for values in nested)
         tokens = np.concatenate([prompt, ids]).astype(np.int64)
         versions = _token_versions(spans[index].values)
         referred = reference[index].values.to_numpy(zero_copy_only=False) if reference is not None else None
-        examples.append(Example(tokens, len(prompt), mask.astype(bool), logprobs.astype(np.float32), float(advantages[index]), versions, referred))
+        behaviour, advantage = logprobs.astype(np.float32), float(advantages[index])
+        examples.append(Example(tokens, len(prompt), mask.astype(bool), behaviour, advantage, versions, referred, group=ordinal, trajectory=index))
     return [example for example in examples if example.loss_tokens]
 
 
@@ -162,6 +195,33 @@ def token_example(row: TokenRow) -> Example:
         raise ValueError(f"a row of {prompt.size} prompt and {following.size} following tokens has nothing to predict; give at least one of each")
     ones = np.ones(following.size, dtype=np.float32)
     return Example(np.concatenate([prompt, following]), prompt.size, ones.astype(bool), ones * 0, 1.0, np.zeros(following.size, dtype=np.int32))
+
+
+def supervised_examples(rows: Sequence[TokenRow], max_tokens: int, strategy: Strategy) -> tuple[list[Example], int]:
+    """Examples of the rows as `pack_rows` cuts them, and the number of pieces left out.
+
+    A piece is on its own: where it begins within what follows the prompt, its first token is context only. One without any token to predict, such
+    as a piece of a prompt, is left out.
+
+    Raises:
+        ValueError: a row has nothing to predict, or is longer than `max_tokens` under `bfd`, or no piece at all has a token to predict.
+    """
+    whole = [token_example(row) for row in rows]
+    pieces = pack_rows([len(example.tokens) for example in whole], max_tokens, strategy)
+    cuts = zip(pieces.row.tolist(), pieces.start.tolist(), pieces.end.tolist(), strict=True)
+    examples = [_piece(whole[row], start, end) for row, start, end in cuts if end > max(whole[row].prompt_length, start + 1)]
+    if not examples:
+        raise ValueError(
+            f"none of the {len(pieces.row)} pieces of {len(rows)} supervised rows has a token to predict; raise learner.max_tokens_per_gpu = {max_tokens}"
+        )
+    return examples, len(pieces.row) - len(examples)
+
+
+def _piece(example: Example, start: int, end: int) -> Example:
+    """Tokens [start, end) of a supervised example."""
+    prompt_length = max(example.prompt_length - start, 1)
+    tokens = example.tokens[start:end]
+    return token_example((tokens[:prompt_length], tokens[prompt_length:]))
 
 
 def with_values(example: Example, values: np.ndarray, gamma: float, lam: float) -> Example:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from asyncrl.learning.batches import Example
 
 __all__ = ["StepSums", "step_metrics"]
 
-SUMS = ("loss", "ratio", "ratio_squared", "clipped", "masked", "weight", "kl_k1", "kl_k3", "kl_reference", "value_loss")
+SUMS = tuple(field.name for field in fields(LossSums) if field.name not in ("ratio_max", "nonfinite"))
 NAMES = (*SUMS, "entropy", "nonfinite_loss", "nonfinite_gradient")
 
 
@@ -30,7 +31,7 @@ class StepSums:
         values = [getattr(sums, name) for name in SUMS] + [entropy.sum()]
         bad = sums.nonfinite + ~torch.isfinite(sums.loss)
         zero = torch.zeros_like(bad)
-        self.sums += torch.stack([torch.as_tensor(value).double() for value in (*values, bad, zero)])
+        self.sums += torch.stack([torch.as_tensor(value, device=bad.device).double() for value in (*values, bad, zero)])
         self.ratio_max = torch.maximum(self.ratio_max, sums.ratio_max.double())
 
     def nonfinite_gradient(self, found: bool) -> None:
@@ -69,17 +70,22 @@ def step_metrics(
         "trajectories": float(len(examples)),
         "micro_batches": float(sum(len(micro_batches) for micro_batches in plan.micro_batches)),
         "fill": plan.fill,
+        "imbalance": plan.imbalance,
         "ratio_mean": totals["ratio"] / tokens,
         "ratio_max": totals["ratio_max"],
         "ess": min(1.0, totals["ratio"] ** 2 / (tokens * totals["ratio_squared"])) if totals["ratio_squared"] else float("nan"),
         "chi2": totals["ratio_squared"] / tokens - 1,
         "clip_fraction": totals["clipped"] / tokens,
         "mask_fraction": totals["masked"] / tokens,
+        **{f"mask_fraction/{reason}": totals[f"masked_{reason}"] / tokens for reason in ("band", "rejected", "sequence")},
+        "capped_fraction": totals["capped"] / tokens,
         "weight_mean": totals["weight"] / tokens,
         "kl_k1": totals["kl_k1"] / tokens,
         "kl_k3": totals["kl_k3"] / tokens,
         "kl_reference": totals["kl_reference"] / tokens,
         "value_loss": totals["value_loss"],
+        "in_flight_drift": totals["drift"] / totals["drift_tokens"] if totals["drift_tokens"] else float("nan"),
+        "in_flight_drift_tokens": totals["drift_tokens"],
         "entropy": totals["entropy"] / tokens,
         "nonfinite_loss": totals["nonfinite_loss"],
         "nonfinite_gradient": totals["nonfinite_gradient"],

@@ -18,15 +18,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import STD_FLOOR, batch_normalised
+from asyncrl.algorithms.advantages import batch_normalised, standardised
 from asyncrl.algorithms.losses import LossSums, policy_loss, supervised_loss, token_weights, truncated_weights
 from asyncrl.config import Config
 from asyncrl.control.protocols import Manifest
-from asyncrl.data.packing import pack
+from asyncrl.data.balance import quadratic_cost
+from asyncrl.data.packing import Packing, pack
 from asyncrl.learning import checkpoint, zero3
-from asyncrl.learning.batches import Example, MicroBatch, TokenRow, examples_of, micro_batch, shuffle_rewards, token_example, with_values
+from asyncrl.learning.batches import (
+    Example,
+    MicroBatch,
+    TokenRow,
+    examples_of,
+    micro_batch,
+    shuffle_rewards,
+    supervised_examples,
+    token_example,
+    with_values,
+)
+from asyncrl.learning.kept import NormWatch, culprit, keep_batch
 from asyncrl.learning.metrics import StepSums, step_metrics
 from asyncrl.learning.schedule import learning_rate_at
+from asyncrl.learning.ulysses import SequenceGroup
 from asyncrl.types import table_from_ipc
 from asyncrl.weights.gather import gather_buckets, weight_layout
 
@@ -44,6 +57,8 @@ class LearnerRank:
 
     def __init__(self, rank: int, config: Config, run_id: str, attempt: int) -> None:
         self.rank = rank
+        self.data_rank, self.sequence_rank = divmod(rank, config.learner.sequence_parallel_size)
+        """Which micro-batches this rank takes; which share of their tokens."""
         self.config = config
         self.run_id = run_id
         self.attempt = attempt
@@ -53,6 +68,7 @@ class LearnerRank:
         """Steps applied since the optimizer was fresh, which is the policy version; drives the schedule of the learning rate."""
         self.device = torch.device("cuda" if config.learner.device == "cuda" else "cpu")
         self.versions: dict[int, list[Any]] = {}
+        self.norms = NormWatch()
         self.listener: socket.socket | None = None
         torch.set_num_threads(config.learner.num_threads)
         torch.manual_seed(config.seed * 1_000_003 + rank)
@@ -78,46 +94,89 @@ class LearnerRank:
         met = time.monotonic()
         # The second value must live as long as the engine.
         algorithm = self.config.algorithm
+        sequence_group = SequenceGroup.join(learner.sequence_parallel_size)
         self.engine, self.sharded = zero3.start_engine(
-            self.config.model.path, learner, self.config.rollout.temperature, algorithm.entropy_coef > 0, algorithm.advantage == "gae"
+            self.config.model.path, learner, self.config.rollout.temperature, algorithm.entropy_coef > 0, algorithm.advantage == "gae", sequence_group
         )
         self.parameters = dict(zero3.policy_of(self.engine).model.named_parameters())
         """Every parameter once, by its Hugging Face name: tied weights appear under the first one."""
         return {"meet_s": met - began, "engine_s": time.monotonic() - met}
 
-    def step(self, refs: Sequence[Any]) -> dict[str, float]:
+    def step(self, refs: Sequence[Any]) -> tuple[dict[str, float], str]:
         """One policy step on a batch of scored groups: (Ray reference to the IPC stream of a table of groups, row) each, or one-row tables.
 
-        Metrics hold `applied` (1.0 or 0.0). NaN or Inf on any rank: no rank steps.
+        Metrics hold `applied` (1.0 or 0.0). NaN or Inf on any rank: no rank steps. The second value says why the batch was kept; "" if it was not.
         """
         tables = _fetch(refs)
         if self.config.reward.shuffle:
             tables = shuffle_rewards(tables, self.config.algorithm.advantage, (self.config.seed, self.applied))
-        examples = [example for table in tables for example in examples_of(table)]
+        scored = [example for table in tables for example in examples_of(table)]
         algorithm, learner = self.config.algorithm, self.config.learner
-        if algorithm.advantage == "gae" and examples:
-            examples = self._with_token_advantages(examples)
-        if algorithm.advantage.startswith("reinforce_plus_plus") and examples:
-            advantages = batch_normalised([float(example.advantage) for example in examples], [example.loss_tokens for example in examples])
-            examples = [replace(example, advantage=advantage) for example, advantage in zip(examples, advantages, strict=True)]
-
+        examples = self._with_step_statistics(scored)
         mean_weight = self._mean_weight(examples) if algorithm.correction.normalise and examples else 1.0
-
-        def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
-            return policy_loss(batch.policy_tokens(logprobs, values), algorithm, entropy, mean_weight)
-
         weights = token_weights([example.loss_tokens for example in examples], algorithm.loss_aggregation, self.config.rollout.max_completion_length)
         rate = learning_rate_at(self.applied, self.learning_rate, self.warmup_steps, self.config.max_steps, learner.lr_scheduler_type)
-        return self._train(examples, weights, loss, rate)
+        version = self.applied
+        metrics = self._train(examples, weights, self._policy_loss(mean_weight), rate)
+        if metrics["applied"]:
+            metrics["grad_norm_ratio"] = self.norms.ratio(metrics["grad_norm"])
+        return metrics, self._keep_if_bad(metrics, version, tables, scored, weights)
+
+    def _policy_loss(self, mean_weight: float) -> Loss:
+        def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
+            return policy_loss(batch.policy_tokens(logprobs, values), self.config.algorithm, entropy, mean_weight)
+
+        return loss
+
+    def _with_step_statistics(self, examples: list[Example]) -> list[Example]:
+        """The examples with advantages that are made from the whole step, where the method has such."""
+        if not examples:
+            return examples
+        if self.config.algorithm.advantage == "gae":
+            return self._with_token_advantages(examples)
+        if self.config.algorithm.advantage.startswith("reinforce_plus_plus"):
+            advantages = batch_normalised([float(example.advantage) for example in examples], [example.loss_tokens for example in examples])
+            return [replace(example, advantage=advantage) for example, advantage in zip(examples, advantages, strict=True)]
+        return examples
+
+    def _keep_if_bad(self, metrics: dict[str, float], version: int, tables: list[pa.Table], examples: list[Example], weights: list[float]) -> str:
+        """Keep the batch of a step that was skipped or whose gradient norm leapt. Says what happened and where the batch is."""
+        if metrics["applied"] and metrics["grad_norm_ratio"] <= self.config.learner.grad_norm_spike:
+            return ""
+        if metrics["applied"]:
+            reason, said = "spike", f"gradient norm {metrics['grad_norm']:.3g} is {metrics['grad_norm_ratio']:.3g} times the median of the last steps"
+        elif not examples:
+            reason, said = "empty", "no trajectory of the batch has a token to learn from"
+        else:
+            reason, said = "nonfinite", "NaN or Inf in loss or gradient"
+            if self.config.learner.find_nonfinite:
+                said += self._blame(examples, weights)
+        path = keep_batch(self.config.run_directory / "kept", version, reason, tables) if self.rank == 0 else None
+        return f"{said}; {f'its batch is {path}' if path else 'its batch was not kept, there are enough of them'}"
+
+    def _blame(self, examples: list[Example], weights: list[float]) -> str:
+        """Who made a step not finite, by bisection (a collective). The examples are those without statistics of the step, which spread a NaN to all."""
+        if not zero3.parameters_finite(self.engine):
+            return ": the weights themselves hold NaN or Inf"
+
+        def bad(indices: Sequence[int]) -> bool:
+            totals, _ = self._backward([examples[index] for index in indices], [weights[index] for index in indices], self._policy_loss(1.0))
+            zero3.discard_gradients(self.engine)
+            return _not_finite(totals)
+
+        found = culprit(len(examples), bad)
+        if found is None:
+            return ", of several trajectories together: none is to blame alone"
+        return f" from group {examples[found].group}, trajectory {examples[found].trajectory}"
 
     @torch.no_grad()
     def _with_token_advantages(self, examples: list[Example]) -> list[Example]:
         """This rank's examples with advantages by the value head as it is now, normalised over all ranks' loss tokens, and the returns to fit."""
-        algorithm, learner = self.config.algorithm, self.config.learner
-        plan = pack([len(example.tokens) for example in examples], learner.max_tokens_per_gpu, learner.world_size)
+        algorithm = self.config.algorithm
+        plan = self._plan(examples)
         found = list(examples)
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        for indices in plan.micro_batches[self.rank]:
+        for indices in plan.micro_batches[self.data_rank]:
             batch = micro_batch(examples, indices, self.device)
             _, _, values = self.engine(batch, None)
             for index, part in zip(batch.order, values.cpu().double().split(list(batch.counts)) if batch.counts else (), strict=True):
@@ -125,16 +184,15 @@ class LearnerRank:
                 advantages = np.asarray(found[index].advantage)[found[index].loss_mask]
                 sums += torch.tensor([advantages.sum(), (advantages**2).sum(), len(advantages)], dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
-        mean = float(sums[0] / sums[2])
-        std = max(float(sums[1] / sums[2]) - mean**2, 0.0) ** 0.5
-        return [replace(example, advantage=(example.advantage - mean) / (std + STD_FLOOR)) for example in found]
+        moments = [float(value) for value in sums]
+        return [replace(example, advantage=standardised(np.asarray(example.advantage), *moments)) for example in found]
 
     @torch.no_grad()
     def _mean_weight(self, examples: list[Example]) -> float:
         """Mean of the step's truncated weights over all ranks' tokens."""
-        plan = pack([len(example.tokens) for example in examples], self.config.learner.max_tokens_per_gpu, self.config.learner.world_size)
+        plan = self._plan(examples)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for indices in plan.micro_batches[self.rank]:
+        for indices in plan.micro_batches[self.data_rank]:
             batch = micro_batch(examples, indices, self.device, version=self.applied)
             logprobs, *_ = self.engine(batch, None)
             weights = truncated_weights(batch.policy_tokens(logprobs), self.config.algorithm)
@@ -143,36 +201,29 @@ class LearnerRank:
         return float(sums[0] / sums[1])
 
     def supervised_step(self, rows: Sequence[TokenRow]) -> dict[str, float]:
-        """One step of next-token prediction of the second ids of each row after the first ones."""
-        examples = [token_example(row) for row in rows]
+        """One step of next-token prediction of the second ids of each row after the first ones, cut as `warm_start.packing_strategy` says.
+
+        Metrics hold `pieces_left_out`: pieces of rows without a token to predict.
+
+        Raises:
+            ValueError: a row is longer than `learner.max_tokens_per_gpu` under `bfd`, or no piece has a token to predict.
+        """
+        examples, left_out = supervised_examples(rows, self.config.learner.max_tokens_per_row, self.config.warm_start.packing_strategy)
 
         def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
             return supervised_loss(logprobs, batch.weights)
 
         weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
-        return self._train(examples, weights, loss, self.learning_rate, temperature=1.0)
+        metrics = self._train(examples, weights, loss, self.learning_rate, temperature=1.0)
+        return metrics | {"pieces_left_out": float(left_out)}
 
     def _train(self, examples: list[Example], weights: list[float], loss_of: Loss, learning_rate: float, temperature: float | None = None) -> dict[str, float]:
         began = time.monotonic()
-        learner = self.config.learner
         tokens = sum(example.loss_tokens for example in examples)
         if not tokens:
             return {"applied": 0.0, "trajectories": 0.0, "tokens": 0.0}
-        plan = pack([len(example.tokens) for example in examples], learner.max_tokens_per_gpu, learner.world_size)
-        sums = StepSums(self.device)
-        mine = plan.micro_batches[self.rank]
-        self.engine.train()
-        for number, indices in enumerate(mine):
-            self.engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
-            batch = micro_batch(examples, indices, self.device, weights, self.applied)
-            logprobs, entropy, values = self.engine(batch, temperature)
-            loss, loss_sums = loss_of(logprobs, entropy, values, batch)
-            # ZeRO averages over ranks; the weights are those of the whole step.
-            self.engine.backward(loss * learner.world_size, scale_wrt_gas=False)
-            sums.add(loss_sums, entropy.detach())
-        sums.nonfinite_gradient(not zero3.gradients_finite(self.engine))
-        totals = sums.over_ranks()
-        applied = not (totals["nonfinite_loss"] or totals["nonfinite_gradient"])
+        totals, plan = self._backward(examples, weights, loss_of, temperature)
+        applied = not _not_finite(totals)
         if applied:
             zero3.set_learning_rate(self.engine, learning_rate)
             self.engine.step()
@@ -184,12 +235,41 @@ class LearnerRank:
         seconds = time.monotonic() - began
         return step_metrics(totals, tokens, examples, plan, grad_norm, learning_rate, applied, seconds)
 
+    def _backward(self, examples: list[Example], weights: list[float], loss_of: Loss, temperature: float | None = None) -> tuple[dict[str, float], Packing]:
+        """Forward and backward over all micro-batches; the gradients wait in the engine. Returns the sums over all ranks, so that all decide alike."""
+        learner = self.config.learner
+        plan = self._plan(examples)
+        sums = StepSums(self.device)
+        mine = plan.micro_batches[self.data_rank]
+        self.engine.train()
+        for number, indices in enumerate(mine):
+            self.engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
+            batch = micro_batch(examples, indices, self.device, weights, self.applied)
+            logprobs, entropy, values = self.engine(batch, temperature)
+            loss, loss_sums = loss_of(logprobs, entropy, values, batch)
+            # ZeRO averages over ranks; the weights are those of the whole step, and each rank has the gradient of its own tokens.
+            self.engine.backward(loss * learner.world_size, scale_wrt_gas=False)
+            if self.sequence_rank == 0:  # all ranks that share a row have the same sums
+                sums.add(loss_sums, entropy.detach())
+        sums.nonfinite_gradient(not zero3.gradients_finite(self.engine))
+        return sums.over_ranks(), plan
+
+    def _plan(self, examples: Sequence[Example]) -> Packing:
+        """Micro-batches for each data-parallel rank, the same on every rank. Ranks that share rows hold as many tokens as their caps add up to."""
+        learner = self.config.learner
+        return pack([len(example.tokens) for example in examples], learner.max_tokens_per_row, learner.data_parallel_size, self._quadratic_cost())
+
+    def _quadratic_cost(self) -> float:
+        shape = zero3.policy_of(self.engine).model.config.get_text_config()
+        head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        return quadratic_cost(shape.num_hidden_layers, shape.num_attention_heads, head_dim, sum(int(p.ds_numel) for p in self.parameters.values()))
+
     def exact_match(self, rows: Sequence[TokenRow]) -> float:
         """Share of rows whose second ids are all the argmax after what precedes them: what greedy decoding would answer exactly."""
         matches = self._forward_all(rows, greedy=True)
         count = torch.tensor([sum(bool(match.all()) for match in matches.values())], dtype=torch.float64, device=self.device)
         dist.all_reduce(count)
-        return float(count) / len(rows)
+        return float(count) / (len(rows) * self.config.learner.sequence_parallel_size)
 
     def logprobs(self, rows: Sequence[TokenRow], temperature: float = 1.0) -> dict[int, np.ndarray]:
         """Log-probs [C] float32 of each row's second ids, for the rows that fell to this rank: row index → array."""
@@ -198,11 +278,10 @@ class LearnerRank:
     @torch.no_grad()
     def _forward_all(self, rows: Sequence[TokenRow], temperature: float = 1.0, greedy: bool = False) -> dict[int, np.ndarray]:
         examples = [token_example(row) for row in rows]
-        learner = self.config.learner
-        plan = pack([len(example.tokens) for example in examples], learner.max_tokens_per_gpu, learner.world_size)
+        plan = self._plan(examples)
         self.engine.eval()
         found: dict[int, np.ndarray] = {}
-        for indices in plan.micro_batches[self.rank]:
+        for indices in plan.micro_batches[self.data_rank]:
             batch = micro_batch(examples, indices, self.device)
             values, *_ = self.engine(batch, temperature, greedy)
             parts = values.cpu().split(list(batch.counts)) if batch.counts else ()
@@ -212,6 +291,7 @@ class LearnerRank:
     def reset_optimizer(self, learning_rate: float, warmup_steps: int = 0) -> None:
         """Fresh AdamW moments, and the (peak) learning rate of the steps to come."""
         zero3.fresh_optimizer(self.engine)
+        self.norms.forget()
         self.learning_rate, self.warmup_steps, self.applied = learning_rate, warmup_steps, 0
 
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -263,8 +343,12 @@ class LearnerRank:
         return {name: (int(p.ds_tensor.numel()), int(p.ds_numel)) for name, p in self.parameters.items()}
 
 
+def _not_finite(totals: dict[str, float]) -> bool:
+    return bool(totals["nonfinite_loss"] or totals["nonfinite_gradient"])
+
+
 def _fetch(refs: Sequence[Any]) -> list[pa.Table]:
     """One-row tables in the order given. Each object is fetched once, however many of its rows are wanted."""
     wanted = list(dict.fromkeys(ref[0] for ref in refs if isinstance(ref, tuple)))
-    tables = {ref: table_from_ipc(stream) for ref, stream in zip(wanted, ray.get(wanted), strict=True)}
+    tables = {ref: table_from_ipc(stream) for ref, stream in zip(wanted, ray.get(wanted) if wanted else (), strict=True)}
     return [tables[ref[0]].slice(ref[1], 1) if isinstance(ref, tuple) else ref for ref in refs]

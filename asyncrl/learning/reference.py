@@ -26,6 +26,7 @@ class Reference:
         import torch
         from transformers.utils import logging as transformers_logging
 
+        from asyncrl.learning.isolation import check_isolation
         from asyncrl.learning.policy import load_policy
 
         transformers_logging.set_verbosity_error()
@@ -35,6 +36,7 @@ class Reference:
         self.device = torch.device("cuda" if config.learner.device == "cuda" else "cpu")
         dtype = torch.bfloat16 if config.learner.bf16 else torch.float32
         self.policy = load_policy(config.reference_path, dtype, config.rollout.temperature).to(self.device).eval()
+        check_isolation(self.policy, self.policy.model.config.get_text_config().vocab_size, self.device, dtype, config.reference_path)
 
     def ready(self) -> None:
         """Answers once the model is loaded."""

@@ -36,12 +36,14 @@ class SupervisedLearner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WarmStartCheck:
-    """One check of held-out accuracy (0..1), after `steps` supervised steps; `loss` is the last step's, in nats per token."""
+    """One check of held-out accuracy (0..1), after `steps` supervised steps; `loss` is the last step's, in nats per token; `pieces_left_out` counts
+    pieces of cut rows without a token to predict, since the check before."""
 
     steps: int
     accuracy: float
     loss: float
     learning_rate: float
+    pieces_left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,12 @@ async def warm_start(
             await learner.set_learning_rate(learning_rate)
         else:
             await learner.snapshot()
+        left_out = 0.0
         for _ in range(config.check_every_steps):
             metrics = await learner.supervised_step(next(batches))
+            left_out += metrics["pieces_left_out"]
         steps += config.check_every_steps
-        checks.append(WarmStartCheck(steps, await learner.exact_match(held_out_rows), metrics["loss"], learning_rate))
+        checks.append(WarmStartCheck(steps, await learner.exact_match(held_out_rows), metrics["loss"], learning_rate, int(left_out)))
 
 
 def _batches(rows: Sequence[Row], batch_size: int, seed: int) -> Iterator[list[Row]]:

@@ -13,9 +13,20 @@ import torch.distributed as dist
 from transformers.integrations import HfDeepSpeedConfig
 
 from asyncrl.config import LearnerConfig
-from asyncrl.learning.policy import Policy, load_policy
+from asyncrl.learning.isolation import check_isolation
+from asyncrl.learning.policy import Policy, checkpoint_activations, load_policy
+from asyncrl.learning.ulysses import SequenceGroup
 
-__all__ = ["discard_gradients", "fresh_optimizer", "gradients_finite", "join_process_group", "loopback_listener", "set_learning_rate", "start_engine"]
+__all__ = [
+    "discard_gradients",
+    "fresh_optimizer",
+    "gradients_finite",
+    "join_process_group",
+    "loopback_listener",
+    "parameters_finite",
+    "set_learning_rate",
+    "start_engine",
+]
 
 RENDEZVOUS_TIMEOUT_S = 300
 EVERYTHING = 10**12
@@ -48,14 +59,20 @@ def settings(config: LearnerConfig) -> dict[str, Any]:
     """DeepSpeed's configuration. A micro-batch is one packed row, so its own batch sizes are 1; gradients are scaled by the caller.
 
     One rank holds everything anyway: it releases nothing, which saves the bookkeeping of gathers. More ranks release all but
-    biases and norms.
+    biases and norms. Micro-batches add up in fp32 whatever the weights' type: in bfloat16 many small gradients would be lost.
     """
+    offload = {
+        f"offload_{what}": {"device": place, "pin_memory": config.device == "cuda"}
+        for what, place in (("optimizer", config.offload_optimizer), ("param", config.offload_param))
+        if place != "none"
+    }
     return {
         "train_batch_size": config.world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.max_grad_norm,
         "bf16": {"enabled": config.bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
@@ -66,15 +83,29 @@ def settings(config: LearnerConfig) -> dict[str, Any]:
             "reduce_bucket_size": 50_000_000,
             "stage3_prefetch_bucket_size": 50_000_000 if config.device == "cuda" else 0,
             "stage3_param_persistence_threshold": EVERYTHING if config.world_size == 1 else 4_096,
+            **offload,
         },
     }
 
 
-def start_engine(path: str, config: LearnerConfig, temperature: float, entropy_gradient: bool = False, values: bool = False) -> tuple[Any, HfDeepSpeedConfig]:
-    """The engine around the policy at `path`. Keep the second value: while it lives, transformers loads sharded."""
+def start_engine(
+    path: str,
+    config: LearnerConfig,
+    temperature: float,
+    entropy_gradient: bool = False,
+    values: bool = False,
+    sequence_group: SequenceGroup | None = None,
+) -> tuple[Any, HfDeepSpeedConfig]:
+    """The engine around the policy at `path`. Keep the second value: while it lives, transformers loads sharded.
+
+    Raises:
+        ValueError: packed trajectories could not be kept apart in the model.
+    """
     chosen = settings(config)
     sharded = HfDeepSpeedConfig(chosen)
-    policy = load_policy(path, torch.bfloat16 if config.bf16 else torch.float32, temperature, entropy_gradient, values)
+    policy = load_policy(path, torch.bfloat16 if config.bf16 else torch.float32, temperature, entropy_gradient, values, sequence_group)
+    if config.gradient_checkpointing:
+        checkpoint_activations(policy)
     head = policy.model.get_output_embeddings()
     for parameter in head.parameters():
         deepspeed.zero.register_external_parameter(policy, parameter)
@@ -84,6 +115,8 @@ def start_engine(path: str, config: LearnerConfig, temperature: float, entropy_g
     else:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay)
     engine, _, _, _ = deepspeed.initialize(model=policy, optimizer=optimizer, config=chosen)
+    engine.eval()
+    check_isolation(engine, policy.model.config.get_text_config().vocab_size, engine.device, policy.model.dtype, path)
     return engine, sharded
 
 
@@ -105,7 +138,10 @@ def fresh_optimizer(engine: Any) -> None:
 
 
 def gradient_shards(engine: Any) -> Iterator[torch.Tensor]:
-    """This rank's shards of the gradients of the step in progress."""
+    """This rank's shards of the gradients of the step in progress. With the optimizer offloaded they lie beside its masters."""
+    if engine.optimizer.offload_optimizer:
+        yield from (masters.grad for masters in engine.optimizer.fp32_partitioned_groups_flat if masters.grad is not None)
+        return
     for shards in engine.optimizer.averaged_gradients.values():
         yield from (shard for shard in shards or () if shard is not None)
 
@@ -116,8 +152,19 @@ def gradients_finite(engine: Any) -> bool:
     return not shards or bool(torch.isfinite(torch.nn.utils.get_total_norm(shards)))
 
 
+def parameters_finite(engine: Any) -> bool:
+    """No NaN or Inf in any parameter, on any rank (a collective)."""
+    bad = sum(int(not torch.isfinite(parameter.ds_tensor).all()) for parameter in engine.module.parameters())
+    count = torch.tensor([bad], device=engine.device)
+    dist.all_reduce(count)
+    return not int(count)
+
+
 def discard_gradients(engine: Any) -> None:
     """Drop the gradients of the step in progress, as the engine itself does on an overflow."""
     engine.optimizer._pre_step()
     engine.optimizer._partition_all_parameters()
     engine.optimizer._overflow_clean_up(1.0)
+    # Offloaded gradients keep their place, and a parameter that the next step does not reach would still find its old one there.
+    for shard in gradient_shards(engine):
+        shard.zero_()

@@ -19,6 +19,7 @@ def learner_config(model_path: Path, world_size: int = 1, max_tokens: int = 128,
     """A config for `model_path`; everything but the learner's part and `algorithm` is filler."""
     tree: dict[str, Any] = {
         "name": "learner-test",
+        "runs_root": str(Path(model_path).parent / "runs"),
         "max_steps": 10,
         "placement_timeout_s": 60,
         "model": {"path": str(model_path)},

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import ray
 import torch
-from recorded import learner_config, recorded_batch
+from recorded import learner_config, recorded_batch, recorded_group, scored
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.learning.checkpoint import load_rank
@@ -43,7 +46,7 @@ def one(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
 
 @pytest.fixture(scope="module")
 def two(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
-    group = run(LearnerGroup.create(learner_config(model_path, world_size=2, max_tokens=128, algorithm=ALGORITHM), "run", 1))
+    group = run(LearnerGroup.create(learner_config(model_path, world_size=2, max_tokens=128, algorithm=ALGORITHM, find_nonfinite=True), "run", 1))
     yield group
     run(group.close())
 
@@ -68,12 +71,54 @@ def test_world_sizes_and_packings_agree_over_three_steps(one: LearnerGroup, two:
         np.testing.assert_allclose(left, right, atol=1e-4)
 
 
+def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(one: LearnerGroup, run: Run, tmp_path: Path) -> None:
+    """Each holds at most 32 tokens of a row, and a row has up to 64."""
+    rows = [*ROWS, (tuple(range(3, 20)), tuple(range(3, 33)))]
+    run(one.export_hf(tmp_path))
+    run(one.reset_optimizer(1e-2))
+    shared = run(LearnerGroup.create(learner_config(tmp_path, 2, max_tokens=32, algorithm=ALGORITHM, sequence_parallel_size=2), "run", 1))
+    try:
+        for step in range(3):
+            alone, together = (run(group.step(recorded_batch(30 + step))) for group in (one, shared))
+            assert alone.applied and together.applied and together.metrics["micro_batches"] > 4
+            for name in ("grad_norm", "loss", "tokens", "trajectories", "ratio_mean", "ratio_max", "clip_fraction", "kl_k1", "kl_k3", "entropy"):
+                assert together.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-4, abs=1e-5), name
+        for left, right in zip(run(one.logprobs(rows)), run(shared.logprobs(rows)), strict=True):
+            np.testing.assert_allclose(left, right, atol=1e-4)
+        alone, together = (run(group.supervised_step(rows)) for group in (one, shared))
+        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4) and together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+        assert {entry.name for entry in run(shared.gather(1)).tensors} == set(expected_parameters(tmp_path, "float32"))
+    finally:
+        run(shared.close())
+
+
 def test_a_batch_with_nan_is_skipped_by_both_ranks(two: LearnerGroup, run: Run) -> None:
     before = run(two.logprobs(ROWS))
-    result = run(two.step(recorded_batch(7, poison=True)))
+    batch = recorded_batch(7)
+    batch[5] = scored(recorded_group(61, poison=True))
+    result = run(two.step(batch))
     assert not result.applied and result.metrics["nonfinite_loss"] > 0
+    assert "NaN or Inf in loss or gradient from group 61, trajectory 0; its batch is " in result.note
+    kept = pyarrow.parquet.read_table(result.note.rpartition(" ")[2])
+    assert kept["ordinal"].to_pylist() == [group.ordinal for group in batch] and math.isnan(kept["logprobs"][5].as_py()[0][0])
     for left, right in zip(before, run(two.logprobs(ROWS)), strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+def test_a_leap_of_the_gradient_keeps_its_batch(one: LearnerGroup, run: Run) -> None:
+    run(one.reset_optimizer(0.0))
+    # Rewards that are all the same teach nothing: only the entropy bonus has a gradient.
+    groups = [recorded_group(240 + number) for number in range(8)]
+    dull = [
+        scored(replace(group, trajectories=tuple(replace(member, advantage=member.advantage and 1.0) for member in group.trajectories))) for group in groups
+    ]
+    for _ in range(8):
+        result = run(one.step(dull))
+        assert result.applied and not result.note
+        assert result.metrics["grad_norm_ratio"] == pytest.approx(1, rel=1e-3)
+    result = run(one.step(recorded_batch(30)))
+    assert result.applied and result.metrics["grad_norm_ratio"] > 10
+    assert result.note.startswith("gradient norm ") and Path(result.note.rpartition(" ")[2]).name == "version_000008_spike.parquet"
 
 
 def test_after_a_skip_nothing_of_it_is_left(two: LearnerGroup, run: Run) -> None:

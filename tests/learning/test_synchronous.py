@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.protocols import Finished, Manifest, PushReport, Scored, WeightSync
 from asyncrl.control.staleness import Staleness
 from asyncrl.generation.app import ServeGenerate
+from asyncrl.generation.engine import Engine, engine_environment
 from asyncrl.generation.protocol import Generate, Generated, GenerateRequest, WeightsId
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.rewards.pool import GroupRewards
@@ -28,7 +30,9 @@ from asyncrl.rewards.scoring import scored_summary
 from asyncrl.rollout.worker import RolloutWorker, WorkerSpec, rollout_seed
 from asyncrl.testing import FakeRecorder, SeededGenerator
 from asyncrl.types import Completion, Prompt, table_from_ipc
+from asyncrl.weights.manifest import expected_parameters
 from asyncrl.weights.push import ServeWeightSync
+from asyncrl.weights.staging import fetch
 
 STEPS, GROUPS, N, LENGTH = 20, 4, 4, 8
 EOS = 2
@@ -59,6 +63,7 @@ class InProcess:
     def __init__(self, config: Config, generator: Generate, run_id: str) -> None:
         self.config, self.worker = config, RolloutWorker(WorkerSpec(config, run_id, 0, lambda: generator))
         self.tokens: dict[int, list[tuple[int, ...]]] = {}
+        self.rewards: dict[int, list[float]] = {}
 
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
         return await self.worker.rollout(prompt, committed)
@@ -77,6 +82,7 @@ class InProcess:
         ids = [tuple(row) for row in table["completion_ids"][0].as_py()]
         self.tokens[table["ordinal"][0].as_py()] = ids
         scored = score_table(attach_rewards(table, GroupRewards({"even": [reward(row) for row in ids]}, None)), self.config)
+        self.rewards[scored["ordinal"][0].as_py()] = scored["reward"][0].as_py()
         return [scored_summary(scored, scored, ["even"])]
 
 
@@ -93,7 +99,8 @@ class OneVersionOff(SeededGenerator):
 
 def config_for(model_path: Any, optimizer: str, steps: int = STEPS) -> Config:
     rates = {"sgd": 0.5, "adamw": 1e-3}
-    base = learner_config(model_path, optimizer=optimizer, learning_rate=rates[optimizer], adam_eps=1e-6, max_grad_norm=1e6)
+    only_adam = {"adam_eps": 1e-6} if optimizer == "adamw" else {}
+    base = learner_config(model_path, optimizer=optimizer, learning_rate=rates[optimizer], max_grad_norm=1e6, **only_adam)
     tree = base.model_dump()
     tree["max_steps"] = steps
     tree["rollout"] |= {"rollout_batch_size": GROUPS, "n_samples_per_prompt": N, "max_completion_length": LENGTH}
@@ -146,6 +153,8 @@ async def shipped(config: Config, run_id: str, generate: Generate, weights: Weig
         await SeededGenerator(taken, EOS).push(await learner.gather(config.max_steps + 1))
     finally:
         await learner.close()
+    for ordinal, group in in_process.tokens.items():
+        assert in_process.rewards[ordinal] == pytest.approx([reward(ids) for ids in group]), "float32 in Arrow"
     return {name: parameter.detach() for name, parameter in taken.named_parameters()}, in_process.tokens
 
 
@@ -198,21 +207,54 @@ class OneAtATime(ServeGenerate):
             return await super().generate(request)
 
 
-@pytest.mark.timeout(600)
-def test_three_steps_on_real_vllm_equal_a_plain_loop_that_calls_it(ray_cluster: Any, run: Any, generators: Any, publish: Any) -> None:
+@pytest.fixture
+def engine_alone(ray_cluster: Any, generators: Any, engine_starts: list[str]) -> Iterator[Any]:
+    """The same engine configuration without Serve: vLLM called directly, in a process of its own."""
+
+    class Alone(Engine):
+        """Defined here so that it travels by value: workers cannot import test modules."""
+
+    engine_starts.append("engine alone")
+    actor = ray_cluster.remote(Alone).options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")}).remote(generators.app)
+    ray_cluster.get(actor.start.remote(), timeout=500)
+    yield actor
+    ray_cluster.get(actor.stop.remote(), timeout=60)
+    ray_cluster.kill(actor)
+
+
+@pytest.mark.parametrize("through", ["serve", pytest.param("engine", marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_three_steps_on_real_vllm_equal_a_plain_loop_that_calls_it(
+    ray_cluster: Any, run: Any, generators: Any, publish: Any, request: Any, tmp_path: Path, through: str
+) -> None:
+    """The plain loop asks the same replica, or (slow: one engine more) an engine of the same configuration without anything of Serve around it."""
     config = config_for(generators.app.model, "sgd", steps=3)
     weights = ServeWeightSync(generators.handle, generators.board, push_timeout_s=60)
     _, our_tokens = run(shipped(config, "shipped", OneAtATime(generators.handle), weights))
 
     model = load(config.model.path)
+    alone = request.getfixturevalue("engine_alone") if through == "engine" else None
     published = []
 
-    def sample(request: GenerateRequest, step: int) -> tuple[Completion, ...]:
+    def update(step: int) -> None:
+        manifest = publish(dict(model.named_parameters()), version=step, run_id="plain")
+        if alone is None:
+            run(weights.push(manifest))
+            return
+        staged = fetch(manifest, expected_parameters(Path(config.model.path), "float32"), 60, tmp_path)
+        ray_cluster.get(alone.apply.remote(staged.update_info(), step), timeout=120)
+        staged.remove()
+
+    def sample(asked: GenerateRequest, step: int) -> tuple[Completion, ...]:
         if step not in published:
             published.append(step)
-            run(weights.push(publish(dict(model.named_parameters()), version=step, run_id="plain")))
-        asked = replace(request, min_weights=WeightsId("plain", 1, step))
-        completions: tuple[Completion, ...] = run(ServeGenerate(generators.handle).generate(asked)).completions
+            update(step)
+        completions: tuple[Completion, ...]
+        if alone is None:
+            asked = replace(asked, min_weights=WeightsId("plain", 1, step))
+            completions = run(ServeGenerate(generators.handle).generate(asked)).completions
+        else:
+            completions = ray_cluster.get(alone.generate.remote(replace(asked, min_weights=None)), timeout=120)
         return completions
 
     _, their_tokens = plain_loop(config, model, sample)

@@ -19,7 +19,7 @@ class Model:
     async def supervised_step(self, rows: Sequence[object]) -> dict[str, float]:
         assert len(rows) == 4
         self.accuracy += self.learning_rate
-        return {"loss": 1 - self.accuracy}
+        return {"loss": 1 - self.accuracy, "pieces_left_out": 2.0}
 
     async def exact_match(self, rows: Sequence[object]) -> float:
         return min(1.0, self.accuracy)
@@ -52,6 +52,7 @@ def test_ends_in_the_window() -> None:
     assert report.accuracy == pytest.approx(0.4, abs=1e-6) or report.accuracy == pytest.approx(0.5, abs=1e-6)
     assert [check.steps for check in seen] == list(range(0, report.steps + 1, 10)) and report.checks == tuple(seen)
     assert report.jumps == 0
+    assert [check.pieces_left_out for check in seen] == [0] + [20] * (len(seen) - 1), "two in each of ten steps"
 
 
 def test_a_jump_goes_back_and_halves_the_learning_rate() -> None:

@@ -1,0 +1,115 @@
+"""How much memory one learner rank will need, from the checkpoint's headers alone, beside what this machine has. No weight is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import psutil
+
+from asyncrl.config import Config
+from asyncrl.weights.layout import ITEM_BYTES
+from asyncrl.weights.manifest import expected_parameters
+
+__all__ = ["Needs", "estimate", "memory_text", "parameter_counts"]
+
+LIVE_CHUNKS, HEAD_GRADIENTS = 8, 2
+"""What `jobs/bench_memory.py` finds alive at once in the log-probs' backward pass: chunks of logits with what is computed from them, and gradients of
+the head's weight (that of a chunk, and their sum)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes of one rank. On device cpu both places are host memory."""
+
+    parameters: int
+    """Parameters of the model, the tied ones once."""
+    largest_layer: int
+    """Parameters of the module that has most of its own."""
+    on_device: int
+    """Weights, gradients and optimizer states, by DeepSpeed's formula."""
+    on_host: int
+    """The same: what is offloaded, and DeepSpeed's buffers."""
+    buckets: int
+    """Two buckets of weights, while a version is published. Host, rank 0."""
+    logits: int
+    """A chunk of logits, what is computed from it, and the head's gradients. Device."""
+
+
+def parameter_counts(shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
+    """(parameters in all, parameters of the module that has most of its own) of name → shape: what DeepSpeed's estimators ask for."""
+    layers: dict[str, int] = defaultdict(int)
+    for name, shape in shapes.items():
+        layers[name.rpartition(".")[0]] += prod(shape)
+    return sum(layers.values()), max(layers.values())
+
+
+def estimate(config: Config) -> Needs:
+    """The needs of one rank, all ranks on one machine. Imports DeepSpeed, which takes seconds.
+
+    DeepSpeed's formula (`estimate_zero3_model_states_mem_needs`) counts mixed precision, 18 bytes a parameter; in float32 it is 16, and 4 more in a step.
+    """
+    # Only a formula is wanted: no accelerator is looked for, and nothing is said about the one that is missing.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+
+    from asyncrl.algorithms.logprobs import CHUNK_ELEMENTS
+
+    learner = config.learner
+    shapes = {name: shape for name, (shape, _) in expected_parameters(config.model.path, config.model.dtype).items()}
+    total, largest = parameter_counts(shapes)
+    offload = {"cpu_offload": learner.offload_optimizer == "cpu", "cpu_offload_params": learner.offload_param == "cpu"}
+    host, device, _ = estimate_zero3_model_states_mem_needs(total, largest, num_gpus_per_node=learner.world_size, num_nodes=1, **offload)
+    bucket = max(config.weights.bucket_bytes, max(map(prod, shapes.values())) * ITEM_BYTES[config.model.dtype])
+    tree = json.loads((Path(config.model.path) / "config.json").read_text())
+    text = tree.get("text_config", tree)
+    vocabulary = int(text["vocab_size"])
+    chunk = min(max(CHUNK_ELEMENTS, vocabulary), learner.max_tokens_per_gpu * vocabulary)
+    logits = 4 * (LIVE_CHUNKS * chunk + HEAD_GRADIENTS * vocabulary * int(text["hidden_size"]))
+    version = total * ITEM_BYTES[config.model.dtype]
+    return Needs(total, largest, device, host // learner.world_size, 2 * min(bucket, version), logits)
+
+
+def memory_text(config: Config) -> str:
+    """The estimate as a person reads it, and what this machine has."""
+    needs, learner = estimate(config), config.learner
+    on_cpu = learner.device == "cpu"
+    device = "host" if on_cpu else "GPU"
+    rows = [
+        ("weights, gradients, optimizer states", device, needs.on_device),
+        ("offloaded states and buffers", "host", needs.on_host),
+        ("two buckets while a version is published, rank 0", "host", needs.buckets),
+        ("a chunk of logits and the head's gradients", device, needs.logits),
+    ]
+    for place in sorted({device, "host"}):
+        rows.append(("all of it, without activations and libraries", place, sum(size for _, where, size in rows if where == place)))
+    note = "\n  offloading saves nothing on learner.device: cpu: both places are host memory" if on_cpu and learner.offload_optimizer == "cpu" else ""
+    return "\n".join(
+        [
+            "# learner memory, per rank",
+            f"  {needs.parameters / 1e6:.2f} M parameters, largest layer {needs.largest_layer / 1e6:.2f} M; {learner.world_size} ranks on one machine, "
+            f"offload_optimizer {learner.offload_optimizer}, offload_param {learner.offload_param}; the first two rows are DeepSpeed's own estimate",
+            *(f"  {name:<50}{place:<5}{_size(size)}" for name, place, size in rows),
+            f"  activations come on top: they grow with max_tokens_per_gpu {learner.max_tokens_per_gpu}, "
+            + ("and gradient_checkpointing keeps one input for each layer" if learner.gradient_checkpointing else "and gradient_checkpointing makes them small")
+            + note,
+            f"  this machine: {_machine()}",
+        ]
+    )
+
+
+def _machine() -> str:
+    import torch
+
+    memory = psutil.virtual_memory()
+    host = f"{_size(memory.total).strip()} of memory, {_size(memory.available).strip()} of it free"
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return f"{host}; " + (", ".join(f"{gpu.name} with {_size(gpu.total_memory).strip()}" for gpu in gpus) or "no GPU")
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:9.2f} GiB" if size >= 2**30 else f"{size / 2**20:9.1f} MiB"

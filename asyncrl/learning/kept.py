@@ -1,0 +1,66 @@
+"""Batches worth a look: those that were skipped for NaN or Inf, and those of a gradient-norm spike. Kept whole, as Parquet, in `<run>/kept/`."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+
+__all__ = ["KEPT", "NormWatch", "culprit", "keep_batch"]
+
+KEPT = 32
+"""Batches kept of one run. Further ones are reported, not written: a run that spikes at every step must not fill the disk."""
+
+WINDOW, LEAST = 32, 8
+"""Steps that a gradient norm is compared with, and how many of them must be known."""
+
+
+class NormWatch:
+    """The gradient norms of the last applied steps."""
+
+    def __init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+
+    def ratio(self, norm: float) -> float:
+        """`norm` over the median of the last norms, 1.0 while fewer than eight are known. Remembers it."""
+        median = statistics.median(self._norms) if len(self._norms) >= LEAST else norm
+        self._norms.append(norm)
+        return norm / median if median > 0 else 1.0
+
+    def forget(self) -> None:
+        """Another optimizer, another scale."""
+        self._norms.clear()
+
+
+def culprit(count: int, bad: Callable[[Sequence[int]], bool]) -> int | None:
+    """By bisection, the first of `count` trajectories of which `bad([index])` holds, in about log2(count) calls that look at `count` trajectories in all.
+    None if no half of a bad set is bad by itself: then it took several of them."""
+    suspects: Sequence[int] = range(count)
+    while len(suspects) > 1:
+        first, second = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
+        suspects = first if bad(first) else second
+    return suspects[0] if suspects and bad(suspects) else None
+
+
+def keep_batch(directory: Path, version: int, reason: str, tables: Sequence[pa.Table]) -> Path | None:
+    """Write the groups as `version_000123_<reason>.parquet`, in a step. None if `KEPT` files are there already.
+
+    Args:
+        version: the policy version that the step began with. Steps skipped at one version are told apart by a number.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    there = {path.name for path in directory.glob("*.parquet")}
+    if len(there) >= KEPT:
+        return None
+    stem = f"version_{version:06d}_{reason}"
+    names = (f"{stem}{f'_{number}' if number else ''}.parquet" for number in range(KEPT + 1))
+    path = directory / next(name for name in names if name not in there)
+    temporary = path.with_name(f".{path.name}")
+    pyarrow.parquet.write_table(pa.concat_tables(tables, promote_options="permissive"), temporary)
+    os.replace(temporary, path)
+    return path

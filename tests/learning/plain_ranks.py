@@ -1,0 +1,88 @@
+"""ZeRO-3 ranks as plain processes on gloo, without Ray: a test's function runs in each of them.
+
+They are forked from a server that has imported torch, transformers and DeepSpeed once: starting a rank takes a moment, not a minute.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["deepspeed", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer", "ray", "pytest", "transformers.models.qwen3.modeling_qwen3"]
+)
+TIMEOUT_S = 400.0
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # Every block of 64 KiB is mapped by itself and given back when freed: what is resident is what is alive.
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_MMAP_MAX_": "1000000",
+}
+
+
+def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`function(rank, world_size, *arguments)` in `world_size` new processes that have met in a process group; their results by rank.
+
+    `function` is imported by name. The server's environment is set here: it starts with the first call.
+
+    Raises:
+        AssertionError: a rank failed or took too long; with its traceback.
+    """
+    from asyncrl.learning.zero3 import loopback_listener
+
+    listener = loopback_listener("127.0.0.1")
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT)
+    processes, pipes = [], []
+    try:
+        for rank in range(world_size):
+            receiver, sender = CONTEXT.Pipe(duplex=False)
+            process = CONTEXT.Process(target=_rank, args=(sender, function, rank, world_size, listener, arguments), daemon=True)
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        results: dict[int, Any] = {}
+        while len(results) < world_size:
+            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+            ready = wait(waiting, TIMEOUT_S)
+            assert ready, f"ranks {sorted(set(range(world_size)) - set(results))} did not answer within {TIMEOUT_S:g} s"
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                failed, results[rank] = pipe.recv()
+                assert not failed, f"rank {rank}:\n{results[rank]}"
+        return [results[rank] for rank in range(world_size)]
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        listener.close()
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _rank(sender: Any, function: Callable[..., Any], rank: int, world_size: int, listener: socket.socket, arguments: tuple[Any, ...]) -> None:
+    import torch
+
+    from asyncrl.learning import zero3
+
+    try:
+        torch.set_num_threads(1)
+        address, port = listener.getsockname()
+        zero3.join_process_group(rank, world_size, address, port, "gloo", listener if rank == 0 else None)
+        sender.send((False, function(rank, world_size, *arguments)))
+    except BaseException:
+        sender.send((True, traceback.format_exc()))
+    # Another rank may still need this one's store: the test ends them all.
+    signal.pause()

@@ -1,0 +1,211 @@
+"""Ranks that share rows by tokens find what one rank finds: log-probs, losses, gradients, parameters; on gloo, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from plain_ranks import on_ranks
+from recorded import VOCABULARY, learner_config, recorded_group
+
+from asyncrl.config import Config
+from asyncrl.learning.ulysses import SequenceGroup
+from asyncrl.types import groups_to_table
+
+STEPS = 3
+LONG = ((5, 6), tuple(range(3, 48)))
+"""Longer than one rank's cap of 32 tokens below; an odd number of tokens."""
+
+OVER_WHOLE_TRAJECTORIES = {
+    "advantage": "reinforce_plus_plus",
+    "loss_aggregation": "sequence_mean_token_mean",
+    "entropy_coef": 0.01,
+    "loss": "gspo",
+    "old_policy": "log_linear",
+    "correction": {"truncation": "sequence", "normalise": True},
+}
+WITH_VALUES = {"advantage": "gae", "value_coef": 10.0}
+
+SAME = ("loss", "grad_norm", "tokens", "trajectories", "ratio_mean", "ratio_max", "clip_fraction", "weight_mean", "kl_k3", "entropy", "value_loss")
+
+MODELS: dict[str, dict[str, Any]] = {
+    "one key-value head for two ranks": {"num_key_value_heads": 1},
+    "three key-value heads for two ranks": {"num_attention_heads": 6, "num_key_value_heads": 3},
+    "a key-value head for each rank": {"num_key_value_heads": 2},
+    "sliding window": {
+        "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "activations computed again": {"num_key_value_heads": 2, "checkpointing": True},
+    "llama": {"num_key_value_heads": 4, "llama": True},
+}  # fmt: skip
+
+LENGTHS: dict[str, tuple[int, ...]] = {
+    "uneven trajectories": (3, 9, 14, 2, 7, 7, 4),
+    "as many tokens as heads": (5,),
+    "fewer tokens than ranks": (2,),
+    "nothing": (),
+}
+"""Tokens of the trajectories of one micro-batch; one less of each is an input."""
+
+
+def test_shares_are_whole_and_even() -> None:
+    for tokens, size in ((7, 3), (4, 4), (5, 2), (8, 4)):
+        groups = [SequenceGroup(None, rank, size) for rank in range(size)]
+        bounds = [group.bounds(tokens) for group in groups]
+        assert bounds[0][0] == 0 and bounds[-1][1] == tokens and all(left[1] == right[0] for left, right in pairwise(bounds))
+        assert max(groups[0].shares(tokens)) - min(groups[0].shares(tokens)) <= 1
+
+
+def test_misuse_is_refused() -> None:
+    group = SequenceGroup(None, 0, 2)
+    with pytest.raises(ValueError, match="sequence_parallel_size = 2 does not divide the 3 attention heads"):
+        group.to_heads(*[torch.zeros(1, 3, 4, 8)] * 3, tokens=8)
+    with pytest.raises(ValueError, match="holds 4 tokens of a row of 9, not its share of 5"):
+        group.to_heads(*[torch.zeros(1, 2, 4, 8)] * 3, tokens=9)
+
+
+def test_a_shared_row_gives_the_whole_rows_results_and_gradients() -> None:
+    for rank, differences in enumerate(on_ranks(2, shared_against_whole)):
+        assert set(differences) == {(model, lengths) for model in MODELS for lengths in LENGTHS}
+        for case, found in differences.items():
+            assert found["greedy"] and found["shape"], (rank, case)
+            assert max(found["results"], found["gradient"]) < 1e-5, (rank, case, found)
+            assert (found["size"] > 0.01) == (case[1] != "nothing"), (rank, case, found)
+
+
+def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], dict[str, Any]]:
+    """On each rank: largest differences (of gradients: against the largest) between a policy whose rows the ranks share and the same policy alone."""
+    from asyncrl.learning.batches import micro_batch
+    from asyncrl.learning.policy import Policy
+
+    group = SequenceGroup.join(world_size)
+    found = {}
+    for model, settings in MODELS.items():
+        for name, lengths in LENGTHS.items():
+            batch = micro_batch(examples(lengths), range(len(lengths)), "cpu")
+            alone, shared = (Policy(small_model(**settings), 0.9, entropy_gradient=True, values=True, sequence_group=taken) for taken in (None, group))
+            outcomes = []
+            for policy in (alone, shared):
+                torch.nn.init.ones_(policy.value_head.weight)
+                results = policy(batch)
+                # A loss that looks at all tokens together.
+                (torch.tanh(torch.cat(results).sum()) + (torch.linspace(-1, 1, len(results[0])) * torch.stack(results)).sum()).backward()
+                outcomes.append((torch.stack(results).detach(), torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])))
+            (expected, gradient), (results, part) = outcomes
+            dist.all_reduce(part)
+            found[model, name] = {
+                "shape": results.shape == expected.shape,
+                "results": (results - expected).abs().max().item() if results.numel() else 0.0,
+                "gradient": (part - gradient).abs().max().item() / max(1.0, gradient.abs().max().item()),
+                "size": gradient.abs().max().item(),
+                "greedy": torch.equal(alone(batch, greedy=True)[0], shared(batch, greedy=True)[0]),
+            }
+    return found
+
+
+def examples(lengths: tuple[int, ...]) -> list[Any]:
+    """Trajectories of these many tokens, with a prompt of one or two."""
+    from asyncrl.learning.batches import Example
+
+    generator = np.random.default_rng(0)
+    made = []
+    for length in lengths:
+        prompt = 1 + (length > 3)
+        completion = length - prompt
+        tokens = generator.integers(0, VOCABULARY, length)
+        made.append(Example(tokens, prompt, np.ones(completion, bool), np.zeros(completion, np.float32), 1.0, np.zeros(completion, np.int32)))
+    return made
+
+
+def small_model(llama: bool = False, checkpointing: bool = False, **settings: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    from asyncrl.learning.attention import register_attention
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8, "num_attention_heads": 4}
+    config, kind = (LlamaConfig, LlamaForCausalLM) if llama else (Qwen3Config, Qwen3ForCausalLM)
+    model = kind(config(**sizes | settings, initializer_range=0.2, attn_implementation=register_attention()))
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+@pytest.fixture(scope="module")
+def config_of(model_path: Path) -> Callable[..., Config]:
+    """A config for this algorithm, of `world_size` ranks, `size` of which share each row. SGD: nothing in it amplifies rounding."""
+
+    def make(algorithm: dict[str, Any], world_size: int = 1, size: int = 1) -> Config:
+        cap = 1024 if world_size == 1 else 32
+        return learner_config(model_path, world_size, cap, algorithm, optimizer="sgd", sequence_parallel_size=size, find_nonfinite=True)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(config_of: Callable[..., Config]) -> list[dict[str, Any]]:
+    """What one rank finds, for each of the two algorithms."""
+    return on_ranks(1, learned, [config_of(OVER_WHOLE_TRAJECTORIES), config_of(WITH_VALUES)])[0]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_two_ranks_to_a_row_learn_what_one_rank_learns(config_of: Callable[..., Config], alone: list[dict[str, Any]], world_size: int) -> None:
+    configs = [config_of(algorithm, world_size, 2) for algorithm in (OVER_WHOLE_TRAJECTORIES, WITH_VALUES)]
+    by_rank = on_ranks(world_size, learned, configs)
+    for one, *together in zip(alone, *by_rank, strict=True):
+        for found in together:
+            assert_same_learning(found, one, world_size)
+        logprobs = {index: values for found in together for index, values in found["logprobs"].items()}
+        assert logprobs.keys() == one["logprobs"].keys()
+        for index, values in one["logprobs"].items():
+            np.testing.assert_allclose(logprobs[index], values, atol=1e-5)
+        assert len(logprobs[0]) == len(LONG[1]) > configs[0].learner.max_tokens_per_gpu
+
+
+def assert_same_learning(found: dict[str, Any], expected: dict[str, Any], world_size: int) -> None:
+    for metrics, wanted in zip(found["metrics"], expected["metrics"], strict=True):
+        assert metrics["applied"] == 1.0 and metrics["micro_batches"] >= world_size
+        for name in SAME:
+            assert metrics[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-5), name
+    assert not found["skipped"]["applied"] and found["skipped"]["nonfinite_loss"] >= 1
+    assert "from group 60, trajectory 0" in found["said"], found["said"]
+    assert found["exact_match"] == expected["exact_match"] == 1 / VOCABULARY
+    for name, parameter in expected["parameters"].items():
+        np.testing.assert_allclose(found["parameters"][name], parameter, atol=1e-5, err_msg=name)
+
+
+def learned(rank: int, world_size: int, configs: list[Config]) -> list[dict[str, Any]]:
+    """Steps of a real LearnerRank for each config: metrics, log-probs, parameters."""
+    import deepspeed
+
+    from asyncrl.learning import zero3
+    from asyncrl.learning.rank import LearnerRank
+
+    zero3.join_process_group = lambda *arguments: None  # they have met
+    found = []
+    for config in configs:
+        learner = LearnerRank(rank, config, "run", 1)
+        learner.start("127.0.0.1", 0)
+        metrics = [learner.step([groups_to_table([recorded_group(step * 8 + number)]) for number in range(8)])[0] for step in range(STEPS)]
+        skipped, said = learner.step([groups_to_table([recorded_group(60 + number, poison=number == 0)]) for number in range(4)])
+        parameters = list(learner.parameters.values())
+        with deepspeed.zero.GatheredParameters(parameters):
+            whole = {name: parameter.detach().numpy().copy() for name, parameter in learner.parameters.items()}
+        found.append(
+            {
+                "metrics": metrics,
+                "skipped": skipped,
+                "said": said,
+                "parameters": whole,
+                "logprobs": learner.logprobs([LONG, ((5, 6, 7), (8, 9)), ((10,), (11, 12, 13))], 0.8),
+                "exact_match": learner.exact_match([((5, 6, 7), (token,)) for token in range(VOCABULARY)]),
+            }
+        )
+    return found

@@ -1,0 +1,195 @@
+"""Models whose packed trajectories would leak into one another are refused: by their config, by their class, by what their layers do."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from asyncrl.learning.attention import Segments, register_attention, segment_attention
+from asyncrl.learning.batches import Example, micro_batch
+from asyncrl.learning.isolation import check_isolation
+from asyncrl.learning.policy import Policy, load_policy
+from asyncrl.learning.supported import refusal
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+WAY_OUT = "use a model with full or sliding-window attention in every layer"
+
+
+@cache
+def source(model_type: str) -> str:
+    """Everything that transformers has on how a model computes."""
+    folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(model_type)
+    return "".join(path.read_text() for path in sorted(folder.glob("modeling_*.py")))
+
+
+SIGNS = {
+    "a state": r"_is_stateful = True|linear_attention|causal_conv1d|selective_scan|GatedDelta|ShortConv|recurrent",
+    "sinks or soft caps": r"s_aux|softcap=",
+    "chunks or an indexer": r"chunked_attention|[Ii]ndexer",
+}
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_every_model_of_transformers_with_such_layers_is_refused(sign: str) -> None:
+    found = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if re.search(SIGNS[sign], source(name))]
+    assert len(found) > 5
+    accepted = [name for name in found if refusal({"model_type": name}) is None]
+    assert not accepted, f"transformers has {sign} in {accepted}, which would be trained"
+
+
+def test_every_model_of_transformers_without_the_attention_interface_is_refused() -> None:
+    without = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if "_supports_attention_backend = True" not in source(name)]
+    assert len(without) > 30 and not [name for name in without if refusal({"model_type": name}) is None]
+
+
+COMMON = "deepseek_v3 gemma glm4 llama ministral ministral3 mistral mixtral olmo2 olmo3 phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2"
+
+
+@pytest.mark.parametrize("model_type", COMMON.split())
+def test_common_models_are_not_refused(model_type: str) -> None:
+    assert refusal(AutoConfig.for_model(model_type).to_dict()) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "qwen3_next"}, "'qwen3_next' has recurrent or convolutional layers"),
+        ({"model_type": "new", "layer_types": ["full_attention", "linear_attention", "conv"]}, "has layers of type conv, linear_attention"),
+        ({"model_type": "new", "text_config": {"layer_types": ["chunked_attention"]}}, "has layers of type chunked_attention"),
+        ({"model_type": "new", "mamba_d_state": 16}, r"has settings of recurrent layers \(mamba_d_state\)"),
+        ({"model_type": "gpt_oss"}, "has attention sinks"),
+        ({"model_type": "new", "attn_logit_softcapping": 50.0}, "soft-caps its attention scores"),
+        ({"model_type": "granite", "logits_scaling": 8.0}, r"changes its logits after the head \(logits_scaling\)"),
+        ({"model_type": "gptj"}, "does not use transformers' attention interface"),
+    ],
+)
+def test_a_config_is_refused_with_model_reason_and_way_out(config: dict[str, Any], reason: str) -> None:
+    message = refusal(config)
+    assert message is not None and re.search(reason, message) and WAY_OUT in message and "\n" not in message
+
+
+def test_a_checkpoint_is_refused_as_it_is_loaded(tmp_path: Path) -> None:
+    Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"model.path = '{tmp_path}': model_type 'lfm2' has recurrent or convolutional layers.*{WAY_OUT}"):
+        load_policy(str(tmp_path), torch.float32, 1.0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("_is_stateful", True), ("_supports_attention_backend", False)])
+def test_a_class_is_refused_by_what_it_says_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: bool) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    monkeypatch.setattr(LlamaForCausalLM, name, value)
+    with pytest.raises(ValueError, match=f"LlamaForCausalLM carries a state or an attention of its own.*{WAY_OUT}"):
+        load_policy(str(tmp_path), torch.float32, 1.0)
+
+
+def qwen3() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, initializer_range=0.2, attn_implementation=register_attention()))
+
+
+def two_rows() -> list[Example]:
+    tokens = np.arange(3, 9)
+    return [Example(tokens + shift, 2, np.ones(4, bool), np.zeros(4, np.float32), 1.0, np.zeros(4, np.int32)) for shift in (0, 7)]
+
+
+def bypass(model: Qwen3ForCausalLM) -> None:
+    """The second layer attends by itself."""
+    attention = model.model.layers[1].self_attn
+    attention.forward = lambda hidden_states, **rest: (hidden_states, None)
+
+
+def twice(model: Qwen3ForCausalLM) -> None:
+    """The second layer's attention runs in place of the first's as well."""
+    model.model.layers[0].self_attn = model.model.layers[1].self_attn
+
+
+@pytest.mark.parametrize(("change", "count"), [(bypass, r"1 attended within segments \(1 times\)"), (twice, r"1 attended within segments \(2 times\)")])
+def test_a_layer_that_goes_another_way_is_an_error(change: Callable[[Qwen3ForCausalLM], None], count: str) -> None:
+    model = qwen3()
+    policy, batch = Policy(model, 1.0), micro_batch(two_rows(), [0, 1], "cpu")
+    for _ in range(2):  # a batch may be used again
+        policy(batch)
+    change(model)
+    with pytest.raises(ValueError, match=f"Qwen3ForCausalLM has 2 layers, of which {count}.*{WAY_OUT}"):
+        policy(batch)
+
+
+def shifted(model: Qwen3ForCausalLM) -> None:
+    """A convolution of two tokens before the first layer."""
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output + 0.1 * output.roll(1, dims=1))
+
+
+def remembering(model: Qwen3ForCausalLM) -> None:
+    """A state that sums up all tokens before."""
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + 0.01 * output.cumsum(1))
+
+
+def counting_on(model: Qwen3ForCausalLM) -> None:
+    """Positions that do not restart: learnt ones, here, taken by place in the row."""
+    places = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output + places[: output.shape[1]])
+
+
+@pytest.mark.parametrize("leak", [shifted, remembering, counting_on])
+def test_a_leak_that_no_list_knows_is_found_by_asking_the_model(leak: Callable[[Qwen3ForCausalLM], None]) -> None:
+    model = qwen3()
+    policy = Policy(model, 1.0).eval()
+    check_isolation(policy, 50, "cpu", torch.float32, "fine")
+    leak(model)
+    with pytest.raises(ValueError, match=f"model.path = 'leaky' carries one packed trajectory into the next: .*{WAY_OUT}"):
+        check_isolation(policy, 50, "cpu", torch.float32, "leaky")
+
+
+def test_the_check_knows_the_rounding_of_bfloat16() -> None:
+    model = qwen3().bfloat16()
+    policy = Policy(model, 1.0).eval()
+    check_isolation(policy, 50, "cpu", torch.bfloat16, "fine")
+    shifted(model)
+    with pytest.raises(ValueError, match="carries one packed trajectory into the next"):
+        check_isolation(policy, 50, "cpu", torch.bfloat16, "leaky")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"attention_mask": torch.ones(4, 4)}, "brings an attention mask of its own"),
+        ({"softcap": 50.0}, "soft-caps its attention scores"),
+        ({"s_aux": torch.zeros(2)}, "has attention sinks"),
+        ({"is_causal": False}, "attends in both directions"),
+        ({}, "has a sliding window of 3 tokens in its config and asks for None"),
+    ],
+)
+def test_attention_of_another_kind_is_refused(settings: dict[str, Any], reason: str) -> None:
+    module = torch.nn.Module()
+    module.config = Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=3, layer_types=["sliding_attention", "full_attention"])
+    tensors = [torch.zeros(1, 2, 4, 8)] * 3
+    module.layer_idx = 0 if not settings else 1
+    arguments = {"attention_mask": None, "segments": Segments.of([4], "cpu"), **settings}
+    with pytest.raises(ValueError, match=f"Module {reason}, which packed attention does not compute; {WAY_OUT}"):
+        segment_attention(module, *tensors, **arguments)
+
+
+def test_the_list_needs_no_torch() -> None:
+    path = Path(__file__).parents[2] / "asyncrl" / "learning" / "supported.py"
+    assert not re.search(r"import (torch|transformers)|from (torch|transformers)", path.read_text())
+    assert json.dumps(refusal({"model_type": "rwkv"}))
