@@ -99,6 +99,7 @@ class Concurrency:
         found |= {f"control/concurrency_{decision}": self.decisions[decision] for decision in ("grow", "trim", "cut")}
         aborted = [sum(counts) for counts in zip_longest(*(load.aborted for load in self.loads.values()), fillvalue=0)]
         found |= {"control/aborted_completions": sum(aborted), "control/aborted_by_length": aborted}
+        found["control/aborted_tokens"] = sum(load.aborted_tokens for load in self.loads.values())
         if self.loads:
             last = next(reversed(self.loads.values()))
             found |= {"control/kv_use": last.kv_use, "control/engine_waiting": last.waiting}

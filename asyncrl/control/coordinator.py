@@ -25,7 +25,7 @@ from typing import Any, Protocol, cast
 from asyncrl.control.buffer import Buffer, Frontier
 from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.control.concurrency import Concurrency
-from asyncrl.control.diagnostics import batch_metrics
+from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
 from asyncrl.control.fates import Fate
 from asyncrl.control.protocols import Learner, Manifest, PromptSource, PushReport, RolloutFailed, Rollouts, Scored, Scores, StepResult, WeightSync
 from asyncrl.control.staleness import Staleness
@@ -44,6 +44,8 @@ class Schedule:
     max_steps: int
     staleness: Staleness
     max_skipped_steps: int = 3
+    least_usable: int = 2
+    """Usable trajectories without which a group is dropped: one that is compared with its siblings needs another."""
     filter_zero_variance: bool = False
     """Groups whose rewards are all equal are filtered: their advantages are zero, and another group takes their slot."""
     checkpoint_every: int = 0
@@ -138,6 +140,7 @@ class Coordinator:
         """Rollouts under way, by ordinal."""
         self._fates: list[Fate] = []
         self._ended_since_step: Counter[str] = Counter()
+        self._scored_since_step: list[Scored] = []
         self._idle_since: float | None = None
         self._at_last_step = (0, 0.0, 0.0)
         """Tokens generated, seconds that generators waited, and the clock."""
@@ -223,10 +226,12 @@ class Coordinator:
         if scored.ordinal not in self.buffer:
             return
         self.buffer.finished(scored.ordinal, scored.begun, scored.tokens)
+        self._scored_since_step.append(scored)
         if scored.failure is not None:
             self._end(scored.ordinal, "dropped", scored.failure)
-        elif scored.usable < 2:
-            self._end(scored.ordinal, "dropped", "fewer than two usable trajectories")
+        elif scored.usable < self.schedule.least_usable:
+            masked = ", ".join(f"{count} {status}" for status, count in sorted(scored.masked.items()))
+            self._end(scored.ordinal, "dropped", f"usable trajectories: {scored.usable}, fewer than {self.schedule.least_usable}; masked: {masked or 'none'}")
         elif self.schedule.filter_zero_variance and len(set(scored.rewards)) == 1:
             self._end(scored.ordinal, "filtered", "zero variance")
         else:
@@ -241,8 +246,8 @@ class Coordinator:
             self.progress.phase = "training"
             clock = asyncio.get_running_loop().time
             started = clock()
-            batch = await self._next_batch()
-            waited, began = clock() - started, clock()
+            batch, gathering = await self._next_batch()
+            waited, began = clock() - started - gathering, clock()
             self.progress.learner_waited_s += waited
             result = await self.parts.learner.step(batch)
             async with self._changing():
@@ -250,7 +255,10 @@ class Coordinator:
             given_up, self._given_up = self._given_up, []
             await self.parts.rollouts.ack(given_up)
             if self.skipped_in_row >= self.schedule.max_skipped_steps:
-                raise RuntimeError(f"{self.skipped_in_row} steps in a row were skipped for NaN or Inf in loss or gradient; lower learner.learning_rate")
+                raise RuntimeError(
+                    f"{self.skipped_in_row} steps in a row were skipped for NaN or Inf in loss or gradient; lower learner.learning_rate"
+                    + (f" (the last: {result.note})" if result.note else "")
+                )
             if result.applied:
                 await self._save_if_due()
             if self._gather_due():
@@ -262,17 +270,20 @@ class Coordinator:
         async with self._changing():
             self.learning_done = True
 
-    async def _next_batch(self) -> list[Scored]:
-        """Waits for a batch; gathers the newest version meanwhile, as soon as the publication before it ends."""
+    async def _next_batch(self) -> tuple[list[Scored], float]:
+        """Waits for a batch; gathers the newest version meanwhile, as soon as the publication before it ends. Returns the gathers' seconds as well."""
+        clock, gathering = asyncio.get_running_loop().time, 0.0
         while True:
             async with self._when(lambda: self._gather_due() or self._cut_due()):
                 self._drop_stale()
                 batch = None if self._gather_due() else self.buffer.next_batch(self.progress.version)
                 self.buffer.take(batch or [])
             if batch is not None:
-                return batch
+                return batch, gathering
             if self._gather_due():
+                began = clock()
                 await self._gather()
+                gathering += clock() - began
 
     def _drop_stale(self) -> None:
         for ordinal in self.buffer.stale(self.progress.version):
@@ -313,6 +324,8 @@ class Coordinator:
         progress.staleness_mean, progress.staleness_max = sum(staleness) / len(staleness), max(staleness)
         metrics = {**result.metrics, **times, **found, **self._since_last_step()}
         self.parts.recorder.record("step", progress.attempted, progress.version, metrics)
+        if result.note:
+            self.parts.recorder.record("kept_batch", progress.attempted, trained_at, {"note": result.note})
 
     def _since_last_step(self) -> dict[str, Any]:
         """Slots now, and what has happened since the step before."""
@@ -321,6 +334,8 @@ class Coordinator:
         self._at_last_step = progress.generated_tokens, progress.generators_waited_s, now
         ended: dict[str, Any] = {f"control/{outcome}_groups": float(self._ended_since_step[outcome]) for outcome in ("filtered", "dropped", "failed")}
         self._ended_since_step.clear()
+        ended |= scoring_metrics(self._scored_since_step)
+        self._scored_since_step.clear()
         if self.parts.concurrency is not None:
             ended |= self.parts.concurrency.metrics()
         return ended | {
@@ -445,7 +460,7 @@ class Coordinator:
             counts = ", ".join(f"{count} {name}" for name, count in self._ended_since_step.items())
             raise RuntimeError(
                 f"no step since {sum(self._ended_since_step.values())} groups ended ({counts}; last: {reason}): nothing is left to train on; look at "
-                "fates/*.parquet, and change the prompts, the reward or algorithm.filter_zero_variance"
+                "fates/*.parquet, and change what it says: the prompts, the reward, algorithm.filter_zero_variance, or an engine whose log-probs are NaN"
             )
         if outcome != "trained":
             self.progress.wasted_tokens += group.tokens or 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 from asyncrl.control.protocols import Scored
 
-__all__ = ["batch_metrics"]
+__all__ = ["batch_metrics", "scoring_metrics"]
+
+MASKED = ("unscored", "bad_logprob", "over_long")
+"""Statuses of trajectories that are not trained."""
 
 
 def batch_metrics(batch: Sequence[Scored], version: int, max_staleness: int) -> dict[str, float | list[int]]:
@@ -16,10 +20,7 @@ def batch_metrics(batch: Sequence[Scored], version: int, max_staleness: int) -> 
     staleness = [version - scored.begun for scored in batch]
     counted = Counter(staleness)
     rewards = [reward for scored in batch for reward in scored.rewards]
-    masked: Counter[str] = Counter()
-    for scored in batch:
-        masked.update(scored.masked)
-    completions = sum(scored.usable for scored in batch) + sum(masked.values())
+    completions = _trajectories(batch)
     metrics: dict[str, float | list[int]] = {
         "staleness/mean": sum(staleness) / len(batch),
         "staleness/max": max(staleness),
@@ -27,11 +28,23 @@ def batch_metrics(batch: Sequence[Scored], version: int, max_staleness: int) -> 
         "staleness/in_flight_mean": sum(scored.newest - scored.begun for scored in batch) / len(batch),
         "staleness/in_buffer_mean": sum(version - scored.newest for scored in batch) / len(batch),
         "reward/mean": sum(rewards) / len(rewards),
-        "reward/zero_variance_ratio": sum(len(set(scored.rewards)) == 1 for scored in batch) / len(batch),
         "rollout/completion_tokens": sum(scored.tokens for scored in batch) / completions,
         "rollout/truncated_ratio": sum(scored.truncated for scored in batch) / completions,
     }
     for name in dict.fromkeys(name for scored in batch for name in scored.reward_parts):
         known = [scored.reward_parts[name] for scored in batch if name in scored.reward_parts]
         metrics[f"reward/{name}"] = sum(known) / len(known)
-    return metrics | {f"rollout/{status}_ratio": count / completions for status, count in masked.items()}
+    return metrics
+
+
+def scoring_metrics(arrived: Sequence[Scored]) -> dict[str, float]:
+    """Metrics of the groups that were scored since the step before, whatever became of them; NaN without any."""
+    trajectories = _trajectories(arrived)
+    zero_variance = sum(len(set(scored.rewards)) == 1 for scored in arrived)
+    counts = {status: sum(scored.masked.get(status, 0) for scored in arrived) for status in MASKED}
+    shares = {f"rollout/{status}_ratio": count / trajectories if trajectories else math.nan for status, count in counts.items()}
+    return shares | {"reward/zero_variance_ratio": zero_variance / len(arrived) if arrived else math.nan}
+
+
+def _trajectories(groups: Sequence[Scored]) -> int:
+    return sum(scored.usable + sum(scored.masked.values()) for scored in groups)

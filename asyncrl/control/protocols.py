@@ -45,7 +45,9 @@ class EngineLoad:
     preemptions: int
     """Completions that lost their KV cache to others, since the engine's start."""
     aborted: tuple[int, ...] = ()
-    """Completions given up before their end, since the engine's start: item k counts those of 2^(k-1) to 2^k - 1 tokens, item 0 those of none."""
+    """Completions of requests that were given up, since the engine's start: item k counts those of 2^(k-1) to 2^k - 1 tokens, item 0 those of none."""
+    aborted_tokens: int = 0
+    """Their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Scored:
     usable: int
     """Trajectories with status ok. Fewer than two: the group is dropped."""
     truncated: int
-    """Trajectories that ended at max_completion_length."""
+    """Trajectories that ended at max_completion_length or max_length."""
     newest: int = 0
     """Newest token version among its trajectories."""
     masked: Mapping[str, int] = field(default_factory=dict)
@@ -94,6 +96,8 @@ class StepResult:
 
     applied: bool
     metrics: Mapping[str, float]
+    note: str = ""
+    """Why the step deserves a look, and where its batch was kept; "" for an ordinary one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,8 @@ class Engine:
         self.preemptions = 0
         """Completions that lost their KV cache because it was full."""
         self.aborted: list[int] = []
-        """Completions given up before their end: item k counts those of 2^(k-1) to 2^k - 1 tokens, item 0 those of none."""
+        """Completions of requests that were given up: item k counts those of 2^(k-1) to 2^k - 1 tokens, item 0 those of none."""
+        self.aborted_tokens = 0
         self.kv_cache_tokens = 0
         """Tokens that the KV cache holds."""
         self._last_tokens_at: float | None = None
@@ -253,8 +254,13 @@ class Engine:
         if self.app.generator.in_flight == "keep":
             # The cache outlives an update, and a sibling that is first scheduled after it would find the prompt's KV of the old weights.
             alone = [_sibling(sampling, index) for index in range(request.n)]
-            outputs = await asyncio.gather(*(self._last_output(prompt, one, f"completion {next(self._ids)}") for one in alone))
-            return [output.outputs[0] for output in outputs]
+            asked = [asyncio.ensure_future(self._last_output(prompt, one, f"completion {next(self._ids)}")) for one in alone]
+            try:
+                return [output.outputs[0] for output in await asyncio.gather(*asked)]
+            except asyncio.CancelledError:
+                ended = [one.result() for one in asked if one.done() and not one.cancelled() and one.exception() is None]
+                self._count_lost([len(output.outputs[0].token_ids) for output in ended])
+                raise
         output = await self._last_output(prompt, sampling, f"version {self.version}")
         return sorted(output.outputs, key=lambda output: output.index)
 
@@ -291,10 +297,16 @@ class Engine:
         return final
 
     def _count_aborted(self, name: str) -> None:
-        """Count the completions of a request that is given up, by their length; vLLM forgets them when it aborts."""
+        """Count the completions of a request that is given up, those that had ended included; vLLM forgets them when it aborts."""
         processor = self._llm.output_processor
         states = [processor.request_states[one] for one in processor.external_req_ids.get(name, ())]
-        lengths = [state.detokenizer.num_output_tokens() for state in states]
+        self._count_lost([state.detokenizer.num_output_tokens() for state in states])
+        parents = [state.parent_req for state in states if state.parent_req is not None]
+        self._count_lost([len(output.token_ids) for output in (parents[0].output_aggregator if parents else ()) if output is not None])
+
+    def _count_lost(self, lengths: Sequence[int]) -> None:
+        """Completions that nobody will get, by their length."""
+        self.aborted_tokens += sum(lengths)
         for length in lengths:
             self.aborted += [0] * (length.bit_length() + 1 - len(self.aborted))
             self.aborted[length.bit_length()] += 1

@@ -57,7 +57,8 @@ class Generator:
             await self._catch_up_for(request.min_weights)
         completions = await self.engine.generate(request)
         engine = self.engine
-        return Generated(completions, self.replica, EngineLoad(self.replica, engine.kv_use, engine.waiting, engine.preemptions, tuple(engine.aborted)))
+        load = EngineLoad(self.replica, engine.kv_use, engine.waiting, engine.preemptions, tuple(engine.aborted), engine.aborted_tokens)
+        return Generated(completions, self.replica, load)
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> tuple[str, list[tuple[float, ...]]]:
         """This replica's id, and log-probs of each row's second ids, given its first, with weights at least as new as asked for. Raises StaleReplica."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,16 @@ LESS_STALE = "lower staleness.max_staleness or learner.learning_rate"
 
 RANGES = {
     "ess": Range(0.5, 1.0, LESS_STALE),
+    "chi2": Range(0.0, 1.0, LESS_STALE),
+    "ratio_mean": Range(0.8, 1.25, LESS_STALE),
     "kl_k3": Range(0.0, 0.1, LESS_STALE),
     "clip_fraction": Range(0.0, 0.3, LESS_STALE),
     "mask_fraction": Range(0.0, 0.3, f"what a correction masks is wasted: {LESS_STALE}, or widen the correction"),
-    "nonfinite_loss": Range(0, 0, "the step was skipped; lower learner.learning_rate, or look for NaN log-probs in groups/*.parquet"),
-    "nonfinite_gradient": Range(0, 0, "the step was skipped; lower learner.learning_rate"),
+    "nonfinite_loss": Range(0, 0, "the step was skipped; lower learner.learning_rate, or look at its batch in kept/*.parquet (learner.find_nonfinite)"),
+    "nonfinite_gradient": Range(0, 0, "the step was skipped; lower learner.learning_rate, or look at its batch in kept/*.parquet"),
+    "grad_norm_ratio": Range(0.0, 10.0, "the gradient leapt; the kept_batch event says where its batch is (learner.grad_norm_spike)"),
     "control/failed_groups": Range(0, 0, "groups were not generated in time; fates/*.parquet has the reasons"),
-    "rollout/truncated_ratio": Range(0.0, 0.3, "raise rollout.max_completion_length, or check the stop tokens that `asyncrl plan` shows"),
+    "rollout/truncated_ratio": Range(0.0, 0.3, "raise rollout.max_completion_length (or data.max_length), or check the stop tokens that `asyncrl plan` shows"),
     "rollout/bad_logprob_ratio": Range(0.0, 0.0, "the generator gave NaN or Inf log-probs; those trajectories are masked"),
     "reward/zero_variance_ratio": Range(0.0, 0.9, "hardly any group teaches anything: use harder or easier prompts, or algorithm.filter_zero_variance"),
     "time/event_loop_lag_s": Range(0.0, 2.0, "the driver has too little CPU"),
@@ -37,11 +41,11 @@ RANGES = {
 
 
 def alarms(metrics: Mapping[str, Any]) -> list[str]:
-    """One line for each metric outside its range; metrics that are missing or not numbers are passed over."""
+    """One line for each metric outside its range; metrics that are missing, NaN or not numbers are passed over."""
     lines = []
     for name, healthy in RANGES.items():
         value = metrics.get(name)
-        if isinstance(value, int | float) and not healthy.low <= value <= healthy.high:
+        if isinstance(value, int | float) and not math.isnan(value) and not healthy.low <= value <= healthy.high:
             span = f"{healthy.low:g} to {healthy.high:g}" if healthy.high != healthy.low else f"{healthy.low:g}"
             lines.append(f"{name} = {value:.3g} is outside {span}: {healthy.advice}")
     return lines

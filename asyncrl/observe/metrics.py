@@ -55,7 +55,7 @@ class MetricsWriter:
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         prefix = "" if event == "step" else f"{event}/"
-        scalars = {prefix + name: float(value) for name, value in record.items() if name not in RESERVED and _is_number(value)}
+        scalars = {prefix + name: float(value) for name, value in _items(record) if _is_number(value)}
         if scalars:
             for sink in self._sinks:
                 sink.add(step, now, scalars)
@@ -99,6 +99,17 @@ def _end_last_line(path: Path) -> None:
     with path.open("r+b") as file:
         content = file.read()
         file.truncate(content.rfind(b"\n") + 1)
+
+
+def _items(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The record's own values, and each item of a list under `<name>/<index>`."""
+    for name, value in record.items():
+        if name in RESERVED:
+            continue
+        if isinstance(value, list):
+            yield from ((f"{name}/{index}", item) for index, item in enumerate(value))
+        else:
+            yield name, value
 
 
 def _is_number(value: Any) -> bool:

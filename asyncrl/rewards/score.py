@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from asyncrl.algorithms.advantages import group_advantages, soft_overlong_penalty
 from asyncrl.algorithms.kl import reward_kl
-from asyncrl.config import AlgorithmConfig, Config
+from asyncrl.config import AlgorithmConfig, Config, RewardConfig
 from asyncrl.rewards.pool import GroupRewards, RewardPool, total_rewards
 from asyncrl.types import REFERENCE_COLUMN, REFERENCE_LOGPROBS, SCORED_COLUMNS, reward_parts_type
 
@@ -51,11 +51,12 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
     columns = ["prompt_ids", "completion_ids", "logprobs", "reward_parts", *([REFERENCE_COLUMN] if config.algorithm.has_reference else [])]
     for row in table.select(columns).to_pylist():
         parts = {name: [part[name] for part in row["reward_parts"]] for name in weights}
-        rewards = _shortened(total_rewards(parts, weights), row["completion_ids"], config)
+        rewards = _shortened(total_rewards(parts, weights), row["completion_ids"], config.completion_room(len(row["prompt_ids"])), config.reward)
         if config.algorithm.kl_coef:
             rewards = _held_to_reference(rewards, row["logprobs"], row[REFERENCE_COLUMN], config.algorithm)
-        places = zip(rewards, row["logprobs"], row["completion_ids"], strict=True)
-        statuses = [trajectory_status(reward, logprobs, len(row["prompt_ids"]) + len(ids), config.longest_trajectory) for reward, logprobs, ids in places]
+        logprobs = [ours + theirs for ours, theirs in zip(row["logprobs"], row.get(REFERENCE_COLUMN) or [[]] * len(rewards), strict=True)]
+        places = zip(rewards, logprobs, row["completion_ids"], strict=True)
+        statuses = [trajectory_status(reward, known, len(row["prompt_ids"]) + len(ids), config.longest_trajectory) for reward, known, ids in places]
         scored["reward"].append(rewards)
         scored["status"].append(statuses)
         scored["advantage"].append(group_advantages(rewards, [status == "ok" for status in statuses], config.algorithm.advantage))
@@ -65,9 +66,8 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
     return table
 
 
-def _shortened(rewards: Sequence[float | None], completion_ids: Sequence[Sequence[int]], config: Config) -> list[float | None]:
-    """The rewards less the soft overlong penalty."""
-    longest, reward = config.rollout.max_completion_length, config.reward
+def _shortened(rewards: Sequence[float | None], completion_ids: Sequence[Sequence[int]], longest: int, reward: RewardConfig) -> list[float | None]:
+    """The rewards less the soft overlong penalty. `longest` is where these completions end at the latest."""
     penalties = [soft_overlong_penalty(len(ids), longest, reward.overlong_buffer, reward.overlong_penalty) for ids in completion_ids]
     return [None if total is None else total + penalty for total, penalty in zip(rewards, penalties, strict=True)]
 
@@ -84,7 +84,7 @@ def _held_to_reference(
 
 
 def trajectory_status(reward: float | None, logprobs: Sequence[float], tokens: int, longest: int) -> str:
-    """ok, or why the trajectory is masked. `tokens` counts prompt and completion."""
+    """ok, or why the trajectory is masked. `tokens` counts prompt and completion; `logprobs` are the generator's and the reference's."""
     if tokens > longest:
         return "over_long"
     if not all(math.isfinite(logprob) for logprob in logprobs):

@@ -130,7 +130,7 @@ class RolloutWorker:
         return GenerateRequest(
             prompt_ids=prompt.token_ids,
             n=rollout.n_samples_per_prompt,
-            max_tokens=rollout.max_completion_length,
+            max_tokens=self._config.completion_room(len(prompt.token_ids)),
             temperature=rollout.temperature,
             seed=rollout_seed(self._config.seed, prompt.ordinal),
             deadline_s=max(remaining_s, 0.001),

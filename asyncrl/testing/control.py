@@ -74,7 +74,7 @@ class FakeReplicas:
 
 
 class FakeRollouts:
-    """Groups of `tokens` tokens; finished ones wait in `outbox` for `FakeScores`. Ordinal o goes to replica o modulo their number.
+    """Groups of `tokens(ordinal)` tokens; finished ones wait in `outbox` for `FakeScores`. Ordinal o goes to replica o modulo their number.
 
     `latency(ordinal)` in seconds of the event loop's clock; `fails(ordinal)` gives a reason or None; a replica that `dies(ordinal)` restarts
     and makes the group again. A latency above `deadline_s` fails the group. `kv_use(ordinal)` is what the engine says when the group is done.
@@ -84,7 +84,7 @@ class FakeRollouts:
         self,
         latency: Latency = _no_latency,
         fails: Callable[[int], str | None] = lambda _: None,
-        tokens: int = 4,
+        tokens: Callable[[int], int] = lambda _: 4,
         replicas: FakeReplicas | None = None,
         dies: Callable[[int], bool] = lambda _: False,
         deadline_s: float = float("inf"),
@@ -119,7 +119,7 @@ class FakeRollouts:
             begun = self._serve(ordinal)
             await asyncio.sleep(latency)
         load = None if self.kv_use is None else EngineLoad("fake", self.kv_use(ordinal), 0, 0)
-        return Finished(ordinal, begun, self.tokens, load)
+        return Finished(ordinal, begun, self.tokens(ordinal), load)
 
     def _serve(self, ordinal: int) -> int:
         if self.replicas is None:
@@ -210,7 +210,7 @@ class FakeLearner:
         applied = not self.skips(len(self.batches))
         self.batches.append(list(batch))
         self.version += applied
-        return StepResult(applied, {"loss": 0.0})
+        return StepResult(applied, {"loss": 0.0}, "" if applied else "not finite")
 
     async def gather(self, version: int) -> Manifest:
         if version != self.version:

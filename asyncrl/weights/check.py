@@ -19,7 +19,7 @@ Row = tuple[Sequence[int], Sequence[int]]
 class LearnerLogprobs(Protocol):
     """The learner's log-probs of each row's completion ids, one array for each row."""
 
-    async def logprobs(self, rows: Sequence[Row]) -> list[Any]: ...
+    async def logprobs(self, rows: Sequence[Row], temperature: float = 1.0) -> list[Any]: ...
 
 
 class ProbeCheck:
@@ -38,15 +38,17 @@ class ProbeCheck:
         tolerance: float,
         statistic: Literal["max", "mean"],
         first: WeightsId,
+        temperature: float = 1.0,
     ) -> None:
         """
         Args:
+            temperature: of the rollouts. The probes are sampled and first compared at it, as trajectories will be; scored later at 1.
             tolerance: what the statistic of the absolute differences may be, in nats, on every replica.
             first: the first version that `after_commit` is called with.
         """
         self.generate, self.learner = generate, learner
         self.prompts, self.tokens, self.tolerance, self.statistic = prompts, tokens, tolerance, statistic
-        self.first = first
+        self.first, self.temperature = first, temperature
         self.probes: list[Row] = []
         self._learner_side: list[Any] = []
 
@@ -66,7 +68,7 @@ class ProbeCheck:
             generators_side: list[Sequence[Any]] = list((await self.generate.logprobs(self.probes, weights)).values())
         else:
             generators_side = [await self._sample(weights)]
-            self._learner_side = await self.learner.logprobs(self.probes)
+            self._learner_side = await self.learner.logprobs(self.probes, self.temperature)
         metrics = compare(self._learner_side, generators_side)
         difference = metrics[f"check/logprob_{self.statistic}_diff"]
         if not difference <= self.tolerance:
@@ -79,7 +81,8 @@ class ProbeCheck:
 
     async def _sample(self, weights: WeightsId) -> list[tuple[float, ...]]:
         requests = [
-            GenerateRequest(tuple(prompt), 1, self.tokens, 1.0, seed=seed, min_weights=weights, ignore_eos=True) for seed, prompt in enumerate(self.prompts)
+            GenerateRequest(tuple(prompt), 1, self.tokens, self.temperature, seed=seed, min_weights=weights, ignore_eos=True)
+            for seed, prompt in enumerate(self.prompts)
         ]
         generated = await asyncio.gather(*(self.generate.generate(request) for request in requests))
         completions = [one.completions[0] for one in generated]

@@ -184,11 +184,11 @@ def test_failed_dropped_and_skipped_groups_give_their_slots_back():
 
 
 def test_groups_open_when_the_run_is_interrupted_are_waiting():
-    coordinator = make(steps=1000, rollouts=FakeRollouts(latency=lambda ordinal: 0.001 * (ordinal % 5)))
+    coordinator = make(steps=1000, rollouts=FakeRollouts(latency=lambda ordinal: 0.001 * (ordinal % 5) if ordinal < 20 else 1e6))
 
     async def interrupted():
         running = asyncio.create_task(coordinator.run())
-        while coordinator.progress.version < 5:  # noqa: ASYNC110
+        while coordinator.progress.version < 5 or not len(coordinator.buffer):  # noqa: ASYNC110
             await asyncio.sleep(0)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -50,6 +50,8 @@ class World:
     filter_zero_variance: bool
     replicas: int
     latency: list[float]
+    tokens: list[int]
+    """Of all completions of a group."""
     score_latency: list[float]
     outcomes: list[str]
     learner_latency: float
@@ -82,6 +84,7 @@ def worlds(draw):
         filter_zero_variance=draw(st.booleans()),
         replicas=draw(st.integers(1, 3)),
         latency=draw(cycle(st.sampled_from(LATENCIES))),
+        tokens=draw(cycle(st.integers(0, 1000))),
         score_latency=draw(cycle(st.sampled_from(LATENCIES))),
         # One usable group in each cycle at least, so that a run can end at all.
         outcomes=["ok", *draw(st.lists(st.sampled_from(["ok", "ok", "ok", "equal", "unusable", "unscored", "fails", "never", "dies"]), max_size=6))],
@@ -179,6 +182,7 @@ def attempt(world, state):
         fails=lambda ordinal: "failed" if outcome(ordinal) == "fails" else None,
         dies=lambda ordinal: outcome(ordinal) == "dies",
         deadline_s=100.0,
+        tokens=lambda ordinal: world.tokens[ordinal % len(world.tokens)],
         kv_use=lambda ordinal: world.kv_use[ordinal % len(world.kv_use)],
         replicas=replicas,
     )
@@ -283,7 +287,11 @@ def test_whatever_happens(world):
     assert outcomes["trained"] == (world.steps - state.version) * world.groups
     if world.on_stale == "wait":
         reasons = {fate.reason for fate in coordinator.parts.recorder.all_fates if fate.outcome == "dropped"}
-        assert reasons <= {"reward raised", "fewer than two usable trajectories"}, "`wait` loses nothing"
+        assert reasons <= {"reward raised", "usable trajectories: 1, fewer than 2; masked: none"}, "`wait` loses nothing"
+    lengths = {fate.ordinal: fate.completion_tokens for fate in coordinator.parts.recorder.all_fates}
+    assert all(length is None or length == world.tokens[ordinal % len(world.tokens)] for ordinal, length in lengths.items())
+    trained = [fate for fate in coordinator.parts.recorder.all_fates if fate.outcome == "trained"]
+    assert progress.trained_tokens == sum(world.tokens[fate.ordinal % len(world.tokens)] for fate in trained)
     equal = [fate for fate in coordinator.parts.recorder.all_fates if world.outcomes[fate.ordinal % len(world.outcomes)] == "equal"]
     assert world.filter_zero_variance or not outcomes["filtered"]
     assert not world.filter_zero_variance or all(fate.outcome in ("filtered", "waiting", "dropped") for fate in equal)

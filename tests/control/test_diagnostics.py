@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.control.diagnostics import batch_metrics
+from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
 from asyncrl.control.protocols import Scored
 
 
@@ -13,7 +13,19 @@ def test_hand_computed():
     assert metrics["staleness/histogram"] == [1, 0, 1]
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2)
     assert (metrics["staleness/in_flight_mean"], metrics["staleness/in_buffer_mean"]) == (0.5, 0.5)
-    assert metrics["reward/mean"] == pytest.approx(0.8) and metrics["reward/zero_variance_ratio"] == 0.5
+    assert metrics["reward/mean"] == pytest.approx(0.8)
     assert (metrics["reward/a"], metrics["reward/b"]) == (0.75, 2.0)
     assert metrics["rollout/completion_tokens"] == pytest.approx(14 / 6) and metrics["rollout/truncated_ratio"] == pytest.approx(1 / 6)
-    assert metrics["rollout/bad_logprob_ratio"] == pytest.approx(1 / 6)
+
+
+def test_what_was_scored_counts_whatever_became_of_it():
+    equal = Scored(0, 3, None, 8, (1.0, 1.0), {}, 2, 0)
+    mixed = Scored(1, 3, None, 8, (0.0, 1.0), {}, 2, 0, masked={"over_long": 1, "unscored": 1})
+    broken = Scored(2, 3, None, 8, (), {}, 0, 0, masked={"bad_logprob": 4})
+    assert scoring_metrics([equal, mixed, broken]) == {
+        "rollout/unscored_ratio": 0.1,
+        "rollout/bad_logprob_ratio": 0.4,
+        "rollout/over_long_ratio": 0.1,
+        "reward/zero_variance_ratio": pytest.approx(1 / 3),
+    }
+    assert all(value != value for value in scoring_metrics([]).values()), "nothing scored: not a number, and no alarm"

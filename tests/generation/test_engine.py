@@ -151,14 +151,14 @@ def test_untied_head_matches_transformers_then_dies_clean(
     generator = torch.Generator().manual_seed(1)
     prompts = [tuple(torch.randint(4, 52, (1 + i % 9,), generator=generator).tolist()) for i in range(32)]
 
-    def worst() -> float:
-        answers = ray_cluster.get([holder.generate.remote(GenerateRequest(p, 1, 64, 1.0, seed=5, ignore_eos=True)) for p in prompts], timeout=300)
-        differences = [
-            (reference(model, prompt, c.token_ids) - torch.tensor(c.logprobs)).abs().max().item() for prompt, (c,) in zip(prompts, answers, strict=True)
-        ]
-        return max(differences)
+    def worst(temperature: float = 1.0) -> float:
+        """Log-probs are those of the distribution sampled from, at whatever temperature."""
+        requests = [GenerateRequest(p, 1, 64, temperature, seed=5, ignore_eos=True) for p in prompts]
+        answers = ray_cluster.get([holder.generate.remote(request) for request in requests], timeout=300)
+        expected = [reference(model, prompt, c.token_ids, temperature) for prompt, (c,) in zip(prompts, answers, strict=True)]
+        return max((wanted - torch.tensor(c.logprobs)).abs().max().item() for wanted, (c,) in zip(expected, answers, strict=True))
 
-    assert worst() <= 1e-4
+    assert worst() <= 1e-4 and worst(0.6) <= 1e-4 and worst(1.7) <= 1e-4
     disturb(model, seed=1)
     staged = fetch(publish(dict(model.named_parameters()), version=1), expected_parameters(untied_model, "float32"), 60, tmp_path)
     timings = ray_cluster.get(holder.apply.remote(staged.update_info(), 1), timeout=120)

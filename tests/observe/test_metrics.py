@@ -52,11 +52,12 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
 
     with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path / "tensorboard")]) as writer:
         for step in range(1, 4):
-            writer.write("step", step, step, {"reward/mean": step / 4, "note": "text is left out"})
+            writer.write("step", step, step, {"reward/mean": step / 4, "note": "text is left out", "staleness/histogram": [1, step]})
         writer.write("evaluation", 3, 3, {"eval/greedy_accuracy": 0.75})
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert board.Tags()["scalars"] == ["reward/mean", "evaluation/eval/greedy_accuracy"]
+    assert board.Tags()["scalars"] == ["reward/mean", "staleness/histogram/0", "staleness/histogram/1", "evaluation/eval/greedy_accuracy"]
     assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert [event.value for event in board.Scalars("staleness/histogram/1")] == [1, 2, 3]
 
 
 def test_neither_writer_nor_package_imports_torch_or_ray(tmp_path: Path) -> None:

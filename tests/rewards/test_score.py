@@ -79,6 +79,17 @@ def test_the_last_tokens_before_the_limit_cost_reward(config):
     assert [t.advantage for t in scored.trajectories] == [0.125, -0.125, None]
 
 
+def test_the_overlong_penalty_counts_from_where_max_length_ends_a_completion(config):
+    tree = config.model_dump()
+    tree["reward"] |= {"overlong_buffer": 2, "overlong_penalty": 0.5}
+    tree["data"] |= {"max_length": 5}
+    group = Group(1, Prompt(3, 0, "p", (1, 2), {}), (trajectory(1), trajectory(2), trajectory(3, reason="length"), trajectory(4)), "replica", 1.0, 2.0)
+    rewards = GroupRewards({"a": [1.0] * 4, "b": [1.0] * 4})
+    [scored] = groups_from_table(score_table(attach_rewards(groups_to_table([group]), rewards), Config.model_validate(tree)))
+    assert [t.reward for t in scored.trajectories] == [1.0, 0.75, 0.5, 0.5]
+    assert [t.status for t in scored.trajectories] == ["ok", "ok", "ok", "over_long"]
+
+
 def test_kl_from_the_reference_is_taken_from_the_reward(config):
     config = Config.model_validate(config.model_dump() | {"algorithm": {"advantage": "dr_grpo", "kl_coef": 0.5, "kl_estimator": "k1"}})
     group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2), trajectory(4), trajectory(2, math.nan)), "replica", 1.0, 2.0)
@@ -91,3 +102,13 @@ def test_kl_from_the_reference_is_taken_from_the_reward(config):
     assert [t.advantage for t in scored.trajectories] == [-0.125, 0.125, None]
     assert scored.trajectories[0].reference_logprobs == (-1.5, -1.0)
     assert [t.reference_logprobs for t in groups_from_table(groups_to_table([scored]))[0].trajectories] == [t.reference_logprobs for t in scored.trajectories]
+
+
+def test_reference_log_probs_that_are_no_numbers_mask_their_trajectory(config):
+    """Neither a KL of nothing nor a NaN in the loss: counted like the generator's own."""
+    tree = config.model_dump() | {"algorithm": {"advantage": "dr_grpo", "kl_loss_coef": 0.1}}
+    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2), trajectory(2), trajectory(1)), "replica", 1.0, 2.0)
+    rewards = GroupRewards({"a": [1.0, 0.0, 0.0], "b": [0.0] * 3})
+    reference = [np.array([-1.0, -2.0]), np.array([-1.0, math.nan]), np.array([-1.0])]
+    row = score_table(attach_reference(attach_rewards(groups_to_table([group]), rewards), reference), Config.model_validate(tree))
+    assert row["status"][0].as_py() == ["ok", "bad_logprob", "ok"] and row["advantage"][0].as_py() == [0.5, None, -0.5]

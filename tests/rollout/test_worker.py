@@ -12,13 +12,13 @@ from asyncrl.types import Prompt, groups_from_table, table_from_ipc
 PROMPT = Prompt(5, 0, "1+2=", (4, 5, 6), {"answer": "3"})
 
 
-def make_config(**rollout):
+def make_config(data=None, **rollout):
     return Config.model_validate(
         {
             "name": "worker",
             "max_steps": 1,
             "model": {"path": "unused"},
-            "data": {"train": "unused"},
+            "data": {"train": "unused", **(data or {})},
             "rollout": {"n_samples_per_prompt": 4, "max_completion_length": 8, **rollout},
             "reward": {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}},
         }
@@ -56,6 +56,13 @@ def test_a_group_waits_in_the_outbox_as_one_row():
     assert group.attempt == 2 and group.prompt == PROMPT
     assert finished.tokens == sum(len(t.completion.token_ids) for t in group.trajectories)
     assert all(t.completion.text == " ".join(map(str, t.completion.token_ids)) and set(t.loss_mask) == {1} for t in group.trajectories)
+
+
+@pytest.mark.parametrize(("max_length", "most"), [(None, 8), (9, 6), (4, 1)])
+def test_a_completion_ends_at_max_length_with_its_prompt(max_length, most):
+    generate = Recording()
+    asyncio.run(make_worker(generate, data={"max_length": max_length}).rollout(PROMPT, 0))
+    assert [request.max_tokens for request in generate.requests] == [most]
 
 
 def test_a_retry_asks_for_the_version_committed_by_then():

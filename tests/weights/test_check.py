@@ -13,7 +13,7 @@ class Learner:
     def __init__(self, generate, error=0.0):
         self.generate, self.error, self.sampled = generate, error, {}
 
-    async def logprobs(self, rows):
+    async def logprobs(self, rows, temperature=1.0):
         return [[value + self.error for value in row] for row in (await self.generate.logprobs(rows, None))["fake"]]
 
 
