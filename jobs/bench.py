@@ -1,15 +1,20 @@
 """Benchmarks of asyncrl on this machine. They print ratios of one run's own measurements; absolute seconds depend on who else uses the machine.
 
     python jobs/bench.py overlap [--section.field value …]
+    python jobs/bench.py learner
 
 overlap: how much of the slower side's time an asynchronous step takes. Generation is measured with the learner idle, training on the groups so
 recorded with generation paused, then both together. Generator processes are pinned to one core and learner processes to another in all three
 measurements; everything else is unpinned.
+
+learner: what the learner's parts gain, each on its own (`bench_learner.py`: packed rows against padded ones, and what DeepSpeed costs; `bench_packing.py`:
+packing against TRL's; `bench_memory.py`: chunked log-probs and activation checkpointing), one after the other.
 """
 
 import asyncio
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -40,8 +45,10 @@ BAR = 1.25
 
 def main(arguments: list[str]) -> int:
     """Run the benchmark named first."""
+    if arguments == ["learner"]:
+        return max(subprocess.run([sys.executable, str(ROOT / "jobs" / f"bench_{part}.py")]).returncode for part in ("learner", "packing", "memory"))
     if not arguments or arguments[0] != "overlap":
-        print("usage: python jobs/bench.py overlap [--section.field value …]", file=sys.stderr)
+        print("usage: python jobs/bench.py overlap [--section.field value …] | learner", file=sys.stderr)
         return 2
     try:
         return overlap(load_config(CONFIG, arguments[1:]))
@@ -54,6 +61,9 @@ def overlap(config: Config) -> int:
     """Measure, print, and say by the exit code whether the bar holds."""
     from quickstart import make_inputs
 
+    if len(os.sched_getaffinity(0)) < 2:
+        print("bench: overlap pins generators and learner to a core each, and this machine gives us one", file=sys.stderr)
+        return 2
     make_inputs(config)
     config = _free_name(config)
     plan = make_plan(config)

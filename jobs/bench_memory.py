@@ -1,0 +1,145 @@
+"""Private memory of the learner's two largest terms, with what keeps them small and without. One process after the other, on CPU, float32.
+
+    python jobs/bench_memory.py [--tokens 2048] [--vocabulary 150000] [--hidden 256] [--layers 12]
+
+head: log-probs and entropies of `tokens` loss tokens and their backward pass, in chunks against whole logits.
+layers: forward and backward pass of a Qwen3 of `layers` layers over `tokens` tokens in segments of 256, with gradient_checkpointing against without.
+
+A peak is the kernel's high-water mark of resident memory over the pass, less what was resident before it: exact, not sampled. The model, the
+hidden states and the place of the model's gradients are there before, so what is seen is what the pass itself needs.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+SEGMENT = 256
+CASES = {"head": ("chunked", "whole"), "layers": ("checkpointed", "kept")}
+# Blocks are given back when freed, so that what is resident is what is alive.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000", "DS_ACCELERATOR": "cpu"}
+
+
+def main(arguments: list[str]) -> int:
+    """Measure each case in processes of their own and print them side by side."""
+    parser = argparse.ArgumentParser(prog="bench_memory.py")
+    for name, default in (("tokens", 2048), ("vocabulary", 150_000), ("hidden", 256), ("layers", 12)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--only", nargs=3, metavar=("CASE", "VARIANT", "FILE"), help=argparse.SUPPRESS)
+    sizes = parser.parse_args(arguments)
+    if sizes.only:
+        _measure(*sizes.only, sizes)
+        return 0
+    for case, variants in CASES.items():
+        _compare(case, variants, arguments, sizes)
+    return 0
+
+
+def _compare(case: str, variants: tuple[str, str], arguments: list[str], sizes: argparse.Namespace) -> None:
+    import torch
+
+    with tempfile.TemporaryDirectory(prefix="asyncrl_bench_") as folder:
+        peaks, outputs = {}, []
+        for variant in variants:
+            file = Path(folder) / f"{variant}.pt"
+            command = [sys.executable, __file__, *arguments, "--only", case, variant, str(file)]
+            seen = json.loads(subprocess.run(command, check=True, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE).stdout)
+            peaks[variant] = seen["peak"]
+            outputs.append(torch.load(file, mmap=True))
+            print(f"{case:<7}{variant:<13}peak {seen['peak'] / 2**20:8.1f} MiB, {seen['seconds']:6.1f} s", flush=True)
+        # Relative to the largest element: single elements may cancel to nothing.
+        differences = {name: float((outputs[0][name] - value).abs().max() / value.abs().max()) for name, value in outputs[1].items()}
+    small, large = (peaks[variant] for variant in variants)
+    width = f"vocabulary {sizes.vocabulary}" if case == "head" else f"{sizes.layers} layers"
+    shape = f"{sizes.tokens} tokens, hidden {sizes.hidden}, {width}"
+    print(f"{case:<7}{shape}: {variants[1]} / {variants[0]} = {large / small:.1f}")
+    print(f"{case:<7}largest difference, of the largest element: " + ", ".join(f"{name} {value:.1e}" for name, value in differences.items()))
+
+
+def _measure(case: str, variant: str, file: str, sizes: argparse.Namespace) -> None:
+    """One pass in this process: the peak as JSON on stdout, what it computed in `file`."""
+    import torch
+
+    torch.manual_seed(0)
+    run = (_head if case == "head" else _layers)(variant, sizes)
+    run(8)  # libraries are loaded and gradients have their place
+    before = _high_water(reset=True)
+    began = time.monotonic()
+    found = run(sizes.tokens)
+    seconds = time.monotonic() - began
+    peak = _high_water() - before
+    torch.save(found, file)
+    print(json.dumps({"peak": peak, "seconds": seconds}))
+
+
+def _head(variant: str, sizes: argparse.Namespace):
+    import torch
+
+    from asyncrl.algorithms.logprobs import CHUNK_ELEMENTS, token_logprobs
+
+    every = torch.randn(sizes.tokens, sizes.hidden)
+    weight = (torch.randn(sizes.vocabulary, sizes.hidden) * 0.05).requires_grad_()
+    targets = torch.randint(0, sizes.vocabulary, (sizes.tokens,))
+    chunk = CHUNK_ELEMENTS if variant == "chunked" else sizes.tokens * sizes.vocabulary
+
+    def run(tokens: int) -> dict:
+        hidden = every[:tokens].clone().requires_grad_()
+        if weight.grad is not None:
+            weight.grad.zero_()
+        logprobs, entropy = token_logprobs(hidden, weight, targets[:tokens], 1.0, chunk_elements=chunk)
+        logprobs.mean().backward()
+        return {"log-probs": logprobs.detach(), "entropies": entropy, "gradient of the hidden states": hidden.grad, "of the head's weight": weight.grad}
+
+    return run
+
+
+def _layers(variant: str, sizes: argparse.Namespace):
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from asyncrl.learning.attention import Segments, register_attention
+    from asyncrl.learning.policy import Policy, checkpoint_activations
+
+    shape = Qwen3Config(
+        vocab_size=1000, hidden_size=sizes.hidden, intermediate_size=3 * sizes.hidden, num_hidden_layers=sizes.layers, num_attention_heads=sizes.hidden // 64,
+        num_key_value_heads=sizes.hidden // 64, head_dim=64, max_position_embeddings=SEGMENT, attn_implementation=register_attention(),
+    )  # fmt: skip
+    policy = Policy(Qwen3ForCausalLM(shape), 1.0).train()
+    if variant == "checkpointed":
+        checkpoint_activations(policy)
+    ids = torch.randint(0, 1000, (1, sizes.tokens))
+
+    def run(tokens: int) -> dict:
+        from asyncrl.learning.batches import MicroBatch
+
+        lengths = [SEGMENT] * (tokens // SEGMENT) + ([tokens % SEGMENT] if tokens % SEGMENT else [])
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        row, zeros = torch.arange(tokens), torch.zeros(tokens)
+        batch = MicroBatch(
+            ids[:, :tokens], positions, Segments.of(lengths, "cpu"), row, ids[0, :tokens], zeros, zeros, (), (), zeros, torch.zeros_like(row), zeros
+        )  # fmt: skip
+        policy.zero_grad(set_to_none=False)
+        logprobs, *_ = policy(batch)
+        logprobs.mean().backward()
+        return {"log-probs": logprobs.detach(), "gradients": torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])}
+
+    return run
+
+
+def _high_water(reset: bool = False) -> int:
+    """The most bytes that were resident in this process since the last reset; with `reset`, what is resident now."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
