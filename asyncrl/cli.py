@@ -42,7 +42,11 @@ def run(command: str, path: str, overrides: list[str]) -> int:
         if command == "plan":
             from asyncrl.plan import make_plan
 
-            print(make_plan(config).text())
+            print(make_plan(config).text(), flush=True)
+            # It imports DeepSpeed, which takes seconds: the rest can be read meanwhile.
+            from asyncrl.learning.estimate import memory_text
+
+            print(f"\n{memory_text(config)}")
             return 0
         from asyncrl.run import command_name, train
 

@@ -36,7 +36,7 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """A part of the tree: unknown keys refused, values frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=())
 
 
 class ModelConfig(Section):
@@ -55,8 +55,17 @@ class DataConfig(Section):
     """Render string prompts as one user message through the tokenizer's chat template. Chat messages always are."""
     max_prompt_length: int = Field(default=512, gt=0)
     """Longest prompt, in tokens."""
-    prompt_policy: Literal["error", "drop"] = "error"
-    """What happens to a longer prompt: the run is refused before anything is allocated, or the row is left out and counted."""
+    prompt_policy: Literal["truncate", "drop", "error"] = "error"
+    """What happens to a longer prompt: it loses tokens at its start, the row is left out and counted, or the run is refused before anything is
+    allocated."""
+    max_length: int | None = Field(default=None, gt=1)
+    """Longest prompt plus completion, in tokens: a generation ends there at the latest. None = max_prompt_length + max_completion_length."""
+    length_policy: Literal["truncate", "drop", "error"] = "error"
+    """What happens to a longer prompt plus completion of warm_start.data, and to a prompt that leaves no token of max_length to generate: it is cut,
+    left out and counted, or the run is refused."""
+    length_side: Literal["keep_start", "keep_end"] = "keep_start"
+    """Which tokens of a longer prompt plus completion stay (length_policy: truncate): the first, so that the completion is cut at its end, or the
+    last, so that the prompt is cut at its start. A row left without a completion token, or without a prompt, is left out and counted."""
     shuffle: bool = True
     """Permute every epoch by (seed, epoch). False keeps the file's order."""
 
@@ -64,15 +73,15 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     rollout_batch_size: int = Field(default=16, gt=0)
     """Groups per round."""
-    n_samples_per_prompt: int = Field(default=8, gt=1)
-    """Trajectories per group."""
+    n_samples_per_prompt: int = Field(default=8, gt=0)
+    """Trajectories per group. 1 only with an advantage that compares no siblings: reinforce_plus_plus or gae."""
     num_steps_per_rollout: int = Field(default=1, gt=0)
     """Optimizer steps per round. Must divide rollout_batch_size."""
     global_batch_size: int | None = Field(default=None, gt=0)
     """Trajectories per step. Optional: if given, it must equal rollout_batch_size * n_samples_per_prompt / num_steps_per_rollout."""
     max_completion_length: int = Field(gt=0)
-    """Longest completion, in tokens. Required: nothing else ends a model that never stops."""
-    temperature: float = Field(default=1.0, gt=0)
+    """Longest completion, in tokens (data.max_length may end it earlier). Required: nothing else ends a model that never stops."""
+    temperature: float = Field(default=1.0, ge=0.01)
     """Sampling temperature. Log-probs are those of the distribution sampled from, on both sides."""
     rollout_stop: list[str] = []
     """Further stop strings, beyond EOS and the chat end token. Each must be one token of the tokenizer."""
@@ -107,9 +116,10 @@ class RewardConfig(Section):
     retries: int = Field(default=2, ge=0)
     """Further tries under `policy: retry`."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """The last so many tokens before max_completion_length cost reward, linearly up to overlong_penalty (DAPO's soft overlong penalty). 0 = none."""
+    """The last so many tokens before a completion's limit (max_completion_length, or what data.max_length leaves of it) cost reward, linearly up to
+    overlong_penalty (DAPO's soft overlong penalty). 0 = none."""
     overlong_penalty: float = Field(default=1.0, ge=0)
-    """What a completion of max_completion_length tokens loses."""
+    """What a completion that reaches its limit loses."""
     processes: int = Field(default=2, gt=0)
     """Reward processes: so many slow groups do not delay the others."""
     shuffle: bool = False
@@ -143,7 +153,10 @@ class GeneratorConfig(Section):
 
 class LearnerConfig(Section):
     world_size: int = Field(default=1, gt=0)
-    """ZeRO-3 data-parallel ranks."""
+    """ZeRO-3 ranks. All of them shard parameters, gradients and optimizer; world_size / sequence_parallel_size of them take different rows."""
+    sequence_parallel_size: int = Field(default=1, gt=0)
+    """Neighbouring ranks that share each packed row, a part of its tokens each (DeepSpeed Ulysses), so that a trajectory may be this many times as
+    long. Must divide world_size and the model's attention heads."""
     device: Literal["cpu", "cuda"] = "cpu"
     """What the ranks run on: gloo on cpu, nccl on cuda."""
     num_cpus: float = Field(default=0.4, ge=0)
@@ -153,7 +166,16 @@ class LearnerConfig(Section):
     bf16: bool = False
     """Train in bfloat16 with fp32 master weights."""
     max_tokens_per_gpu: int = Field(default=4096, gt=0)
-    """Hard cap on the tokens of one micro-batch, prompt and completion counted. Dynamic batching is always on."""
+    """Hard cap on the tokens that one rank holds of a micro-batch, prompt and completion counted. Dynamic batching is always on."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, about a third more time."""
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    """Where the fp32 masters, AdamW's moments and the step's gradients lie, and where the step is computed: with the model, or in host memory. On
+    device: cpu it works and saves nothing."""
+    offload_param: Literal["none", "cpu"] = "none"
+    """Where this rank's shard of the weights lies between uses. Needs offload_optimizer: cpu, whose states are six times as large or more."""
+    ds3_gather_for_generation: bool = False
+    """TRL's switch for gathering the whole model on every rank to generate from it. False is the only way here."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW, or plain SGD without momentum (for comparisons: nothing in it amplifies rounding)."""
     learning_rate: float = Field(default=1e-6, ge=0)
@@ -172,6 +194,30 @@ class LearnerConfig(Section):
     """Clip the gradient to this L2 norm."""
     max_skipped_steps: int = Field(default=3, gt=0)
     """Steps skipped in a row (NaN or Inf) after which the run ends."""
+    find_nonfinite: bool = False
+    """When a step is skipped, find the trajectory that did it by bisection. Costs about as much as the step."""
+    grad_norm_spike: float = Field(default=10.0, gt=1)
+    """Keep the batch of a step whose gradient norm is above this many times the median of the last 32 steps'."""
+
+    @field_validator("ds3_gather_for_generation")
+    @classmethod
+    def model_is_never_gathered(cls, asked: bool) -> bool:
+        if asked:
+            raise ValueError(
+                "nothing generates in the learner: generators are processes of their own, and weights reach them in buckets of weights.bucket_bytes, so no "
+                "rank ever holds the model whole; set it to false, or leave it out"
+            )
+        return asked
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks, or groups of ranks, that take different rows."""
+        return self.world_size // self.sequence_parallel_size
+
+    @property
+    def max_tokens_per_row(self) -> int:
+        """Hard cap on the tokens of one micro-batch, over all ranks that share it."""
+        return self.max_tokens_per_gpu * self.sequence_parallel_size
 
 
 class CorrectionConfig(Section):
@@ -221,8 +267,9 @@ class AlgorithmConfig(Section):
     """Mean over the step's tokens; over trajectories of token sums; of token means; or token sums over max_completion_length (Dr.GRPO)."""
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal, and admit others instead (DAPO's dynamic sampling)."""
-    eps_clip: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip of the ratio: 1 - eps_clip. (GSPO's ratio is a mean over the trajectory: its paper uses 3e-4 below and 4e-4 above for long answers.)"""
+    eps_clip: float | None = Field(default=None, gt=0, le=1)
+    """Lower clip of the ratio: 1 - eps_clip. Default: 0.2; for CISPO 1, which is no lower clip. (GSPO's ratio is a mean over the trajectory: its paper
+    uses 3e-4 below and 4e-4 above for long answers.)"""
     eps_clip_high: float = Field(default=0.28, gt=0)
     """Upper clip of the ratio: 1 + eps_clip_high."""
     dual_clip: float | None = Field(default=None, gt=1)
@@ -256,6 +303,16 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     allow_uncorrected: bool = False
     """Train an uncorrected loss on stale tokens all the same."""
+
+    @property
+    def clip_low(self) -> float:
+        """How far below 1 the ratio is clipped."""
+        return self.eps_clip if self.eps_clip is not None else 1.0 if self.loss == "cispo" else 0.2
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Whether a trajectory's advantage depends on the others of its group."""
+        return self.advantage not in ("reinforce_plus_plus", "gae")
 
     @property
     def clips(self) -> bool:
@@ -303,7 +360,7 @@ class WeightsConfig(Section):
     probe_prompts: int = Field(default=32, gt=0)
     """Probe prompts of one comparison."""
     probe_tokens: int = Field(default=64, gt=0)
-    """Tokens sampled for each probe, as far as the model's context and max_tokens_per_gpu go."""
+    """Tokens sampled for each probe, as far as the model's context and the learner's token cap go."""
 
 
 class EvalConfig(Section):
@@ -315,6 +372,11 @@ class EvalConfig(Section):
     """Prompts of one evaluation: the first so many of the file."""
     accuracy: str | None = None
     """Name of the reward function whose mean is called accuracy. Default: the first one of reward.functions."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.data is not None
 
 
 class CheckpointConfig(Section):
@@ -331,6 +393,9 @@ class WarmStartConfig(Section):
     """Parquet or JSONL file with prompts as in data.train and a column of answers. None = no warm start."""
     target_column: str = "answer"
     """Column with the text that should follow the prompt. EOS is appended."""
+    completion_policy: Literal["truncate", "drop", "error"] = "error"
+    """What happens to a target that is longer, with its EOS, than rollout.max_completion_length: it loses tokens at its end, the EOS first, the row is
+    left out and counted, or the run is refused before anything is allocated."""
     min_accuracy: float = Field(default=0.40, ge=0, le=1)
     """Lower edge of the window."""
     max_accuracy: float = Field(default=0.65, ge=0, le=1)
@@ -339,10 +404,18 @@ class WarmStartConfig(Section):
     """Learning rate of the supervised steps."""
     batch_size: int = Field(default=256, gt=0)
     """Rows of one supervised step."""
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
+    """What happens to a step's rows before they share micro-batches of learner.max_tokens_per_gpu tokens. bfd: they stay whole, and a longer row is
+    refused; bfd_split: longer rows are cut; wrapped: one after the other, cut at every so many tokens. Pieces are apart: none sees another."""
     check_every_steps: int = Field(default=10, gt=0)
     """Supervised steps between two checks of the accuracy."""
     max_steps: int = Field(default=2000, gt=0)
     """Supervised steps after which the warm start is given up."""
+
+    @property
+    def given(self) -> bool:
+        """Whether there is a warm start."""
+        return self.data is not None
 
 
 class ObserveConfig(Section):
@@ -350,6 +423,11 @@ class ObserveConfig(Section):
     """Where metrics go beside metrics.jsonl and TensorBoard. Each is an extra to install: `pip install 'asyncrl[wandb]'`."""
     project: str = "asyncrl"
     """Project of W&B and trackio, experiment of MLflow. The run's name is `name`."""
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether any sink is named."""
+        return bool(self.sinks)
 
 
 class Config(Section):
@@ -421,17 +499,34 @@ class Config(Section):
     @property
     def longest_trajectory(self) -> int:
         """Tokens of the longest possible trajectory: prompt and completion."""
-        return self.data.max_prompt_length + self.rollout.max_completion_length
+        longest = self.data.max_prompt_length + self.rollout.max_completion_length
+        return longest if self.data.max_length is None else min(longest, self.data.max_length)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest possible prompt: it leaves at least one token of max_length to generate."""
+        longest = self.data.max_prompt_length
+        return longest if self.data.max_length is None else min(longest, self.data.max_length - 1)
+
+    def completion_room(self, prompt_tokens: int) -> int:
+        """Tokens that the completion of a prompt of so many tokens may have."""
+        longest = self.rollout.max_completion_length
+        return longest if self.data.max_length is None else min(longest, self.data.max_length - prompt_tokens)
+
+    @property
+    def judges_length(self) -> bool:
+        """Whether data.length_policy acts: a prompt may fill max_length alone, or there are supervised rows."""
+        return self.data.max_length is not None and (self.data.max_length <= self.data.max_prompt_length or self.warm_start.data is not None)
 
     @property
     def longest_request(self) -> int:
         """Tokens of the longest request to a generator: a trajectory, or a probe of the log-prob check."""
-        return self.data.max_prompt_length + max(self.rollout.max_completion_length, self.probe_tokens)
+        return max(self.longest_trajectory, self.longest_prompt + self.probe_tokens)
 
     @property
     def probe_tokens(self) -> int:
         """Tokens sampled for each probe of the log-prob check: the learner must take prompt and probe in one micro-batch."""
-        return min(self.weights.probe_tokens, self.learner.max_tokens_per_gpu - self.data.max_prompt_length)
+        return min(self.weights.probe_tokens, self.learner.max_tokens_per_row - self.longest_prompt)
 
     @property
     def reference_path(self) -> str:

@@ -45,7 +45,7 @@ class Evaluator:
             request = GenerateRequest(
                 prompt.token_ids,
                 n=1,
-                max_tokens=self.config.rollout.max_completion_length,
+                max_tokens=self.config.completion_room(len(prompt.token_ids)),
                 temperature=temperature,
                 seed=self.config.seed + index,
                 deadline_s=self.config.rollout.deadline_s,

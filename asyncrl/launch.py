@@ -22,7 +22,7 @@ from ray._private import auto_init_hook
 import asyncrl
 from asyncrl.config import Config
 from asyncrl.control.checkpoint import State
-from asyncrl.data.prompts import PromptReport, RayPromptSource, load_tokenizer, read_prompts
+from asyncrl.data.prompts import PromptReport, RayPromptSource, read_prompts
 from asyncrl.directory import RunDirectory
 from asyncrl.generation.app import ServeGenerate, begin_generators, end_generators, wait_for_generators
 from asyncrl.generation.settings import GeneratorApp, board_name
@@ -38,14 +38,13 @@ from asyncrl.types import Completion, Prompt
 from asyncrl.weights.board import open_board
 from asyncrl.weights.push import ServeWeightSync
 
-__all__ = ["Stations", "cluster", "launch", "supervised_rows"]
+__all__ = ["Stations", "cluster", "launch"]
 
 logger = logging.getLogger("asyncrl")
 
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that one station gets to close before it is left to the end of its cluster."""
 LARGEST_LOG = 10 << 20
-Row = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(slots=True)
@@ -70,7 +69,7 @@ class Stations:
     @property
     def probe_tokens(self) -> int:
         """Tokens sampled for each probe: what the config asks for, as far as the model's context goes."""
-        return min(self.config.probe_tokens, self.context - self.config.data.max_prompt_length - 1)
+        return max(1, min(self.config.probe_tokens, self.context - self.config.longest_prompt - 1))
 
     @property
     def probe_prompts(self) -> list[Sequence[int]]:
@@ -85,22 +84,8 @@ class Stations:
         return await score_completions(self.pool, [prompt.text for prompt in prompts], texts, ids, [prompt.columns for prompt in prompts])
 
 
-def supervised_rows(config: Config) -> tuple[list[Row], list[Row]]:
-    """Prompt ids and target ids (EOS appended) of the warm start's rows, and of the held-out rows. `make_plan` has checked both files."""
-    assert config.warm_start.data is not None
-    train = read_prompts(config.warm_start.data, config, None, "warm_start.data")
-    return _with_targets(train, config), _with_targets(_held_out(config), config)
-
-
 def _held_out(config: Config) -> list[Prompt]:
     return read_prompts(config.eval.data, config, config.eval.max_prompts) if config.eval.data else []
-
-
-def _with_targets(prompts: Sequence[Prompt], config: Config) -> list[Row]:
-    tokenizer = load_tokenizer(config.model.path)
-    column = config.warm_start.target_column
-    targets = tokenizer([str(prompt.columns[column]) for prompt in prompts], add_special_tokens=False)["input_ids"]
-    return [(prompt.token_ids, [*target, tokenizer.eos_token_id]) for prompt, target in zip(prompts, targets, strict=True)]
 
 
 @contextmanager
@@ -123,8 +108,8 @@ def cluster(config: Config, logs: Path) -> Iterator[None]:
 
 
 def _start_local_cluster(cpus: int) -> None:
-    """Ray gives a node 30 seconds to start, which a busy machine may not keep: once more, then the error."""
-    for tries_left in (1, 0):
+    """Ray gives a node 30 seconds to start, which a busy machine may not keep: three times more, then the error."""
+    for tries_left in (3, 2, 1, 0):
         try:
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
             return

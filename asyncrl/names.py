@@ -10,11 +10,18 @@ __all__ = ["explain_unknown"]
 RENAMED = {
     "rollout_max_response_len": "rollout.max_completion_length",
     "rollout_max_prompt_len": "data.max_prompt_length",
+    "rollout_max_context_len": "data.max_length",
+    "max_seq_length": "data.max_length",
+    "max_new_tokens": "rollout.max_completion_length",
+    "max_target_length": "rollout.max_completion_length",
+    "truncation_mode": "data.length_side",
+    "truncation_side": "data.length_side",
     "rollout_temperature": "rollout.temperature",
     "sglang_mem_fraction_static": "generator.gpu_memory_utilization",
     "vllm_gpu_memory_utilization": "generator.gpu_memory_utilization",
     "rollout_num_gpus": "generator.num_replicas",
     "actor_num_gpus_per_node": "learner.world_size",
+    "context_parallel_size": "learner.sequence_parallel_size",
     "prompt_data": "data.train",
     "input_key": "data.prompt_column",
     "hf_checkpoint": "model.path",
@@ -46,12 +53,9 @@ RENAMED = {
 
 NOT_IMPLEMENTED = {
     "colocate": "generators and learner always have processes of their own; remove it",
-    "context_parallel_size": "remove it, and lower rollout.max_completion_length if a trajectory does not fit",
-    "sequence_parallel_size": "remove it, and lower rollout.max_completion_length if a trajectory does not fit",
     "top_p": "the learner cannot reproduce a truncated distribution, so the ratio would be wrong; remove it, and use rollout.temperature",
     "top_k": "the learner cannot reproduce a truncated distribution, so the ratio would be wrong; remove it, and use rollout.temperature",
     "min_p": "the learner cannot reproduce a truncated distribution, so the ratio would be wrong; remove it, and use rollout.temperature",
-    "ds3_gather_for_generation": "the learner never generates and never gathers the whole model; remove it",
 }
 """Names that the design knows and nothing implements yet → the way out."""
 
@@ -59,6 +63,7 @@ NOT_IMPLEMENTED = {
 def explain_unknown(name: str, known: Sequence[str]) -> str:
     """One line on a setting that is not among the `known` dotted names: what it is called here, or the nearest."""
     leaf = name.rsplit(".", 1)[-1].replace("-", "_")
+    leaf = leaf if leaf in RENAMED else leaf.removeprefix("rollout_")
     if leaf in NOT_IMPLEMENTED:
         return f"{name} is not implemented: {NOT_IMPLEMENTED[leaf]}"
     if leaf in RENAMED:

@@ -12,16 +12,28 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from asyncrl.config import TASK_CPUS, Config, ConfigError
+from asyncrl.learning.supported import refusal
 from asyncrl.observe.sinks import missing_packages
+from asyncrl.rules import length_text
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import PromptReport
+    from asyncrl.data.truncation import TruncationReport
 
 __all__ = ["Part", "Plan", "logical_cpus", "make_plan", "model_context"]
 
 
-SHOWN = {("ppo", "behaviour", "none"), ("ppo", "learner", "token"), ("gspo", "behaviour", "none"), ("cispo", "behaviour", "none")}
+SHOWN = {
+    ("ppo", "behaviour", "none"),
+    ("ppo", "learner", "token"),
+    ("ppo", "log_linear", "token"),
+    ("gspo", "behaviour", "none"),
+    ("cispo", "behaviour", "none"),
+    ("reinforce", "learner", "token"),
+}
 """(loss, old policy, truncation) of the whole runs in docs/evidence.md."""
+SHOWN_WITH = ("grpo", "token_mean")
+"""Their advantage and aggregation; none of them has masks, a KL term, a dual clip or an entropy bonus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,8 @@ class Plan:
     shared_memory_free: int
     context: int
     prompts: PromptReport
+    truncation: dict[str, TruncationReport]
+    """What the limits do to each file."""
     stops: dict[int, tuple[str, ...]]
 
     @property
@@ -71,13 +85,14 @@ class Plan:
         )
 
     def prompts_text(self) -> str:
-        """Rows, the first prompt as the model sees it, and what ends a completion."""
+        """What the limits cut and left out, the first prompt as the model sees it, and what ends a completion."""
         report = self.prompts
         ids = ", ".join(map(str, report.first_ids[:24])) + (", …" if len(report.first_ids) > 24 else "")
         stops = ", ".join(f"{token} ({', '.join(sources)})" for token, sources in self.stops.items())
+        truncation = "".join(f"  {field}: {rows.text()}\n" for field, rows in self.truncation.items())
         return (
-            f"# prompts\n  {report.rows} rows, {report.dropped} dropped as too long, longest {report.longest} tokens; columns for the reward: "
-            f"{', '.join(report.columns) or 'none'}\n  first prompt {report.first_text!r}\n  its token ids {ids}\n  stop token ids {stops}"
+            f"# prompts\n{truncation}  longest prompt {report.longest} tokens; columns for the reward: {', '.join(report.columns) or 'none'}\n"
+            f"  first prompt {report.first_text!r}\n  its token ids {ids}\n  stop token ids {stops}"
         )
 
 
@@ -93,13 +108,15 @@ def make_plan(config: Config) -> Plan:
 
     _ = config.run_directory  # refuses a place that would be lost; before a path below it is looked for
     context = model_context(config)
+    _check_heads(config)
     if config.algorithm.has_reference:
         _check_reference(config)
     report = check_prompts(config)
+    truncation = {"data.train": report.truncation}
     if config.eval.data is not None:
-        check_prompts(config, config.eval.data, "eval.data")
+        truncation["eval.data"] = check_prompts(config, config.eval.data, "eval.data").truncation
     if config.warm_start.data is not None:
-        _check_warm_start(config, config.warm_start.data)
+        truncation |= {f"supervised rows of {field}": rows for field, rows in _check_warm_start(config, config.warm_start.data).items()}
     for name, reward in config.reward.functions.items():
         try:
             find_reward(reward.function)
@@ -112,13 +129,24 @@ def make_plan(config: Config) -> Plan:
         stops = load_stop_set(config.model.path, load_tokenizer(config.model.path), rollout.rollout_stop, rollout.rollout_stop_token_ids)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    plan = Plan(config, logical_cpus(config), weights_bytes(config), shutil.disk_usage("/dev/shm").free, context, report, stops)
+    plan = Plan(config, logical_cpus(config), weights_bytes(config), shutil.disk_usage("/dev/shm").free, context, report, truncation, stops)
     if plan.shared_memory_needed > plan.shared_memory_free:
         raise ConfigError(
             f"/dev/shm has {plan.shared_memory_free >> 20} MiB free, and two versions in the object store plus {config.generator.num_replicas} staged "
             f"need {plan.shared_memory_needed >> 20} MiB; lower generator.num_replicas or enlarge /dev/shm"
         )
     return plan
+
+
+def _check_heads(config: Config) -> None:
+    """Ranks that share rows share the attention heads evenly. A model that counts them under another name is asked by the learner itself."""
+    tree = json.loads((Path(config.model.path) / "config.json").read_text())
+    heads, size = tree.get("text_config", tree).get("num_attention_heads"), config.learner.sequence_parallel_size
+    if heads and heads % size:
+        fitting = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
+        raise ConfigError(
+            f"learner.sequence_parallel_size = {size} does not divide the {heads} attention heads of model.path = {config.model.path!r}; use one of {fitting}"
+        )
 
 
 def _check_reference(config: Config) -> None:
@@ -133,19 +161,18 @@ def _check_reference(config: Config) -> None:
         )
 
 
-def _check_warm_start(config: Config, path: str) -> None:
-    from asyncrl.data.prompts import check_prompts
+def _check_warm_start(config: Config, path: str) -> dict[str, TruncationReport]:
+    """What the limits do to the supervised rows of both files."""
+    from asyncrl.data.supervised import read_supervised
 
-    column = config.warm_start.target_column
-    for file, field in ((path, "warm_start.data"), (str(config.eval.data), "eval.data")):
-        columns = check_prompts(config, file, field).columns
-        if column not in columns:
-            raise ConfigError(f"warm_start.target_column = {column!r} is not a column of {field} = {file!r}, which has {sorted(columns)}; name one of them")
+    files = {"warm_start.data": path, "eval.data": str(config.eval.data)}
+    return {field: read_supervised(config, file, field)[1] for field, file in files.items()}
 
 
 def arithmetic(config: Config) -> str:
     """The batch arithmetic, every number with its name."""
-    rollout, staleness = config.rollout, config.staleness
+    rollout, staleness, learner = config.rollout, config.staleness, config.learner
+    bound = f", at most max_length {config.data.max_length}," if config.data.max_length is not None else ""
     extra = f" + over_sampling {staleness.over_sampling}" if staleness.over_sampling else ""
     return (
         "# batch arithmetic\n"
@@ -153,8 +180,11 @@ def arithmetic(config: Config) -> str:
         f" = {config.groups_per_step}\n"
         f"  global_batch_size   = groups per step * n_samples_per_prompt {rollout.n_samples_per_prompt} = {config.global_batch_size} trajectories\n"
         f"  outstanding, at most = (max_staleness {staleness.max_staleness} + 1) * groups per step{extra} = {config.max_outstanding} groups\n"
-        f"  longest trajectory  = max_prompt_length {config.data.max_prompt_length} + max_completion_length {rollout.max_completion_length} = "
-        f"{config.longest_trajectory} tokens (max_tokens_per_gpu {config.learner.max_tokens_per_gpu})"
+        f"  longest trajectory  = max_prompt_length {config.data.max_prompt_length} + max_completion_length {rollout.max_completion_length}{bound} = "
+        f"{config.longest_trajectory} tokens\n"
+        f"  micro-batch, at most = max_tokens_per_gpu {learner.max_tokens_per_gpu} * sequence_parallel_size {learner.sequence_parallel_size} = "
+        f"{learner.max_tokens_per_row} tokens\n"
+        f"  data-parallel size  = world_size {learner.world_size} / sequence_parallel_size {learner.sequence_parallel_size} = {learner.data_parallel_size}"
     )
 
 
@@ -167,7 +197,9 @@ def algorithm_text(config: Config) -> str:
     if algorithm.correction.reject_above is None:
         correction = [item for item in correction if not item.startswith("reject_")]
     shown = (algorithm.loss, algorithm.old_policy, algorithm.correction.truncation)
-    plain = not (algorithm.correction.masks or algorithm.correction.normalise or algorithm.has_reference or algorithm.advantage == "gae")
+    extras = (algorithm.correction.masks, algorithm.correction.normalise, algorithm.has_reference, algorithm.dual_clip, algorithm.entropy_coef)
+    extras += (algorithm.loss == "cispo" and algorithm.eps_clip is None,)  # the run in the evidence had a lower clip
+    plain = (algorithm.advantage, algorithm.loss_aggregation) == SHOWN_WITH and not any(extras)
     note = "" if shown in SHOWN and plain else "\n  experimental: no whole run has shown that this learns (docs/evidence.md lists those that have)"
     kind = "corrected" if algorithm.corrected else "uncorrected"
     made_up = ", ".join(correction) or ("the ratio alone" if algorithm.corrected else "none")
@@ -196,7 +228,7 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
     """Longest sequence, in tokens, that the model at `at` (default: model.path), which `field` names, takes.
 
     Raises:
-        ConfigError: no readable checkpoint at model.path, or a trajectory could be longer than that.
+        ConfigError: no readable checkpoint at model.path, one that packed rows cannot train, or a trajectory could be longer than that.
     """
     path = Path(at or config.model.path)
     try:
@@ -207,12 +239,11 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
         raise ConfigError(f"{field} = {str(path)!r}: config.json is not JSON ({error})") from None
     if not list(path.glob("*.safetensors")):
         raise ConfigError(f"{field} = {str(path)!r} holds no *.safetensors; give a Hugging Face checkpoint directory")
+    if reason := refusal(tree):
+        raise ConfigError(f"{field} = {str(path)!r}: {reason}")
     context = int(tree.get("max_position_embeddings") or 1 << 30)
     if config.longest_trajectory > context:
-        raise ConfigError(
-            f"data.max_prompt_length {config.data.max_prompt_length} + rollout.max_completion_length {config.rollout.max_completion_length} = "
-            f"{config.longest_trajectory} tokens is above the model's context of {context}; lower one of them"
-        )
+        raise ConfigError(f"{length_text(config)} tokens is above the model's context of {context}; lower it, or set a lower data.max_length")
     return context
 
 

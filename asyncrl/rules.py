@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
-__all__ = ["check_rules"]
+__all__ = ["check_rules", "length_text"]
 
 ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("algorithm.eps_clip", "algorithm.clips", (True,), "algorithm.loss: ppo, gspo or cispo and an old_policy other than learner"),
@@ -17,6 +17,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("algorithm.tau_positive", "algorithm.loss", ("sapo",), "algorithm.loss: sapo"),
     ("algorithm.tau_negative", "algorithm.loss", ("sapo",), "algorithm.loss: sapo"),
     ("algorithm.dppo_threshold", "algorithm.loss", ("dppo",), "algorithm.loss: dppo"),
+    ("algorithm.allow_uncorrected", "algorithm.corrected", (False,), "an uncorrected loss"),
     ("algorithm.gamma", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("algorithm.gae_lambda", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("algorithm.value_coef", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
@@ -24,8 +25,18 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("algorithm.ref_num_cpus", "algorithm.has_reference", (True,), "algorithm.kl_coef or kl_loss_coef above 0"),
     ("algorithm.correction.reject_estimator", "algorithm.correction.rejects", (True,), "algorithm.correction.reject_above"),
     ("algorithm.correction.reject_level", "algorithm.correction.rejects", (True,), "algorithm.correction.reject_above"),
+    ("learner.adam_betas", "learner.optimizer", ("adamw",), "learner.optimizer: adamw"),
+    ("learner.adam_eps", "learner.optimizer", ("adamw",), "learner.optimizer: adamw"),
+    ("generator.gpu_memory_utilization", "generator.device", ("cuda",), "generator.device: cuda"),
+    ("generator.kv_cache_memory_bytes", "generator.device", ("cpu",), "generator.device: cpu"),
+    ("eval.max_prompts", "eval.evaluates", (True,), "eval.data"),
+    ("observe.project", "observe.has_sinks", (True,), "observe.sinks"),
     ("reward.overlong_penalty", "reward.penalises_length", (True,), "reward.overlong_buffer above 0"),
     ("reward.retries", "reward.policy", ("retry",), "reward.policy: retry"),
+    ("data.length_policy", "judges_length", (True,), "warm_start.data and data.max_length, or a data.max_length of max_prompt_length or less"),
+    ("data.length_side", "data.length_policy", ("truncate",), "data.length_policy: truncate"),
+    ("warm_start.completion_policy", "warm_start.given", (True,), "warm_start.data"),
+    ("learner.offload_param", "learner.offload_optimizer", ("cpu",), "learner.offload_optimizer: cpu"),
 )
 """A setting, another, the values of that with which the first has an effect, and how to say so."""
 
@@ -35,6 +46,14 @@ def check_rules(config: Config) -> None:
     _arithmetic_holds(config)
     _algorithm_holds(config)
     _everything_acts(config)
+
+
+def length_text(config: Config) -> str:
+    """What bounds the longest trajectory, and its tokens."""
+    if config.longest_trajectory == config.data.max_length:
+        return f"data.max_length = {config.data.max_length}"
+    lengths = f"data.max_prompt_length {config.data.max_prompt_length} + rollout.max_completion_length {config.rollout.max_completion_length}"
+    return f"{lengths} = {config.longest_trajectory}"
 
 
 def _arithmetic_holds(config: Config) -> None:
@@ -59,17 +78,43 @@ def _arithmetic_holds(config: Config) -> None:
         raise ValueError(
             f"staleness.over_sampling = {staleness.over_sampling} needs staleness.on_stale: drop; under `wait` every group is trained, so leave it at 0"
         )
-    if config.longest_trajectory > config.learner.max_tokens_per_gpu:
+    if rollout.n_samples_per_prompt == 1 and config.algorithm.compares_siblings:
         raise ValueError(
-            f"data.max_prompt_length + rollout.max_completion_length = {config.longest_trajectory} is above "
-            f"learner.max_tokens_per_gpu = {config.learner.max_tokens_per_gpu}; raise that, or shorten one of the two"
+            f"rollout.n_samples_per_prompt = 1 leaves advantage: {config.algorithm.advantage} nothing to compare a trajectory with (a group of one has no "
+            "std, and its own mean): set 2 or more, or algorithm.advantage: reinforce_plus_plus or gae"
         )
+    if config.data.max_length is not None and config.data.max_length > (longest := config.data.max_prompt_length + config.rollout.max_completion_length):
+        raise ValueError(
+            f"data.max_length = {config.data.max_length} is above data.max_prompt_length + rollout.max_completion_length = {longest}, so it bounds nothing; "
+            "lower it, or leave it out"
+        )
+    _trajectories_fit(config)
     if config.warm_start.data is not None and config.eval.data is None:
         raise ValueError(f"warm_start.data = {config.warm_start.data!r} needs eval.data: its accuracy there ends the warm start; name a held-out file")
     if config.eval.every_steps and config.eval.data is None:
         raise ValueError(f"eval.every_steps = {config.eval.every_steps} has nothing to evaluate on; set eval.data, or leave it out")
     if config.eval.accuracy is not None and config.eval.accuracy not in config.reward.functions:
         raise ValueError(f"eval.accuracy = {config.eval.accuracy!r} is not one of reward.functions {sorted(config.reward.functions)}; name one")
+
+
+def _trajectories_fit(config: Config) -> None:
+    """The longest possible trajectory, found before the run and not in the middle of it."""
+    learner, longest = config.learner, config.longest_trajectory
+    if learner.world_size % learner.sequence_parallel_size:
+        raise ValueError(
+            f"learner.sequence_parallel_size = {learner.sequence_parallel_size} does not divide learner.world_size = {learner.world_size}; change one of them"
+        )
+    if longest > learner.max_tokens_per_row:
+        shared = f" * sequence_parallel_size = {learner.max_tokens_per_row}" if learner.sequence_parallel_size > 1 else ""
+        raise ValueError(
+            f"{length_text(config)} is above learner.max_tokens_per_gpu = {learner.max_tokens_per_gpu}{shared}; raise that or learner.sequence_parallel_size, "
+            "or set a lower data.max_length"
+        )
+    if config.algorithm.has_reference and longest > learner.max_tokens_per_gpu:
+        raise ValueError(
+            f"the reference policy is one process, which shares no rows: {length_text(config)} is above its "
+            f"learner.max_tokens_per_gpu = {learner.max_tokens_per_gpu}; raise that, or set algorithm.kl_coef and kl_loss_coef to 0"
+        )
 
 
 def _everything_acts(config: Config) -> None:
@@ -109,6 +154,16 @@ def _algorithm_holds(config: Config) -> None:
         raise ValueError(
             f"algorithm.kl_coef = {algorithm.kl_coef:g} with advantage: grpo: where a group's rewards are equal, dividing by their std makes the KL term's "
             "noise as large as any reward; use dr_grpo or rloo, or kl_loss_coef in place of kl_coef"
+        )
+    if algorithm.kl_coef and algorithm.advantage in ("reinforce_plus_plus", "gae"):
+        raise ValueError(
+            f"algorithm.kl_coef = {algorithm.kl_coef:g} takes the divergence from the trajectory's reward as one sum, and advantage: {algorithm.advantage} "
+            "is defined with each token's own part; use kl_loss_coef in its place"
+        )
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1 + algorithm.eps_clip_high:
+        raise ValueError(
+            f"algorithm.dual_clip = {algorithm.dual_clip:g} is within the clip itself, 1 + eps_clip_high = {1 + algorithm.eps_clip_high:g}; it bounds ratios "
+            "beyond it: 3 is usual"
         )
     if algorithm.kl_coef and algorithm.filter_zero_variance:
         raise ValueError("algorithm.filter_zero_variance looks at rewards that kl_coef makes all different; use kl_loss_coef, or leave one of them out")

@@ -26,10 +26,11 @@ from asyncrl.control.concurrency import Concurrency, first_limit
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.fates import Fate, FatesWriter
 from asyncrl.control.staleness import Staleness
+from asyncrl.data.supervised import supervised_rows
 from asyncrl.directory import RunDirectory, replace_directory
 from asyncrl.evaluation import Evaluator
 from asyncrl.generation.protocol import WeightsId
-from asyncrl.launch import Stations, cluster, launch, supervised_rows
+from asyncrl.launch import Stations, cluster, launch
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.learning.warm_start import WarmStartCheck, warm_start
 from asyncrl.observe.alarms import alarms
@@ -149,7 +150,8 @@ async def _prepare_learner(config: Config, directory: RunDirectory, learner: Lea
 
         def progress(check: WarmStartCheck) -> None:
             live.note(f"supervised step {check.steps}: held-out accuracy {check.accuracy:.1%}, learning rate {check.learning_rate:g}")
-            recorder.record("warm_start", check.steps, 0, {"warm_start/accuracy": check.accuracy, "warm_start/loss": check.loss})
+            numbers = {"accuracy": check.accuracy, "loss": check.loss, "pieces_left_out": check.pieces_left_out}
+            recorder.record("warm_start", check.steps, 0, {f"warm_start/{name}": value for name, value in numbers.items()})
 
         train_rows, held_out_rows = await asyncio.to_thread(supervised_rows, config)
         await warm_start(learner, train_rows, held_out_rows, config.warm_start, config.seed, progress)
@@ -170,6 +172,7 @@ def _coordinator(config: Config, state: State, directory: RunDirectory, stations
         config.logprob_tolerance,
         config.logprob_statistic,
         WeightsId(state.run_id, state.attempt, state.version),
+        config.rollout.temperature,
     )
     parts = Parts(
         prompts=stations.prompts,
@@ -186,6 +189,7 @@ def _coordinator(config: Config, state: State, directory: RunDirectory, stations
     schedule = Schedule(
         max_steps=config.max_steps,
         staleness=Staleness(config.staleness.max_staleness, config.groups_per_step, config.staleness.on_stale, config.staleness.over_sampling),
+        least_usable=2 if config.algorithm.compares_siblings else 1,
         filter_zero_variance=config.algorithm.filter_zero_variance,
         max_skipped_steps=config.learner.max_skipped_steps,
         checkpoint_every=config.checkpoint.every_steps,
@@ -218,6 +222,8 @@ class _RunRecorder:
         self.live.recorded(event, metrics)
         if event == "step":
             self._raise_alarms(step, version, metrics)
+        if event == "kept_batch":
+            self.live.note(f"step {step}: {metrics['note']}")
 
     def _raise_alarms(self, step: int, version: int, metrics: Any) -> None:
         """Every alarm goes to the metrics; a person is told of each metric once."""

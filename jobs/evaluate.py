@@ -66,7 +66,8 @@ def greedy_answers(config: Config, model: Path, prompts: list[Prompt]) -> list[t
     stops = load_stop_set(str(model), load_tokenizer(str(model)), config.rollout.rollout_stop, config.rollout.rollout_stop_token_ids)
     cache = {"kv_cache_memory_bytes": config.generator.kv_cache_memory_bytes} if config.generator.device == "cpu" else {}
     engine = LLM(str(model), dtype=config.model.dtype, max_model_len=context, max_num_seqs=config.generator.max_num_seqs, enforce_eager=True, **cache)
-    sampling = SamplingParams(temperature=0.0, max_tokens=config.rollout.max_completion_length, stop_token_ids=list(stops))
+    rooms = [config.completion_room(len(prompt.token_ids)) for prompt in prompts]
+    sampling = [SamplingParams(temperature=0.0, max_tokens=room, stop_token_ids=list(stops)) for room in rooms]
     outputs = engine.generate([{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts], sampling, use_tqdm=False)
     engine.llm_engine.engine_core.shutdown()
     return [(output.outputs[0].text, list(output.outputs[0].token_ids)) for output in outputs]

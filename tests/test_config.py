@@ -43,6 +43,45 @@ def test_batch_arithmetic(tmp_path):
     assert (config.groups_per_step, config.global_batch_size, config.max_outstanding, config.longest_trajectory) == (4, 16, 12, 28)
 
 
+def test_max_length_bounds_prompt_and_completion_together(tmp_path):
+    config = load(tmp_path, {"data.max_length": 24, "learner.max_tokens_per_gpu": 24})
+    assert (config.longest_trajectory, config.longest_prompt, config.longest_request) == (24, 20, 24)
+    assert [config.completion_room(tokens) for tokens in (1, 16, 17, 20)] == [8, 8, 7, 4]
+    # A prompt that may fill max_length alone leaves one token to generate, and a probe of the log-prob check as well.
+    config = load(tmp_path, {"data.max_length": 10, "learner.max_tokens_per_gpu": 10})
+    assert (config.longest_trajectory, config.longest_prompt, config.longest_request, config.probe_tokens) == (10, 9, 10, 1)
+    config = load(tmp_path, {"data.max_length": 10})
+    assert (config.probe_tokens, config.longest_request) == (64, 73)
+    config = load(tmp_path)
+    assert (config.longest_trajectory, config.longest_prompt, config.completion_room(20), config.longest_request) == (28, 20, 8, 84)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.max_length": 29}, "data.max_length = 29 is above data.max_prompt_length \\+ rollout.max_completion_length = 28, so it bounds nothing"),
+        ({"data.max_length": 1}, "data.max_length = 1: input should be greater than 1"),
+        ({"data.max_length": 24, "learner.max_tokens_per_gpu": 23}, "data.max_length = 24 is above learner.max_tokens_per_gpu = 23; .*lower data.max_length"),
+        ({"data.length_policy": "drop"}, "data.length_policy = 'drop' acts only with warm_start.data and data.max_length, or"),
+        ({"data.length_policy": "drop", "data.max_length": 21}, "data.length_policy = 'drop' acts only with"),
+        ({"data.length_side": "keep_end", "data.max_length": 20}, "data.length_side = 'keep_end' acts only with data.length_policy: truncate"),
+        ({"warm_start.completion_policy": "drop"}, "warm_start.completion_policy = 'drop' acts only with warm_start.data"),
+        ({"data.truncation_mode": "keep_end"}, "here it is data.length_side"),
+        ({"rollout.rollout_max_context_len": 100}, "here it is data.max_length"),
+        ({"max_length": 100}, "did you mean data.max_length"),
+    ],
+)
+def test_lengths_that_cannot_be_meant_are_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, changes)
+
+
+def test_the_length_policy_acts_on_prompts_that_fill_max_length_and_on_supervised_rows(tmp_path):
+    policy = {"data.length_policy": "truncate", "data.length_side": "keep_end"}
+    assert load(tmp_path, {**policy, "data.max_length": 20}).judges_length
+    assert load(tmp_path, {**policy, "data.max_length": 21, "warm_start.data": "w", "eval.data": "e", "warm_start.completion_policy": "drop"}).judges_length
+
+
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
@@ -60,6 +99,10 @@ def test_batch_arithmetic(tmp_path):
         ({"kl_coef": 0.1, "advantage": "rloo", "filter_zero_variance": True}, "kl_coef makes all different"),
         ({"advantage": "gae", "correction": {"sequence_mask_above": 0.1}}, "has one for each token"),
         ({"correction": {"cap": 3.0}}, r"acts only with algorithm\.correction\.truncation or kl_loss_coef"),
+        ({"advantage": "gae", "kl_coef": 0.1}, "use kl_loss_coef in its place"),
+        ({"advantage": "reinforce_plus_plus", "kl_coef": 0.1}, "use kl_loss_coef in its place"),
+        ({"dual_clip": 1.1}, "dual_clip = 1.1 is within the clip itself"),
+        ({"allow_uncorrected": True}, "acts only with an uncorrected loss"),
         ({"old_policy": "learner", "correction": {"truncation": "token"}, "eps_clip": 0.1}, "an old_policy other than learner"),
         ({"kl_coef": 0.1, "kl_loss_coef": 0.1}, "two places for one term; set one of them to 0"),
         ({"ref_load": "somewhere"}, "has no KL term to serve"),
@@ -110,12 +153,31 @@ def test_command_line_wins_over_yaml(tmp_path):
         ({"name": ".hidden"}, "name = '.hidden'"),
         ({"rollout.temprature": 1}, "rollout.temprature is unknown; did you mean rollout.temperature"),
         ({"rollout.rollout_max_response_len": 5}, "here it is rollout.max_completion_length"),
-        ({"learner.context_parallel_size": 2}, "learner.context_parallel_size is not implemented"),
+        ({"learner.context_parallel_size": 2}, "learner.context_parallel_size is unknown; here it is learner.sequence_parallel_size"),
+        ({"learner.sequence_parallel_size": 2, "learner.world_size": 3}, "sequence_parallel_size = 2 does not divide learner.world_size = 3"),
+        (
+            {"learner.max_tokens_per_gpu": 13, "learner.sequence_parallel_size": 2, "learner.world_size": 2},
+            r"= 28 is above learner.max_tokens_per_gpu = 13 \* sequence_parallel_size = 26; raise that",
+        ),
+        (
+            {"learner.max_tokens_per_gpu": 14, "learner.sequence_parallel_size": 2, "learner.world_size": 2, "algorithm.kl_loss_coef": 0.1},
+            "the reference policy is one process, .* = 28 is above its learner.max_tokens_per_gpu = 14",
+        ),
         ({"generator.sglang_mem_fraction_static": 0.8}, "here it is generator.gpu_memory_utilization"),
         ({"use_dynamic_batch_size": True}, "dynamic batching is always on"),
         ({"learner.temperature": 1}, "did you mean rollout.temperature"),
         ({"colocate": True}, "colocate is not implemented"),
-        ({"rollout.temperature": 0}, r"rollout.temperature = 0: input should be greater than 0"),
+        ({"rollout.temperature": 0}, r"rollout.temperature = 0: input should be greater than or equal to 0.01"),
+        ({"rollout.temperature": float("inf")}, "rollout.temperature = inf: input should be a finite number"),
+        ({"reward.functions.exact.weight": float("nan")}, "weight = nan: input should be a finite number"),
+        ({"rollout.top_p": 0.9}, "rollout.top_p is not implemented: the learner cannot reproduce a truncated distribution"),
+        ({"rollout_top_k": 5}, "rollout_top_k is not implemented: the learner cannot reproduce"),
+        ({"rollout.min_p": 0.1}, "rollout.min_p is not implemented: the learner cannot reproduce"),
+        ({"rollout.n_samples_per_prompt": 1}, "n_samples_per_prompt = 1 leaves advantage: grpo nothing to compare"),
+        ({"learner.ds3_gather_for_generation": True}, "learner.ds3_gather_for_generation = True: .*buckets of weights.bucket_bytes.*; set it to false"),
+        ({"ds3_gather_for_generation": False}, r"did you mean learner\.ds3_gather_for_generation\?"),
+        ({"learner.offload_param": "cpu"}, "learner.offload_param = 'cpu' acts only with learner.offload_optimizer: cpu"),
+        ({"learner.offload_optimizer": "nvme"}, "learner.offload_optimizer = 'nvme': input should be 'none' or 'cpu'"),
         ({"reward.functions.exact.function": "no colon"}, "reward.functions.exact.function = 'no colon'"),
         ({"eval.accuracy": "wrong"}, r"eval.accuracy = 'wrong' is not one of reward.functions \['exact'\]"),
         ({"model": {}}, "model.path is missing; set it"),
@@ -127,12 +189,19 @@ def test_refusals_name_the_field_and_the_fix(tmp_path, changes, message):
     assert "\n" not in str(error.value)
 
 
+def test_ranks_that_share_rows_take_longer_trajectories(tmp_path):
+    config = load(tmp_path, {"learner.max_tokens_per_gpu": 14, "learner.sequence_parallel_size": 2, "learner.world_size": 4})
+    assert (config.longest_trajectory, config.learner.max_tokens_per_row, config.learner.data_parallel_size, config.probe_tokens) == (28, 28, 2, 8)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["--rollout.temprature", "1"], "did you mean rollout.temperature"),
         (["--lr", "1"], "here it is learner.learning_rate"),
         (["--colocate", "true"], "not implemented"),
+        (["--learner.ds3_gather_for_generation", "true"], "learner.ds3_gather_for_generation = .*no rank ever holds the model whole; set it to false"),
+        (["--ds3_gather_for_generation", "true"], r"did you mean learner\.ds3_gather_for_generation\?"),
         (["--rollout.temperature"], "expected one argument"),
         (["--rollout.temperature", "warm"], "rollout.temperature = 'warm'"),
     ],
@@ -170,7 +239,7 @@ def test_runs_never_lie_in_rays_working_directory(tmp_path, monkeypatch):
 
 
 def test_renamed_names_point_to_fields_or_say_why_not():
-    known = {*field_names(), "learner.sequence_parallel_size"}
+    known = set(field_names())
     assert all(target in known or target.startswith("nothing: ") for target in RENAMED.values())
     assert not {name.rsplit(".", 1)[-1] for name in field_names()} & {*RENAMED, *NOT_IMPLEMENTED}
 
@@ -184,6 +253,11 @@ def test_every_field_says_what_it_is():
                 yield prefix + name
 
     assert list(undocumented(Config)) == []
+
+
+def test_gathering_the_whole_model_may_be_declined_by_name(tmp_path):
+    assert load(tmp_path, {"learner.ds3_gather_for_generation": False}).learner.ds3_gather_for_generation is False
+    assert load(tmp_path, (), ["--learner.ds3_gather_for_generation", "false"]).learner.ds3_gather_for_generation is False
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.name)

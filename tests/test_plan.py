@@ -1,6 +1,8 @@
 """`asyncrl plan`: what it shows, and what it refuses with exit code 2, before anything is allocated."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +49,30 @@ def test_shows_arithmetic_cpus_memory_prompts_and_stops(write):
         assert part in text
 
 
+def test_shows_what_the_limits_do_to_every_file(write, tmp_path):
+    # The supervised rows of the held-out file are the same ones, with their targets.
+    changes = {"data.max_prompt_length": 7, "data.prompt_policy": "truncate", "data.max_length": 9, "data.length_policy": "drop"}
+    changes |= {"eval.data": "HERE/train.parquet", "warm_start.data": "HERE/train.parquet"}
+    plan = make_plan(load_config(write(changes, ["1 + 2 =", "10 + 20 =", "4 ="])))
+    text = plan.text()
+    for line in (
+        "data.train: 3 of 3 rows used; max_prompt_length: 1 row cut by 2 tokens",
+        "eval.data: 3 of 3 rows used; max_prompt_length: 1 row cut by 2 tokens",
+        "supervised rows of warm_start.data: 3 of 3 rows used; max_prompt_length: 1 row cut by 2 tokens",
+        "longest prompt 7 tokens; columns for the reward: answer",
+        "max_prompt_length 7 + max_completion_length 8, at most max_length 9, = 9 tokens",
+    ):
+        assert line in text
+    plan = make_plan(load_config(write({**changes, "data.max_length": 8}, ["1 + 2 =", "10 + 20 =", "4 ="])))
+    assert "supervised rows of eval.data: 1 of 3 rows used; max_length: 2 rows dropped\n" in plan.prompts_text()
+    assert "data.train: 3 of 3 rows used" in plan.prompts_text()
+
+
+def test_shows_what_ranks_that_share_rows_take_together(write):
+    text = make_plan(load_config(write({"learner.world_size": 4, "learner.sequence_parallel_size": 2, "learner.max_tokens_per_gpu": 14}))).text()
+    assert "max_tokens_per_gpu 14 * sequence_parallel_size 2 = 28 tokens" in text and "world_size 4 / sequence_parallel_size 2 = 2" in text
+
+
 def test_two_ranks_and_two_replicas_fit_two_cpus(write):
     plan = make_plan(load_config(write({"learner.world_size": 2, "generator.num_replicas": 2})))
     assert sum(part.count * part.cpus for part in plan.parts) <= 2.0 + 1e-9
@@ -61,9 +87,17 @@ def test_two_ranks_and_two_replicas_fit_two_cpus(write):
         ({}, ["1 + 2 =", "1" * 30], r"row 1 has 30 tokens, above data.max_prompt_length = 20"),
         ({"model.path": "nowhere"}, None, "model.path = '/.*nowhere'"),
         ({"rollout.max_completion_length": 4000}, None, "above the model's context"),
+        ({"rollout.max_completion_length": 4000, "data.max_length": 600}, None, "data.max_length = 600 tokens is above the model's context of 512"),
+        (
+            {"rollout.max_completion_length": 1, "warm_start.data": "HERE/train.parquet", "eval.data": "HERE/train.parquet"},
+            None,
+            "warm_start.data = .*: the completion of row 0 has 2 tokens, above rollout.max_completion_length = 1",
+        ),
         ({"rollout.rollout_stop": ["12"]}, None, "rollout.rollout_stop '12' is 2 tokens"),
         ({"name": "../up"}, None, "name = '../up'"),
         ({"rollout.num_steps_per_rollout": 3}, None, "does not divide"),
+        ({"learner.world_size": 3, "learner.sequence_parallel_size": 3}, None, "size = 3 does not divide the 4 attention heads of .*; use one of 1, 2, 4"),
+        ({"learner.world_size": 2, "learner.sequence_parallel_size": 2, "learner.max_tokens_per_gpu": 13}, None, "= 28 is above .* = 26"),
         ({"warm_start.data": "nowhere.parquet"}, None, "needs eval.data"),
         ({"warm_start.data": "nowhere.parquet", "eval.data": "HERE/train.parquet"}, None, "warm_start.data = '/.*nowhere.parquet': no such file"),
         (
@@ -96,7 +130,9 @@ def test_the_command_finds_rewards_in_the_current_directory(write, tmp_path):
     (tmp_path / "my_rewards.py").write_text("def score(prompts, **columns):\n    return [1.0] * len(prompts)\n")
     config = write({"reward.functions": {"mine": {"function": "my_rewards:score"}}})
     command = [Path(sys.executable).with_name("asyncrl"), "plan", config]
-    assert subprocess.run(command, capture_output=True, cwd=tmp_path).returncode == 0
+    planned = subprocess.run(command, capture_output=True, cwd=tmp_path, text=True)
+    assert planned.returncode == 0 and planned.stderr == ""
+    assert re.search(r"\n  stop token ids .*\n\n# learner memory, per rank\n(  .*\n)+  this machine: .* GiB of memory, .* free; .*\n$", planned.stdout)
     assert b"'my_rewards'" in subprocess.run(command, capture_output=True, cwd=tmp_path.parent).stderr
 
 
@@ -104,3 +140,21 @@ def test_weights_of_a_version_are_counted_in_the_published_type(write, tiny_mode
     stored = sum(file.stat().st_size for file in tiny_model.glob("*.safetensors"))
     assert json.loads((tiny_model / "config.json").read_text()).get("dtype") == "float32"
     assert make_plan(load_config(write({"model.dtype": "bfloat16"}))).weights_bytes == stored // 2
+
+
+@pytest.mark.parametrize("part", ["model.path", "algorithm.ref_load"])
+def test_a_model_that_packed_rows_cannot_train_is_refused_by_its_config(write, tmp_path, tiny_model, part):
+    shutil.copytree(tiny_model, tmp_path / "hybrid")
+    config = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "hybrid" / "config.json").write_text(json.dumps(config | {"layer_types": ["linear_attention", "full_attention"]}))
+    changes = {part: str(tmp_path / "hybrid"), **({"algorithm.kl_loss_coef": 0.1} if part != "model.path" else {})}
+    with pytest.raises(ConfigError, match=rf"{part} = '.*hybrid': model_type 'qwen3' has layers of type linear_attention.*; use a model with full") as error:
+        make_plan(load_config(write(changes)))
+    assert "\n" not in str(error.value)
+
+
+def test_a_bpe_tokenizer_with_a_chat_template_and_two_ends(write, llama_model):
+    plan = make_plan(load_config(write({"model.path": str(llama_model), "data.apply_chat_template": True})))
+    assert plan.prompts.first_text == "<s><|user|>1 + 2 =<|end|><|assistant|>" and plan.prompts.first_ids.count(1) == 1
+    assert plan.stops == {2: ("generation config", "tokenizer EOS"), 5: ("chat end token", "generation config")}
+    assert plan.weights_bytes == sum(file.stat().st_size for file in llama_model.glob("*.safetensors"))

@@ -11,10 +11,6 @@ def hangs(prompts, completions, completion_ids, **columns):
     time.sleep(3600)
 
 
-def too_few(prompts, completions, completion_ids, **columns):
-    return [0.0]
-
-
 def digits(prompts, completions, completion_ids, **columns):
     """Share of digits among at most six tokens: a model of random weights earns some of it, and learns it in a few steps."""
     return [sum(character.isdigit() for character in completion) / 6 for completion in completions]
