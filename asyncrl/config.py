@@ -25,7 +25,15 @@ two: an endless task never gives it back."""
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-PATHS = (("model", "path"), ("algorithm", "ref_load"), ("data", "train"), ("eval", "data"), ("warm_start", "data"))
+PATHS = (
+    ("model", "path"),
+    ("algorithm", "ref_load"),
+    ("data", "train"),
+    ("eval", "data"),
+    ("warm_start", "data"),
+    ("checkpoint", "save"),
+    ("checkpoint", "load"),
+)
 """Settings that are paths. They may begin with `{runs_root}`, and are made absolute."""
 
 
@@ -384,6 +392,13 @@ class CheckpointConfig(Section):
     """Save every so many applied steps. 0 = only at the end."""
     keep: int = Field(default=2, gt=0)
     """Committed checkpoints kept."""
+    save: str | None = None
+    """Directory of the checkpoints. Default: `checkpoints/` in the run directory. `{runs_root}` in it is replaced."""
+    load: str | None = None
+    """Run directory (or its checkpoints) to begin from, if this run has no checkpoint of its own: weights, optimizer, versions and data frontier.
+    `{runs_root}` in it is replaced."""
+    ckpt_step: int | None = Field(default=None, ge=0)
+    """Begin from the checkpoint of this step, not from the newest."""
 
 
 class WarmStartConfig(Section):
@@ -443,6 +458,9 @@ class Config(Section):
     """Optimizer steps applied before the run ends."""
     resume: Literal["never", "auto", "must"] = "never"
     """`must`: go on from the last committed checkpoint, else fail. `auto`: the same if there is one. `never`: a new run; an existing directory is refused."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Times that the run begins a new attempt by itself, from the last committed checkpoint, after a part of it has died. A new checkpoint sets the
+    count back."""
     placement_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds that a part may wait for resources before the run is given up with a table of what is missing."""
     model: ModelConfig
@@ -553,6 +571,11 @@ class Config(Section):
         """What `logprob_tolerance` bounds. bfloat16 keeps 8 bits of mantissa: a logit of 20 is off by up to 0.04, a log-prob of several by more; the
         quickstart's model differs by 0.01 in the mean and by 0.2 at most over 2,048 tokens."""
         return "max" if self.model.dtype == "float32" and not self.learner.bf16 else "mean"
+
+    @property
+    def checkpoints_directory(self) -> Path:
+        """Absolute directory of the checkpoints. Raises ConfigError as `run_directory`."""
+        return Path(self.checkpoint.save) if self.checkpoint.save else self.run_directory / "checkpoints"
 
     @property
     def run_directory(self) -> Path:

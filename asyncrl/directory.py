@@ -10,11 +10,11 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-
-import yaml
+from typing import Any
 
 from asyncrl.config import Config, ConfigError
-from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
+from asyncrl.control.checkpoint import Checkpoints, State
+from asyncrl.resume import Beginning, config_text, data_hash, find_beginning, hash_of, model_hash
 
 __all__ = ["RunDirectory", "replace_directory"]
 
@@ -26,9 +26,10 @@ class RunDirectory:
         path: absolute directory.
         state: where control begins: version 0, or the checkpoint's.
         checkpoint: the checkpoint's directory, or None for a new start.
+        said: lines on what was looked for, what was found, and what has changed since.
 
     Raises:
-        ConfigError: the directory is in use, exists under `resume: never`, has no readable checkpoint under `must`, or one of another seed.
+        ConfigError: the directory is in use, exists under `resume: never`, or there is no checkpoint that this config can go on from.
     """
 
     def __init__(self, config: Config) -> None:
@@ -36,29 +37,20 @@ class RunDirectory:
         if self.path.exists() and config.resume == "never" and any(self.path.iterdir()):
             self._refuse_in_use()
             raise ConfigError(f"run directory {self.path} exists; go on with it (--resume auto), or choose another --name")
-        checkpoints = Checkpoints(self.path / "checkpoints", config.checkpoint.keep)
-        self.checkpoint: Path | None = None
-        resumed: State | None = None
-        if config.resume != "never":
-            try:
-                self.checkpoint, resumed = checkpoints.latest()
-            except NoCheckpoint as error:
-                if config.resume == "must":
-                    raise ConfigError(str(error)) from None
-            except UnreadableCheckpoint as error:
-                raise ConfigError(str(error)) from None
-        if resumed is not None and resumed.seed != config.seed:
-            raise ConfigError(
-                f"seed = {config.seed}, but {self.checkpoint} was made with {resumed.seed}, and data order and sampling follow from it; set seed: "
-                f"{resumed.seed}, or start a new run under another --name"
-            )
+        record = self.path / "run.json"
+        known = json.loads(record.read_text()) if record.exists() else {"run_id": None, "attempts": []}
+        beginning = find_beginning(config, known["run_id"])
+        self.checkpoint, self.said = beginning.checkpoint, beginning.said
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._acquire()
-        self.checkpoints = checkpoints
-        self.state = self._begin_attempt(resumed, config.seed)
-        for unfinished in (self.path / "checkpoints").glob(".step_*"):
+        text = config_text(config)
+        self.checkpoints = Checkpoints(config.checkpoints_directory, config.checkpoint.keep, text)
+        self.state = self._begin_attempt(beginning, known, config, hash_of(text))
+        if beginning.checkpoint is not None and beginning.checkpoint.parent == self.checkpoints.directory:
+            self.checkpoints.point_at(beginning.checkpoint.name)
+        for unfinished in [*self.checkpoints.directory.glob(".step_*"), *self.checkpoints.directory.glob(".replaced.*")]:
             shutil.rmtree(unfinished)  # of an attempt that was killed while it saved
-        _replace_text(self.path / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        _replace_text(self.path / "config.yaml", text)
 
     @property
     def logs(self) -> Path:
@@ -87,15 +79,24 @@ class RunDirectory:
         if (self.path / ".lock").exists():
             os.close(self._acquire())
 
-    def _begin_attempt(self, resumed: State | None, seed: int) -> State:
-        record = self.path / "run.json"
-        tree = json.loads(record.read_text()) if record.exists() else {"run_id": uuid.uuid4().hex, "attempts": 0}
-        attempt = tree["attempts"]
-        _replace_text(record, json.dumps({**tree, "attempts": attempt + 1}))
+    def _begin_attempt(self, beginning: Beginning, known: dict[str, Any], config: Config, config_hash: str) -> State:
+        """The state to begin with; run.json then says of this attempt where it began and what its bounds are."""
+        run_id, attempt = known["run_id"] or uuid.uuid4().hex, len(known["attempts"])
+        state = beginning.state or State(run_id, attempt, 0, 0, 0, (), config.seed)
+        state = replace(state, run_id=run_id, attempt=attempt, config_hash=config_hash, data_hash=data_hash(config), model_hash=model_hash(config))
+        begun = {
+            "attempt": attempt,
+            "checkpoint": str(beginning.checkpoint) if beginning.checkpoint else None,
+            "version": state.version,
+            "frontier": state.frontier,
+            "finished_above": state.finished_above,
+            "waiting": state.waiting,
+            "max_staleness": config.staleness.max_staleness,
+            "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
+        }
+        _replace_text(self.path / "run.json", json.dumps({"run_id": run_id, "attempts": [*known["attempts"], begun]}, indent=1))
         (self.path / "logs" / f"attempt_{attempt}").mkdir(parents=True, exist_ok=True)
-        if resumed is None:
-            return State(tree["run_id"], attempt, 0, 0, 0, (), seed)
-        return replace(resumed, run_id=tree["run_id"], attempt=attempt)
+        return state
 
 
 def replace_directory(finished: Path, final: Path) -> None:

@@ -145,7 +145,7 @@ async def launch(
         scores = RayScores(config, state.attempt, rollouts.workers, rollouts, directory.path / "groups", reference)
         _closing(stack, "scoring", scores.close)
         rollouts.when_lost = scores.fail
-        prompts = RayPromptSource(config, report, state.frontier, state.finished_above)
+        prompts = RayPromptSource(config, report, state.frontier, [*state.finished_above, *(ordinal for _, ordinal in state.waiting)])
         _closing(stack, "prompts", prompts.close)
         generators_s, (learner, learner_s), pool, *_ = await _together(
             _timed(wait_for_generators(app_name, config.generator.start_timeout_s)),

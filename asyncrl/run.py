@@ -25,6 +25,7 @@ from asyncrl.control.checkpoint import State
 from asyncrl.control.concurrency import Concurrency, first_limit
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.fates import Fate, FatesWriter
+from asyncrl.control.protocols import PartDied, Scored
 from asyncrl.control.staleness import Staleness
 from asyncrl.data.supervised import supervised_rows
 from asyncrl.directory import RunDirectory, replace_directory
@@ -46,6 +47,8 @@ SHOW_EVERY_S = 0.5
 THREADS_END_S = 10.0
 """Seconds that calls under way in threads get to come back."""
 RATE_WINDOW_S = 10.0
+REPLACED = ("--resume", "--name", "--checkpoint.ckpt_step")
+"""Options that the resume command does not repeat: it says its own, and goes on from the newest checkpoint."""
 
 
 @dataclass(slots=True)
@@ -61,7 +64,8 @@ class Summary:
 
 
 def train(config: Config, resume_command: Sequence[str], after: Callable[[Config, Summary], None] | None = None) -> int:
-    """Train as the config says and return the exit code: 0 done, 1 failed, 130 interrupted.
+    """Train as the config says and return the exit code: 0 done, 1 failed, 130 interrupted. When a part of the run has died, a new attempt begins from
+    the last committed checkpoint, at most `max_restarts` times without a checkpoint between.
 
     Args:
         resume_command: the command that was given, from which the resume command is made.
@@ -71,18 +75,28 @@ def train(config: Config, resume_command: Sequence[str], after: Callable[[Config
         ConfigError: something in the config cannot be used; nothing was started.
     """
     plan = make_plan(config)
-    with RunDirectory(config) as directory:
-        resume = _variables() + shlex.join([*_without_resume(resume_command), "--name", config.name, "--resume", "must"])
-        _announce(plan, directory, resume)
-        try:
-            summary = asyncio.run(_interruptible(_train(config, plan, directory)))
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            print(f"\ninterrupted; {_way_on(directory, resume)}", file=sys.stderr)
-            return 130
-        except Exception as error:
-            logging.getLogger("asyncrl").error("the run failed", exc_info=error)
-            print(f"\nasyncrl: {_one_line(error)}\n  full log: {directory.logs / 'driver.log'}\n  {_way_on(directory, resume)}", file=sys.stderr)
-            return 1
+    resume = _variables() + shlex.join([*_without_resume(resume_command), "--name", config.name, "--resume", "must"])
+    restarts_left = config.max_restarts
+    while True:
+        with RunDirectory(config) as directory:
+            _announce(plan, directory, resume)
+            try:
+                summary = asyncio.run(_interruptible(_train(config, plan, directory)))
+                break
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                print(f"\ninterrupted; {_way_on(directory, resume)}", file=sys.stderr)
+                return 130
+            except Exception as error:
+                logging.getLogger("asyncrl").error("the run failed", exc_info=error)
+                if directory.checkpoints.newest_first()[:1] not in ([], [directory.checkpoint]):
+                    restarts_left = config.max_restarts
+                print(f"\nasyncrl: {_one_line(error)}\n  full log: {directory.logs / 'driver.log'}", file=sys.stderr)
+                if not isinstance(error, PartDied) or restarts_left == 0:
+                    print(f"  {_way_on(directory, resume)}", file=sys.stderr)
+                    return 1
+        restarts_left -= 1
+        print(f"  a new attempt begins by itself (max_restarts = {config.max_restarts}; {restarts_left} left without a new checkpoint)\n", file=sys.stderr)
+        config = config.model_copy(update={"resume": "auto", "checkpoint": config.checkpoint.model_copy(update={"ckpt_step": None})})
     _print_summary(summary, resume)
     if after is not None:
         after(config, summary)
@@ -121,7 +135,8 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
 
             async with launch(config, directory, plan.prompts, plan.context, prepare) as stations:
                 recorder.record("startup", directory.state.steps_attempted, directory.state.version, stations.startup)
-                coordinator = _coordinator(config, directory.state, directory, stations, recorder)
+                restored = await _restored(directory, stations)
+                coordinator = _coordinator(config, directory.state, restored, directory, stations, recorder)
                 live.follow(coordinator)
                 await coordinator.run()
                 live.phase("saving")
@@ -159,7 +174,14 @@ async def _prepare_learner(config: Config, directory: RunDirectory, learner: Lea
     live.phase("waiting for the generators")
 
 
-def _coordinator(config: Config, state: State, directory: RunDirectory, stations: Stations, recorder: _RunRecorder) -> Coordinator:
+async def _restored(directory: RunDirectory, stations: Stations) -> list[Scored]:
+    """The groups that wait in the checkpoint."""
+    if directory.checkpoint is None or not directory.state.waiting:
+        return []
+    return await stations.scores.load(directory.checkpoint / "buffer.parquet")
+
+
+def _coordinator(config: Config, state: State, restored: list[Scored], directory: RunDirectory, stations: Stations, recorder: _RunRecorder) -> Coordinator:
     generate = stations.generate
     evaluate = None
     if stations.held_out:
@@ -184,7 +206,7 @@ def _coordinator(config: Config, state: State, directory: RunDirectory, stations
         checkpoints=directory.checkpoints,
         evaluate=evaluate,
         check=check,
-        concurrency=concurrency_of(config, stations.kv_cache_tokens),
+        concurrency=concurrency_of(config, stations.kv_cache_tokens, state.concurrency),
     )
     schedule = Schedule(
         max_steps=config.max_steps,
@@ -196,16 +218,16 @@ def _coordinator(config: Config, state: State, directory: RunDirectory, stations
         check_every=config.weights.check_every_versions,
         evaluate_every=config.eval.every_steps,
     )
-    return Coordinator(parts, schedule, state)
+    return Coordinator(parts, schedule, state, restored)
 
 
-def concurrency_of(config: Config, kv_cache_tokens: int) -> Concurrency:
-    """The limit on groups that run at once, for replicas with KV caches of so many tokens each."""
+def concurrency_of(config: Config, kv_cache_tokens: int, found: float | None = None) -> Concurrency:
+    """The limit on groups that run at once, for replicas with KV caches of so many tokens each; `found` is where an earlier attempt had arrived."""
     rollout, generator = config.rollout, config.generator
     most = min(rollout.max_concurrency or config.max_outstanding, config.max_outstanding)
     samples, replicas = rollout.n_samples_per_prompt, generator.num_replicas
     first = first_limit(replicas * kv_cache_tokens, replicas * generator.max_num_seqs, samples, config.longest_trajectory)
-    return Concurrency(first, most, samples, rollout.adaptive_concurrency)
+    return Concurrency(found or first, most, samples, rollout.adaptive_concurrency)
 
 
 class _RunRecorder:
@@ -234,8 +256,8 @@ class _RunRecorder:
             self._alarmed.add(name)
             self.writer.write("alarm", step, version, {"alarm": line})
 
-    def fates(self, fates: list[Fate]) -> None:
-        self.fates_writer.write(fates)
+    def fates(self, fates: list[Fate], outstanding: list[int]) -> None:
+        self.fates_writer.write(fates, outstanding)
 
     def close(self) -> None:
         self.fates_writer.compact()
@@ -323,7 +345,7 @@ def _summary(directory: RunDirectory, seconds: float, phases: dict[str, float]) 
 def _announce(plan: Plan, directory: RunDirectory, resume: str) -> None:
     state = directory.state
     begin = f"resuming at version {state.version} from {directory.checkpoint}" if directory.checkpoint else "a new start at version 0"
-    print(f"run {plan.config.name}, attempt {state.attempt}: {begin}")
+    print("\n".join([f"run {plan.config.name}, attempt {state.attempt}: {begin}", *(f"  {line}" for line in directory.said)]))
     print(arithmetic(plan.config))
     print(plan.prompts_text())
     print(f"run directory  {directory.path}\nif it stops    {resume}\n", flush=True)
@@ -344,7 +366,7 @@ def _print_summary(summary: Summary, resume: str) -> None:
 
 
 def _way_on(directory: RunDirectory, resume: str) -> str:
-    if any((directory.path / "checkpoints").glob("step_*/COMMITTED")):
+    if directory.checkpoints.newest_first():
         return f"go on with: {resume}"
     return f"no checkpoint was written yet; start again with: {resume.removesuffix(' must')} auto"
 
@@ -365,9 +387,9 @@ def _without_resume(command: Sequence[str]) -> list[str]:
     kept: list[str] = []
     words = iter(command)
     for word in words:
-        if word in ("--resume", "--name"):
+        if word in REPLACED:
             next(words, None)
-        elif not word.startswith(("--resume=", "--name=")):
+        elif not word.startswith(tuple(f"{option}=" for option in REPLACED)):
             kept.append(word)
     return kept
 

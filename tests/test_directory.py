@@ -1,12 +1,15 @@
 """Who may write to a run directory, and where an attempt begins."""
 
 import asyncio
+import json
+from dataclasses import replace
 
 import pytest
 
 from asyncrl.config import Config, ConfigError
-from asyncrl.control.checkpoint import State
+from asyncrl.control.protocols import Scored
 from asyncrl.directory import RunDirectory
+from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
 
 def config(root, **changes):
@@ -22,8 +25,14 @@ def config(root, **changes):
     return Config.model_validate({**tree, **changes})
 
 
-async def save(directory):
-    (directory / "weights").write_text("1")
+class Learner(FakeLearner):
+    async def save(self, directory):
+        (directory / "weights").write_text("1")
+
+
+def write(directory, state=None, waiting=()):
+    scores = FakeScores(FakeRollouts())
+    return asyncio.run(directory.checkpoints.write(state or directory.state, waiting, Learner(1), scores))
 
 
 def test_a_new_run_begins_at_version_0(tmp_path):
@@ -42,7 +51,7 @@ def test_never_refuses_a_directory_that_exists(tmp_path):
 @pytest.mark.parametrize("resume", ["never", "auto", "must"])
 def test_a_directory_in_use_refuses_a_second_driver(tmp_path, resume):
     with RunDirectory(config(tmp_path)) as directory:
-        asyncio.run(directory.checkpoints.write(directory.state, save))
+        write(directory)
         with pytest.raises(ConfigError, match="in use by process"):
             RunDirectory(config(tmp_path, resume=resume))
 
@@ -58,26 +67,120 @@ def test_must_needs_a_checkpoint_and_auto_does_not(tmp_path):
 def test_a_resumed_attempt_goes_on_counting(tmp_path):
     with RunDirectory(config(tmp_path)) as directory:
         run_id = directory.state.run_id
-        asyncio.run(directory.checkpoints.write(State(run_id, 0, 2, 3, 16, (18,)), save))
+        group = Scored(17, 1, None, 4, (0.0, 1.0), {}, 2, 0)
+        write(directory, replace(directory.state, version=2, steps_attempted=3, frontier=16, finished_above=(18,), waiting=((0, 17),)), [group])
     with RunDirectory(config(tmp_path, resume="must")) as directory:
-        assert directory.state == State(run_id, 1, 2, 3, 16, (18,))
+        state = directory.state
+        assert (state.run_id, state.attempt, state.version, state.frontier, state.finished_above) == (run_id, 1, 2, 16, (18,))
+        assert state.waiting == ((0, 17),)
         assert directory.checkpoint == tmp_path / "run" / "checkpoints" / "step_000002"
+        assert "step_000002 (version 2, 1 groups waiting)" in directory.said[0]
+    attempts = json.loads((tmp_path / "run" / "run.json").read_text())["attempts"]
+    assert [(one["attempt"], one["version"], one["frontier"], one["waiting"]) for one in attempts] == [(0, 0, 0, []), (1, 2, 16, [[0, 17]])]
 
 
 def test_an_unreadable_checkpoint_never_means_a_new_start(tmp_path):
     with RunDirectory(config(tmp_path)) as directory:
-        path = asyncio.run(directory.checkpoints.write(directory.state, save))
+        path = write(directory)
     (path / "learner" / "weights").write_text("2")
     for resume in ("auto", "must"):
         with pytest.raises(ConfigError, match="is damaged"):
             RunDirectory(config(tmp_path, resume=resume))
 
 
-def test_a_resume_keeps_the_seed(tmp_path):
-    with RunDirectory(config(tmp_path, seed=3)) as directory:
-        assert directory.state.seed == 3
-        asyncio.run(directory.checkpoints.write(directory.state, save))
-    with pytest.raises(ConfigError, match=r"seed = 4, but .*step_000000 was made with 3.*set seed: 3"):
-        RunDirectory(config(tmp_path, seed=4, resume="must"))
-    with RunDirectory(config(tmp_path, seed=3, resume="must")) as directory:
-        assert (directory.state.seed, directory.state.attempt) == (3, 1)
+def test_an_unreadable_one_means_the_one_before_and_is_said(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory, replace(directory.state, version=1))
+        path = write(directory, replace(directory.state, version=2))
+    (path / "learner" / "weights").write_text("2")
+    with RunDirectory(config(tmp_path, resume="must")) as directory:
+        assert directory.state.version == 1
+        assert "passed over: checkpoint" in directory.said[0] and "step_000002 is damaged: learner/weights" in directory.said[0]
+
+
+def test_a_step_that_is_asked_for_is_gone_on_from_and_stays_the_newest(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        for version in (1, 2):
+            write(directory, replace(directory.state, version=version))
+    with RunDirectory(config(tmp_path, resume="must", checkpoint={"ckpt_step": 1})) as directory:
+        assert directory.state.version == 1
+    with RunDirectory(config(tmp_path, resume="must")) as directory:
+        assert directory.state.version == 1
+    with pytest.raises(ConfigError, match=r"no committed checkpoint of step 7 \(there are: 1, 2\)"):
+        RunDirectory(config(tmp_path, resume="must", checkpoint={"ckpt_step": 7}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 4}, r"seed = 4, but .*step_000000 was made with 0, and data order"),
+        ({"rollout": {"max_completion_length": 8, "temperature": 0.5}}, r"rollout.temperature = 0.5, .* groups that wait in the checkpoint"),
+        ({"learner": {"world_size": 2}}, "learner.world_size = 2, but .* holds the shards of that many ranks"),
+        ({"algorithm": {"advantage": "gae"}}, "only one of them has a value head"),
+        ({"data": {"train": "train.parquet", "max_prompt_length": 21}}, "ordinals count those"),
+    ],
+)
+def test_changes_that_would_falsify_the_run_are_refused(tmp_path, changes, message):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory)
+    with pytest.raises(ConfigError, match=f"{message}.*; set it back, or start a new run"):
+        RunDirectory(config(tmp_path, resume="must", **changes))
+
+
+def test_other_changes_are_shown(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory)
+    with RunDirectory(config(tmp_path, resume="must", max_steps=9, learner={"learning_rate": 0.5})) as directory:
+        assert [line for line in directory.said if "changed" in line] == [
+            "changed since: max_steps 3 → 9",
+            "changed since: learner.learning_rate 1e-06 → 0.5",
+        ]
+
+
+def test_other_data_under_the_same_name_are_refused(tmp_path):
+    data = {"train": str(tmp_path / "train.parquet"), "max_prompt_length": 20}
+    (tmp_path / "train.parquet").write_bytes(b"rows")
+    with RunDirectory(config(tmp_path, data=data)) as directory:
+        write(directory)
+    (tmp_path / "train.parquet").write_bytes(b"other rows")
+    with pytest.raises(ConfigError, match=r"data.train: its content .* ordinals stand for its rows; put it back"):
+        RunDirectory(config(tmp_path, data=data, resume="must"))
+
+
+def test_another_model_under_the_same_name_is_refused(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with RunDirectory(config(tmp_path, model={"path": str(tmp_path / "model")})) as directory:
+        write(directory)
+    (tmp_path / "model" / "config.json").write_text('{"hidden_size": 1}')
+    with pytest.raises(ConfigError, match=r"model.path: its content is no longer"):
+        RunDirectory(config(tmp_path, model={"path": str(tmp_path / "model")}, resume="must"))
+
+
+def test_load_begins_a_new_run_from_another_ones_checkpoint(tmp_path):
+    with RunDirectory(config(tmp_path, name="old")) as directory:
+        state = replace(directory.state, version=2, frontier=16, waiting=((0, 17),))
+        write(directory, state, [Scored(17, 1, None, 4, (0.0, 1.0), {}, 2, 0)])
+    with pytest.raises(ConfigError, match=r"checkpoint.load: no committed checkpoint in .*nowhere; give a run's directory"):
+        RunDirectory(config(tmp_path, name="new", checkpoint={"load": str(tmp_path / "nowhere")}))
+    assert not (tmp_path / "new").exists()
+    with RunDirectory(config(tmp_path, name="new", checkpoint={"load": str(tmp_path / "old")})) as directory:
+        assert (directory.state.version, directory.state.frontier, directory.state.waiting, directory.state.attempt) == (2, 16, (), 0)
+        assert directory.state.run_id != state.run_id and directory.checkpoint.is_relative_to(tmp_path / "old")
+        assert "groups that waited there are made again" in directory.said[-1]
+    with RunDirectory(config(tmp_path, name="new", resume="auto", checkpoint={"load": str(tmp_path / "old")})) as directory:
+        assert directory.said[0] == f"resume auto: no checkpoint in {tmp_path / 'new' / 'checkpoints'}"
+
+
+def test_checkpoints_elsewhere(tmp_path):
+    elsewhere = {"save": str(tmp_path / "elsewhere")}
+    with RunDirectory(config(tmp_path, checkpoint=elsewhere)) as directory:
+        assert write(directory).parent == tmp_path / "elsewhere"
+    with RunDirectory(config(tmp_path, checkpoint=elsewhere, resume="must")) as directory:
+        assert directory.checkpoint is not None
+    with pytest.raises(ConfigError, match="holds checkpoints of another run"):
+        RunDirectory(config(tmp_path, name="other", checkpoint=elsewhere))
+    with RunDirectory(config(tmp_path, name="third")):
+        pass
+    with pytest.raises(ConfigError, match=r"is of another run .* set checkpoint.load"):
+        RunDirectory(config(tmp_path, name="third", checkpoint=elsewhere, resume="auto"))

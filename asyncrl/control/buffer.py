@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncrl.control.protocols import Scored
 from asyncrl.control.staleness import Staleness
 
-__all__ = ["Buffer", "Frontier"]
+__all__ = ["Buffer", "Frontier", "Outstanding"]
 
 
 @dataclass(slots=True)
@@ -22,6 +22,8 @@ class Outstanding:
     training: bool = False
     tokens: int | None = None
     """Completion tokens, once generated."""
+    made_in: int | None = None
+    """Attempt that made it, if a checkpoint brought it; None = this one."""
 
 
 class Frontier:
@@ -72,6 +74,12 @@ class Buffer:
             raise ValueError(f"ordinal {ordinal} was admitted before")
         self.groups[ordinal] = Outstanding(ordinal, committed)
 
+    def restore(self, scored: Scored, made_in: int) -> None:
+        """A group that waited in the checkpoint waits here again."""
+        self.admit(scored.ordinal, scored.begun)
+        self.groups[scored.ordinal].made_in = made_in
+        self.add_scored(scored)
+
     def finished(self, ordinal: int, begun: int, tokens: int) -> None:
         """The group is generated; its oldest token version is known now."""
         if ordinal in self.groups:
@@ -103,6 +111,26 @@ class Buffer:
         if not self.staleness.may_cut([g.begun for g in self.groups.values() if g.ordinal not in taken], learner_version):
             return None
         return [group.scored for group in batch if group.scored is not None]
+
+    def untrainable(self, learner_version: int) -> list[int]:
+        """Ready groups that cannot be trained in time under `wait`, whatever comes: none unless the bound or the batch has become smaller since they
+        were admitted. For every j = 0 … S, (j + 1) * B groups begun at learner_version - S + j or before can be; the oldest go first."""
+        if self.staleness.on_stale == "drop":
+            return []
+        bound, size = self.staleness.max_staleness, self.staleness.groups_per_step
+        room = [(j + 1) * size for j in range(bound + 1)]
+        left_out = []
+        for group in self._ready():
+            age = learner_version - group.begun
+            if age <= bound and all(room[bound - age :]):
+                room[bound - age :] = [left - 1 for left in room[bound - age :]]
+            else:
+                left_out.append(group.ordinal)
+        return left_out
+
+    def waiting(self) -> list[Outstanding]:
+        """The groups that wait to be trained, in the order in which they will be."""
+        return self._ready()
 
     def take(self, batch: Iterable[Scored]) -> None:
         """These groups are in the batch now training."""

@@ -1,19 +1,22 @@
 """Checkpoints: a directory that is either committed and checked, or does not count.
 
-checkpoints/step_000120/{learner/…, state.json, MANIFEST, COMMITTED}, checkpoints/LATEST
+checkpoints/step_000120/{learner/…, buffer.parquet, config.yaml, state.json, MANIFEST, COMMITTED}, checkpoints/LATEST
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Checkpoints", "NoCheckpoint", "State", "UnreadableCheckpoint"]
+from asyncrl.control.protocols import Learner, Scored, Scores
+
+__all__ = ["Checkpoints", "NoCheckpoint", "State", "UnreadableCheckpoint", "sync_file"]
 
 
 class NoCheckpoint(RuntimeError):
@@ -21,7 +24,7 @@ class NoCheckpoint(RuntimeError):
 
 
 class UnreadableCheckpoint(RuntimeError):
-    """A committed checkpoint is there and cannot be read. The run never starts from zero instead."""
+    """Committed checkpoints are there and none can be read. The run never starts from zero instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,56 +41,155 @@ class State:
     """Ordinals above the frontier that have one."""
     seed: int = 0
     """Of data order and sampling: with the ordinals, the whole random state of control. The ranks' own is in learner/rank_N.pt."""
+    waiting: tuple[tuple[int, int], ...] = ()
+    """(attempt that made it, ordinal) of each scored group in buffer.parquet, row by row."""
+    concurrency: float | None = None
+    """Limit of groups that run at once, as far as it was found; None = there is none."""
+    skipped_in_row: int = 0
+    evaluations_due: tuple[int, ...] = ()
+    """Versions whose evaluation was due and not yet done."""
+    last_marked: int | None = None
+    """Newest version that was looked at for whether its evaluation is due; None = the checkpoint's own."""
+    config_hash: str = ""
+    """Of config.yaml, the resolved config."""
+    data_hash: str = ""
+    """Of the training file: ordinals mean its rows."""
+    model_hash: str = ""
+    """Of the model's config and tokenizer."""
 
 
 class Checkpoints:
     """The checkpoints of one run; the last `keep` stay."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, config: str = "") -> None:
+        """
+        Args:
+            config: text of config.yaml, the resolved config.
+        """
         self.directory = directory
         self.keep = keep
+        self.config = config
 
-    async def write(self, state: State, save_learner: Callable[[Path], Awaitable[None]]) -> Path:
-        """Write a checkpoint under a temporary name, mark it committed, rename it, and point LATEST at it."""
+    async def write(self, state: State, waiting: Sequence[Scored], learner: Learner, scores: Scores) -> Path:
+        """Write a checkpoint under a temporary name, mark it committed, rename it, and point LATEST at it. The event loop stays free meanwhile.
+
+        Args:
+            waiting: the groups of `state.waiting`, in its order.
+            learner, scores: save their parts of it.
+        """
         final = self.directory / f"step_{state.version:06d}"
         temporary = self.directory / f".{final.name}.{os.getpid()}"
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "learner").mkdir(parents=True)
-        await save_learner(temporary / "learner")
-        _write_synced(temporary / "state.json", json.dumps(asdict(state)))
-        _write_synced(temporary / "MANIFEST", json.dumps({name: _size_and_checksum(temporary / name) for name in _files(temporary)}, indent=0))
-        _write_synced(temporary / "COMMITTED", "")
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        _write_synced(self.directory / ".LATEST", final.name)
-        os.replace(self.directory / ".LATEST", self.directory / "LATEST")
-        for old in self._committed()[: -self.keep]:
-            shutil.rmtree(old)
+        await learner.save(temporary / "learner")
+        if waiting:
+            await scores.save(waiting, temporary / "buffer.parquet")
+        await asyncio.to_thread(self._commit, temporary, final, state)
         return final
 
-    def latest(self) -> tuple[Path, State]:
-        """The newest committed checkpoint, every file of it checked against its manifest.
+    def _commit(self, temporary: Path, final: Path, state: State) -> None:
+        (temporary / "config.yaml").write_text(self.config)
+        _write_synced(temporary / "state.json", json.dumps(asdict(state)))
+        manifest = {}
+        for name in _files(temporary):
+            sync_file(temporary / name)
+            manifest[name] = _size_and_checksum(temporary / name)
+        _write_synced(temporary / "MANIFEST", json.dumps(manifest, indent=0))
+        _write_synced(temporary / "COMMITTED", f"{_checksum_of_text((temporary / 'MANIFEST').read_text())}")
+        sync_file(temporary)
+        replaced = self.directory / f".replaced.{final.name}"
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():  # of an attempt that went back to an older one
+            os.replace(final, replaced)
+        os.replace(temporary, final)
+        shutil.rmtree(replaced, ignore_errors=True)
+        self.point_at(final.name)
+        for old in [path for path in self.newest_first() if path != final][self.keep - 1 :]:
+            shutil.rmtree(old)
+
+    def point_at(self, name: str) -> None:
+        """LATEST names this checkpoint from now on."""
+        _write_synced(self.directory / ".LATEST", name)
+        os.replace(self.directory / ".LATEST", self.directory / "LATEST")
+        sync_file(self.directory)
+
+    def find(self, version: int | None = None) -> tuple[Path, State, list[str]]:
+        """The checkpoint to go on from, every file of it checked against its manifest: that of `version`, else the one that LATEST names, else, if
+        that cannot be read, the next older one. The third value says in one line each what was passed over.
 
         Raises:
-            NoCheckpoint: there is none.
-            UnreadableCheckpoint: it does not match its manifest, or its state cannot be read.
+            NoCheckpoint: there is none, or none of `version`.
+            UnreadableCheckpoint: none can be read.
         """
-        committed = self._committed()
+        committed = self.newest_first()
+        if version is not None:
+            committed = [path for path in committed if _version(path) == version]
         if not committed:
-            raise NoCheckpoint(f"no committed checkpoint in {self.directory}; start with --resume never or auto")
-        path = committed[-1]
-        try:
-            manifest = json.loads((path / "MANIFEST").read_text())
-            for name, expected in manifest.items():
-                if _size_and_checksum(path / name) != expected:
-                    raise UnreadableCheckpoint(f"checkpoint {path} is damaged: {name} is not what its MANIFEST says; remove the directory to use an older one")
-            tree = json.loads((path / "state.json").read_text())
-            return path, State(**{**tree, "finished_above": tuple(tree["finished_above"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UnreadableCheckpoint(f"checkpoint {path} cannot be read ({error}); remove the directory to use an older one") from error
+            wanted = "committed checkpoint" if version is None else f"committed checkpoint of step {version} (there are: {self._names()})"
+            raise NoCheckpoint(f"no {wanted} in {self.directory}; start with --resume never or auto")
+        passed_over = self._bad_pointer()
+        for path in committed:
+            try:
+                return path, self.read(path), passed_over
+            except UnreadableCheckpoint as error:
+                passed_over.append(str(error))
+        raise UnreadableCheckpoint("; ".join(passed_over) + "; restore one of them, or start a new run under another --name")
 
-    def _committed(self) -> list[Path]:
-        return sorted(path.parent for path in self.directory.glob("step_*/COMMITTED"))
+    @staticmethod
+    def read(path: Path) -> State:
+        """The state of one checkpoint.
+
+        Raises:
+            UnreadableCheckpoint: a file does not match the manifest, or the state cannot be read.
+        """
+        try:
+            text = (path / "MANIFEST").read_text()
+            marked = (path / "COMMITTED").read_text()
+            if marked and marked != str(_checksum_of_text(text)):
+                raise UnreadableCheckpoint(f"checkpoint {path} is damaged: MANIFEST is not what was committed")
+            for name, expected in json.loads(text).items():
+                if _size_and_checksum(_inside(path, name)) != expected:
+                    raise UnreadableCheckpoint(f"checkpoint {path} is damaged: {name} is not what its MANIFEST says")
+            tree = json.loads((path / "state.json").read_text())
+            lists = {"finished_above": tuple(tree["finished_above"]), "evaluations_due": tuple(tree.get("evaluations_due", ()))}
+            return State(**{**tree, **lists, "waiting": tuple((made_in, ordinal) for made_in, ordinal in tree.get("waiting", ()))})
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UnreadableCheckpoint(f"checkpoint {path} cannot be read ({error})") from error
+
+    def newest_first(self) -> list[Path]:
+        """The committed ones: what LATEST names, then the older ones, then those that an attempt left behind which went back."""
+        committed = sorted((path.parent for path in self.directory.glob("step_*/COMMITTED")), reverse=True)
+        named = self._named()
+        if named not in committed:
+            return committed
+        after = [path for path in committed if path > named]
+        return [path for path in committed if path <= named] + after
+
+    def _named(self) -> Path | None:
+        latest = self.directory / "LATEST"
+        return self.directory / latest.read_text(errors="replace").strip() if latest.is_file() else None
+
+    def _bad_pointer(self) -> list[str]:
+        named = self._named()
+        if named is None or (named / "COMMITTED").exists():
+            return []
+        return [f"{self.directory / 'LATEST'} names {named.name!r}, which is no committed checkpoint"]
+
+    def _names(self) -> str:
+        return ", ".join(str(_version(path)) for path in self.newest_first()) or "none"
+
+
+def _version(path: Path) -> int:
+    number = path.name.removeprefix("step_")
+    return int(number) if number.isdigit() else -1
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """A manifest may name only what lies in its own directory."""
+    path = directory / name
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise UnreadableCheckpoint(f"checkpoint {directory} is damaged: its MANIFEST names {name!r}, which lies outside")
+    return path
 
 
 def _files(directory: Path) -> list[str]:
@@ -101,6 +203,19 @@ def _size_and_checksum(path: Path) -> list[int]:
             checksum = zlib.crc32(block, checksum)
             size += len(block)
     return [size, checksum]
+
+
+def _checksum_of_text(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file, or a directory's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_synced(path: Path, text: str) -> None:

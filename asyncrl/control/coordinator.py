@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
-from asyncrl.control.buffer import Buffer, Frontier
+from asyncrl.control.buffer import Buffer, Frontier, Outstanding
 from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
@@ -59,7 +59,9 @@ class Recorder(Protocol):
 
     def record(self, event: str, step: int, version: int, metrics: Mapping[str, Any]) -> None: ...
 
-    def fates(self, fates: list[Fate]) -> None: ...
+    def fates(self, fates: list[Fate], outstanding: list[int]) -> None:
+        """Groups that have come to their end, and the ordinals admitted in this attempt that have not."""
+        ...
 
 
 class LogprobCheck(Protocol):
@@ -119,20 +121,28 @@ class Progress:
 class Coordinator:
     """Trains from version `state.version` to `schedule.max_steps`."""
 
-    def __init__(self, parts: Parts, schedule: Schedule, state: State) -> None:
+    def __init__(self, parts: Parts, schedule: Schedule, state: State, restored: Sequence[Scored] = ()) -> None:
+        """
+        Args:
+            restored: the groups that waited in the checkpoint, as `state.waiting` lists them.
+        """
         self.parts = parts
         self.schedule = schedule
-        self.run_id, self.attempt, self.seed = state.run_id, state.attempt, state.seed
+        self.begun = state
+        self.attempt = state.attempt
         self.buffer = Buffer(schedule.staleness, Frontier(state.frontier, state.finished_above))
-        self.first_version = self.last_marked = state.version
+        for scored, (made_in, _) in zip(restored, state.waiting, strict=True):
+            self.buffer.restore(scored, made_in)
+        self.first_version = state.version
+        self.last_marked = state.version if state.last_marked is None else state.last_marked
         self.gathered = state.version - 1
         self.progress = Progress(phase="publishing", version=state.version, attempted=state.steps_attempted)
-        self.skipped_in_row = 0
+        self.skipped_in_row = state.skipped_in_row
         self.in_publication: Manifest | None = None
         self.evaluating = False
         self.learning_done = False
         self.publishing_done = False
-        self.evaluations_due = {0} if state.version == 0 else set()
+        self.evaluations_due = {0} if state.version == 0 else set(state.evaluations_due)
         self._condition = asyncio.Condition()
         self._given_up: list[int] = []
         """Groups dropped while they waited to be scored; their worker may forget them."""
@@ -163,7 +173,7 @@ class Coordinator:
                 task.cancel()
             await asyncio.gather(*loops.values(), return_exceptions=True)
             self._fates += [
-                Fate(self.attempt, ordinal, "waiting", "the run ended first", self.progress.attempted, completion_tokens=group.tokens)
+                Fate(self._made_in(group), ordinal, "waiting", "the run ended first", self.progress.attempted, completion_tokens=group.tokens)
                 for ordinal, group in self.buffer.groups.items()
             ]
             self._flush_fates()
@@ -241,6 +251,9 @@ class Coordinator:
     # learning: batches → an applied step, then a gathered version. Waits for a full, fresh batch. Ends after max_steps.
 
     async def _learning(self) -> None:
+        async with self._changing():
+            for ordinal in self.buffer.untrainable(self.progress.version):
+                self._end(ordinal, "dropped", "stale: it waited in the checkpoint, and staleness or batch are smaller now")
         await self._gather()
         while self.progress.version < self.schedule.max_steps:
             self.progress.phase = "training"
@@ -371,13 +384,29 @@ class Coordinator:
             return
         clock = asyncio.get_running_loop().time
         started = clock()
-        await self.parts.checkpoints.write(self.state(), self.parts.learner.save)
+        groups = [group.scored for group in self.buffer.waiting() if group.scored is not None]
+        await self.parts.checkpoints.write(self.state(), groups, self.parts.learner, self.parts.scores)
         self.parts.recorder.record("checkpoint", self.progress.attempted, version, {"checkpoint/save_s": clock() - started})
 
     def state(self) -> State:
-        """What a resume needs of control. Groups outstanding have no outcome, and so are made again."""
+        """What a resume needs of control. Groups that are generated or scored just now have no outcome and do not wait yet: they are made again."""
         frontier = self.buffer.frontier
-        return State(self.run_id, self.attempt, self.progress.version, self.progress.attempted, frontier.lowest, tuple(sorted(frontier.above)), self.seed)
+        return replace(
+            self.begun,
+            version=self.progress.version,
+            steps_attempted=self.progress.attempted,
+            frontier=frontier.lowest,
+            finished_above=tuple(sorted(frontier.above)),
+            waiting=tuple((self._made_in(group), group.ordinal) for group in self.buffer.waiting()),
+            concurrency=None if self.parts.concurrency is None else self.parts.concurrency.limit,
+            skipped_in_row=self.skipped_in_row,
+            evaluations_due=tuple(sorted(self.evaluations_due)),
+            last_marked=self.last_marked,
+        )
+
+    def _made_in(self, group: Outstanding) -> int:
+        """The attempt that made the group."""
+        return self.attempt if group.made_in is None else group.made_in
 
     # publishing: a gathered version → a committed version. Waits for replicas. Ends when the last version is committed.
 
@@ -464,10 +493,11 @@ class Coordinator:
             )
         if outcome != "trained":
             self.progress.wasted_tokens += group.tokens or 0
-        self._fates.append(Fate(self.attempt, ordinal, outcome, reason, self.progress.attempted, trained_at, staleness, group.tokens))
+        self._fates.append(Fate(self._made_in(group), ordinal, outcome, reason, self.progress.attempted, trained_at, staleness, group.tokens))
 
     def _flush_fates(self) -> None:
-        self.parts.recorder.fates(self._fates)
+        outstanding = [ordinal for ordinal, group in self.buffer.groups.items() if group.made_in is None]
+        self.parts.recorder.fates(self._fates, outstanding)
         self._fates = []
 
     def _count_idle(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-__all__ = ["FATES", "Fate", "FatesWriter"]
+__all__ = ["FATES", "OUTSTANDING", "Fate", "FatesWriter"]
 
 FATES = pa.schema(
     [
@@ -22,16 +23,20 @@ FATES = pa.schema(
         ("trained_at_version", pa.int32()),
         ("staleness", pa.int32()),
         ("completion_tokens", pa.int64()),
+        ("ended_in", pa.int32()),
     ]
 )
 OUTCOMES = ("trained", "skipped", "filtered", "dropped", "failed", "waiting")
 """`waiting`: admitted and without another outcome when the attempt ended."""
+OUTSTANDING = b"asyncrl.outstanding"
+"""Key of a file's metadata: the ordinals that were admitted and had no outcome when it was written, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """The outcome of one admitted group in one attempt. Version and staleness only if it was trained; its completion
-    tokens if it was generated: a group aborted in mid-generation has none."""
+    """The outcome of one admitted group. Version and staleness only if it was trained; its completion tokens if it was generated: a group aborted
+    in mid-generation has none. `attempt` made the group, as in its own row; the file's column `ended_in` has the one that decided: another, if the
+    group waited in a checkpoint."""
 
     attempt: int
     ordinal: int
@@ -56,12 +61,17 @@ class FatesWriter:
         self.files = 0
         directory.mkdir(parents=True, exist_ok=True)
 
-    def write(self, fates: Sequence[Fate]) -> None:
-        """One file of these fates; none for no fates."""
+    def write(self, fates: Sequence[Fate], outstanding: Sequence[int] = ()) -> None:
+        """One file of these fates; none for no fates.
+
+        Args:
+            outstanding: ordinals admitted in this attempt that have no outcome yet.
+        """
         if not fates:
             return
-        table = pa.Table.from_pylist([asdict(fate) for fate in fates], FATES)
-        final = self.directory / f"attempt_{self.attempt}-{self.files:06d}.parquet"
+        rows = [asdict(fate) | {"ended_in": self.attempt} for fate in fates]
+        table = pa.Table.from_pylist(rows, FATES.with_metadata({OUTSTANDING: json.dumps(list(outstanding))}))
+        final = self.directory / f"attempt_{self.attempt:04d}-{self.files:06d}.parquet"
         temporary = final.with_name("." + final.name)
         pq.write_table(table, temporary)
         os.replace(temporary, final)
@@ -69,10 +79,11 @@ class FatesWriter:
 
     def compact(self) -> None:
         """Merge this attempt's files into one. The last file's name is kept, so that numbering goes on."""
-        files = sorted(self.directory.glob(f"attempt_{self.attempt}-*.parquet"))
+        files = sorted(self.directory.glob(f"attempt_{self.attempt:04d}-*.parquet"))
         if len(files) < 2:
             return
-        table = pa.concat_tables([pq.read_table(file) for file in files])
+        tables = [pq.read_table(file) for file in files]
+        table = pa.concat_tables(tables).replace_schema_metadata(tables[-1].schema.metadata)
         temporary = files[-1].with_name("." + files[-1].name)
         pq.write_table(table, temporary)
         os.replace(temporary, files[-1])

@@ -17,6 +17,7 @@ __all__ = [
     "Finished",
     "Learner",
     "Manifest",
+    "PartDied",
     "PromptSource",
     "PushReport",
     "RolloutFailed",
@@ -27,6 +28,10 @@ __all__ = [
     "TensorEntry",
     "WeightSync",
 ]
+
+
+class PartDied(RuntimeError):
+    """A process of the run died, or a stream broke because one did. A new attempt, from the last committed checkpoint, may go better."""
 
 
 class RolloutFailed(Exception):
@@ -174,6 +179,14 @@ class Scores(Protocol):
     """Scored groups in the order in which they are done. Each is in a complete Parquet file before it comes; the caller acknowledges it."""
 
     async def next(self) -> list[Scored]: ...
+
+    async def save(self, groups: Sequence[Scored], path: Path) -> None:
+        """Write the groups' rows as one Parquet file, in this order."""
+        ...
+
+    async def load(self, path: Path) -> list[Scored]:
+        """The groups of a file that `save` wrote, in its order. They do not come by `next` again."""
+        ...
 
     async def close(self) -> None: ...
 

@@ -21,6 +21,7 @@ import pyarrow.json
 import pyarrow.parquet
 
 from asyncrl.config import Config, ConfigError
+from asyncrl.control.protocols import PartDied
 from asyncrl.data.truncation import Limit, Limits, TooLong, Truncated, TruncationReport, truncate
 from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TRAJECTORY_COLUMNS, Prompt
 
@@ -297,7 +298,7 @@ class RayPromptSource:
         self._thread.start()
 
     async def next(self) -> Prompt:
-        """The next prompt in ordinal order. Raises RuntimeError if the stream broke."""
+        """The next prompt in ordinal order. Raises PartDied if the stream broke."""
         item: Prompt | BaseException | None
         while True:
             try:
@@ -305,7 +306,7 @@ class RayPromptSource:
             except queue.Empty:
                 item = await asyncio.to_thread(self._get_within, 1.0)
             if isinstance(item, BaseException):
-                raise RuntimeError(f"the prompt stream broke: {item}") from item
+                raise PartDied(f"the prompt stream broke: {item}") from item
             if item is not None:
                 return item
 

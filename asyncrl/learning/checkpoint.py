@@ -16,34 +16,39 @@ from asyncrl.weights.gather import TORCH_DTYPES, gather_buckets, weight_layout
 __all__ = ["export_hf", "load_rank", "save_rank"]
 
 TAG = "zero3"
+COUNTERS = "counters.json"
+"""The learner's own counts: world_size, applied (steps), trained_tokens (loss tokens)."""
 
 
-def save_rank(engine: Any, directory: Path, rank: int, counters: dict[str, float]) -> None:
-    """Write this rank's shards, RNG state and counters under `directory` (a collective)."""
+def save_rank(engine: Any, directory: Path, rank: int, counters: dict[str, int], norms: list[float]) -> None:
+    """Write this rank's shards, RNG state and the last gradient norms under `directory` (a collective); rank 0 writes counters.json as well."""
     engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
-    torch.save({"rng": torch.get_rng_state(), "counters": dict(counters)}, _rank_file(directory, rank))
+    torch.save({"rng": torch.get_rng_state(), "norms": norms}, _rank_file(directory, rank))
+    if rank == 0:
+        (Path(directory) / COUNTERS).write_text(json.dumps(counters))
 
 
-def load_rank(engine: Any, directory: Path, rank: int, world_size: int) -> dict[str, float]:
-    """Restore what `save_rank` wrote (a collective); return the counters. The shards are pickles: load only what this project wrote.
+def load_rank(engine: Any, directory: Path, rank: int, world_size: int) -> tuple[dict[str, int], list[float]]:
+    """Restore what `save_rank` wrote (a collective); return counters and norms. The shards are pickles: load only what this project wrote.
 
     Raises:
         ValueError: the directory cannot be read, or was written by another number of ranks.
     """
     try:
+        counters: dict[str, int] = json.loads((Path(directory) / COUNTERS).read_text())
+        if counters["world_size"] != world_size:
+            raise ValueError(
+                f"learner state {str(directory)!r} was written by {counters['world_size']} ranks, whose shards it holds; set learner.world_size to that, "
+                f"not {world_size}"
+            )
         own = torch.load(_rank_file(directory, rank), weights_only=True)
-    except FileNotFoundError:
-        raise ValueError(f"learner state {str(directory)!r} has no file of rank {rank}; name a complete checkpoint") from None
-    counters: dict[str, float] = own["counters"]
-    if counters["world_size"] != world_size:
-        raise ValueError(
-            f"learner state {str(directory)!r} was written by {counters['world_size']:.0f} ranks; set learner.world_size to that, not {world_size}"
-        )
+    except FileNotFoundError as error:
+        raise ValueError(f"learner state {str(directory)!r} has no {Path(error.filename).name}; name a complete checkpoint") from None
     loaded, _ = engine.load_checkpoint(str(directory), tag=TAG, load_lr_scheduler_states=False)
     if loaded is None:
         raise ValueError(f"learner state {str(directory)!r} cannot be read; name a complete checkpoint")
     torch.set_rng_state(own["rng"])
-    return counters
+    return counters, own["norms"]
 
 
 def _rank_file(directory: Path, rank: int) -> Path:

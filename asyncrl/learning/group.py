@@ -14,13 +14,17 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config import Config
-from asyncrl.control.protocols import Manifest, Scored, StepResult
+from asyncrl.control.protocols import Manifest, PartDied, Scored, StepResult
 
-__all__ = ["LearnerError", "LearnerGroup", "PlacementError", "RankProcess", "rank_environment"]
+__all__ = ["LearnerDied", "LearnerError", "LearnerGroup", "PlacementError", "RankProcess", "rank_environment"]
 
 
 class LearnerError(RuntimeError):
     """A rank failed or died; all ranks have been ended. One line that names the rank and the cause."""
+
+
+class LearnerDied(LearnerError, PartDied):
+    """The process of a rank is gone."""
 
 
 class PlacementError(RuntimeError):
@@ -162,7 +166,7 @@ class LearnerGroup:
             failed = next(number for number, task in enumerate(waiting) if task.done() and task.exception() is error)
             self._failure = f"learner rank {failed} failed in {method}: {_cause(error)}"
             self._end()
-            raise LearnerError(self._failure) from error
+            raise (LearnerDied if isinstance(error, RayActorError) else LearnerError)(self._failure) from error
         except asyncio.CancelledError:
             # Ranks in mid-collective cannot be called back one by one.
             self._failure = f"the learner was ended in {method}: its caller was cancelled"

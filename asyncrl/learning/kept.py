@@ -23,8 +23,13 @@ WINDOW, LEAST = 32, 8
 class NormWatch:
     """The gradient norms of the last applied steps."""
 
-    def __init__(self) -> None:
-        self._norms: deque[float] = deque(maxlen=WINDOW)
+    def __init__(self, known: Sequence[float] = ()) -> None:
+        self._norms: deque[float] = deque(known, maxlen=WINDOW)
+
+    @property
+    def known(self) -> list[float]:
+        """Oldest first."""
+        return list(self._norms)
 
     def ratio(self, norm: float) -> float:
         """`norm` over the median of the last norms, 1.0 while fewer than eight are known. Remembers it."""

@@ -23,6 +23,7 @@ from asyncrl.algorithms.losses import LossSums, policy_loss, supervised_loss, to
 from asyncrl.config import Config
 from asyncrl.control.protocols import Manifest
 from asyncrl.data.balance import quadratic_cost
+from asyncrl.data.groups import groups_at
 from asyncrl.data.packing import Packing, pack
 from asyncrl.learning import checkpoint, zero3
 from asyncrl.learning.batches import (
@@ -40,7 +41,6 @@ from asyncrl.learning.kept import NormWatch, culprit, keep_batch
 from asyncrl.learning.metrics import StepSums, step_metrics
 from asyncrl.learning.schedule import learning_rate_at
 from asyncrl.learning.ulysses import SequenceGroup
-from asyncrl.types import table_from_ipc
 from asyncrl.weights.gather import gather_buckets, weight_layout
 
 __all__ = ["LearnerRank"]
@@ -66,6 +66,8 @@ class LearnerRank:
         self.warmup_steps = config.learner.warmup_steps
         self.applied = 0
         """Steps applied since the optimizer was fresh, which is the policy version; drives the schedule of the learning rate."""
+        self.trained_tokens = 0
+        """Loss tokens of all policy steps applied so far, in earlier attempts too."""
         self.device = torch.device("cuda" if config.learner.device == "cuda" else "cpu")
         self.versions: dict[int, list[Any]] = {}
         self.norms = NormWatch()
@@ -107,7 +109,7 @@ class LearnerRank:
 
         Metrics hold `applied` (1.0 or 0.0). NaN or Inf on any rank: no rank steps. The second value says why the batch was kept; "" if it was not.
         """
-        tables = _fetch(refs)
+        tables = groups_at(refs)
         if self.config.reward.shuffle:
             tables = shuffle_rewards(tables, self.config.algorithm.advantage, (self.config.seed, self.applied))
         scored = [example for table in tables for example in examples_of(table)]
@@ -119,6 +121,7 @@ class LearnerRank:
         version = self.applied
         metrics = self._train(examples, weights, self._policy_loss(mean_weight), rate)
         if metrics["applied"]:
+            self.trained_tokens += int(metrics["tokens"])
             metrics["grad_norm_ratio"] = self.norms.ratio(metrics["grad_norm"])
         return metrics, self._keep_if_bad(metrics, version, tables, scored, weights)
 
@@ -292,7 +295,7 @@ class LearnerRank:
         """Fresh AdamW moments, and the (peak) learning rate of the steps to come."""
         zero3.fresh_optimizer(self.engine)
         self.norms.forget()
-        self.learning_rate, self.warmup_steps, self.applied = learning_rate, warmup_steps, 0
+        self.learning_rate, self.warmup_steps, self.applied, self.trained_tokens = learning_rate, warmup_steps, 0, 0
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Learning rate of the steps to come; moments and counters stay."""
@@ -300,7 +303,8 @@ class LearnerRank:
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, counters and RNG under `directory`."""
-        checkpoint.save_rank(self.engine, directory, self.rank, self._counters())
+        counters = {"world_size": self.config.learner.world_size, "applied": self.applied, "trained_tokens": self.trained_tokens}
+        checkpoint.save_rank(self.engine, directory, self.rank, counters, self.norms.known)
 
     def load(self, directory: Path) -> None:
         """Go on from `save(directory)`. The learning rate and its schedule stay as they are now: a resume may change them.
@@ -308,10 +312,9 @@ class LearnerRank:
         Raises:
             ValueError: it cannot be read, or was written by another number of ranks.
         """
-        self.applied = int(checkpoint.load_rank(self.engine, directory, self.rank, self.config.learner.world_size)["applied"])
-
-    def _counters(self) -> dict[str, float]:
-        return {"world_size": self.config.learner.world_size, "applied": self.applied}
+        counters, norms = checkpoint.load_rank(self.engine, directory, self.rank, self.config.learner.world_size)
+        self.applied, self.trained_tokens = counters["applied"], counters["trained_tokens"]
+        self.norms = NormWatch(norms)
 
     def export_hf(self, directory: Path, tokenizer_source: str) -> None:
         """Write a Hugging Face directory, gathered bucket by bucket onto rank 0."""
@@ -345,10 +348,3 @@ class LearnerRank:
 
 def _not_finite(totals: dict[str, float]) -> bool:
     return bool(totals["nonfinite_loss"] or totals["nonfinite_gradient"])
-
-
-def _fetch(refs: Sequence[Any]) -> list[pa.Table]:
-    """One-row tables in the order given. Each object is fetched once, however many of its rows are wanted."""
-    wanted = list(dict.fromkeys(ref[0] for ref in refs if isinstance(ref, tuple)))
-    tables = {ref: table_from_ipc(stream) for ref, stream in zip(wanted, ray.get(wanted) if wanted else (), strict=True)}
-    return [tables[ref[0]].slice(ref[1], 1) if isinstance(ref, tuple) else ref for ref in refs]

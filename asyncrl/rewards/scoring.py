@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet
 import ray
 import ray.exceptions
 
 from asyncrl.config import Config
-from asyncrl.control.protocols import Rollouts, Scored
+from asyncrl.control.protocols import PartDied, Rollouts, Scored
+from asyncrl.data.groups import groups_at
 from asyncrl.data.stream import stream_blocks
 from asyncrl.rewards.contract import RewardError
-from asyncrl.rewards.files import FlushFiles, compact
+from asyncrl.rewards.files import FlushFiles, compact, write_groups
 from asyncrl.rewards.score import score_table
 from asyncrl.rewards.source import rewarded_groups
 from asyncrl.types import table_to_ipc
@@ -70,18 +72,31 @@ class RayScores:
 
         Raises:
             RewardError: policy `fail`, and a reward failed.
-            RuntimeError: the execution broke.
+            PartDied: the execution broke.
         """
         while True:
             items = await self._safe.get()
             if isinstance(items, RewardError):
                 raise items
             if isinstance(items, BaseException):
-                raise RuntimeError(f"the scoring stream broke: {type(items).__name__}: {items}") from items
+                raise PartDied(f"the scoring stream broke: {type(items).__name__}: {items}") from items
             if copies := [ordinal for ordinal, group in items if group is None]:
                 await self._rollouts.ack(copies)
             if scored := [group for _, group in items if group is not None]:
                 return scored
+
+    async def save(self, groups: Sequence[Scored], path: Path) -> None:
+        """Write the groups' rows as one Parquet file, in this order."""
+        await asyncio.to_thread(write_groups, path, groups_at([scored.ref for scored in groups]))
+
+    async def load(self, path: Path) -> list[Scored]:
+        """The groups of a file that `save` wrote, in its order, in the object store again. They do not come by `next`."""
+        return await asyncio.to_thread(self._load, path)
+
+    def _load(self, path: Path) -> list[Scored]:
+        groups = pyarrow.parquet.read_table(path)
+        stream, names = ray.put(table_to_ipc(groups)), list(self._config.reward.functions)
+        return [scored_summary(groups.slice(place, 1), (stream, place), names) for place in range(groups.num_rows)]
 
     async def begun(self) -> bool:
         """Whether the execution's task runs: it has asked a worker for groups. A stream that broke has begun: `next` raises its error."""
@@ -207,5 +222,5 @@ def scored_summary(row: pa.Table, reference: Any, parts: Sequence[str]) -> Score
 
 def _part_means(names: Sequence[str], parts: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """Mean of each part over the trajectories that have it; a part that none has is left out."""
-    values = {name: [part[name] for part in parts if part[name] is not None] for name in names}
+    values = {name: [part[name] for part in parts if part.get(name) is not None] for name in names}
     return {name: sum(some) / len(some) for name, some in values.items() if some}  # type: ignore[arg-type]

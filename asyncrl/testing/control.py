@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from asyncrl.control.checkpoint import State
 from asyncrl.control.fates import Fate
-from asyncrl.control.protocols import EngineLoad, Finished, Manifest, PushReport, RolloutFailed, Scored, StepResult
+from asyncrl.control.protocols import EngineLoad, Finished, Learner, Manifest, PushReport, RolloutFailed, Scored, Scores, StepResult
 from asyncrl.types import Prompt
 
 __all__ = [
@@ -163,6 +165,13 @@ class FakeScores:
             done.append(self._done.get_nowait())
         return done
 
+    async def save(self, groups: Sequence[Scored], path: Path) -> None:
+        path.write_text(json.dumps([asdict(scored) for scored in groups]))
+
+    async def load(self, path: Path) -> list[Scored]:
+        rows = json.loads(path.read_text())
+        return [Scored(**{**row, "rewards": tuple(row["rewards"]), "example": tuple(row["example"])}) for row in rows]
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -269,14 +278,19 @@ class FakeWeightSync:
 
 
 class FakeCheckpoints:
-    """Keeps the states in memory."""
+    """Keeps the states in memory, and the groups that wait."""
 
     def __init__(self) -> None:
         self.states: list[State] = []
+        self.waiting: list[list[Scored]] = []
+        """For each state."""
 
-    async def write(self, state: State, save_learner: Callable[[Path], Awaitable[None]]) -> Path:
+    async def write(self, state: State, waiting: Sequence[Scored], learner: Learner, scores: Scores) -> Path:
         await asyncio.sleep(0)
+        if [scored.ordinal for scored in waiting] != [ordinal for _, ordinal in state.waiting]:
+            raise AssertionError(f"the state lists {state.waiting}, and {[scored.ordinal for scored in waiting]} wait")
         self.states.append(state)
+        self.waiting.append(list(waiting))
         return Path(f"step_{state.version}")
 
 
@@ -290,7 +304,9 @@ class FakeRecorder:
     def record(self, event: str, step: int, version: int, metrics: Mapping[str, float | str]) -> None:
         self.records.append((event, step, version, dict(metrics)))
 
-    def fates(self, fates: list[Fate]) -> None:
+    def fates(self, fates: list[Fate], outstanding: list[int]) -> None:
+        if {fate.ordinal for fate in fates if fate.outcome != "waiting"} & set(outstanding):
+            raise AssertionError("a group has come to its end and is outstanding")
         self.all_fates += fates
 
 

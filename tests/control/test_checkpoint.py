@@ -1,50 +1,151 @@
 """Committed or not there: what a resume finds."""
 
 import asyncio
+import json
+import threading
 
 import pytest
 
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
+from asyncrl.control.protocols import Scored
+from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
+
+GROUP = Scored(9, 1, None, 4, (0.0, 1.0), {"exact": 0.5}, 2, 0)
 
 
-async def save(directory):
-    (directory / "weights").write_bytes(b"1234")
+class Learner(FakeLearner):
+    async def save(self, directory):
+        (directory / "weights").write_bytes(b"1234")
 
 
-def write(checkpoints, version):
-    return asyncio.run(checkpoints.write(State("run", 0, version, version, 8, (10, 12)), save))
+def write(checkpoints, version, learner=None, waiting=()):
+    state = State("run", 0, version, version, 8, (10, 12), waiting=tuple((0, group.ordinal) for group in waiting))
+    return asyncio.run(checkpoints.write(state, waiting, learner or Learner(1), FakeScores(FakeRollouts())))
+
+
+def flip(path, place=0):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
 
 
 def test_round_trip_and_the_last_k(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for version in (1, 2, 3):
-        write(checkpoints, version)
-    path, state = checkpoints.latest()
-    assert state == State("run", 0, 3, 3, 8, (10, 12)) and (path / "learner" / "weights").read_bytes() == b"1234"
+        write(checkpoints, version, waiting=[GROUP])
+    path, state, passed_over = checkpoints.find()
+    assert state == State("run", 0, 3, 3, 8, (10, 12), waiting=((0, 9),)) and not passed_over
+    assert (path / "learner" / "weights").read_bytes() == b"1234"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "step_000002", "step_000003"]
     assert (tmp_path / "LATEST").read_text() == "step_000003"
+    assert asyncio.run(FakeScores(FakeRollouts()).load(path / "buffer.parquet")) == [GROUP]
+    assert set(json.loads((path / "MANIFEST").read_text())) == {"learner/weights", "buffer.parquet", "config.yaml", "state.json"}
 
 
 def test_none_is_not_unreadable(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     with pytest.raises(NoCheckpoint, match="no committed checkpoint"):
-        checkpoints.latest()
+        checkpoints.find()
     path = write(checkpoints, 1)
-    (path / "learner" / "weights").write_bytes(b"12x4")
-    with pytest.raises(UnreadableCheckpoint, match="damaged: learner/weights"):
-        checkpoints.latest()
+    flip(path / "learner" / "weights")
+    with pytest.raises(UnreadableCheckpoint, match=r"damaged: learner/weights.*start a new run"):
+        checkpoints.find()
     (path / "learner" / "weights").unlink()
     with pytest.raises(UnreadableCheckpoint, match="cannot be read"):
-        checkpoints.latest()
+        checkpoints.find()
+
+
+@pytest.mark.parametrize("file", ["learner/weights", "buffer.parquet", "state.json", "MANIFEST", "COMMITTED"])
+def test_the_one_before_is_taken_if_a_bit_has_flipped_and_it_is_said(tmp_path, file):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for version in (1, 2):
+        path = write(checkpoints, version, waiting=[GROUP])
+    for place in (0, (path / file).stat().st_size // 2):
+        flip(path / file, place)
+        found, state, passed_over = checkpoints.find()
+        assert (found.name, state.version) == ("step_000001", 1) and len(passed_over) == 1 and "step_000002" in passed_over[0]
+        flip(path / file, place)
+    assert checkpoints.find()[1].version == 2
+
+
+def test_a_truncated_file_counts_as_damaged(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    write(checkpoints, 1)
+    path = write(checkpoints, 2)
+    (path / "learner" / "weights").write_bytes(b"123")
+    assert checkpoints.find()[1].version == 1
+
+
+def test_a_flipped_bit_in_latest_costs_nothing_and_is_said(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for version in (1, 2):
+        write(checkpoints, version)
+    for place in range(11):
+        flip(tmp_path / "LATEST", place)
+        _, state, said = checkpoints.find()
+        # One bit of a digit may name the other checkpoint, which is committed as well.
+        assert (state.version == 2 and "names" in said[0]) or state.version == 1
+        flip(tmp_path / "LATEST", place)
+    (tmp_path / "LATEST").write_bytes(b"\xff\x00../..")
+    assert checkpoints.find()[1].version == 2
+    (tmp_path / "LATEST").unlink()
+    assert checkpoints.find()[1].version == 2
+
+
+def test_a_manifest_cannot_name_what_lies_outside(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "run", keep=3)
+    path = write(checkpoints, 1)
+    (tmp_path / "secret").write_text("x")
+    (path / "MANIFEST").write_text(json.dumps({"../../secret": [1, 2363233923]}))
+    (path / "COMMITTED").write_text("")
+    with pytest.raises(UnreadableCheckpoint, match="lies outside"):
+        checkpoints.find()
+
+
+def test_a_step_that_is_asked_for(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for version in (1, 2, 3):
+        write(checkpoints, version)
+    assert checkpoints.find(2)[1].version == 2
+    with pytest.raises(NoCheckpoint, match=r"of step 7 \(there are: 3, 2, 1\)"):
+        checkpoints.find(7)
+
+
+def test_after_going_back_the_way_that_was_left_does_not_count(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for version in (1, 2, 3):
+        write(checkpoints, version)
+    checkpoints.point_at("step_000001")
+    assert checkpoints.find()[1].version == 1
+    write(checkpoints, 2)
+    path, state, _ = checkpoints.find()
+    assert state.version == 2
+    flip(path / "learner" / "weights")
+    assert checkpoints.find()[1].version == 1, "the one that was left is newer by number, and of another lineage"
 
 
 def test_a_save_that_failed_leaves_the_one_before(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     write(checkpoints, 1)
 
-    async def fails(directory):
-        raise OSError("disk full")
+    class Full(Learner):
+        async def save(self, directory):
+            raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        asyncio.run(checkpoints.write(State("run", 0, 2, 2, 8, ()), fails))
-    assert checkpoints.latest()[1].version == 1
+        write(checkpoints, 2, Full(1))
+    assert checkpoints.find()[1].version == 1
+
+
+def test_the_event_loop_is_free_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    checkpoints, asked, go_on = Checkpoints(tmp_path, keep=2), threading.Event(), threading.Event()
+    commit = checkpoints._commit
+    monkeypatch.setattr(checkpoints, "_commit", lambda *arguments: (asked.set(), go_on.wait(10), commit(*arguments)))
+
+    async def both():
+        writing = asyncio.create_task(checkpoints.write(State("run", 0, 1, 1, 8, ()), [], Learner(1), FakeScores(FakeRollouts())))
+        await asyncio.to_thread(asked.wait, 10)
+        go_on.set()
+        return await writing
+
+    assert asyncio.run(both()).name == "step_000001"

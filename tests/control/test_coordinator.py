@@ -1,24 +1,27 @@
 """The whole control flow on fakes, in milliseconds."""
 
 import asyncio
+import contextlib
+import hashlib
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
-from asyncrl.control.protocols import RolloutFailed
+from asyncrl.control.protocols import RolloutFailed, Scored
 from asyncrl.control.staleness import Staleness
 from asyncrl.testing import FakeLearner, FakeLogprobCheck, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
 
 NEW = State("run", 0, 0, 0, 0, ())
 
 
-def make(steps=6, max_staleness=2, groups=4, state=NEW, *, rollouts=None, learner=None, weights=None, scores=None, **others):
+def make(steps=6, max_staleness=2, groups=4, state=NEW, *, rollouts=None, learner=None, weights=None, scores=None, restored=(), **others):
     rollouts = rollouts or FakeRollouts()
     parts = Parts(
-        prompts=FakePrompts(state.frontier, state.finished_above),
+        prompts=FakePrompts(state.frontier, [*state.finished_above, *(scored.ordinal for scored in restored)]),
         rollouts=rollouts,
         scores=scores(rollouts) if scores else FakeScores(rollouts),
         learner=learner or FakeLearner(groups, version=state.version),
@@ -27,7 +30,7 @@ def make(steps=6, max_staleness=2, groups=4, state=NEW, *, rollouts=None, learne
         **{name: value for name, value in others.items() if name in ("checkpoints", "evaluate", "check")},
     )
     options = {name: value for name, value in others.items() if name not in ("checkpoints", "evaluate", "check")}
-    return Coordinator(parts, Schedule(steps, Staleness(max_staleness, groups), **options), state)
+    return Coordinator(parts, Schedule(steps, Staleness(max_staleness, groups), **options), state, restored)
 
 
 def run(coordinator):
@@ -278,9 +281,120 @@ def test_an_error_in_a_rollout_ends_the_run_with_its_cause():
 def test_resume_goes_on_from_the_frontier(tmp_path):
     first = make(steps=4, checkpoints=Checkpoints(tmp_path, keep=2), checkpoint_every=2)
     run(first)
-    path, state = Checkpoints(tmp_path, keep=2).latest()
+    path, state, _ = Checkpoints(tmp_path, keep=2).find()
     assert (path.name, state.version, state.frontier, state.finished_above) == ("step_000004", 4, 16, ())
     second = make(steps=7, state=state)
     progress = run(second)
     assert progress.version == 7 and [fate.ordinal for fate in second.parts.recorder.all_fates] == list(range(16, 28))
     assert second.parts.weights.applied[0] == 4
+
+
+def scored(ordinal, begun):
+    return Scored(ordinal, begun, begun, 4, (0.0, 1.0), {}, 2, 0, begun)
+
+
+def test_what_waited_in_the_checkpoint_is_trained_first_and_belongs_to_the_attempt_that_made_it():
+    state = State("run", 3, 5, 5, 20, (21,), waiting=((1, 20), (2, 24)))
+    coordinator = make(steps=6, groups=2, state=state, restored=[scored(20, 3), scored(24, 4)])
+    run(coordinator)
+    assert [[one.ordinal for one in batch] for batch in coordinator.parts.learner.batches] == [[20, 24]]
+    trained = [fate for fate in coordinator.parts.recorder.all_fates if fate.outcome == "trained"]
+    assert [(fate.attempt, fate.ordinal, fate.staleness) for fate in trained] == [(1, 20, 2), (2, 24, 1)]
+    assert coordinator.parts.rollouts.admitted[:2] == [22, 23][: len(coordinator.parts.rollouts.admitted)]
+
+
+@pytest.mark.parametrize(("max_staleness", "groups"), [(0, 2), (1, 2), (1, 1), (4, 1)])
+def test_a_smaller_bound_or_batch_drops_what_cannot_be_trained_in_time_and_goes_on(max_staleness, groups):
+    begun = [1, 2, 2, 3, 3, 3, 4, 4, 5, 5]
+    restored = [scored(ordinal, version) for ordinal, version in enumerate(begun)]
+    state = State("run", 1, 5, 5, 0, (), waiting=tuple((0, ordinal) for ordinal in range(len(begun))))
+    coordinator = make(steps=12, max_staleness=max_staleness, groups=groups, state=state, restored=restored)
+    assert run(coordinator).version == 12
+    dropped = {fate.ordinal for fate in coordinator.parts.recorder.all_fates if fate.outcome == "dropped"}
+    assert {ordinal for ordinal, version in enumerate(begun) if 5 - version > max_staleness} <= dropped
+
+
+def test_an_evaluation_that_was_due_and_not_done_is_done_by_the_next_attempt():
+    async def evaluate(version):
+        return {"eval/greedy_accuracy": 0.5}
+
+    state = State("run", 1, 4, 4, 16, (), evaluations_due=(), last_marked=3)
+    coordinator = make(steps=7, state=state, evaluate=evaluate, evaluate_every=4)
+    run(coordinator)
+    assert [version for event, _, version, _ in coordinator.parts.recorder.records if event == "evaluation"] == [4, 7]
+
+
+class Weights(FakeLearner):
+    """Its weights are a chain of hashes: equal only after the same batches in the same order."""
+
+    def __init__(self, *arguments, weights="", **settings):
+        super().__init__(*arguments, **settings)
+        self.weights = weights
+
+    async def step(self, batch):
+        result = await super().step(batch)
+        if result.applied:
+            self.weights = hashlib.sha256(f"{self.weights} {[(one.ordinal, one.rewards, one.tokens) for one in batch]}".encode()).hexdigest()
+        return result
+
+    async def save(self, directory):
+        await super().save(directory)
+        (directory / "weights").write_text(self.weights)
+
+
+@pytest.mark.parametrize(("max_staleness", "moments"), [(0, 20), (2, 20)])
+def test_a_run_killed_at_random_moments_ends_with_the_same_weights(tmp_path, monkeypatch, max_staleness, moments):
+    """At staleness 0 every batch is given by seed and data, so the weights are those of the run that nobody killed. Beyond, every ordinal has still
+    exactly one outcome in what survives."""
+
+    async def at_once(function, *arguments):
+        return function(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)  # a virtual clock does not see threads
+    steps, random_ = 110, random.Random(1)
+    latency = [random_.random() for _ in range(97)]
+
+    def attempt(state, restored, weights):
+        rollouts = FakeRollouts(latency=lambda ordinal: latency[ordinal % 97], fails=lambda ordinal: "broken" if ordinal % 13 == 5 else None)
+        learner = Weights(4, latency=0.3, version=state.version, skips=lambda step: False, weights=weights)
+        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+        parts = {"rollouts": rollouts, "learner": learner, "restored": restored, "checkpoints": checkpoints}
+        return make(steps, max_staleness, 4, state, **parts, checkpoint_every=1 + random_.randrange(3))
+
+    def finish(coordinator, after=None):
+        """Run to the end, or until it is killed after so many virtual seconds: then nothing more is written."""
+
+        async def bounded():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(after):
+                    await coordinator.run()
+            return coordinator.progress.version == steps
+
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            return runner.run(bounded())
+
+    unbroken = attempt(NEW, [], "")
+    unbroken.parts.checkpoints = None
+    assert finish(unbroken)
+
+    outcomes, killed, coordinator = {}, 0, attempt(NEW, [], "")
+    while not finish(coordinator, random_.uniform(1.5, 6) if killed < moments else None):
+        killed += 1
+        path, state, said = coordinator.parts.checkpoints.find() if (tmp_path / "checkpoints").exists() else (None, NEW, [])
+        assert not said
+        for fate in coordinator.parts.recorder.all_fates:
+            finished = fate.ordinal < state.frontier or fate.ordinal in state.finished_above
+            if finished and fate.outcome != "waiting":
+                assert fate.ordinal not in outcomes
+                outcomes[fate.ordinal] = fate.outcome
+        assert set(range(state.frontier)) | {*state.finished_above} == {*outcomes}
+        waiting = asyncio.run(coordinator.parts.scores.load(path / "buffer.parquet")) if state.waiting else []
+        coordinator = attempt(replace(state, attempt=killed), waiting, (path / "learner" / "weights").read_text() if path else "")
+    assert killed >= moments, "the run was over before it was killed often enough"
+    for fate in coordinator.parts.recorder.all_fates:
+        if fate.outcome != "waiting":
+            assert fate.ordinal not in outcomes
+            outcomes[fate.ordinal] = fate.outcome
+    assert Counter(outcomes.values())["trained"] == 4 * steps
+    if max_staleness == 0:
+        assert coordinator.parts.learner.weights == unbroken.parts.learner.weights

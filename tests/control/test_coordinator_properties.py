@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -170,7 +170,7 @@ def rewards(outcome):
     return {"equal": (1.0, 1.0), "unusable": (1.0,)}.get(outcome, (0.0, 1.0))
 
 
-def attempt(world, state):
+def attempt(world, state, restored=()):
     """A coordinator on fakes, as the world draws them."""
 
     def outcome(ordinal):
@@ -200,7 +200,7 @@ def attempt(world, state):
         lags=lambda replica, version: world.lags[(replica + version) % len(world.lags)],
     )
     parts = Parts(
-        prompts=FakePrompts(state.frontier, state.finished_above),
+        prompts=FakePrompts(state.frontier, [*state.finished_above, *(scored.ordinal for scored in restored)]),
         rollouts=rollouts,
         scores=scores,
         learner=FakeLearner(
@@ -227,7 +227,7 @@ def attempt(world, state):
         check_every=world.check_every,
         evaluate_every=world.evaluate_every,
     )
-    rollouts.coordinator, rollouts.recorder = Coordinator(parts, schedule, state), parts.recorder
+    rollouts.coordinator, rollouts.recorder = Coordinator(parts, schedule, state, restored), parts.recorder
     return rollouts.coordinator
 
 
@@ -248,11 +248,15 @@ def run(coordinator, seconds=FOR_EVER):
 
 def check_attempt(coordinator, first):
     """What must hold after every attempt, ended or interrupted. `first` is the state it began with."""
+    restored = {ordinal for _, ordinal in first.waiting}
     fates = coordinator.parts.recorder.all_fates
     rollouts = coordinator.parts.rollouts
     outcomes = Counter(fate.outcome for fate in fates)
-    to_do = itertools.islice((ordinal for ordinal in itertools.count(first.frontier) if ordinal not in first.finished_above), len(fates))
-    assert sorted(fate.ordinal for fate in fates) == list(to_do), "an admitted group has no outcome, or two, or was not the next"
+    left = (ordinal for ordinal in itertools.count(first.frontier) if ordinal not in {*first.finished_above, *restored})
+    to_do = [*restored, *itertools.islice(left, len(fates) - len(restored))]
+    assert sorted(fate.ordinal for fate in fates) == sorted(to_do), "an admitted group has no outcome, or two, or was not the next"
+    made_before = {(fate.attempt, fate.ordinal) for fate in fates if fate.attempt != first.attempt}
+    assert made_before == {*first.waiting} and not restored & {*rollouts.admitted}, "what waited in the checkpoint was not taken up as it was"
     assert rollouts.admitted == sorted(rollouts.admitted) and {*rollouts.admitted} <= {fate.ordinal for fate in fates}
     assert outcomes["waiting"] == len(coordinator.buffer)
     assert all(0 <= fate.staleness <= coordinator.schedule.staleness.max_staleness for fate in fates if fate.outcome == "trained")
@@ -266,16 +270,17 @@ def check_attempt(coordinator, first):
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(worlds())
 def test_whatever_happens(world):
-    state = State("run", 0, 0, 0, 0, ())
+    state, restored = State("run", 0, 0, 0, 0, ()), []
     for seconds in world.interrupted_after:
-        coordinator = attempt(world, state)
+        coordinator = attempt(world, state, restored)
         ended = run(coordinator, seconds)
         check_attempt(coordinator, state)
         if ended:
             break
-        saved = coordinator.parts.checkpoints.states
-        state = saved[-1] if saved else state
-    coordinator = attempt(world, state)
+        checkpoints = coordinator.parts.checkpoints
+        state, restored = (checkpoints.states[-1], checkpoints.waiting[-1]) if checkpoints.states else (state, restored)
+        state = replace(state, attempt=state.attempt + 1)
+    coordinator = attempt(world, state, restored)
     assert run(coordinator)
     check_attempt(coordinator, state)
 

@@ -1,0 +1,21 @@
+"""Groups in Ray's object store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import ray
+
+from asyncrl.types import table_from_ipc
+
+__all__ = ["groups_at"]
+
+
+def groups_at(references: Sequence[Any]) -> list[pa.Table]:
+    """One-row tables, in the order given, of groups in Ray's object store: (reference to the IPC stream of a table, row) each. Each object is fetched
+    once, however many of its rows are wanted. What is a table already stays one."""
+    wanted = list(dict.fromkeys(reference[0] for reference in references if isinstance(reference, tuple)))
+    tables = {reference: table_from_ipc(stream) for reference, stream in zip(wanted, ray.get(wanted) if wanted else (), strict=True)}
+    return [tables[reference[0]].slice(reference[1], 1) if isinstance(reference, tuple) else reference for reference in references]

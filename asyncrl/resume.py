@@ -1,0 +1,164 @@
+"""Where an attempt begins: the checkpoint that it goes on from, what has changed since that was written, and a line about each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.config import Config, ConfigError
+from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
+
+__all__ = ["Beginning", "config_changes", "config_text", "find_beginning", "hash_of"]
+
+FIXED = {
+    "seed": "data order and sampling follow from it",
+    "data.prompt_column": "ordinals stand for the prompts that were read",
+    "data.apply_chat_template": "ordinals stand for the prompts that were read",
+    "data.shuffle": "data order follows from it",
+    "data.max_prompt_length": "it decides which prompts are used, and ordinals count those",
+    "data.prompt_policy": "it decides which prompts are used, and ordinals count those",
+    "data.max_length": "it decides which prompts are used, and ordinals count those",
+    "data.length_policy": "it decides which prompts are used, and ordinals count those",
+    "rollout.temperature": "groups that wait in the checkpoint were sampled at the other one",
+    "learner.bf16": "the optimizer's state is of the other precision",
+    "learner.world_size": "the checkpoint holds the shards of that many ranks",
+}
+"""Settings that a resumed run keeps, and why."""
+
+FREE = ("resume", "name", "runs_root", "checkpoint.load", "checkpoint.ckpt_step", "checkpoint.save")
+"""Settings whose change is not worth a line: they say where, not what."""
+
+TOKENIZER_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """`state` and `checkpoint` (its directory) are None for a new start. `said` tells what was looked for, found and changed."""
+
+    checkpoint: Path | None
+    state: State | None
+    said: tuple[str, ...]
+
+
+def find_beginning(config: Config, run_id: str | None) -> Beginning:
+    """Look where the config says.
+
+    Args:
+        run_id: of the run directory, None if it is new.
+
+    Raises:
+        ConfigError: under `resume: must`, or with `checkpoint.load`, there is no checkpoint; none can be read; or a setting, the data or the model changed
+            in a way that would falsify the run.
+    """
+    own, load, step = config.checkpoints_directory, config.checkpoint.load, config.checkpoint.ckpt_step
+    looked: tuple[str, ...] = ()
+    if config.resume != "never":
+        try:
+            found = _found(config, own, step)
+        except NoCheckpoint as error:
+            if config.resume == "must" and load is None:
+                raise ConfigError(str(error)) from None
+            looked = (f"resume {config.resume}: no checkpoint in {own}",)
+        else:
+            assert found.state is not None
+            if run_id is not None and found.state.run_id != run_id:
+                raise ConfigError(
+                    f"{found.checkpoint} is of another run (run_id {found.state.run_id}, not {run_id}); to go on from it set checkpoint.load = {own}, and a "
+                    "checkpoint.save of your own"
+                )
+            return found
+    elif next(iter(own.glob("step_*/COMMITTED")), None) is not None:
+        raise ConfigError(f"checkpoint.save = {str(own)!r} holds checkpoints of another run; name an empty directory, or go on with it (--resume must)")
+    if load is None:
+        return Beginning(None, None, looked)
+    directory = Path(load) / "checkpoints" if (Path(load) / "checkpoints").is_dir() else Path(load)
+    try:
+        found = _found(config, directory, step)
+    except NoCheckpoint as error:
+        raise ConfigError(f"checkpoint.load: {error}".replace("; start with --resume never or auto", "; give a run's directory, or its checkpoints")) from None
+    assert found.state is not None
+    # Its rows are another run's; ordinals without an outcome are made again here.
+    state = replace(found.state, waiting=())
+    return Beginning(found.checkpoint, state, (*looked, *found.said, "another run's: groups that waited there are made again"))
+
+
+def _found(config: Config, directory: Path, step: int | None) -> Beginning:
+    """Raises NoCheckpoint; ConfigError as `find_beginning`."""
+    try:
+        path, state, passed_over = Checkpoints(directory, keep=1).find(step)
+    except UnreadableCheckpoint as error:
+        raise ConfigError(str(error)) from None
+    before = yaml.safe_load((path / "config.yaml").read_text()) if (path / "config.yaml").exists() else {}
+    changes = config_changes(before, yaml.safe_load(config_text(config))) if before else {}
+    _refuse_falsifying(path, changes, state, config)
+    lines = [f"passed over: {reason}" for reason in passed_over]
+    lines += [f"found {path} (version {state.version}, {len(state.waiting)} groups waiting)"]
+    lines += [f"changed since: {name} {_short(old)} → {_short(new)}" for name, (old, new) in changes.items()]
+    return Beginning(path, state, tuple(lines))
+
+
+def config_changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted name → (before, after) of the settings that differ, but for those that only say where things lie."""
+    changes: dict[str, tuple[Any, Any]] = {}
+    for name in [*after, *(name for name in before if name not in after)]:
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changes |= config_changes(old, new, f"{prefix}{name}.")
+        elif old != new and prefix + name not in FREE:
+            changes[prefix + name] = (old, new)
+    return changes
+
+
+def _refuse_falsifying(path: Path, changes: Mapping[str, tuple[Any, Any]], state: State, config: Config) -> None:
+    """Raises ConfigError."""
+    fix = "set it back, or start a new run under another --name (asyncrl export gives it these weights)"
+    for name, (old, new) in changes.items():
+        if name in FIXED:
+            raise ConfigError(f"{name} = {_short(new)}, but {path} was made with {_short(old)}, and {FIXED[name]}; {fix}")
+        if name == "algorithm.advantage" and "gae" in (old, new):
+            raise ConfigError(f"{name} = {new}, but {path} was made with {old}, and only one of them has a value head; {fix}")
+    if state.seed != config.seed:
+        raise ConfigError(f"seed = {config.seed}, but {path} was made with {state.seed}, and {FIXED['seed']}; {fix}")
+    for field, known, now in (("data.train", state.data_hash, data_hash(config)), ("model.path", state.model_hash, model_hash(config))):
+        if known and now and known != now:
+            what = "ordinals stand for its rows" if field == "data.train" else "config or tokenizer differ from those that the checkpoint's weights go with"
+            raise ConfigError(f"{field}: its content is no longer what {path} was made with, and {what}; {fix.replace('set it', 'put it')}")
+
+
+def config_text(config: Config) -> str:
+    """The resolved config as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def hash_of(text: str) -> str:
+    """SHA-256, in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def data_hash(config: Config) -> str:
+    """Of the training file; "" if it is not there."""
+    return _hash_files([Path(config.data.train)])
+
+
+def model_hash(config: Config) -> str:
+    """Of the model's config and tokenizer; "" if they are not there."""
+    return _hash_files([Path(config.model.path) / name for name in TOKENIZER_FILES])
+
+
+def _hash_files(paths: Sequence[Path]) -> str:
+    there = [path for path in paths if path.is_file()]
+    digest = hashlib.sha256()
+    for path in there:
+        with path.open("rb") as file:
+            digest.update(f"{path.name} ".encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest() if there else ""
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
