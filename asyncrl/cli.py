@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from asyncrl.config import ConfigError, command_line, load_config
 
 __all__ = ["main"]
 
-TRAIN, PLAN = "train a model as a YAML file says", "check a config and show what it asks for; allocates nothing"
+ON_A_CONFIG = {"train": "train a model as a YAML file says", "plan": "check a config and show what it asks for; allocates nothing"}
+AUDIT = "add up a run's groups, fates and checkpoints again, and say of each invariant whether it holds"
+EXPORT = "write a checkpoint's weights as a Hugging Face directory"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -19,12 +22,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="asyncrl", description="Asynchronous reinforcement-learning post-training for language models, on Ray.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan}")
-    for name, text in (("train", TRAIN), ("plan", PLAN)):
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,audit,export}")
+    for name, text in ON_A_CONFIG.items():
         command = commands.add_parser(name, help=text, description=text, add_help=False, allow_abbrev=False)
         command.add_argument("config", nargs="?", metavar="CONFIG")
         command.add_argument("-h", "--help", action="store_true")
+    for name, text in (("audit", AUDIT), ("export", EXPORT)):
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.add_argument("run", metavar="RUN", help="run directory, such as runs/quickstart")
+        if name == "export":
+            command.add_argument("--step", type=int, metavar="N", help="policy version of the checkpoint; default: the newest")
+            command.add_argument("--out", metavar="DIRECTORY", help="default: export/step_N in the run directory")
     known, overrides = parser.parse_known_args(arguments)
+    if known.command not in ON_A_CONFIG:
+        if overrides:
+            commands.choices[known.command].error(f"unrecognized arguments: {' '.join(overrides)}")
+        sys.exit(on_a_run(known))
     if known.help or known.config is None:
         if not known.help:
             print("asyncrl: CONFIG is missing: give the path of a YAML file, such as jobs/quickstart.yaml", file=sys.stderr)
@@ -34,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(command: str, path: str, overrides: list[str]) -> int:
-    """The exit code of one subcommand."""
+    """The exit code of a subcommand on a config."""
     # As `python -m` does, and as Ray does for its workers: reward functions may lie in the current directory.
     sys.path.insert(0, os.getcwd())
     try:
@@ -54,6 +67,37 @@ def run(command: str, path: str, overrides: list[str]) -> int:
     except ConfigError as error:
         print(f"asyncrl: {error}", file=sys.stderr)
         return 2
+
+
+def on_a_run(known: argparse.Namespace) -> int:
+    """The exit code of a subcommand on a run directory."""
+    from asyncrl.reading import RunNotFound, open_run
+
+    try:
+        directory = open_run(known.run)
+        if known.command == "audit":
+            from asyncrl.audit import audit, audit_text
+
+            checks = audit(directory)
+            print(audit_text(checks))
+            return 0 if all(check.passed for check in checks) else 1
+        return _export(directory.config.checkpoints_directory, directory.directory, known.step, known.out)
+    except (RunNotFound, ConfigError) as error:
+        print(f"asyncrl: {error}", file=sys.stderr)
+        return 2
+
+
+def _export(checkpoints: Path, run_directory: Path, step: int | None, out: str | None) -> int:
+    from asyncrl.control.checkpoint import Checkpoints
+    from asyncrl.learning.export import export_checkpoint
+
+    newest = Checkpoints(checkpoints, keep=1).newest_first()
+    name = f"step_{step:06d}" if step is not None else newest[0].name if newest else "newest"
+    target = Path(out) if out else run_directory / "export" / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    path = export_checkpoint(checkpoints, step, target.absolute())
+    print(f"{path} → {target}   (loads in transformers and vLLM)")
+    return 0
 
 
 if __name__ == "__main__":

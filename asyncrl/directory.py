@@ -16,7 +16,10 @@ from asyncrl.config import Config, ConfigError
 from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.resume import Beginning, config_text, data_hash, find_beginning, hash_of, model_hash
 
-__all__ = ["RunDirectory", "replace_directory"]
+__all__ = ["RunDirectory", "read_record", "replace_directory"]
+
+RECORD = "run.json"
+"""The run's id, and of each attempt where it began."""
 
 
 class RunDirectory:
@@ -37,8 +40,7 @@ class RunDirectory:
         if self.path.exists() and config.resume == "never" and any(self.path.iterdir()):
             self._refuse_in_use()
             raise ConfigError(f"run directory {self.path} exists; go on with it (--resume auto), or choose another --name")
-        record = self.path / "run.json"
-        known = json.loads(record.read_text()) if record.exists() else {"run_id": None, "attempts": []}
+        known = read_record(self.path) if (self.path / RECORD).exists() else {"run_id": None, "attempts": []}
         beginning = find_beginning(config, known["run_id"])
         self.checkpoint, self.said = beginning.checkpoint, beginning.said
         self.path.mkdir(parents=True, exist_ok=True)
@@ -86,7 +88,9 @@ class RunDirectory:
         state = replace(state, run_id=run_id, attempt=attempt, config_hash=config_hash, data_hash=data_hash(config), model_hash=model_hash(config))
         begun = {
             "attempt": attempt,
+            "from_attempt": beginning.from_attempt,
             "checkpoint": str(beginning.checkpoint) if beginning.checkpoint else None,
+            "trained_tokens": beginning.trained_tokens,
             "version": state.version,
             "frontier": state.frontier,
             "finished_above": state.finished_above,
@@ -94,9 +98,24 @@ class RunDirectory:
             "max_staleness": config.staleness.max_staleness,
             "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
         }
-        _replace_text(self.path / "run.json", json.dumps({"run_id": run_id, "attempts": [*known["attempts"], begun]}, indent=1))
+        _replace_text(self.path / RECORD, json.dumps({"run_id": run_id, "attempts": [*known["attempts"], begun]}, indent=1))
         (self.path / "logs" / f"attempt_{attempt}").mkdir(parents=True, exist_ok=True)
         return state
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """run.json: `run_id`, and `attempts`, one mapping each.
+
+    Raises:
+        ConfigError: it is missing, damaged, or of an asyncrl that kept no record of its attempts.
+    """
+    try:
+        record: dict[str, Any] = json.loads((directory / RECORD).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory / RECORD} cannot be read ({error}); without it nothing says where the attempts began") from None
+    if not isinstance(record.get("attempts"), list):
+        raise ConfigError(f"{directory / RECORD} is of an older asyncrl, which kept no record of its attempts; start a new run with checkpoint.load")
+    return record
 
 
 def replace_directory(finished: Path, final: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +44,16 @@ class Beginning:
     checkpoint: Path | None
     state: State | None
     said: tuple[str, ...]
+    from_attempt: int | None = None
+    """The attempt of this run that wrote the checkpoint; None for a new start, or another run's checkpoint."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Loss tokens that the learner had trained by then, by its own count."""
+        if self.checkpoint is None:
+            return 0
+        counters = self.checkpoint / "learner" / "counters.json"
+        return int(json.loads(counters.read_text())["trained_tokens"]) if counters.exists() else 0
 
 
 def find_beginning(config: Config, run_id: str | None) -> Beginning:
@@ -99,7 +110,7 @@ def _found(config: Config, directory: Path, step: int | None) -> Beginning:
     lines = [f"passed over: {reason}" for reason in passed_over]
     lines += [f"found {path} (version {state.version}, {len(state.waiting)} groups waiting)"]
     lines += [f"changed since: {name} {_short(old)} → {_short(new)}" for name, (old, new) in changes.items()]
-    return Beginning(path, state, tuple(lines))
+    return Beginning(path, state, tuple(lines), state.attempt)
 
 
 def config_changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -14,13 +14,20 @@ import nbformat
 import psutil
 import pyarrow.parquet as pq
 import pytest
+import torch
 from nbclient import NotebookClient
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
+from asyncrl.audit import audit, audit_text
+from asyncrl.directory import read_record
 from asyncrl.observe import metrics
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks" / "01_quickstart.ipynb"
+
+
+ASYNCRL = [sys.executable, "-m", "asyncrl.cli"]
 
 
 def events(directory, event):
@@ -73,8 +80,6 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(start_run, shared_memory, t
     assert sorted(name.partition("_")[0] for name in registered) == ["prompts", "scoring"]
     assert "committed version 120 -> 120" in execute_notebook(directory, tmp_path, monkeypatch)
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     before_and_after = [AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (finished.config.model.path, directory / "hf")]
     assert all((before_and_after[0][name] != parameter).any() for name, parameter in before_and_after[1].items())
     AutoTokenizer.from_pretrained(directory / "hf")
@@ -98,12 +103,37 @@ def test_resume_after_sigkill_and_a_replica_killed_in_mid_run(start_run, tmp_pat
     assert second.wait(900) == 0, second.output
     assert f"resuming at version {committed}" in second.output
     run = asyncrl.open_run(directory)
-    attempt = [fate for fate in run.fates().to_pylist() if fate["attempt"] == 1]
+    attempt = [fate for fate in run.fates().to_pylist() if fate["ended_in"] == 1]
     trained = [fate for fate in attempt if fate["outcome"] == "trained"]
     assert [fate["outcome"] for fate in attempt] == ["trained"] * len(attempt) and len(trained) == 100 * 4
+    waited = read_record(directory)["attempts"][1]["waiting"]
+    assert {(fate["attempt"], fate["ordinal"]) for fate in trained if fate["attempt"] == 0} == {*map(tuple, waited)}
+    checks = audit(run)
+    assert all(check.passed for check in checks), audit_text(checks)
     assert len({record["replica"] for record in run.records("push") if record["version"] > committed}) == 2
     assert max(fate["staleness"] for fate in trained) <= 2
     assert second.gone() == []
+
+    exported = subprocess.run([*ASYNCRL, "export", directory], capture_output=True, text=True, timeout=300)
+    assert exported.returncode == 0, exported.stderr
+    ours, at_the_end = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (directory / "export" / f"step_{committed + 100:06d}", directory / "hf"))
+    assert ours.keys() == at_the_end.keys() and all(torch.equal(ours[name], at_the_end[name]) for name in ours)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_goes_on_by_itself_when_a_learner_rank_has_died(start_run, shared_memory, tmp_path):
+    before, directory = shared_memory(), tmp_path / "runs" / "run"
+    run = start_run({"max_steps": 60, "checkpoint.every_steps": 10, "eval": {}})
+    run.until(lambda: any(record["version"] >= 15 for record in events(directory, "commit")))
+    next(process for process in run.descendants() if "ray::RankProcess" in " ".join(process.cmdline())).kill()
+    assert run.wait(600) == 0, run.output
+    assert "learner rank 0 failed in" in run.output and "its process died" in run.output and "a new attempt begins by itself" in run.output
+    finished = asyncrl.open_run(directory)
+    checks = audit(finished)
+    assert all(check.passed for check in checks), audit_text(checks)
+    assert len(read_record(directory)["attempts"]) == 2 and finished.status().version == 60
+    assert run.gone() == [] and shared_memory() <= before
 
 
 @pytest.mark.slow

@@ -1,0 +1,341 @@
+"""The books of a run, added up again from its files alone: groups/*.parquet, fates/*.parquet, checkpoints, and run.json, which says where each attempt began.
+
+A group is known by (attempt that made it, ordinal). An attempt that goes on from a checkpoint undoes whatever the one before did after it: what the
+chain of attempts to the last one has kept *survives*; the rest was abandoned by a restart. Nothing here trusts a counter that the run kept of itself,
+but for the learner's own count of tokens, which is compared.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
+from asyncrl.control.fates import OUTSTANDING
+from asyncrl.directory import read_record
+from asyncrl.reading import Run
+
+__all__ = ["Books", "Check", "audit", "audit_text"]
+
+Key = tuple[int, int]
+"""(attempt that made the group, ordinal)."""
+
+READ = ("attempt", "ordinal", "completion_ids", "loss_mask", "logprobs", "versions", "replica", "admitted_at", "finished_at", "status")
+ENDED = ("trained", "skipped", "filtered", "dropped", "failed")
+SHOWN = 5
+"""Examples named by a check that fails."""
+BIAS = 0.05
+"""Largest difference between the length distributions of what was trained and what was generated, as a share; chance is added."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One invariant: whether it holds, and the numbers behind it in one line."""
+
+    name: str
+    passed: bool
+    said: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the audit needs of a group's row. Lists have one item per trajectory."""
+
+    attempt: int
+    ordinal: int
+    replica: str
+    admitted_at: float
+    finished_at: float
+    lengths: tuple[int, ...]
+    """Completion tokens."""
+    loss_tokens: int
+    """Of the trajectories with status ok."""
+    oldest: int | None
+    newest: int | None
+    """Token versions."""
+    whole: bool
+    """Every trajectory has a loss mask, log-probs and versions for each of its tokens."""
+
+
+class Books:
+    """A run's files, read once."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.attempts: list[dict[str, Any]] = read_record(run.directory)["attempts"]
+        self.fates = run.fates().to_pylist()
+        self.outstanding = _outstanding(run.directory / "fates")
+
+    @property
+    def last(self) -> int:
+        return len(self.attempts) - 1
+
+    @cached_property
+    def rows(self) -> dict[Key, Row]:
+        """A group that was written twice counts once."""
+        return {(row.attempt, row.ordinal): row for path in sorted((self.run.directory / "groups").glob("*.parquet")) for row in _rows(path)}
+
+    @cached_property
+    def successor(self) -> dict[int, int]:
+        """Attempt → the one that went on from a checkpoint of it, along the chain that ends with the last attempt."""
+        found, at = {}, self.last
+        while (before := self.attempts[at]["from_attempt"]) is not None:
+            found[before] = at
+            at = before
+        return found
+
+    def finished_before(self, attempt: int, ordinal: int) -> bool:
+        """Whether the ordinal had its outcome in the checkpoint that the attempt began from."""
+        begun = self.attempts[attempt]
+        return ordinal < begun["frontier"] or ordinal in self._finished_above[attempt]
+
+    @cached_property
+    def _finished_above(self) -> list[set[int]]:
+        return [set(begun["finished_above"]) for begun in self.attempts]
+
+    @cached_property
+    def surviving(self) -> list[dict[str, Any]]:
+        """The fates that the chain of attempts to the last one has kept, without those that only waited."""
+        return [fate for fate in self.fates if fate["outcome"] in ENDED and self._survives(fate)]
+
+    def _survives(self, fate: Mapping[str, Any]) -> bool:
+        decided = fate["ended_in"]
+        if decided == self.last:
+            return True
+        return decided in self.successor and self.finished_before(self.successor[decided], fate["ordinal"])
+
+    @cached_property
+    def outcome(self) -> dict[Key, str]:
+        return {(fate["attempt"], fate["ordinal"]): fate["outcome"] for fate in self.surviving}
+
+    @cached_property
+    def admitted(self) -> set[Key]:
+        """All groups with a trace: a row, a fate, or a place among those outstanding when fates were last written."""
+        traced = {*self.rows, *((fate["attempt"], fate["ordinal"]) for fate in self.fates)}
+        return traced | {(attempt, ordinal) for attempt, ordinals in self.outstanding.items() for ordinal in ordinals}
+
+    @cached_property
+    def waiting(self) -> set[Key]:
+        """Of the last attempt, those without an outcome, and those that it took over from its checkpoint."""
+        taken_over = {(made_in, ordinal) for made_in, ordinal in self.attempts[self.last]["waiting"]}
+        return {key for key in self.admitted | taken_over if key not in self.outcome and (key[0] == self.last or key in taken_over)}
+
+    @cached_property
+    def checkpoint(self) -> tuple[Path, State] | None:
+        """The newest committed one that can be read."""
+        try:
+            path, state, _ = Checkpoints(self.run.config.checkpoints_directory, keep=1).find()
+        except (NoCheckpoint, UnreadableCheckpoint):
+            return None
+        return path, state
+
+    def trained(self, before_version: float = float("inf")) -> Iterator[tuple[dict[str, Any], Row | None]]:
+        """Surviving trained fates, by groups trained at a version before that, and the groups' rows."""
+        for fate in self.surviving:
+            if fate["outcome"] == "trained" and fate["trained_at_version"] < before_version:
+                yield fate, self.rows.get((fate["attempt"], fate["ordinal"]))
+
+
+def audit(run: Run) -> list[Check]:
+    """Every invariant, recomputed.
+
+    Raises:
+        ConfigError: the directory has no record of its attempts.
+    """
+    books = Books(run)
+    checks: Sequence[Callable[[Books], Check]] = (_balance, _one_outcome, _no_gap, _distinct, _bound, _whole, _tokens, _monotone, _lengths)
+    return [check(books) for check in checks]
+
+
+def audit_text(checks: Sequence[Check]) -> str:
+    """A table for a terminal."""
+    width = max(len(check.name) for check in checks)
+    return "\n".join(f"{'pass' if check.passed else 'FAIL'}  {check.name:<{width}}  {check.said}" for check in checks)
+
+
+def _balance(books: Books) -> Check:
+    """admitted = trained + skipped + filtered + dropped + failed + waiting + abandoned; and no admitted ordinal without a trace."""
+    counts = Counter(books.outcome.values())
+    abandoned = len(books.admitted - books.outcome.keys() - books.waiting)
+    lost = [key for attempt in range(len(books.attempts)) for key in _lost(books, attempt)]
+    parts = [*((name, counts[name]) for name in ENDED), ("waiting", len(books.waiting)), ("abandoned by a restart", abandoned)]
+    total = len(books.admitted)
+    said = f"{total} admitted = " + " + ".join(f"{count} {name}" for name, count in parts if count or name == "trained")
+    if lost:
+        said += f"; {len(lost)} without any trace: {_some(lost)}"
+    return Check("every admitted group is accounted for", not lost and total == sum(count for _, count in parts), said)
+
+
+def _lost(books: Books, attempt: int) -> Iterator[Key]:
+    """Ordinals are admitted in their order: between the first and the last of an attempt, each has a trace, unless it was admitted after the last
+    record and the attempt was killed."""
+    made = {ordinal for made_in, ordinal in books.admitted if made_in == attempt}
+    begun = books.attempts[attempt]
+    taken_over = {ordinal for _, ordinal in begun["waiting"]}
+    recorded = [*books.outstanding.get(attempt, ()), *(fate["ordinal"] for fate in books.fates if fate["attempt"] == attempt)]
+    for ordinal in range(begun["frontier"], max(recorded, default=-1) + 1):
+        if ordinal not in made and ordinal not in taken_over and not books.finished_before(attempt, ordinal):
+            yield attempt, ordinal
+
+
+def _one_outcome(books: Books) -> Check:
+    counts = Counter(fate["ordinal"] for fate in books.surviving)
+    twice = sorted(ordinal for ordinal, count in counts.items() if count > 1)
+    said = f"{len(counts)} ordinals" + (f"; with two or more: {_some(twice)}" if twice else "")
+    return Check("each ordinal has one outcome", not twice, said)
+
+
+def _no_gap(books: Books) -> Check:
+    """Below the frontier every ordinal has its outcome, and the newest checkpoint says the same of those that it knows."""
+    finished = {fate["ordinal"] for fate in books.surviving}
+    first = books.attempts[min(books.successor, default=books.last)]
+    base = set(range(first["frontier"])) | set(first["finished_above"])
+    frontier, above = first["frontier"], set()
+    if books.checkpoint is not None:
+        frontier, above = books.checkpoint[1].frontier, set(books.checkpoint[1].finished_above)
+    missing = sorted(ordinal for ordinal in (set(range(frontier)) | above) - base if ordinal not in finished)
+    where = f"frontier {frontier}" + (f" of {books.checkpoint[0].name}" if books.checkpoint else "; no checkpoint yet")
+    return Check("no gap below the frontier", not missing, where + (f"; without an outcome: {_some(missing)}" if missing else ""))
+
+
+def _distinct(books: Books) -> Check:
+    trained = [fate["ordinal"] for fate, _ in books.trained()]
+    return Check("trained ordinals are distinct", len(trained) == len(set(trained)), f"{len(trained)} trained, {len(set(trained))} distinct")
+
+
+def _bound(books: Books) -> Check:
+    """From the tokens' versions, not from what the fate says; and both agree."""
+    beyond, worst, differ = [], 0, []
+    for fate, row in books.trained():
+        if row is None or row.oldest is None:
+            continue
+        staleness = fate["trained_at_version"] - row.oldest
+        worst = max(worst, staleness)
+        if staleness > books.attempts[fate["ended_in"]]["max_staleness"]:
+            beyond.append(fate["ordinal"])
+        if staleness != fate["staleness"]:
+            differ.append(fate["ordinal"])
+    bounds = sorted({begun["max_staleness"] for begun in books.attempts})
+    said = f"largest {worst}, bound {' or '.join(map(str, bounds))}"
+    said += f"; beyond it: {_some(beyond)}" if beyond else ""
+    said += f"; another than its fate says: {_some(differ)}" if differ else ""
+    return Check("staleness stays within the bound", not beyond and not differ, said)
+
+
+def _whole(books: Books) -> Check:
+    """Every trained group has its row, with all trajectories, and each of them all of its tokens."""
+    without, torn, count = [], [], 0
+    for fate, row in books.trained():
+        count += 1
+        if row is None:
+            without.append(fate["ordinal"])
+        elif not row.whole or len(row.lengths) != books.attempts[row.attempt]["n_samples_per_prompt"]:
+            torn.append(fate["ordinal"])
+    said = f"{count} trained" + (f"; without a row: {_some(without)}" if without else "") + (f"; not whole: {_some(torn)}" if torn else "")
+    return Check("trained groups are whole", not without and not torn, said)
+
+
+def _tokens(books: Books) -> Check:
+    """Loss tokens of what was trained before the newest checkpoint, against the learner's own count in it."""
+    if books.checkpoint is None:
+        return Check("trained tokens equal the learner's count", True, "no checkpoint yet")
+    path, state = books.checkpoint
+    counters = json.loads((path / "learner" / "counters.json").read_text())
+    base = books.attempts[min(books.successor, default=books.last)]["trained_tokens"]
+    found = base + sum(row.loss_tokens for _, row in books.trained(state.version) if row is not None)
+    said = f"{found} up to {path.name}, the learner counted {counters['trained_tokens']}"
+    return Check("trained tokens equal the learner's count", found == counters["trained_tokens"], said)
+
+
+def _monotone(books: Books) -> Check:
+    """A group that was asked of a replica after another was finished there has no token of an older version than that one's newest."""
+    processes: dict[tuple[int, str], list[Row]] = defaultdict(list)
+    for row in books.rows.values():
+        if row.oldest is not None:
+            processes[row.attempt, row.replica].append(row)
+    back = []
+    for rows in processes.values():
+        done = sorted(rows, key=lambda row: row.finished_at)
+        times, newest = [row.finished_at for row in done], np.maximum.accumulate([row.newest for row in done])
+        for row in rows:
+            before = bisect.bisect_left(times, row.admitted_at)
+            if before and row.oldest is not None and row.oldest < newest[before - 1]:
+                back.append(row.ordinal)
+    said = f"{len(processes)} replica processes" + (f"; went back for {_some(back)}" if back else "")
+    return Check("versions of a replica never go back", not back, said)
+
+
+def _lengths(books: Books) -> Check:
+    """Whether training prefers some lengths: the largest distance between the distributions of completion lengths (Kolmogorov-Smirnov), trained against
+    all that was generated and has its outcome. Groups that wait may still be trained; those filtered for zero variance were left out on purpose."""
+    generated = _sorted_lengths(row for key, row in books.rows.items() if books.outcome.get(key, "filtered") != "filtered")
+    trained = _sorted_lengths(row for _, row in books.trained() if row is not None)
+    if not len(trained):
+        return Check("lengths trained are those generated", True, "nothing was trained yet")
+    at = np.unique(generated)
+    distance = float(np.abs(np.searchsorted(trained, at, "right") / len(trained) - np.searchsorted(generated, at, "right") / len(generated)).max())
+    allowed = BIAS + 1.36 / np.sqrt(len(trained))
+    said = f"trained {_quantiles(trained)}; generated {_quantiles(generated)}; largest distance {distance:.3f}, allowed {allowed:.3f}"
+    return Check("lengths trained are those generated", distance <= allowed, said)
+
+
+def _sorted_lengths(rows: Iterator[Row]) -> np.ndarray:
+    return np.sort(np.array([length for row in rows for length in row.lengths], np.int64))
+
+
+def _quantiles(lengths: np.ndarray) -> str:
+    tenth, half, most = (int(np.quantile(lengths, share)) for share in (0.1, 0.5, 0.9))
+    return f"{len(lengths)} completions of {tenth}, {half}, {most} tokens (10, 50, 90%), mean {lengths.mean():.1f}"
+
+
+def _outstanding(directory: Path) -> dict[int, set[int]]:
+    """Attempt → ordinals outstanding when its fates were last written."""
+    found: dict[int, set[int]] = {}
+    for path in sorted(directory.glob("attempt_*.parquet")):
+        metadata = pq.read_schema(path).metadata or {}
+        if OUTSTANDING in metadata:
+            found[int(path.name.split("-")[0].removeprefix("attempt_"))] = set(json.loads(metadata[OUTSTANDING]))
+    return found
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    table = pq.read_table(path, columns=list(READ)).combine_chunks()
+    lengths = _flat_lengths(table, "completion_ids")
+    alike = (lengths == _flat_lengths(table, "loss_mask")) & (lengths == _flat_lengths(table, "logprobs"))
+    masks = np.concatenate([[0], np.cumsum(_chunk(table, "loss_mask").flatten().flatten().to_numpy(zero_copy_only=False))])
+    ends = np.cumsum(lengths)
+    loss = masks[ends] - masks[ends - lengths]
+    at = 0
+    scalars = zip(*(table[name].to_pylist() for name in ("attempt", "ordinal", "replica", "admitted_at", "finished_at", "versions", "status")), strict=True)
+    for attempt, ordinal, replica, admitted_at, finished_at, versions, status in scalars:
+        mine = slice(at, at + len(versions))
+        at = mine.stop
+        spanned = [sum(span["end"] - span["start"] for span in spans) for spans in versions]
+        seen = [span["version"] for spans in versions for span in spans]
+        usable = sum(int(tokens) for tokens, how in zip(loss[mine], status, strict=True) if how == "ok")
+        whole = bool(alike[mine].all()) and spanned == lengths[mine].tolist() and len(status) == len(versions)
+        counted = tuple(int(length) for length in lengths[mine])
+        yield Row(attempt, ordinal, replica, admitted_at, finished_at, counted, usable, min(seen, default=None), max(seen, default=None), whole)
+
+
+def _chunk(table: pa.Table, name: str) -> pa.Array:
+    return table[name].combine_chunks()
+
+
+def _flat_lengths(table: pa.Table, name: str) -> np.ndarray:
+    """Items of each trajectory's list."""
+    return _chunk(table, name).flatten().value_lengths().to_numpy(zero_copy_only=False)
+
+
+def _some(found: Sequence[Any]) -> str:
+    return ", ".join(map(str, found[:SHOWN])) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")

@@ -1,0 +1,63 @@
+"""A Hugging Face directory from a checkpoint, without the run: no Ray, no engine, one process."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.config import ConfigError, load_config
+from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, UnreadableCheckpoint
+from asyncrl.directory import replace_directory
+from asyncrl.learning.checkpoint import TAG
+from asyncrl.weights.gather import TORCH_DTYPES
+
+__all__ = ["export_checkpoint"]
+
+PREFIX = "model."
+"""Of the model's parameters in the learner's module, which may have a value head beside the model."""
+
+
+def export_checkpoint(checkpoints: Path, step: int | None, target: Path) -> Path:
+    """Write the weights of a committed checkpoint as a Hugging Face directory at `target`, and return the checkpoint's path. The whole model is in memory
+    once, in float32. The learner's shards are pickles: they are read after every file was checked against the manifest.
+
+    Args:
+        checkpoints: directory of a run's checkpoints.
+        step: which one; None = the newest.
+
+    Raises:
+        ConfigError: there is no such checkpoint, it is damaged, the model's config is gone, or something is at `target` already.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists; name another directory with --out")
+    try:
+        path, _, passed_over = Checkpoints(checkpoints, keep=1).find(step)
+    except (NoCheckpoint, UnreadableCheckpoint) as error:
+        raise ConfigError(str(error).replace("; start with --resume never or auto", "")) from None
+    for reason in passed_over:
+        print(f"passed over: {reason}")
+    config = load_config(path / "config.yaml")
+    try:
+        shape = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {config.model.path!r}, which the run began from, cannot be read ({str(error).splitlines()[0]}); put it back") from None
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(path / "learner"), tag=TAG)
+    dtype = TORCH_DTYPES[config.model.dtype]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=False)
+    own = {name.removeprefix(PREFIX): value.to(dtype) for name, value in weights.items() if name.startswith(PREFIX)}
+    missing, unknown = model.load_state_dict(own, strict=False, assign=True)
+    model.tie_weights()
+    missing = [name for name in missing if name not in model.all_tied_weights_keys]
+    if missing or unknown:
+        raise ConfigError(f"{path} does not fit model.path = {config.model.path!r}: {(missing or unknown)[0]} has no counterpart; put the model back as it was")
+    temporary = target.with_name(f".{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False).save_pretrained(temporary)
+    replace_directory(temporary, target)
+    return path
