@@ -116,7 +116,9 @@ def test_resume_after_sigkill_and_a_replica_killed_in_mid_run(start_run, tmp_pat
 
     exported = subprocess.run([*ASYNCRL, "export", directory], capture_output=True, text=True, timeout=300)
     assert exported.returncode == 0, exported.stderr
-    ours, at_the_end = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (directory / "export" / f"step_{committed + 100:06d}", directory / "hf"))
+    ours, at_the_end = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (directory / "export" / f"step_{committed + 100:06d}", directory / "hf")
+    )
     assert ours.keys() == at_the_end.keys() and all(torch.equal(ours[name], at_the_end[name]) for name in ours)
 
 
