@@ -1,4 +1,4 @@
-.PHONY: setup demo demo-seeds test test-all mutants lint types
+.PHONY: setup demo demo-seeds test test-all faults mutants lint types
 
 PYTHON := .venv/bin/python
 export PYTHONUNBUFFERED := 1
@@ -17,6 +17,9 @@ test-all: setup  ## what is too slow for `make test`
 
 demo-seeds: setup  ## the main job with three seeds, and once with shuffled rewards: about an hour
 	@$(PYTHON) jobs/seeds.py
+
+faults: setup  ## kill and stop the parts of real runs; prints how long each took to recover: about half an hour
+	@$(PYTHON) -m pytest -q -m faults
 
 mutants: setup  ## break the control code on purpose; the tests must notice
 	@$(PYTHON) tests/control/mutants.py

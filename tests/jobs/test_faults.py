@@ -1,0 +1,83 @@
+"""One real run, and one part of it after the other is killed, stopped or broken. `make faults` runs this and prints how long each took to recover."""
+
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+
+import asyncrl
+from asyncrl.audit import audit, audit_text
+from asyncrl.directory import read_record
+
+STEPS_AFTER = 3
+"""Steps that the run must do after a fault, with a version committed among them, before it counts as recovered."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`number` is sent to the first process of the run whose command line has `process` in it; None: `stopped_s` seconds of SIGSTOP."""
+
+    name: str
+    process: str
+    number: signal.Signals | None = signal.SIGKILL
+    stopped_s: float = 0.0
+    new_attempt: bool = False
+
+
+FAULTS = [
+    Fault("generator: replica killed while it serves", "ray::ServeReplica"),
+    Fault("generator: engine killed under a living replica", "VLLM::EngineCore"),
+    Fault("generator: replica stopped for 10 s", "ray::ServeReplica", None, 10.0),
+    Fault("control: rollout worker killed", "ray::RolloutWorker"),
+    Fault("control: scoring reader killed", "MapBatches(score_table)"),
+    Fault("control: prompt reader killed", "MapBatches(_render_table)"),
+    Fault("control: Serve controller killed", "ray::ServeController"),
+    Fault("learner: rank stopped for 10 s", "ray::RankProcess", None, 10.0),
+    Fault("learner: rank killed", "ray::RankProcess", new_attempt=True),
+]
+
+
+def newest(directory, event):
+    found = asyncrl.open_run(directory).records(event) if (directory / "metrics.jsonl").exists() else []
+    return max((record["version"] for record in found), default=-1)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(3600)
+def test_a_run_survives_what_it_should(start_run, shared_memory, tmp_path, capsys):
+    before, directory = shared_memory(), tmp_path / "runs" / "run"
+    run = start_run({"max_steps": 100_000, "checkpoint.every_steps": 5, "eval": {}})
+    run.until(lambda: newest(directory, "commit") >= 5)
+    rows, attempts = [], 1
+    for fault in FAULTS:
+        process = next((one for one in run.descendants() if fault.process in " ".join(one.cmdline())), None)
+        assert process is not None, f"{fault.name}: no process {fault.process!r} among {[' '.join(one.cmdline())[:60] for one in run.descendants()]}"
+        step, began = newest(directory, "step"), time.monotonic()
+        if fault.number is None:
+            process.suspend()
+            time.sleep(fault.stopped_s)  # the fault itself
+            process.resume()
+        else:
+            process.send_signal(fault.number)
+        attempts += fault.new_attempt
+
+        def recovered(fault=fault, step=step, attempts=attempts):
+            if fault.new_attempt:
+                record = read_record(directory)["attempts"]
+                step = record[-1]["version"] if len(record) == attempts else 10**9
+            return newest(directory, "step") >= step + STEPS_AFTER and newest(directory, "commit") > step
+
+        run.until(recovered, timeout_s=420)
+        rows.append((fault.name, time.monotonic() - began))
+        with capsys.disabled():
+            print(f"{fault.name:<52} {rows[-1][1]:6.1f} s to {STEPS_AFTER} steps", flush=True)
+    run.stop(signal.SIGINT)
+    assert run.wait(60) == 130, run.output
+    assert run.gone() == [] and shared_memory() <= before
+    finished = asyncrl.open_run(directory)
+    checks = audit(finished)
+    with capsys.disabled():
+        print(audit_text(checks))
+    assert all(check.passed for check in checks), audit_text(checks)
+    assert len(read_record(directory)["attempts"]) == attempts
