@@ -436,6 +436,8 @@ class WarmStartConfig(Section):
 class ObserveConfig(Section):
     sinks: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Where metrics go beside metrics.jsonl and TensorBoard. Each is an extra to install: `pip install 'asyncrl[wandb]'`."""
+    stall_s: float = Field(default=300.0, gt=0)
+    """Seconds without any movement until the run says which stage stands still, what it waits for, and what its workers do. Nothing is ended."""
     project: str = "asyncrl"
     """Project of W&B and trackio, experiment of MLflow. The run's name is `name`."""
 

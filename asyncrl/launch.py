@@ -77,6 +77,18 @@ class Stations:
         prompts = self.held_out or read_prompts(self.config.data.train, self.config, self.config.weights.probe_prompts, "data.train")
         return [prompt.token_ids for prompt in prompts[: self.config.weights.probe_prompts]]
 
+    async def say(self, stage: str) -> tuple[Any, str]:
+        """For the watchdog: what moves inside a stage that does not come to its end (None: nothing that could be seen), and what its workers say."""
+        if stage == "learning":
+            stacks = await self.learner.stacks()
+            return None, "; ".join(f"rank {rank}: {stack}" for rank, stack in enumerate(stacks))
+        if stage in ("generation", "publishing", "evaluation"):
+            found = await self.generate.statuses()
+            versions = [one["weights"].version if one["weights"] else None for one in found]
+            said = [f"replica {one['replica']} has version {version}, {one['tokens_generated']} tokens" for one, version in zip(found, versions, strict=True)]
+            return tuple(one["tokens_generated"] for one in found), "; ".join(said) or "no replica answers"
+        return None, f"see {self.config.run_directory / 'logs'}"
+
     async def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> dict[str, list[float | None]]:
         """Raw rewards of one completion per prompt, name by name."""
         texts = [completion.text for completion in completions]

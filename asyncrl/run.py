@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from asyncrl.observe.alarms import alarms
 from asyncrl.observe.metrics import MetricsWriter, read_metrics
 from asyncrl.observe.progress import Progress, ProgressView, duration, time_left
 from asyncrl.observe.sinks import open_sinks
+from asyncrl.observe.watchdog import Standing, Watchdog
 from asyncrl.plan import Plan, arithmetic, make_plan
 from asyncrl.weights.check import ProbeCheck
 
@@ -47,6 +49,7 @@ SHOW_EVERY_S = 0.5
 THREADS_END_S = 10.0
 """Seconds that calls under way in threads get to come back."""
 RATE_WINDOW_S = 10.0
+NOTE_LENGTH = 160
 REPLACED = ("--resume", "--name", "--checkpoint.ckpt_step")
 """Options that the resume command does not repeat: it says its own, and goes on from the newest checkpoint."""
 
@@ -138,7 +141,12 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
                 restored = await _restored(directory, stations)
                 coordinator = _coordinator(config, directory.state, restored, directory, stations, recorder)
                 live.follow(coordinator)
-                await coordinator.run()
+                watchdog = Watchdog(coordinator, config.observe.stall_s, stations.say, partial(_stalled, coordinator, recorder, live))
+                watching = asyncio.create_task(watchdog.watch())
+                try:
+                    await coordinator.run()
+                finally:
+                    watching.cancel()
                 live.phase("saving")
                 await stations.learner.export_hf(directory.path / ".hf")
                 replace_directory(directory.path / ".hf", directory.path / "hf")
@@ -172,6 +180,15 @@ async def _prepare_learner(config: Config, directory: RunDirectory, learner: Lea
         await warm_start(learner, train_rows, held_out_rows, config.warm_start, config.seed, progress)
         await learner.reset_optimizer(config.learner.learning_rate, config.learner.warmup_steps)
     live.phase("waiting for the generators")
+
+
+def _stalled(coordinator: Coordinator, recorder: _RunRecorder, live: _Live, where: Standing, seconds: float, text: str) -> None:
+    """The watchdog found the run standing still."""
+    line = f"{where.stage} has stood still for {seconds:.0f} s; it waits for {where.waits_for}"
+    progress = coordinator.progress
+    recorder.record("stall", progress.attempted, progress.version, {"stage": where.stage, "waits_for": where.waits_for, "stall_s": seconds, "workers": text})
+    logging.getLogger("asyncrl").warning("%s: %s", line, text)
+    live.note(f"{line}: {text[:NOTE_LENGTH]}")
 
 
 async def _restored(directory: RunDirectory, stations: Stations) -> list[Scored]:

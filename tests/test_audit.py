@@ -267,7 +267,7 @@ def test_a_learner_that_counted_otherwise(run):
 
 
 def test_a_replica_that_went_back(run):
-    last = max((row["ordinal"] for row in surviving_trained(run)))
+    last = max(row["ordinal"] for row in surviving_trained(run))
     change(run, "groups", lambda rows: [{**row, "finished_at": 1e6 * row["attempt"] - 9} if row["ordinal"] == last else row for row in rows])
     check = said(run)["versions of a replica never go back"]
     assert not check.passed and "went back for" in check.said

@@ -12,7 +12,7 @@ LAYERS = {
     0: ["config", "names", "rules", "types"],
     1: ["algorithms", "data.balance", "data.blocks", "data.packing", "data.truncation", "control.staleness"],
     2: ["control", "generation.protocol"],
-    3: ["data", "generation", "rollout", "rewards", "learning", "weights"],
+    3: ["stacks", "data", "generation", "rollout", "rewards", "learning", "weights"],
     4: ["launch", "run", "cli", "observe", "plan", "placement", "directory", "resume", "audit", "evaluation", "reading"],
 }
 FREE = {"testing", "testing.clock", "testing.control", "testing.engine", "testing.generators", ""}

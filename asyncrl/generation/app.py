@@ -133,6 +133,11 @@ class ServeGenerate:
         answer: dict[str, list[tuple[float, ...]]] = await self._ask(LOGPROBS_DEADLINE_S, everywhere)
         return answer
 
+    async def statuses(self) -> list[dict[str, Any]]:
+        """What each replica says of itself; one that is dead says nothing."""
+        answers = await self._handle.broadcast("status").results_async(return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
     async def _ask(self, deadline_s: float, call: Callable[[float], Any]) -> Any:
         """The first answer to `call(seconds left)`."""
         deadline = time.monotonic() + deadline_s

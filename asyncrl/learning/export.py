@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import ConfigError, load_config
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, UnreadableCheckpoint
-from asyncrl.directory import replace_directory
 from asyncrl.learning.checkpoint import TAG
 from asyncrl.weights.gather import TORCH_DTYPES
 
@@ -59,5 +59,5 @@ def export_checkpoint(checkpoints: Path, step: int | None, target: Path) -> Path
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)
     AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False).save_pretrained(temporary)
-    replace_directory(temporary, target)
+    os.replace(temporary, target)
     return path

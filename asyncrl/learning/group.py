@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config import Config
 from asyncrl.control.protocols import Manifest, PartDied, Scored, StepResult
+from asyncrl.stacks import register_stacks, stack_of
 
 __all__ = ["LearnerDied", "LearnerError", "LearnerGroup", "PlacementError", "RankProcess", "rank_environment"]
 
@@ -48,6 +49,11 @@ class RankProcess:
         transformers_logging.disable_progress_bar()
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self.rank = LearnerRank(rank, config, run_id, attempt)
+        self.stacks_in = stacks_path(config, attempt, rank)
+
+    def register_stacks(self) -> tuple[str, int]:
+        """See `asyncrl.stacks`."""
+        return register_stacks(self.stacks_in)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call one method of LearnerRank."""
@@ -57,12 +63,15 @@ class RankProcess:
 class LearnerGroup:
     """`Learner` on Ray actors. Make it with `LearnerGroup.create(config, run_id, attempt)`; end it with `close()`."""
 
-    def __init__(self, config: Config, placement: PlacementGroup, ranks: list[Any]) -> None:
+    def __init__(self, config: Config, placement: PlacementGroup, ranks: list[Any], attempt: int = 0) -> None:
         self.config = config
         self.placement = placement
         self.ranks = ranks
         self.startup: dict[str, float] = {}
         """Seconds that the start took, by part."""
+        self.attempt = attempt
+        self._processes: list[tuple[str, int]] = []
+        """Node and process id of each rank."""
         self._turn = asyncio.Lock()
         self._snapshot: tempfile.TemporaryDirectory[str] | None = None
         self._failure: str | None = None
@@ -77,12 +86,18 @@ class LearnerGroup:
         """
         placement = await _place(config)
         ranks = [_start_actor(config, placement, rank, run_id, attempt) for rank in range(config.learner.world_size)]
-        group = cls(config, placement, ranks)
+        group = cls(config, placement, ranks, attempt)
+        group._processes = await group._results("register_stacks", [rank.register_stacks.remote() for rank in ranks])
         addresses = await group._all("node_address")
         address = "127.0.0.1" if len(set(addresses)) == 1 else addresses[0]
         port = await group._one(0, "listen", address)
         group.startup = (await group._all("start", address, port))[0]
         return group
+
+    async def stacks(self) -> list[str]:
+        """What each rank does just now, in the middle of a call too."""
+        paths = [stacks_path(self.config, self.attempt, rank) for rank in range(len(self._processes))]
+        return list(await asyncio.gather(*(stack_of(*process, path) for process, path in zip(self._processes, paths, strict=True))))
 
     async def step(self, batch: Sequence[Scored]) -> StepResult:
         """One policy step on these groups."""
@@ -200,6 +215,11 @@ def _cause(error: RayError) -> str:
     if isinstance(error, RayActorError):
         return "its process died; its log is in the Ray session's folder"
     return " ".join(str(error).split())
+
+
+def stacks_path(config: Config, attempt: int, rank: int) -> Path:
+    """Where a rank writes its stacks when it is asked."""
+    return config.run_directory / "logs" / f"attempt_{attempt}" / "stacks" / f"rank_{rank}.txt"
 
 
 def _bundle(config: Config) -> dict[str, float]:

@@ -1,0 +1,121 @@
+"""Says which stage stands still and what it waits for. It never ends anything: a run that is slow and healthy goes on.
+
+A run moves while any of its counters does: groups finished, scored and trained, versions committed, tokens generated. When none has moved for
+`observe.stall_s` seconds, the stage is named that holds the others up, and whoever works there is asked what it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.control.coordinator import Coordinator
+
+__all__ = ["Standing", "Watchdog", "marks", "standing"]
+
+ASK_S = 10.0
+"""Seconds that a part gets to say what it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A stage, and what it waits for."""
+
+    stage: str
+    waits_for: str
+
+
+def marks(coordinator: Coordinator) -> tuple[Any, ...]:
+    """What moves while a run does."""
+    progress, buffer = coordinator.progress, coordinator.buffer
+    ended = sum(progress.ended.values())
+    return (
+        progress.attempted,
+        progress.committed,
+        coordinator.gathered,
+        progress.generated_tokens,
+        buffer.ready,
+        buffer.running,
+        ended,
+        coordinator.evaluating,
+    )
+
+
+def standing(coordinator: Coordinator) -> Standing:
+    """The stage that the others wait for: of a chain, the one that works and does not come to its end."""
+    progress, buffer = coordinator.progress, coordinator.buffer
+    training = sum(group.training for group in buffer.groups.values())
+    unscored = len(buffer) - buffer.running - buffer.ready - training
+    if training:
+        return Standing("learning", f"a step on {training} groups at version {progress.version}")
+    if coordinator.evaluating:
+        return Standing("evaluation", f"completions of the held-out prompts at version {progress.committed}")
+    if coordinator.in_publication is not None:
+        return Standing("publishing", f"the replicas to apply version {coordinator.in_publication.version}; {progress.committed} is committed")
+    if coordinator.gathered < progress.version:
+        return Standing("learning", f"the ranks to gather or save version {progress.version}")
+    if buffer.running:
+        return Standing("generation", f"{buffer.running} groups that are being generated, and {unscored} that are being scored")
+    if unscored:
+        return Standing("scoring", f"the rewards of {unscored} groups")
+    if not len(buffer):
+        return Standing("prompts", "the prompt stream: nothing is outstanding, and no prompt comes")
+    return Standing("learning", f"a full, fresh batch: {buffer.ready} of {coordinator.schedule.staleness.groups_per_step} groups are ready")
+
+
+class Watchdog:
+    """Looks at a coordinator from time to time."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        stall_s: float,
+        ask: Callable[[str], Awaitable[tuple[Any, str]]],
+        say: Callable[[Standing, float, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            stall_s: seconds without any movement until something is said, and between two sayings.
+            ask: (stage) → something that changes if the stage moves after all, and what its workers say of themselves.
+            say: gets the stage, the seconds of standing still, and what its workers said.
+        """
+        self._coordinator, self._stall_s, self._ask, self._say, self._clock = coordinator, stall_s, ask, say, clock
+        self._seen = marks(coordinator)
+        self._since = self._said = clock()
+        self._inner: dict[str, Any] = {}
+
+    async def watch(self) -> None:
+        """Look for ever."""
+        while True:
+            await asyncio.sleep(min(self._stall_s / 4, 5.0))
+            await self.look()
+
+    async def look(self) -> None:
+        """Once."""
+        now, seen = self._clock(), marks(self._coordinator)
+        if seen != self._seen:
+            self._seen, self._since, self._said, self._inner = seen, now, now, {}
+        where, still_s = standing(self._coordinator), now - self._said
+        # Asked once in the middle as well, so that there is something to compare with.
+        if still_s < self._stall_s / 2 or (still_s < self._stall_s and where.stage in self._inner):
+            return
+        try:
+            inner, text = await asyncio.wait_for(self._ask(where.stage), ASK_S)
+        except TimeoutError:
+            inner, text = None, f"its workers did not answer within {ASK_S:g} s"
+        except Exception as error:
+            # A part that is dead or dying: what it raises is what there is to say.
+            inner, text = None, f"its workers cannot be asked: {type(error).__name__}: {error}".splitlines()[0]
+        moved = inner is not None and self._inner.get(where.stage, inner) != inner
+        self._inner[where.stage] = inner
+        if still_s < self._stall_s:
+            return
+        self._said = self._clock()
+        if moved:
+            self._since = self._said
+        else:
+            self._say(where, self._said - self._since, text)

@@ -1,0 +1,101 @@
+"""Each stage that stands still is named; one that moves, however slowly, is not."""
+
+import asyncio
+
+import pytest
+
+from asyncrl.control.checkpoint import State
+from asyncrl.control.coordinator import Coordinator, Parts, Schedule
+from asyncrl.control.staleness import Staleness
+from asyncrl.observe.watchdog import Watchdog
+from asyncrl.testing import FakeLearner, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
+
+FOR_EVER = 1e9
+
+
+class NoPrompts(FakePrompts):
+    async def next(self):
+        await asyncio.sleep(FOR_EVER)
+
+
+def watched(stall_s=60.0, seconds=200.0, ask=None, prompts=None, evaluate=None, **parts):
+    """What the watchdog says in so many virtual seconds of a run."""
+    said = []
+
+    async def nothing(stage):
+        return None, f"asked {stage}"
+
+    async def both():
+        rollouts = parts.get("rollouts") or FakeRollouts()
+        scores = parts["scores"](rollouts) if "scores" in parts else FakeScores(rollouts)
+        learner, weights = parts.get("learner") or FakeLearner(4), parts.get("weights") or FakeWeightSync()
+        all_parts = Parts(prompts or FakePrompts(), rollouts, scores, learner, weights, FakeRecorder(), evaluate=evaluate)
+        coordinator = Coordinator(all_parts, Schedule(10**6, Staleness(1, 4)), State("run", 0, 0, 0, 0, ()))
+        loop = asyncio.get_running_loop()
+        watchdog = Watchdog(coordinator, stall_s, ask or nothing, lambda where, seconds, text: said.append((where, seconds, text)), loop.time)
+        running = asyncio.create_task(coordinator.run())
+        watching = asyncio.create_task(watchdog.watch())
+        await asyncio.sleep(seconds)
+        for task in (running, watching):
+            task.cancel()
+        await scores.close()
+        await asyncio.gather(running, watching, *scores._tasks, return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(both())
+    return said
+
+
+async def evaluate_for_ever(version):
+    await asyncio.sleep(FOR_EVER)
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("stage", "waits_for", "parts"),
+    [
+        ("learning", "a step on 4 groups at version 0", {"learner": FakeLearner(4, latency=0.0)}),
+        ("generation", "groups that are being generated", {"rollouts": FakeRollouts(latency=lambda _: FOR_EVER)}),
+        ("scoring", "the rewards of 8 groups", {"scores": lambda rollouts: FakeScores(rollouts, latency=lambda _: FOR_EVER)}),
+        ("publishing", "the replicas to apply version 0", {"weights": FakeWeightSync(latency=lambda _: FOR_EVER)}),
+        ("prompts", "no prompt comes", {"prompts": NoPrompts()}),
+        ("evaluation", "held-out prompts at version 0", {"evaluate": evaluate_for_ever, "rollouts": FakeRollouts(latency=lambda _: FOR_EVER)}),
+    ],
+)
+def test_the_stage_that_stands_still_is_named(stage, waits_for, parts):
+    if stage == "learning":
+
+        class Stuck(FakeLearner):
+            async def step(self, batch):
+                await asyncio.sleep(FOR_EVER)
+
+        parts = {"learner": Stuck(4)}
+    said = watched(**parts)
+    assert [where.stage for where, _, _ in said] == [stage] * len(said) and 2 <= len(said) <= 3
+    assert waits_for in said[0][0].waits_for and said[0][2] == f"asked {stage}"
+    assert 60 <= said[0][1] <= 70 and 120 <= said[1][1] <= 140
+
+
+def test_a_slow_run_is_left_alone():
+    assert watched(seconds=3000, rollouts=FakeRollouts(latency=lambda _: 50.0), learner=FakeLearner(4, latency=40.0)) == []
+
+
+def test_completions_that_grow_are_no_standstill():
+    tokens = iter(range(100))
+
+    async def counted(stage):
+        return next(tokens), "tokens flow"
+
+    assert watched(seconds=1000, rollouts=FakeRollouts(latency=lambda _: 900.0), ask=counted) == []
+
+
+def test_workers_that_do_not_answer_or_are_dead():
+    async def silent(stage):
+        await asyncio.sleep(FOR_EVER)
+
+    async def dead(stage):
+        raise ConnectionError("gone\nfor good")
+
+    stuck = {"rollouts": FakeRollouts(latency=lambda _: FOR_EVER)}
+    assert "did not answer within 10 s" in watched(ask=silent, **stuck)[0][2]
+    assert watched(ask=dead, **stuck)[0][2] == "its workers cannot be asked: ConnectionError: gone"
