@@ -89,10 +89,12 @@ class Plan:
         report = self.prompts
         ids = ", ".join(map(str, report.first_ids[:24])) + (", …" if len(report.first_ids) > 24 else "")
         stops = ", ".join(f"{token} ({', '.join(sources)})" for token, sources in self.stops.items())
+        repetition = self.config.rollout.repetition
+        loop = f"; so does an n-gram of up to {repetition[0]} tokens {repetition[1]} times in a row" if repetition else ""
         truncation = "".join(f"  {field}: {rows.text()}\n" for field, rows in self.truncation.items())
         return (
             f"# prompts\n{truncation}  longest prompt {report.longest} tokens; columns for the reward: {', '.join(report.columns) or 'none'}\n"
-            f"  first prompt {report.first_text!r}\n  its token ids {ids}\n  stop token ids {stops}"
+            f"  first prompt {report.first_text!r}\n  its token ids {ids}\n  stop token ids {stops}{loop}"
         )
 
 

@@ -17,7 +17,7 @@ import psutil
 from asyncrl.generation.protocol import GenerateRequest, GenerationTimeout, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.stops import load_stop_set
-from asyncrl.types import Completion, VersionSpan
+from asyncrl.types import TRUNCATED, Completion, VersionSpan
 from asyncrl.weights.engine import BACKEND, OWNED
 
 __all__ = ["PAUSE", "Engine", "engine_environment", "version_spans"]
@@ -399,8 +399,9 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
 
 def _sampling(request: GenerateRequest, stops: Mapping[int, Any]) -> Any:
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
+    ngram, times = request.repetition or (0, 0)
     return SamplingParams(
         n=request.n,
         max_tokens=request.max_tokens,
@@ -408,6 +409,7 @@ def _sampling(request: GenerateRequest, stops: Mapping[int, Any]) -> Any:
         seed=request.seed,
         ignore_eos=request.ignore_eos,
         stop_token_ids=[] if request.ignore_eos else list(stops),
+        repetition_detection=RepetitionDetectionParams(max_pattern_size=ngram, min_count=times) if ngram else None,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
@@ -425,7 +427,7 @@ def _sibling(sampling: Any, index: int) -> Any:
 
 def _completion(output: Any, tokenizer: Any) -> Completion:
     ids = tuple(output.token_ids)
-    if output.finish_reason not in ("stop", "length"):
+    if output.finish_reason not in ("stop", *TRUNCATED):
         raise StaleReplica(f"the vLLM engine ended a completion with {output.finish_reason!r}")
     return Completion(
         token_ids=ids,
