@@ -274,6 +274,8 @@ class _Live:
             self.progress.held_out_accuracy = metrics.get("eval/greedy_accuracy")
         if event == "step":
             self.progress.accuracy = metrics.get(f"reward/{self.config.accuracy}")
+        if event == "startup" and any(value for name, value in metrics.items() if name.endswith("caches_removed")):
+            self.note("a damaged compile cache was removed; it is made anew")
         if event == "logprob_check":
             self.note(f"generator and learner log-probs differ by at most {metrics['check/logprob_max_diff']:.1e} over {metrics['check/tokens']:.0f} tokens")
 

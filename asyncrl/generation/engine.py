@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from asyncrl.environment import claim_caches, passed_on
 from asyncrl.generation.protocol import GenerateRequest, GenerationTimeout, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.stops import load_stop_set
@@ -36,8 +38,9 @@ STOP_TIMEOUT_S = 10.0
 
 
 def engine_environment(device: str) -> dict[str, str]:
-    """Environment variables of a process that holds an engine; its child processes inherit them."""
-    common = {
+    """Environment variables of a process that holds an engine; its child processes inherit them. What the user has set for torch, vLLM and the like
+    passes through (`asyncrl.environment`), but for what asyncrl itself needs."""
+    ours = {
         OWNED: "1",
         "VLLM_PLUGINS": "asyncrl_weights",
         "VLLM_HOST_IP": "127.0.0.1",
@@ -49,19 +52,22 @@ def engine_environment(device: str) -> dict[str, str]:
     if device == "cpu":
         # One thread per engine: two replicas share two cores with the learner, and vLLM would pin threads to cores of its own choice.
         # Without TORCH_COMPILE_DISABLE the first generation calls a C++ compiler for one small kernel of the sampler, for about 15 s.
-        return common | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    return common
+        chosen = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+        return chosen | passed_on(os.environ) | ours
+    return passed_on(os.environ) | ours
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
     """Seconds of a start: importing vLLM; its config (the model's class is inspected, in a process of its own the first time on a
-    machine); the engine's process (its own import of vLLM, the model, the cache); the first generation."""
+    machine); the engine's process (its own import of vLLM, the model, the cache); the first generation. And whether compile caches were damaged."""
 
     import_s: float
     config_s: float
     engine_s: float
     first_generation_s: float
+    caches_removed: float
+    """1 if this process's compile caches held a damaged file and were removed, else 0."""
 
 
 class Engine:
@@ -106,6 +112,7 @@ class Engine:
     async def start(self) -> LoadTimes:
         """Load the model and generate one token. The weights are the checkpoint's, version 0."""
         begun = time.monotonic()
+        caches = claim_caches("generator")
         from vllm.v1.engine.async_llm import AsyncLLM
 
         imported = time.monotonic()
@@ -127,7 +134,8 @@ class Engine:
         loaded = time.monotonic()
         self._open.set()
         await self.generate(GenerateRequest(prompt_ids=(next(iter(self.stops), 0),), n=1, max_tokens=1, temperature=0.0, ignore_eos=True))
-        self.load = LoadTimes(imported - begun, configured - imported, loaded - configured, time.monotonic() - loaded)
+        times = (imported - begun, configured - imported, loaded - configured, time.monotonic() - loaded)
+        self.load = LoadTimes(*times, caches_removed=float(caches.damaged is not None))
         return self.load
 
     @property
