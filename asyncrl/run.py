@@ -173,6 +173,7 @@ def _coordinator(config: Config, state: State, directory: RunDirectory, stations
         config.logprob_statistic,
         WeightsId(state.run_id, state.attempt, state.version),
         config.rollout.temperature,
+        stations.weights.differing_tensor,
     )
     parts = Parts(
         prompts=stations.prompts,

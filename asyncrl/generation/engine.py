@@ -182,6 +182,11 @@ class Engine:
         await self._open.wait()
         return list(await asyncio.gather(*(self._score(list(prompt), list(completion)) for prompt, completion in rows)))
 
+    async def fingerprints(self) -> dict[str, Sequence[float]]:
+        """What the engine holds: published name → fingerprint (`asyncrl.weights.fingerprint`). Generation rests meanwhile."""
+        held: dict[str, Sequence[float]] = (await self._llm.collective_rpc("held_fingerprints"))[0]
+        return held
+
     async def apply(self, update: Mapping[str, Any], version: int) -> dict[str, float]:
         """Change to a staged version: pause, load, label, resume. Returns pause_s, apply_s (seconds) and in_flight (completions).
 
@@ -392,6 +397,7 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls="asyncrl.weights.held.HeldWeights",
         trust_remote_code=False,
         **length,
         **device,
