@@ -37,6 +37,7 @@ from asyncrl.observe.alarms import alarms
 from asyncrl.observe.metrics import MetricsWriter, read_metrics
 from asyncrl.observe.progress import Progress, ProgressView, duration, time_left
 from asyncrl.observe.sinks import open_sinks
+from asyncrl.placement import wait_for_room
 from asyncrl.plan import Plan, arithmetic, make_plan
 from asyncrl.weights.check import ProbeCheck
 
@@ -114,6 +115,8 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
         showing = asyncio.create_task(live.show(view))
         recorder = _RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live)
         try:
+            live.phase("looking for room on the cluster")
+            print(await wait_for_room(config, plan.weights_bytes, live.note), flush=True)
             live.phase("starting generators and learner")
 
             async def prepare(learner: LearnerGroup) -> None:

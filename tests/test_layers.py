@@ -13,7 +13,7 @@ LAYERS = {
     1: ["algorithms", "data.balance", "data.blocks", "data.packing", "data.truncation", "control.staleness"],
     2: ["control", "generation.protocol"],
     3: ["data", "generation", "rollout", "rewards", "learning", "weights"],
-    4: ["launch", "run", "cli", "observe", "plan", "placement", "directory", "evaluation", "reading"],
+    4: ["launch", "run", "cli", "observe", "plan", "placement", "room", "holders", "directory", "evaluation", "reading"],
 }
 FREE = {"testing", "testing.clock", "testing.control", "testing.engine", "testing.generators", ""}
 HOMES = {
