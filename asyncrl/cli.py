@@ -10,6 +10,7 @@ from asyncrl.config import ConfigError, command_line, load_config
 
 __all__ = ["main"]
 
+CLUSTER = "ask the cluster at RAY_ADDRESS, or the one that runs here, whether there is room, and who holds what is not free"
 TRAIN, PLAN = "train a model as a YAML file says", "check a config and show what it asks for; allocates nothing"
 
 
@@ -25,12 +26,14 @@ def main(arguments: list[str] | None = None) -> None:
         command.add_argument("config", nargs="?", metavar="CONFIG")
         command.add_argument("-h", "--help", action="store_true")
         if name == "plan":
-            command.add_argument("--cluster", action="store_true", help="ask the cluster at RAY_ADDRESS, or the one that runs here, whether there is room")
+            command.add_argument("--cluster", action="store_true", help=CLUSTER)
     known, overrides = parser.parse_known_args(arguments)
     if known.help or known.config is None:
         if not known.help:
             print("asyncrl: CONFIG is missing: give the path of a YAML file, such as jobs/quickstart.yaml", file=sys.stderr)
             sys.exit(2)
+        if known.command == "plan":
+            print(f"asyncrl plan CONFIG --cluster: {CLUSTER}\n")
         command_line(["--help"], {}, exit_on_error=True)
     sys.exit(run(known.command, known.config, overrides, on_cluster=getattr(known, "cluster", False)))
 

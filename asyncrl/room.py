@@ -162,7 +162,8 @@ def cluster_text(needs: Sequence[Need], nodes: Sequence[Node], unknown_holders: 
         rows += [f"    {name:<26}{_amount(name, _has(node, name, 'registered')):>14}{_amount(name, _has(node, name, 'free')):>12}" for name in shown]
         rows.append("    room for " + ", ".join(f"{need.part} {min(need.count, _places(need, node, 'free')):g} of {need.count}" for need in needs))
         rows += [f"    held by {holder.name}: " + _amounts(holder.amounts) for holder in node.holders]
-    return "\n".join([*rows, *([f"  who holds the rest is not known: {unknown_holders}"] if unknown_holders else [])])
+    held = any(_has(node, name, "free") + ROUNDING < _has(node, name, "registered") for node in nodes for name in COUNTED)
+    return "\n".join([*rows, *([f"  who holds the rest is not known: {unknown_holders}"] if unknown_holders and held else [])])
 
 
 def _gpus(nodes: Sequence[Node] | None) -> str:

@@ -75,9 +75,12 @@ def test_memory_is_asked_of_one_node_too_and_a_silent_node_may_have_any():
     assert shortages(wanted, [*small, node("c", 1)], "free") == []
 
 
-def test_fractions_add_up():
-    """0.1 + 0.2 is not 0.3: seven tenths are free, and seven tenths are enough."""
-    assert shortages(run_needs(config(learner={"num_cpus": 0.1}, generator={"num_cpus": 0.2})), [node("a", 2, free={"CPU": 0.7})], "free") == []
+@pytest.mark.parametrize(("rank", "replica", "free"), [(0.1, 0.2, 0.7), (0.7, 0.1, 1.2)])
+def test_fractions_add_up(rank, replica, free):
+    """0.1 + 0.2 is not 0.3 in binary: what is needed may come out a little above what is free, and is enough all the same."""
+    needs = run_needs(config(learner={"num_cpus": rank}, generator={"num_cpus": replica}))
+    assert sum(need.count * need.amounts["CPU"] for need in needs) == pytest.approx(free)
+    assert shortages(needs, [node("a", 2, free={"CPU": free})], "free") == []
 
 
 def test_slimes_arithmetic_for_both_placements():
@@ -107,7 +110,9 @@ def test_the_table_shows_each_node_and_who_holds_what():
         assert line in lines, text
     assert any(line.startswith("room for learner ranks 0 of 3, generator replicas 0 of 1, rollout workers 1 of 1") for line in lines)
     assert any(line.startswith("room for learner ranks 1 of 3, generator replicas 1 of 1") for line in lines)
-    assert cluster_text(run_needs(config()), [node("a", 2)], "no dashboard").endswith("who holds the rest is not known: no dashboard")
+    held = node("a", 2, free={"CPU": 1})
+    assert cluster_text(run_needs(config()), [held], "no dashboard").endswith("who holds the rest is not known: no dashboard")
+    assert "not known" not in cluster_text(run_needs(config()), [node("a", 2)], "no dashboard"), "nobody holds anything"
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 3])
