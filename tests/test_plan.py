@@ -81,6 +81,11 @@ def test_shows_what_ranks_that_share_rows_take_together(write):
     assert "max_tokens_per_gpu 14 * sequence_parallel_size 2 = 28 tokens" in text and "world_size 4 / sequence_parallel_size 2 = 2" in text
 
 
+def test_shows_what_ends_a_loop(write):
+    assert "n-gram" not in make_plan(load_config(write())).prompts_text()
+    assert "; so does an n-gram of up to 16 tokens 20 times in a row" in make_plan(load_config(write({"rollout.repetition_stop": 20}))).prompts_text()
+
+
 def test_two_ranks_and_two_replicas_fit_two_cpus(write):
     plan = make_plan(load_config(write({"learner.world_size": 2, "generator.num_replicas": 2})))
     assert sum(part.count * part.cpus for part in plan.parts) <= 2.0 + 1e-9
