@@ -14,6 +14,7 @@ __all__ = ["main"]
 ON_A_CONFIG = {"train": "train a model as a YAML file says", "plan": "check a config and show what it asks for; allocates nothing"}
 AUDIT = "add up a run's groups, fates and checkpoints again, and say of each invariant whether it holds"
 EXPORT = "write a checkpoint's weights as a Hugging Face directory"
+CLUSTER = "ask the cluster at RAY_ADDRESS, or the one that runs here, whether there is room, and who holds what is not free"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -27,6 +28,8 @@ def main(arguments: list[str] | None = None) -> None:
         command = commands.add_parser(name, help=text, description=text, add_help=False, allow_abbrev=False)
         command.add_argument("config", nargs="?", metavar="CONFIG")
         command.add_argument("-h", "--help", action="store_true")
+        if name == "plan":
+            command.add_argument("--cluster", action="store_true", help=CLUSTER)
     for name, text in (("audit", AUDIT), ("export", EXPORT)):
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("run", metavar="RUN", help="run directory, such as runs/quickstart")
@@ -42,12 +45,14 @@ def main(arguments: list[str] | None = None) -> None:
         if not known.help:
             print("asyncrl: CONFIG is missing: give the path of a YAML file, such as jobs/quickstart.yaml", file=sys.stderr)
             sys.exit(2)
+        if known.command == "plan":
+            print(f"asyncrl plan CONFIG --cluster: {CLUSTER}\n")
         command_line(["--help"], {}, exit_on_error=True)
-    sys.exit(run(known.command, known.config, overrides))
+    sys.exit(run(known.command, known.config, overrides, on_cluster=getattr(known, "cluster", False)))
 
 
-def run(command: str, path: str, overrides: list[str]) -> int:
-    """The exit code of a subcommand on a config."""
+def run(command: str, path: str, overrides: list[str], on_cluster: bool = False) -> int:
+    """The exit code of a subcommand on a config. `on_cluster`: the plan looks for room on a live cluster as well."""
     # As `python -m` does, and as Ray does for its workers: reward functions may lie in the current directory.
     sys.path.insert(0, os.getcwd())
     try:
@@ -55,7 +60,14 @@ def run(command: str, path: str, overrides: list[str]) -> int:
         if command == "plan":
             from asyncrl.plan import make_plan
 
-            print(make_plan(config).text(), flush=True)
+            plan = make_plan(config)
+            print(plan.text(), flush=True)
+            if on_cluster:
+                from asyncrl.placement import plan_on_cluster
+
+                print(flush=True)
+                if code := plan_on_cluster(config, plan.weights_bytes):
+                    return code
             # It imports DeepSpeed, which takes seconds: the rest can be read meanwhile.
             from asyncrl.learning.estimate import memory_text
 

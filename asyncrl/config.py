@@ -97,6 +97,11 @@ class RolloutConfig(Section):
     """Further stop token ids."""
     ignore_eos: bool = False
     """Go on past EOS to max_completion_length (for measurements)."""
+    repetition_stop: int | None = Field(default=None, ge=2)
+    """End a completion of a rollout when its last tokens are one n-gram so many times in a row: it would only go on. It counts as truncated (finish
+    reason `repetition`). Runs of one token count too (rows of dashes, spaces), so 20 or more is usual. None = never."""
+    repetition_ngram: int = Field(default=16, gt=0)
+    """Longest n-gram that repetition_stop looks for, in tokens."""
     adaptive_concurrency: bool = True
     """Generate as many groups at once as the engines' KV caches hold, found while running; never more than max_concurrency. False: max_concurrency."""
     max_concurrency: int | None = Field(default=None, gt=0)
@@ -105,6 +110,16 @@ class RolloutConfig(Section):
     """Rollout worker processes."""
     deadline_s: float = Field(default=300.0, gt=0)
     """Seconds after which a group's generation, retries included, fails."""
+
+    @property
+    def repetition(self) -> tuple[int, int] | None:
+        """(Longest n-gram in tokens, times in a row) that end a completion; None = nothing does."""
+        return None if self.repetition_stop is None else (self.repetition_ngram, self.repetition_stop)
+
+    @property
+    def stops_repetition(self) -> bool:
+        """Whether a repeated n-gram ends a completion."""
+        return self.repetition_stop is not None
 
 
 class RewardFunction(Section):

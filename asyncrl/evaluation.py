@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.generation.protocol import Generate, GenerateRequest, WeightsId
-from asyncrl.types import Completion, Prompt
+from asyncrl.types import TRUNCATED, Completion, Prompt
 
 __all__ = ["Evaluator"]
 
@@ -69,5 +69,5 @@ class Evaluator:
             "accuracy": means[self.config.accuracy],
             **means,
             "completion_tokens": sum(len(completion.token_ids) for completion in completions) / count,
-            "truncated_ratio": sum(completion.finish_reason == "length" for completion in completions) / count,
+            "truncated_ratio": sum(completion.finish_reason in TRUNCATED for completion in completions) / count,
         }

@@ -1,48 +1,155 @@
-"""Room on the cluster for a whole run: what it needs, what is registered, what is free."""
+"""Room on the live cluster for a whole run: looked for before anything starts, waited for where others hold it, and again when it is lost meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 
+import psutil
 import ray
-from ray._private.state import actors
+from ray._private.state import actors, available_resources_per_node
 from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.config import Config
+from asyncrl.config import Config, ConfigError
+from asyncrl.holders import holders_by_node
 from asyncrl.learning.group import PlacementError, resource_table
-from asyncrl.plan import logical_cpus
+from asyncrl.room import Node, cluster_text, logical_cpus, placement_text, run_needs, shortages
 
-__all__ = ["needed", "wait_for_placement", "wait_for_room"]
+__all__ = ["cluster_nodes", "needed", "plan_on_cluster", "wait_for_placement", "wait_for_room"]
 
 LOOK_EVERY_S = 0.5
+TELL_EVERY_S = 5.0
+MACHINE_S = 20.0
+"""Seconds that another node gets to say how much memory it has."""
 
 
 def needed(config: Config) -> dict[str, float]:
     """Logical resources of the whole run."""
-    learner, generator = config.learner, config.generator
-    ranks = learner.world_size + config.algorithm.has_reference
-    gpus = ranks * (learner.device == "cuda") + generator.num_replicas * (generator.device == "cuda")
-    cpus = sum(part.count * part.cpus for part in logical_cpus(config))
-    return {"CPU": cpus} | ({"GPU": float(gpus)} if gpus else {})
+    amounts = {name: sum(need.count * need.amounts.get(name, 0) for need in run_needs(config)) for name in ("CPU", "GPU")}
+    return {name: amount for name, amount in amounts.items() if amount or name == "CPU"}
 
 
-async def wait_for_room(config: Config) -> None:
-    """Return when the run's parts can all be placed.
+async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[str], None] = lambda line: None) -> str:
+    """Return the cluster's table when nothing speaks against the run's parts being placed.
+
+    Args:
+        version_bytes: bytes of one published version; 0 = memory is not looked at.
+        tell: gets a line while room is waited for.
 
     Raises:
-        PlacementError: the cluster is too small (at once), or not free after `placement_timeout_s`.
+        PlacementError: the cluster is too small (at once), or not free after `placement_timeout_s`. The message ends with the table.
     """
-    wanted, limit = needed(config), config.placement_timeout_s
-    short = [name for name, amount in wanted.items() if ray.cluster_resources().get(name, 0) < amount]
-    if short:
+    wanted, limit, clock = run_needs(config, version_bytes), config.placement_timeout_s, asyncio.get_running_loop().time
+    nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
+    if short := shortages(wanted, nodes, "registered"):
         fix = "lower generator.num_replicas, learner.world_size or their num_cpus, or add nodes"
-        raise PlacementError(f"the cluster is too small for this run ({', '.join(short)}); {fix}\n{resource_table(wanted)}")
-    deadline = asyncio.get_running_loop().time() + limit
-    while any(ray.available_resources().get(name, 0) < amount for name, amount in wanted.items()):
-        if asyncio.get_running_loop().time() > deadline:
-            raise PlacementError(f"no room on the cluster after placement_timeout_s = {limit:g} s; free some, or wait longer\n{resource_table(wanted)}")
+        raise PlacementError(f"the cluster is too small for this run ({'; '.join(short)}); {fix}\n{await _tables(config, version_bytes, nodes)}")
+    deadline, told = clock() + limit, clock() - TELL_EVERY_S
+    while short := shortages(wanted, nodes, "free"):
+        if clock() > deadline:
+            table = await _tables(config, version_bytes, nodes)
+            raise PlacementError(f"no room on the cluster after placement_timeout_s = {limit:g} s ({'; '.join(short)}); free some, or wait longer\n{table}")
+        if clock() - told >= TELL_EVERY_S:
+            told = clock()
+            tell(f"waiting up to {deadline - told:.0f} s for room on the cluster: {short[0]}{await asyncio.to_thread(_largest_holders)}")
         await asyncio.sleep(LOOK_EVERY_S)
+        nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
+    return await _tables(config, version_bytes, nodes)
+
+
+def plan_on_cluster(config: Config, version_bytes: int) -> int:
+    """`asyncrl plan --cluster`: print the table of the cluster that RAY_ADDRESS names, or that runs here, and what `train` would do. Exit code: 1 if the run
+    can never fit.
+
+    Raises:
+        ConfigError: no cluster answers.
+    """
+    with _connected():
+        wanted, nodes = run_needs(config, version_bytes), cluster_nodes(True)
+        print(asyncio.run(_tables(config, version_bytes, nodes)))
+    if short := shortages(wanted, nodes, "registered"):
+        print(f"  this run can never fit here: {'; '.join(short)}")
+        return 1
+    short = shortages(wanted, nodes, "free")
+    wait = f"  not now: {'; '.join(short)}; `asyncrl train` would wait up to placement_timeout_s = {config.placement_timeout_s:g} s"
+    print(wait if short else "  nothing speaks against placing this run now")
+    return 0
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except ConnectionError:
+        raise ConfigError(
+            f"--cluster: no Ray cluster answers at RAY_ADDRESS = {address!r}; start one with `ray start --head`, or leave --cluster out: without RAY_ADDRESS "
+            "`asyncrl train` starts a local one"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+async def _tables(config: Config, version_bytes: int, nodes: list[Node]) -> str:
+    """slime's arithmetic and the cluster's table, with who holds what."""
+    held, unknown = await asyncio.to_thread(holders_by_node)
+    known = [replace(node, holders=held.get(node.name, ())) for node in nodes]
+    return placement_text(config, nodes) + "\n\n" + cluster_text(run_needs(config, version_bytes), known, unknown)
+
+
+def _largest_holders() -> str:
+    found = [holder.name for holders in holders_by_node()[0].values() for holder in holders[:2]]
+    return f"; held by {', '.join(found[:3])}" if found else ""
+
+
+def cluster_nodes(with_memory: bool) -> list[Node]:
+    """The nodes that live, by what they have registered and free.
+
+    Args:
+        with_memory: ask each for its memory and shared memory as well; one that does not answer in MACHINE_S seconds is left without.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    free = available_resources_per_node()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    machines = _machines([node["NodeID"] for node in alive if node["NodeID"] != here]) if with_memory else {}
+    if with_memory:
+        machines[here] = _machine()
+    nodes = []
+    for node in alive:
+        total, left = machines.get(node["NodeID"], ({}, {}))
+        registered = {name: node["Resources"].get(name, 0.0) for name in ("CPU", "GPU")}
+        available = {name: free.get(node["NodeID"], {}).get(name, 0.0) for name in ("CPU", "GPU")}
+        nodes.append(Node(f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})", registered | total, available | left))
+    return nodes
+
+
+def _machine() -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes of memory and shared memory of this machine: in all, and free."""
+    memory, shared = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")
+    return {"memory": memory.total, "shared memory": shared.total}, {"memory": memory.available, "shared memory": shared.free}
+
+
+def _machines(node_ids: list[str]) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
+    ask = ray.remote(_machine)
+    calls = {
+        ask.options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(): node_id
+        for node_id in node_ids
+    }
+    answered = ray.wait(list(calls), num_returns=len(calls), timeout=MACHINE_S)[0] if calls else []
+    machines = {}
+    for call in answered:
+        try:
+            machines[calls[call]] = ray.get(call)
+        except ray.exceptions.RayError:
+            continue  # as one that does not answer
+    return machines
 
 
 async def wait_for_placement(config: Config, application: str, streams: Mapping[str, Callable[[], Awaitable[bool]]]) -> None:

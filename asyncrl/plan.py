@@ -1,4 +1,4 @@
-"""What a config asks for, before anything is allocated: batch arithmetic, logical CPUs, room in shared memory, model and prompts."""
+"""What a config asks for, before anything is allocated: batch arithmetic, placement, room in shared memory, model and prompts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from asyncrl.config import TASK_CPUS, Config, ConfigError
+from asyncrl.config import Config, ConfigError
 from asyncrl.learning.supported import refusal
 from asyncrl.observe.sinks import missing_packages
+from asyncrl.room import Part, logical_cpus, placement_text
 from asyncrl.rules import length_text
 
 if TYPE_CHECKING:
@@ -34,15 +35,6 @@ SHOWN = {
 """(loss, old policy, truncation) of the whole runs in docs/evidence.md."""
 SHOWN_WITH = ("grpo", "token_mean")
 """Their advantage and aggregation; none of them has masks, a KL term, a dual clip or an entropy bonus."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One row of the logical CPU table: `count` processes of `cpus` each."""
-
-    name: str
-    count: int
-    cpus: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +61,15 @@ class Plan:
         config = self.config
         resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip()
         return "\n\n".join(
-            [f"# resolved config\n{resolved}", arithmetic(config), algorithm_text(config), self._cpu_table(), self._memory(), self.prompts_text()]
+            [
+                f"# resolved config\n{resolved}",
+                arithmetic(config),
+                algorithm_text(config),
+                placement_text(config),
+                self._cpu_table(),
+                self._memory(),
+                self.prompts_text(),
+            ]
         )
 
     def _cpu_table(self) -> str:
@@ -89,10 +89,12 @@ class Plan:
         report = self.prompts
         ids = ", ".join(map(str, report.first_ids[:24])) + (", …" if len(report.first_ids) > 24 else "")
         stops = ", ".join(f"{token} ({', '.join(sources)})" for token, sources in self.stops.items())
+        repetition = self.config.rollout.repetition
+        loop = f"; so does an n-gram of up to {repetition[0]} tokens {repetition[1]} times in a row" if repetition else ""
         truncation = "".join(f"  {field}: {rows.text()}\n" for field, rows in self.truncation.items())
         return (
             f"# prompts\n{truncation}  longest prompt {report.longest} tokens; columns for the reward: {', '.join(report.columns) or 'none'}\n"
-            f"  first prompt {report.first_text!r}\n  its token ids {ids}\n  stop token ids {stops}"
+            f"  first prompt {report.first_text!r}\n  its token ids {ids}\n  stop token ids {stops}{loop}"
         )
 
 
@@ -209,18 +211,6 @@ def algorithm_text(config: Config) -> str:
     return (
         f"# algorithm\n  advantage {algorithm.advantage}, loss {algorithm.loss} against old policy {algorithm.old_policy}, {algorithm.loss_aggregation}; "
         f"{kind}; correction: {made_up}{kl}{note}{shuffled}"
-    )
-
-
-def logical_cpus(config: Config) -> tuple[Part, ...]:
-    """What each part declares to Ray."""
-    return (
-        Part("learner ranks", config.learner.world_size, config.learner.num_cpus),
-        Part("generator replicas", config.generator.num_replicas, config.generator.num_cpus),
-        *([Part("reference policy", 1, config.algorithm.ref_num_cpus)] if config.algorithm.has_reference else []),
-        Part("rollout workers", config.rollout.num_workers, TASK_CPUS),
-        Part("prompt stream", 1, TASK_CPUS),
-        Part("scoring stream", 2, TASK_CPUS),
     )
 
 

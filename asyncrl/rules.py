@@ -33,6 +33,8 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("observe.project", "observe.has_sinks", (True,), "observe.sinks"),
     ("reward.overlong_penalty", "reward.penalises_length", (True,), "reward.overlong_buffer above 0"),
     ("reward.retries", "reward.policy", ("retry",), "reward.policy: retry"),
+    ("rollout.repetition_ngram", "rollout.stops_repetition", (True,), "rollout.repetition_stop"),
+    ("rollout.repetition_stop", "rollout.ignore_eos", (False,), "rollout.ignore_eos: false"),
     ("data.length_policy", "judges_length", (True,), "warm_start.data and data.max_length, or a data.max_length of max_prompt_length or less"),
     ("data.length_side", "data.length_policy", ("truncate",), "data.length_policy: truncate"),
     ("warm_start.completion_policy", "warm_start.given", (True,), "warm_start.data"),

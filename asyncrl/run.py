@@ -40,6 +40,7 @@ from asyncrl.observe.metrics import MetricsWriter, read_metrics
 from asyncrl.observe.progress import Progress, ProgressView, duration, time_left
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.observe.watchdog import Standing, Watchdog
+from asyncrl.placement import wait_for_room
 from asyncrl.plan import Plan, arithmetic, make_plan
 from asyncrl.weights.check import ProbeCheck
 
@@ -131,6 +132,8 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
         showing = asyncio.create_task(live.show(view))
         recorder = _RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live)
         try:
+            live.phase("looking for room on the cluster")
+            print(await wait_for_room(config, plan.weights_bytes, live.note), flush=True)
             live.phase("starting generators and learner")
 
             async def prepare(learner: LearnerGroup) -> None:
@@ -212,6 +215,7 @@ def _coordinator(config: Config, state: State, restored: list[Scored], directory
         config.logprob_statistic,
         WeightsId(state.run_id, state.attempt, state.version),
         config.rollout.temperature,
+        stations.weights.differing_tensor,
     )
     parts = Parts(
         prompts=stations.prompts,
@@ -313,6 +317,8 @@ class _Live:
             self.progress.held_out_accuracy = metrics.get("eval/greedy_accuracy")
         if event == "step":
             self.progress.accuracy = metrics.get(f"reward/{self.config.accuracy}")
+        if event == "startup" and any(value for name, value in metrics.items() if name.endswith("caches_removed")):
+            self.note("a damaged compile cache was removed; it is made anew")
         if event == "logprob_check":
             self.note(f"generator and learner log-probs differ by at most {metrics['check/logprob_max_diff']:.1e} over {metrics['check/tokens']:.0f} tokens")
 

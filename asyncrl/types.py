@@ -19,6 +19,7 @@ __all__ = [
     "SCORED_COLUMNS",
     "STATUSES",
     "TRAJECTORY_COLUMNS",
+    "TRUNCATED",
     "Completion",
     "Group",
     "Prompt",
@@ -66,7 +67,9 @@ REFERENCE_LOGPROBS = pa.list_(pa.list_(pa.float32()))
 STATUSES = ("ok", "unscored", "bad_logprob", "over_long")
 """`ok` trajectories are trained; the others are masked: kept in the row, without loss and outside the group's statistics."""
 
-FINISH_REASONS = ("stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "repetition", "abort")
+TRUNCATED = ("length", "repetition")
+"""Finish reasons of completions that did not end by themselves: cut at their limit, or in a loop of one n-gram (rollout.repetition_stop)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,11 @@ def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
     run = open_run(summary.directory)
     pushes = sorted(record["weights/pause_s"] for record in run.records("push") if record["version"] > 0)
     checks = run.records("logprob_check")
-    startup = {name.removeprefix("startup/"): value for name, value in run.records("startup")[-1].items() if name.startswith("startup/")}
+    startup = {
+        name.removeprefix("startup/"): value
+        for name, value in run.records("startup")[-1].items()
+        if name.startswith("startup/") and not name.endswith("caches_removed")
+    }
     trained = [fate for fate in run.fates().to_pylist() if fate["outcome"] == "trained"]
     late = [fate["staleness"] for fate in trained if fate["trained_at_version"] >= 3]
     steps = run.records("step")

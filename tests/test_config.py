@@ -66,6 +66,8 @@ def test_max_length_bounds_prompt_and_completion_together(tmp_path):
         ({"data.length_policy": "drop", "data.max_length": 21}, "data.length_policy = 'drop' acts only with"),
         ({"data.length_side": "keep_end", "data.max_length": 20}, "data.length_side = 'keep_end' acts only with data.length_policy: truncate"),
         ({"warm_start.completion_policy": "drop"}, "warm_start.completion_policy = 'drop' acts only with warm_start.data"),
+        ({"rollout.repetition_ngram": 4}, "rollout.repetition_ngram = 4 acts only with rollout.repetition_stop; leave it out"),
+        ({"rollout.repetition_stop": 20, "rollout.ignore_eos": True}, "rollout.repetition_stop = 20 acts only with rollout.ignore_eos: false"),
         ({"data.truncation_mode": "keep_end"}, "here it is data.length_side"),
         ({"rollout.rollout_max_context_len": 100}, "here it is data.max_length"),
         ({"max_length": 100}, "did you mean data.max_length"),

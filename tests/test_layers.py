@@ -9,11 +9,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "asyncrl"
 LAYERS = {
-    0: ["config", "names", "rules", "types"],
+    0: ["config", "environment", "names", "rules", "types"],
     1: ["algorithms", "data.balance", "data.blocks", "data.packing", "data.truncation", "control.staleness"],
     2: ["control", "generation.protocol"],
     3: ["stacks", "data", "generation", "rollout", "rewards", "learning", "weights"],
-    4: ["launch", "run", "cli", "observe", "plan", "placement", "directory", "resume", "audit", "evaluation", "reading"],
+    4: ["launch", "run", "cli", "observe", "plan", "placement", "room", "holders", "directory", "resume", "audit", "evaluation", "reading"],
 }
 FREE = {"testing", "testing.clock", "testing.control", "testing.engine", "testing.generators", ""}
 HOMES = {

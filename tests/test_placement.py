@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 
 import pytest
@@ -54,16 +55,42 @@ def test_needed_counts_every_part():
 
 @pytest.mark.timeout(120)
 def test_too_small_a_cluster_is_refused_at_once(ray_cluster):
-    with pytest.raises(PlacementError, match=r"too small for this run \(CPU\); lower generator.num_replicas.*\n.*needed.*registered.*free\nCPU +40\.8"):
+    with pytest.raises(PlacementError, match=r"too small for this run \(CPU: 40\.8 needed, 2 registered; .*\); lower generator.num_replicas") as error:
         asyncio.run(wait_for_room(config(generator={"num_replicas": 100}, placement_timeout_s=600)))
+    text = str(error.value)
+    assert re.search(r"\n +needed +registered +free\n +CPU +40\.8 +2 ", text) and "decoupled needs total >=" in text
 
 
 @pytest.mark.timeout(120)
 def test_room_that_others_hold_is_waited_for_and_then_refused(ray_cluster, holder):
     free = ray_cluster.available_resources()["CPU"]
+    told = []
     holder(free - 0.5)
-    with pytest.raises(PlacementError, match=r"after placement_timeout_s = 1 s.*\nresource.*\nCPU"):
-        asyncio.run(wait_for_room(config(placement_timeout_s=1)))
+    with pytest.raises(PlacementError, match=r"after placement_timeout_s = 1 s \(CPU: 1\.2 needed, 0\.5 free; .*\); free some, or wait longer\n") as error:
+        asyncio.run(wait_for_room(config(placement_timeout_s=1), tell=told.append))
+    assert "who holds the rest is not known: this cluster has no dashboard" in str(error.value)
+    assert told[0].startswith("waiting up to 1 s for room on the cluster: CPU: 1.2 needed, 0.5 free")
+
+
+@pytest.mark.timeout(120)
+def test_room_that_is_given_back_in_time_is_taken(ray_cluster, holder):
+    other, told = holder(ray_cluster.available_resources()["CPU"] - 0.5), []
+
+    async def wait():
+        waiting = asyncio.create_task(wait_for_room(config(placement_timeout_s=100), 1 << 20, told.append))
+        while not told:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        ray_cluster.kill(other)
+        return await waiting
+
+    text = asyncio.run(wait())
+    assert "# cluster, 1 node\n" in text and re.search(r"\n  shared memory +3\.0 MiB ", text)
+
+
+@pytest.mark.timeout(120)
+def test_memory_that_no_node_has_is_never_waited_for(ray_cluster):
+    with pytest.raises(PlacementError, match=r"too small for this run \(memory: .* GiB needed, .* registered"):
+        asyncio.run(wait_for_room(config(placement_timeout_s=600), 1 << 44))
 
 
 @pytest.mark.timeout(120)

@@ -45,7 +45,15 @@ def write(tmp_path, tiny_model):
 
 def test_shows_arithmetic_cpus_memory_prompts_and_stops(write):
     text = make_plan(load_config(write())).text()
-    for part in ("global_batch_size   = groups per step", "learner ranks", "free in /dev/shm", "first prompt '1 + 2 ='", "stop token ids", "temperature: 1.0"):
+    for part in (
+        "global_batch_size   = groups per step",
+        "learner ranks",
+        "free in /dev/shm",
+        "first prompt '1 + 2 ='",
+        "stop token ids",
+        "temperature: 1.0",
+        "decoupled needs total >= 0 + 0 = 0\n",
+    ):
         assert part in text
 
 
@@ -71,6 +79,11 @@ def test_shows_what_the_limits_do_to_every_file(write, tmp_path):
 def test_shows_what_ranks_that_share_rows_take_together(write):
     text = make_plan(load_config(write({"learner.world_size": 4, "learner.sequence_parallel_size": 2, "learner.max_tokens_per_gpu": 14}))).text()
     assert "max_tokens_per_gpu 14 * sequence_parallel_size 2 = 28 tokens" in text and "world_size 4 / sequence_parallel_size 2 = 2" in text
+
+
+def test_shows_what_ends_a_loop(write):
+    assert "n-gram" not in make_plan(load_config(write())).prompts_text()
+    assert "; so does an n-gram of up to 16 tokens 20 times in a row" in make_plan(load_config(write({"rollout.repetition_stop": 20}))).prompts_text()
 
 
 def test_two_ranks_and_two_replicas_fit_two_cpus(write):

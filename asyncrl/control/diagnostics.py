@@ -43,7 +43,16 @@ def scoring_metrics(arrived: Sequence[Scored]) -> dict[str, float]:
     zero_variance = sum(len(set(scored.rewards)) == 1 for scored in arrived)
     counts = {status: sum(scored.masked.get(status, 0) for scored in arrived) for status in MASKED}
     shares = {f"rollout/{status}_ratio": count / trajectories if trajectories else math.nan for status, count in counts.items()}
-    return shares | {"reward/zero_variance_ratio": zero_variance / len(arrived) if arrived else math.nan}
+    return shares | {"reward/zero_variance_ratio": zero_variance / len(arrived) if arrived else math.nan} | _signs_of_gibberish(arrived, trajectories)
+
+
+def _signs_of_gibberish(arrived: Sequence[Scored], trajectories: int) -> dict[str, float]:
+    tokens, characters = sum(scored.tokens for scored in arrived), sum(scored.characters for scored in arrived)
+    return {
+        "rollout/logprob_mean": sum(scored.logprob_sum for scored in arrived) / tokens if tokens else math.nan,
+        "rollout/loop_ratio": sum(scored.looping for scored in arrived) / trajectories if trajectories else math.nan,
+        "rollout/unprintable_ratio": sum(scored.unprintable for scored in arrived) / characters if characters else math.nan,
+    }
 
 
 def _trajectories(groups: Sequence[Scored]) -> int:

@@ -84,13 +84,21 @@ class Scored:
     usable: int
     """Trajectories with status ok. Fewer than two: the group is dropped."""
     truncated: int
-    """Trajectories that ended at max_completion_length or max_length."""
+    """Trajectories that ended at max_completion_length or max_length, or in a loop (rollout.repetition_stop)."""
     newest: int = 0
     """Newest token version among its trajectories."""
     masked: Mapping[str, int] = field(default_factory=dict)
     """Trajectories by the status that masks them."""
     failure: str | None = None
     """Why scoring gave the group up (policy drop_group), or None."""
+    logprob_sum: float = 0.0
+    """Sum of the completions' behaviour log-probs, in nats, those that are no numbers left out."""
+    looping: int = 0
+    """Trajectories that hold a loop of one n-gram."""
+    characters: int = 0
+    """Characters of the completions."""
+    unprintable: int = 0
+    """Those of them that no text has: control characters, private and unassigned ones, and what stands for bytes that are no text."""
     example: tuple[str, str] = ("", "")
     """Its prompt and one completion, cut short: for a person to see what the model writes."""
 

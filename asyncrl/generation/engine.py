@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from typing import Any
 
 import psutil
 
+from asyncrl.environment import claim_caches, passed_on
 from asyncrl.generation.protocol import GenerateRequest, GenerationTimeout, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.stops import load_stop_set
-from asyncrl.types import Completion, VersionSpan
+from asyncrl.types import TRUNCATED, Completion, VersionSpan
 from asyncrl.weights.engine import BACKEND, OWNED
 
 __all__ = ["PAUSE", "Engine", "engine_environment", "version_spans"]
@@ -36,8 +38,9 @@ STOP_TIMEOUT_S = 10.0
 
 
 def engine_environment(device: str) -> dict[str, str]:
-    """Environment variables of a process that holds an engine; its child processes inherit them."""
-    common = {
+    """Environment variables of a process that holds an engine; its child processes inherit them. What the user has set for torch, vLLM and the like
+    passes through (`asyncrl.environment`), but for what asyncrl itself needs."""
+    ours = {
         OWNED: "1",
         "VLLM_PLUGINS": "asyncrl_weights",
         "VLLM_HOST_IP": "127.0.0.1",
@@ -49,19 +52,22 @@ def engine_environment(device: str) -> dict[str, str]:
     if device == "cpu":
         # One thread per engine: two replicas share two cores with the learner, and vLLM would pin threads to cores of its own choice.
         # Without TORCH_COMPILE_DISABLE the first generation calls a C++ compiler for one small kernel of the sampler, for about 15 s.
-        return common | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    return common
+        chosen = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+        return chosen | passed_on(os.environ) | ours
+    return passed_on(os.environ) | ours
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
     """Seconds of a start: importing vLLM; its config (the model's class is inspected, in a process of its own the first time on a
-    machine); the engine's process (its own import of vLLM, the model, the cache); the first generation."""
+    machine); the engine's process (its own import of vLLM, the model, the cache); the first generation. And whether compile caches were damaged."""
 
     import_s: float
     config_s: float
     engine_s: float
     first_generation_s: float
+    caches_removed: float
+    """1 if this process's compile caches held a damaged file and were removed, else 0."""
 
 
 class Engine:
@@ -106,6 +112,7 @@ class Engine:
     async def start(self) -> LoadTimes:
         """Load the model and generate one token. The weights are the checkpoint's, version 0."""
         begun = time.monotonic()
+        caches = claim_caches("generator")
         from vllm.v1.engine.async_llm import AsyncLLM
 
         imported = time.monotonic()
@@ -127,7 +134,8 @@ class Engine:
         loaded = time.monotonic()
         self._open.set()
         await self.generate(GenerateRequest(prompt_ids=(next(iter(self.stops), 0),), n=1, max_tokens=1, temperature=0.0, ignore_eos=True))
-        self.load = LoadTimes(imported - begun, configured - imported, loaded - configured, time.monotonic() - loaded)
+        times = (imported - begun, configured - imported, loaded - configured, time.monotonic() - loaded)
+        self.load = LoadTimes(*times, caches_removed=float(caches.damaged is not None))
         return self.load
 
     @property
@@ -173,6 +181,11 @@ class Engine:
         """
         await self._open.wait()
         return list(await asyncio.gather(*(self._score(list(prompt), list(completion)) for prompt, completion in rows)))
+
+    async def fingerprints(self) -> dict[str, Sequence[float]]:
+        """What the engine holds: published name → fingerprint (`asyncrl.weights.fingerprint`). Generation rests meanwhile."""
+        held: dict[str, Sequence[float]] = (await self._llm.collective_rpc("held_fingerprints"))[0]
+        return held
 
     async def apply(self, update: Mapping[str, Any], version: int) -> dict[str, float]:
         """Change to a staged version: pause, load, label, resume. Returns pause_s, apply_s (seconds) and in_flight (completions).
@@ -384,6 +397,7 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls="asyncrl.weights.held.HeldWeights",
         trust_remote_code=False,
         **length,
         **device,
@@ -399,8 +413,9 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
 
 def _sampling(request: GenerateRequest, stops: Mapping[int, Any]) -> Any:
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
+    ngram, times = request.repetition or (0, 0)
     return SamplingParams(
         n=request.n,
         max_tokens=request.max_tokens,
@@ -408,6 +423,7 @@ def _sampling(request: GenerateRequest, stops: Mapping[int, Any]) -> Any:
         seed=request.seed,
         ignore_eos=request.ignore_eos,
         stop_token_ids=[] if request.ignore_eos else list(stops),
+        repetition_detection=RepetitionDetectionParams(max_pattern_size=ngram, min_count=times) if ngram else None,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
@@ -425,7 +441,7 @@ def _sibling(sampling: Any, index: int) -> Any:
 
 def _completion(output: Any, tokenizer: Any) -> Completion:
     ids = tuple(output.token_ids)
-    if output.finish_reason not in ("stop", "length"):
+    if output.finish_reason not in ("stop", *TRUNCATED):
         raise StaleReplica(f"the vLLM engine ended a completion with {output.finish_reason!r}")
     return Completion(
         token_ids=ids,

@@ -38,6 +38,8 @@ class GenerateRequest:
     min_weights: WeightsId | None = None
     """Oldest weights that may answer. None = whatever is loaded."""
     ignore_eos: bool = False
+    repetition: tuple[int, int] | None = None
+    """End a completion whose last tokens are one n-gram of at most so many tokens, so many times in a row. None = never."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,11 @@ class Generator:
             "stops": self.engine.stops,
         }
 
+    async def fingerprints(self) -> tuple[str, dict[str, Sequence[float]]]:
+        """This replica's id, and what its engine holds: published name → fingerprint."""
+        async with self._lock:
+            return self.replica, await self.engine.fingerprints()
+
     async def pause_empty(self) -> dict[str, float]:
         """Pause and resume without an update, to measure what an update costs at least."""
         async with self._lock:

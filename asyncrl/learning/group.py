@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config import Config
 from asyncrl.control.protocols import Manifest, PartDied, Scored, StepResult
+from asyncrl.environment import claim_caches, passed_on
 from asyncrl.stacks import register_stacks, stack_of
 
 __all__ = ["LearnerDied", "LearnerError", "LearnerGroup", "PlacementError", "RankProcess", "rank_environment"]
@@ -39,6 +41,7 @@ class RankProcess:
         import logging
         import warnings
 
+        caches = claim_caches("learner")
         warnings.filterwarnings("ignore", module=r"deepspeed|torch")
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         from transformers.utils import logging as transformers_logging
@@ -47,6 +50,7 @@ class RankProcess:
 
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
+        self.caches = caches
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self.rank = LearnerRank(rank, config, run_id, attempt)
         self.stacks_in = stacks_path(config, attempt, rank)
@@ -54,6 +58,10 @@ class RankProcess:
     def register_stacks(self) -> tuple[str, int]:
         """See `asyncrl.stacks`."""
         return register_stacks(self.stacks_in)
+
+    def caches_removed(self) -> bool:
+        """Whether this process's compile caches held a damaged file and were removed."""
+        return self.caches.damaged is not None
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call one method of LearnerRank."""
@@ -68,7 +76,7 @@ class LearnerGroup:
         self.placement = placement
         self.ranks = ranks
         self.startup: dict[str, float] = {}
-        """Seconds that the start took, by part."""
+        """Seconds that the start took, by part; `caches_removed`: ranks whose compile caches were damaged."""
         self.attempt = attempt
         self._processes: list[tuple[str, int]] = []
         """Node and process id of each rank."""
@@ -92,6 +100,7 @@ class LearnerGroup:
         address = "127.0.0.1" if len(set(addresses)) == 1 else addresses[0]
         port = await group._one(0, "listen", address)
         group.startup = (await group._all("start", address, port))[0]
+        group.startup["caches_removed"] = float(sum([await rank.caches_removed.remote() for rank in ranks]))
         return group
 
     async def stacks(self) -> list[str]:
@@ -255,8 +264,8 @@ def resource_table(needed: dict[str, float]) -> str:
 
 
 def rank_environment(config: Config) -> dict[str, str]:
-    """Environment variables of a rank's process."""
-    return {
+    """Environment variables of a rank's process: the user's own, as far as they concern it (`asyncrl.environment`), and what asyncrl needs."""
+    return passed_on(os.environ) | {
         "DS_ACCELERATOR": config.learner.device,
         "OMP_NUM_THREADS": str(config.learner.num_threads),
         "TOKENIZERS_PARALLELISM": "false",

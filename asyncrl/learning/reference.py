@@ -5,6 +5,7 @@ It imports torch in that process: the driver, which starts it, needs none.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import ray
 
 from asyncrl.config import Config
+from asyncrl.environment import claim_caches, passed_on
 
 if TYPE_CHECKING:
     from asyncrl.learning.batches import TokenRow
@@ -23,6 +25,7 @@ class Reference:
     """The whole model at `algorithm.ref_load` on one device, without gradients or optimizer."""
 
     def __init__(self, config: Config) -> None:
+        claim_caches("reference")
         import torch
         from transformers.utils import logging as transformers_logging
 
@@ -63,6 +66,6 @@ class Reference:
 def start_reference(config: Config) -> Any:
     """A Ray actor of `Reference`. Ray restarts it if it dies, and asks again."""
     gpus = 1.0 if config.learner.device == "cuda" else 0.0
-    environment = {"OMP_NUM_THREADS": str(config.learner.num_threads), "TOKENIZERS_PARALLELISM": "false"}
+    environment = passed_on(os.environ) | {"OMP_NUM_THREADS": str(config.learner.num_threads), "TOKENIZERS_PARALLELISM": "false"}
     options = {"num_cpus": config.algorithm.ref_num_cpus, "num_gpus": gpus, "max_restarts": -1, "max_task_retries": -1}
     return ray.remote(Reference).options(**options, runtime_env={"env_vars": environment}).remote(config)

@@ -19,6 +19,7 @@ class Range:
     advice: str
 
 
+GIBBERISH = "the completions look garbled: read some (asyncrl.open_run(...).trajectories()); are model.path, its tokenizer and chat template the right ones?"
 LESS_STALE = "lower staleness.max_staleness or learner.learning_rate"
 
 RANGES = {
@@ -34,6 +35,9 @@ RANGES = {
     "control/failed_groups": Range(0, 0, "groups were not generated in time; fates/*.parquet has the reasons"),
     "rollout/truncated_ratio": Range(0.0, 0.3, "raise rollout.max_completion_length (or data.max_length), or check the stop tokens that `asyncrl plan` shows"),
     "rollout/bad_logprob_ratio": Range(0.0, 0.0, "the generator gave NaN or Inf log-probs; those trajectories are masked"),
+    "rollout/logprob_mean": Range(-4.0, 0.0, GIBBERISH),
+    "rollout/loop_ratio": Range(0.0, 0.1, f"{GIBBERISH} rollout.repetition_stop ends loops"),
+    "rollout/unprintable_ratio": Range(0.0, 0.01, GIBBERISH),
     "reward/zero_variance_ratio": Range(0.0, 0.9, "hardly any group teaches anything: use harder or easier prompts, or algorithm.filter_zero_variance"),
     "time/event_loop_lag_s": Range(0.0, 2.0, "the driver has too little CPU"),
 }

@@ -48,10 +48,12 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
     """Add reward, advantage, status and scored_at to groups with raw rewards. The map stage of scoring."""
     weights = {name: reward.weight for name, reward in config.reward.functions.items()}
     scored: dict[str, list[Any]] = {"reward": [], "advantage": [], "status": [], "scored_at": []}
-    columns = ["prompt_ids", "completion_ids", "logprobs", "reward_parts", *([REFERENCE_COLUMN] if config.algorithm.has_reference else [])]
+    columns = ["prompt_ids", "completion_ids", "logprobs", "finish_reason", "reward_parts", *([REFERENCE_COLUMN] if config.algorithm.has_reference else [])]
     for row in table.select(columns).to_pylist():
         parts = {name: [part[name] for part in row["reward_parts"]] for name in weights}
-        rewards = _shortened(total_rewards(parts, weights), row["completion_ids"], config.completion_room(len(row["prompt_ids"])), config.reward)
+        longest = config.completion_room(len(row["prompt_ids"]))
+        lengths = [longest if reason == "repetition" else len(ids) for reason, ids in zip(row["finish_reason"], row["completion_ids"], strict=True)]
+        rewards = _shortened(total_rewards(parts, weights), lengths, longest, config.reward)
         if config.algorithm.kl_coef:
             rewards = _held_to_reference(rewards, row["logprobs"], row[REFERENCE_COLUMN], config.algorithm)
         logprobs = [ours + theirs for ours, theirs in zip(row["logprobs"], row.get(REFERENCE_COLUMN) or [[]] * len(rewards), strict=True)]
@@ -66,9 +68,10 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
     return table
 
 
-def _shortened(rewards: Sequence[float | None], completion_ids: Sequence[Sequence[int]], longest: int, reward: RewardConfig) -> list[float | None]:
-    """The rewards less the soft overlong penalty. `longest` is where these completions end at the latest."""
-    penalties = [soft_overlong_penalty(len(ids), longest, reward.overlong_buffer, reward.overlong_penalty) for ids in completion_ids]
+def _shortened(rewards: Sequence[float | None], lengths: Sequence[int], longest: int, reward: RewardConfig) -> list[float | None]:
+    """The rewards less the soft overlong penalty. `longest` is where these completions end at the latest; one that was ended in a loop counts as that
+    long, since nothing else would have ended it."""
+    penalties = [soft_overlong_penalty(length, longest, reward.overlong_buffer, reward.overlong_penalty) for length in lengths]
     return [None if total is None else total + penalty for total, penalty in zip(rewards, penalties, strict=True)]
 
 

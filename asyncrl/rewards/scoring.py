@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -29,9 +30,10 @@ from asyncrl.data.groups import groups_at
 from asyncrl.data.stream import stream_blocks
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact, write_groups
+from asyncrl.rewards.garbled import has_loop, unprintable
 from asyncrl.rewards.score import score_table
 from asyncrl.rewards.source import rewarded_groups
-from asyncrl.types import table_to_ipc
+from asyncrl.types import TRUNCATED, table_to_ipc
 
 __all__ = ["RayScores", "scored_summary"]
 
@@ -39,6 +41,20 @@ STREAM_BYTES = 256 << 20
 """Object store that scored groups may take before the stream is held back."""
 MOST_IN_FLUSH = 256
 EXAMPLE_LENGTH = 80
+SUMMARISED = (
+    "ordinal",
+    "prompt_text",
+    "completion_text",
+    "versions",
+    "completion_ids",
+    "logprobs",
+    "finish_reason",
+    "status",
+    "reward",
+    "reward_parts",
+    "failure",
+)
+"""Columns that control needs to know of."""
 FLUSH_LINGER_S = 0.1
 """Seconds from the first row of a flush to the flush: each costs a file, an object and an acknowledgement, however many rows it has."""
 
@@ -200,8 +216,7 @@ def _whatever_waits(arrived: queue.Queue[pa.Table | BaseException | None]) -> tu
 
 def scored_summary(row: pa.Table, reference: Any, parts: Sequence[str]) -> Scored:
     """What control needs to know of a scored group's one-row table."""
-    columns = ["ordinal", "prompt_text", "completion_text", "versions", "completion_ids", "finish_reason", "status", "reward", "reward_parts", "failure"]
-    group = row.select(columns).to_pylist()[0]
+    group = row.select(list(SUMMARISED)).to_pylist()[0]
     versions = [span["version"] for spans in group["versions"] for span in spans] or [0]
     usable = [index for index, status in enumerate(group["status"]) if status == "ok"]
     return Scored(
@@ -214,7 +229,11 @@ def scored_summary(row: pa.Table, reference: Any, parts: Sequence[str]) -> Score
         rewards=tuple(group["reward"][index] for index in usable),
         reward_parts=_part_means(parts, [group["reward_parts"][index] for index in usable]),
         usable=len(usable),
-        truncated=sum(reason == "length" for reason in group["finish_reason"]),
+        truncated=sum(reason in TRUNCATED for reason in group["finish_reason"]),
+        logprob_sum=math.fsum(logprob for known in group["logprobs"] for logprob in known if math.isfinite(logprob)),
+        looping=sum(map(has_loop, group["completion_ids"])),
+        characters=sum(map(len, group["completion_text"])),
+        unprintable=sum(map(unprintable, group["completion_text"])),
         failure=group["failure"],
         example=(group["prompt_text"][:EXAMPLE_LENGTH], group["completion_text"][0][:EXAMPLE_LENGTH]),
     )

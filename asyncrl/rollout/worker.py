@@ -136,6 +136,7 @@ class RolloutWorker:
             deadline_s=max(remaining_s, 0.001),
             min_weights=WeightsId(self._run_id, self._attempt, self._committed),
             ignore_eos=rollout.ignore_eos,
+            repetition=rollout.repetition,
         )
 
     def _group(self, prompt: Prompt, generated: Generated, admitted_at: float) -> Group:

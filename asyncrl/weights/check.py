@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -39,16 +39,18 @@ class ProbeCheck:
         statistic: Literal["max", "mean"],
         first: WeightsId,
         temperature: float = 1.0,
+        explain: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         """
         Args:
+            explain: asked, past the tolerance, which published tensor differs most from what a replica holds: half a sentence.
             temperature: of the rollouts. The probes are sampled and first compared at it, as trajectories will be; scored later at 1.
             tolerance: what the statistic of the absolute differences may be, in nats, on every replica.
             first: the first version that `after_commit` is called with.
         """
         self.generate, self.learner = generate, learner
         self.prompts, self.tokens, self.tolerance, self.statistic = prompts, tokens, tolerance, statistic
-        self.first, self.temperature = first, temperature
+        self.first, self.temperature, self.explain = first, temperature, explain
         self.probes: list[Row] = []
         self._learner_side: list[Any] = []
 
@@ -76,8 +78,18 @@ class ProbeCheck:
             raise RuntimeError(
                 f"generator and learner log-probs differ {how} {difference:.2e} at version {version}, above weights.logprob_tolerance = {self.tolerance:g} "
                 f"({metrics['check/tokens']:.0f} tokens compared): the two sides do not hold the same weights or do not compute the same model"
+                f"{await self._explanation()}"
             )
         return metrics
+
+    async def _explanation(self) -> str:
+        if self.explain is None:
+            return ""
+        try:
+            return f"; {await self.explain()}"
+        except Exception as error:
+            # What is known without it must be said all the same.
+            return f"; the tensors could not be compared ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
 
     async def _sample(self, weights: WeightsId) -> list[tuple[float, ...]]:
         requests = [

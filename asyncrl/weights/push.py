@@ -10,6 +10,7 @@ import ray
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from asyncrl.control.protocols import Manifest, PushReport
+from asyncrl.weights.fingerprint import difference_text, published_fingerprints
 from asyncrl.weights.manifest import ManifestError
 
 __all__ = ["ServeWeightSync"]
@@ -23,6 +24,9 @@ ROUND_S = 15.0
 STATUS_S = 10.0
 """Seconds the replicas get to say where they are. If one does not answer, what was known before stands."""
 
+FINGERPRINTS_S = 120.0
+"""Seconds that the replicas get to say what they hold."""
+
 BETWEEN_ROUNDS_S = 0.2
 """Seconds between two rounds."""
 
@@ -34,6 +38,7 @@ class ServeWeightSync:
         self._handle = handle
         self._board = board
         self._timeout_s = push_timeout_s
+        self._last: Manifest | None = None
 
     async def push(self, manifest: Manifest) -> PushReport:
         """Return when every live replica has applied the version, or `push_timeout_s` has passed and at least one has.
@@ -43,6 +48,7 @@ class ServeWeightSync:
         Raises:
             RuntimeError: no replica applied it in time, or the manifest does not fit the model.
         """
+        self._last = manifest
         await self._board.announce.remote(manifest)
         deadline = time.monotonic() + self._timeout_s
         acknowledged: dict[str, dict[str, float]] = {}
@@ -62,6 +68,22 @@ class ServeWeightSync:
         if not acknowledged:
             raise RuntimeError(f"no replica applied version {manifest.version} within weights.push_timeout_s = {self._timeout_s:g}: {reason}")
         return PushReport(manifest.version, acknowledged, behind)
+
+    async def differing_tensor(self) -> str:
+        """Which tensor of the version pushed last differs most between what was published and what a replica holds: half a sentence.
+
+        Raises:
+            RuntimeError, ray.exceptions.RayError: nothing was pushed yet, or a side does not answer.
+        """
+        if self._last is None:
+            raise RuntimeError("no version has been pushed yet")
+        answers = await self._handle.broadcast("fingerprints").results_async(timeout_s=FINGERPRINTS_S, return_exceptions=True)
+        held = dict(answer for answer in answers if not isinstance(answer, BaseException))
+        if not held:
+            raise RuntimeError(f"no replica said what it holds: {answers[0] if answers else 'none is up'}")
+        buckets = await asyncio.to_thread(ray.get, list(self._last.buckets))
+        published = await asyncio.to_thread(published_fingerprints, self._last, buckets)
+        return difference_text(published, held, self._last.tensors[0].dtype)
 
     async def _broadcast(self, manifest: Manifest, timeout_s: float) -> list[BaseException]:
         """Ask every live replica to apply the version; return what went wrong."""

@@ -19,13 +19,16 @@ def test_hand_computed():
 
 
 def test_what_was_scored_counts_whatever_became_of_it():
-    equal = Scored(0, 3, None, 8, (1.0, 1.0), {}, 2, 0)
-    mixed = Scored(1, 3, None, 8, (0.0, 1.0), {}, 2, 0, masked={"over_long": 1, "unscored": 1})
+    equal = Scored(0, 3, None, 8, (1.0, 1.0), {}, 2, 0, logprob_sum=-12.0, looping=1, characters=30, unprintable=1)
+    mixed = Scored(1, 3, None, 8, (0.0, 1.0), {}, 2, 0, masked={"over_long": 1, "unscored": 1}, logprob_sum=-6.0, characters=10)
     broken = Scored(2, 3, None, 8, (), {}, 0, 0, masked={"bad_logprob": 4})
     assert scoring_metrics([equal, mixed, broken]) == {
         "rollout/unscored_ratio": 0.1,
         "rollout/bad_logprob_ratio": 0.4,
         "rollout/over_long_ratio": 0.1,
         "reward/zero_variance_ratio": pytest.approx(1 / 3),
+        "rollout/logprob_mean": -0.75,
+        "rollout/loop_ratio": 0.1,
+        "rollout/unprintable_ratio": 0.025,
     }
     assert all(value != value for value in scoring_metrics([]).values()), "nothing scored: not a number, and no alarm"

@@ -109,6 +109,31 @@ def test_generations_in_flight_at_an_update(
     apply(load_reference(untied_model))
 
 
+def test_a_loop_ends_a_completion(holder: Any, ray_cluster: Any) -> None:
+    """The greedy completions of a small random model end in loops: ended at the token that completes the wanted repetitions, and said so."""
+    ngram, times = 8, 5
+
+    def ask(prompt: tuple[int, ...], repetition: tuple[int, int] | None) -> Any:
+        request = GenerateRequest(prompt, 1, 200, 0.0, ignore_eos=True, repetition=repetition)
+        return ray_cluster.get(holder.generate.remote(request), timeout=120)[0]
+
+    def first_end(ids: tuple[int, ...]) -> int | None:
+        ends = [
+            end for end in range(1, len(ids) + 1) for n in range(1, ngram + 1) if end >= n * times and ids[end - n * times : end] == ids[end - n : end] * times
+        ]
+        return ends[0] if ends else None
+
+    ended = 0
+    for first in (5, 9, 20, 30):
+        whole, stopped = ask((first, 6), None), ask((first, 6), (ngram, times))
+        end = first_end(whole.token_ids)
+        assert whole.finish_reason == "length" and len(whole.token_ids) == 200
+        assert stopped.token_ids == whole.token_ids[:end] and len(stopped.logprobs) == len(stopped.token_ids)
+        assert stopped.finish_reason == ("length" if end in (None, 200) else "repetition")
+        ended += stopped.finish_reason == "repetition"
+    assert ended, "no completion of these looped, so nothing was tested"
+
+
 def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_cache(
     holder: Any, ray_cluster: Any, untied_model: Path, publish: Any, reference: Any, load_reference: Any, tmp_path: Path
 ) -> None:

@@ -47,6 +47,27 @@ def sync(generators: Any) -> ServeWeightSync:
     return ServeWeightSync(generators.handle, generators.board, push_timeout_s=60)
 
 
+def test_the_tensor_that_a_replica_does_not_hold_as_published_is_named(
+    generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any
+) -> None:
+    async def run() -> None:
+        model = load_reference(tiny_model)
+        parameters = disturb(model, seed=5)
+        version = generators.next_version()
+        await sync.push(publish(parameters, version=version))
+        assert (
+            await sync.differing_tensor()
+            == f"all {len(parameters) + 1} tensors that could be compared by name are the same on both sides ({len(parameters)} were published)"
+        )
+        for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight"):
+            # The replica keeps the version that it has; what was published in its place would differ in one tensor.
+            sync._last = publish({**parameters, name: parameters[name].detach().flip(0).contiguous()}, version=version)
+            text = await sync.differing_tensor()
+            assert text.startswith(f"of {len(parameters) + 1} tensors compared 1 differ, most of all {name!r} on replica "), text
+
+    asyncio.run(run())
+
+
 def test_parity_after_every_parameter_changed_and_a_bucket_ends_inside_qkv(
     generators: Any, sync: ServeWeightSync, publish: Any, reference: Any, load_reference: Any, tiny_model: Any
 ) -> None:

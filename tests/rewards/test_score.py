@@ -27,8 +27,8 @@ def config():
     )
 
 
-def trajectory(tokens, logprob=-1.0, version=2, reason="stop"):
-    return Trajectory(Completion((1,) * tokens, (logprob,) * tokens, (VersionSpan(version, 0, tokens),), reason), (1,) * tokens)
+def trajectory(tokens, logprob=-1.0, version=2, reason="stop", text=""):
+    return Trajectory(Completion((1,) * tokens, (logprob,) * tokens, (VersionSpan(version, 0, tokens),), reason, text), (1,) * tokens)
 
 
 def test_masked_trajectories_take_no_part_in_the_statistics(config):
@@ -112,3 +112,20 @@ def test_reference_log_probs_that_are_no_numbers_mask_their_trajectory(config):
     reference = [np.array([-1.0, -2.0]), np.array([-1.0, math.nan]), np.array([-1.0])]
     row = score_table(attach_reference(attach_rewards(groups_to_table([group]), rewards), reference), Config.model_validate(tree))
     assert row["status"][0].as_py() == ["ok", "bad_logprob", "ok"] and row["advantage"][0].as_py() == [0.5, None, -0.5]
+
+
+def test_a_completion_ended_in_a_loop_counts_as_truncated_and_as_long_as_it_could_have_been(config):
+    tree = config.model_dump()
+    tree["reward"] |= {"overlong_buffer": 2, "overlong_penalty": 0.5}
+    group = Group(1, Prompt(3, 0, "p", (1, 2), {}), (trajectory(2), trajectory(2, reason="repetition"), trajectory(4, reason="length")), "replica", 1.0, 2.0)
+    row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0] * 3, "b": [1.0] * 3})), Config.model_validate(tree))
+    assert row["reward"].to_pylist() == [[1.0, 0.5, 0.5]] and row["status"].to_pylist() == [["ok"] * 3]
+    assert scored_summary(row, "reference", ["a", "b"]).truncated == 2
+
+
+def test_signs_of_gibberish_are_counted(config):
+    trajectories = (trajectory(4, -0.5, text="1+2\n"), trajectory(40, math.nan), trajectory(31, -2.0, text="\ufffd\x00ab"))
+    group = Group(1, Prompt(3, 0, "p", (1, 2), {}), trajectories, "replica", 1.0, 2.0)
+    row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0] * 3, "b": [1.0] * 3})), config)
+    summary = scored_summary(row, "reference", ["a", "b"])
+    assert (summary.logprob_sum, summary.looping, summary.characters, summary.unprintable) == (-64.0, 1, 8, 2)

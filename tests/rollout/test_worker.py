@@ -98,3 +98,10 @@ def test_a_generator_timeout_fails_the_group():
 def test_seeds_differ_by_ordinal_and_run_seed():
     assert len({rollout_seed(seed, ordinal) for seed in range(3) for ordinal in range(100)}) == 300
     assert 0 <= rollout_seed(0, 0) < 2**48
+
+
+def test_requests_carry_what_ends_a_loop():
+    for settings, wanted in (({}, None), ({"repetition_stop": 20}, (16, 20)), ({"repetition_stop": 20, "repetition_ngram": 4}, (4, 20))):
+        generate = Recording()
+        asyncio.run(make_worker(generate, **settings).rollout(PROMPT, 0))
+        assert generate.requests[0].repetition == wanted

@@ -73,3 +73,20 @@ def test_in_bfloat16_the_mean_of_each_replica_is_bounded():
 
 def test_nan_is_never_within_the_tolerance():
     assert compare([[float("nan")]], [[[0.0]]])["check/logprob_max_diff"] == float("inf")
+
+
+def test_past_the_tolerance_it_says_which_tensor_differs_most():
+    async def names_one():
+        return "of 2 tensors compared 1 differ, most of all 'w' on replica r"
+
+    async def fails():
+        raise RuntimeError("no replica answered\nand more")
+
+    for explain, end in (
+        (names_one, "; of 2 tensors compared 1 differ, most of all 'w' on replica r"),
+        (fails, r"; the tensors could not .* \(RuntimeError: no replica answered\)"),
+    ):
+        failing = check(1e-3)
+        failing.explain = explain
+        with pytest.raises(RuntimeError, match=f"do not compute the same model{end}$"):
+            asyncio.run(versions(failing, 0))
