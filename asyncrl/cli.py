@@ -7,6 +7,7 @@ import os
 import sys
 
 from asyncrl.config import ConfigError, command_line, load_config
+from asyncrl.redact import shown
 
 __all__ = ["main"]
 
@@ -52,7 +53,7 @@ def run(command: str, path: str, overrides: list[str]) -> int:
 
         return train(config, resume_command=[command_name(), "train", path, *overrides])
     except ConfigError as error:
-        print(f"asyncrl: {error}", file=sys.stderr)
+        print(f"asyncrl: {shown(str(error))}", file=sys.stderr)
         return 2
 
 

@@ -14,6 +14,7 @@ from types import TracebackType
 import yaml
 
 from asyncrl.config import Config, ConfigError
+from asyncrl.confined import EscapesDirectory, refuse_links
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
 
 __all__ = ["RunDirectory", "replace_directory"]
@@ -33,6 +34,10 @@ class RunDirectory:
 
     def __init__(self, config: Config) -> None:
         self.path = config.run_directory
+        try:
+            refuse_links(self.path)
+        except EscapesDirectory as error:
+            raise ConfigError(str(error)) from None
         if self.path.exists() and config.resume == "never" and any(self.path.iterdir()):
             self._refuse_in_use()
             raise ConfigError(f"run directory {self.path} exists; go on with it (--resume auto), or choose another --name")
@@ -58,7 +63,7 @@ class RunDirectory:
         self.state = self._begin_attempt(resumed, config.seed)
         for unfinished in (self.path / "checkpoints").glob(".step_*"):
             shutil.rmtree(unfinished)  # of an attempt that was killed while it saved
-        _replace_text(self.path / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        _replace_text(self.path / "config.yaml", yaml.safe_dump(config.dump(), sort_keys=False))
 
     @property
     def logs(self) -> Path:

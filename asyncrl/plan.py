@@ -67,7 +67,7 @@ class Plan:
     def text(self) -> str:
         """The plan as a person reads it."""
         config = self.config
-        resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip()
+        resolved = yaml.safe_dump(config.dump(), sort_keys=False).rstrip()
         return "\n\n".join(
             [f"# resolved config\n{resolved}", arithmetic(config), algorithm_text(config), self._cpu_table(), self._memory(), self.prompts_text()]
         )
@@ -216,7 +216,7 @@ def logical_cpus(config: Config) -> tuple[Part, ...]:
     """What each part declares to Ray."""
     return (
         Part("learner ranks", config.learner.world_size, config.learner.num_cpus),
-        Part("generator replicas", config.generator.num_replicas, config.generator.num_cpus),
+        *([Part("generator replicas", config.generator.num_replicas, config.generator.num_cpus)] if config.generator.own else []),
         *([Part("reference policy", 1, config.algorithm.ref_num_cpus)] if config.algorithm.has_reference else []),
         Part("rollout workers", config.rollout.num_workers, TASK_CPUS),
         Part("prompt stream", 1, TASK_CPUS),

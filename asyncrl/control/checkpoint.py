@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from asyncrl.confined import refuse_links
+
 __all__ = ["Checkpoints", "NoCheckpoint", "State", "UnreadableCheckpoint"]
 
 
@@ -77,7 +79,10 @@ class Checkpoints:
             raise NoCheckpoint(f"no committed checkpoint in {self.directory}; start with --resume never or auto")
         path = committed[-1]
         try:
+            refuse_links(path, whole=True)
             manifest = json.loads((path / "MANIFEST").read_text())
+            if unlisted := sorted(set(_files(path)) - set(manifest) - {"MANIFEST", "COMMITTED"}):
+                raise UnreadableCheckpoint(f"checkpoint {path} has files that its MANIFEST does not list, first {unlisted[0]}; remove what we did not write")
             for name, expected in manifest.items():
                 if _size_and_checksum(path / name) != expected:
                     raise UnreadableCheckpoint(f"checkpoint {path} is damaged: {name} is not what its MANIFEST says; remove the directory to use an older one")

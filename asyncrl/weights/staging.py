@@ -61,7 +61,8 @@ def fetch(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]
     path = directory / f"asyncrl-{manifest.run_id}-{manifest.attempt}-{manifest.version}-{os.getpid()}.weights"
     _check_room(path, nbytes)
     try:
-        with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        path.unlink(missing_ok=True)
+        with open(path, "wb", opener=_new_file) as file:
             file.truncate(nbytes)
             for index, start in enumerate(starts):
                 _copy_bucket(manifest, index, file.fileno(), start, timeout_s - (time.monotonic() - begun))
@@ -70,6 +71,11 @@ def fetch(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]
         raise
     tensors = tuple((e.name, tuple(e.shape), e.dtype, starts[e.bucket] + e.offset) for e in manifest.tensors)
     return Staged(path, nbytes, tensors, time.monotonic() - begun)
+
+
+def _new_file(name: str, flags: int) -> int:
+    """Everybody may write to shared memory: what lies there under our name, a link to elsewhere for one, is never opened."""
+    return os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
 def sweep(directory: Path = SHARED_MEMORY) -> list[Path]:
