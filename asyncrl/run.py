@@ -38,6 +38,7 @@ from asyncrl.observe.metrics import MetricsWriter, read_metrics
 from asyncrl.observe.progress import Progress, ProgressView, duration, time_left
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.plan import Plan, arithmetic, make_plan
+from asyncrl.redact import RedactingFormatter, shown
 from asyncrl.weights.check import ProbeCheck
 
 __all__ = ["Summary", "command_name", "concurrency_of", "train"]
@@ -184,7 +185,7 @@ def _coordinator(config: Config, state: State, directory: RunDirectory, stations
         checkpoints=directory.checkpoints,
         evaluate=evaluate,
         check=check,
-        concurrency=concurrency_of(config, stations.kv_cache_tokens),
+        concurrency=concurrency_of(stations.config, stations.kv_cache_tokens),
     )
     schedule = Schedule(
         max_steps=config.max_steps,
@@ -373,14 +374,14 @@ def _without_resume(command: Sequence[str]) -> list[str]:
 
 
 def _one_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
+    text = shown(str(error).strip() or type(error).__name__)
     return text if type(error).__module__.startswith("asyncrl") or type(error) is RuntimeError else f"{type(error).__name__}: {text}"
 
 
 def _log_to_file(path: Path) -> None:
     """Everything that libraries log in this process goes to the file, and nothing to the terminal."""
     handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for name in ("ray", "ray.serve"):
         # Ray gives these handlers of their own, which write to the terminal, when they are imported.
