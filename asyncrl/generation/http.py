@@ -17,11 +17,12 @@ from typing import Any, Protocol
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware import Middleware
 
 from asyncrl.generation.openai import ApiError, ServedModel, answer, check_name, model_list, parse, to_request, weights
 from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTimeout, StaleReplica, Standing
 
-__all__ = ["KEY_VARIABLE", "Served", "api_key", "is_loopback", "refuse_open_host", "routes"]
+__all__ = ["KEY_VARIABLE", "Served", "api_key", "close_own_routes", "is_loopback", "refuse_open_host", "routes"]
 
 KEY_VARIABLE = "ASYNCRL_API_KEY"
 """Environment variable with the bearer key, in the process that answers."""
@@ -144,6 +145,24 @@ class Guard:
         scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         right = hmac.compare_digest(token.strip(), self.key.encode())
         return None if right and scheme.lower() == b"bearer" else ApiError(401, "a bearer key is needed: Authorization: Bearer KEY", "invalid_api_key")
+
+
+class OwnRoutesClosed:
+    """Serve's proxies answer `/-/healthz` and `/-/routes` (the applications' names) to anybody. Behind this they do not."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope.get("path", "").startswith("/-/"):
+            await _refusal(ApiError(404, "no such path", "not_found"))(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+def close_own_routes() -> list[Middleware]:
+    """For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=asyncrl.generation.http.close_own_routes, in the environment of `ray start`."""
+    return [Middleware(OwnRoutesClosed)]
 
 
 def _host_name(host: str) -> str:

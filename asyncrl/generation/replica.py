@@ -30,16 +30,16 @@ class Generator:
     """One replica. Serve runs all its methods on one event loop; `apply_version` is the only one that changes it."""
 
     async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits a replica's constructor
-        self.app = GeneratorApp.model_validate(app)
+        self.settings = GeneratorApp.model_validate(app)
         context = serve.get_replica_context()
         self.replica = context.replica_id.unique_id
         self._board_name = board_name(context.app_name)
         self.weights: WeightsId | None = None
-        self._expected = expected_parameters(self.app.model, self.app.dtype)
+        self._expected = expected_parameters(self.settings.model, self.settings.dtype)
         self._applied: dict[str, float] = {}
         self._lock = asyncio.Lock()
         sweep()
-        self.engine = Engine(self.app)
+        self.engine = Engine(self.settings)
         await self.engine.start()
         try:
             await self._catch_up()
@@ -96,7 +96,7 @@ class Generator:
             "aborted": tuple(self.engine.aborted),
             "stops": self.engine.stops,
             "max_model_len": self.engine.max_model_len,
-            "app": self.app.model_dump(),
+            "app": self.settings.model_dump(),
             "parameters": fingerprint(self._expected),
         }
 
@@ -125,7 +125,7 @@ class Generator:
 
     async def _apply(self, manifest: Manifest) -> None:
         tokens = self.engine.tokens_generated
-        staged = await asyncio.to_thread(fetch, manifest, self._expected, self.app.fetch_timeout_s)
+        staged = await asyncio.to_thread(fetch, manifest, self._expected, self.settings.fetch_timeout_s)
         during = self.engine.tokens_generated - tokens
         try:
             timings = await self.engine.apply(staged.update_info(), manifest.version)

@@ -59,7 +59,7 @@ def fetch(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]
     check_manifest(manifest, expected)
     starts, nbytes = _bucket_starts(manifest.sizes)
     path = directory / f"asyncrl-{manifest.run_id}-{manifest.attempt}-{manifest.version}-{os.getpid()}.weights"
-    _check_room(path, nbytes)
+    _check_room(path, directory, nbytes)
     try:
         path.unlink(missing_ok=True)
         with open(path, "wb", opener=_new_file) as file:
@@ -100,10 +100,10 @@ def _bucket_starts(sizes: tuple[int, ...]) -> tuple[list[int], int]:
     return starts, end
 
 
-def _check_room(path: Path, nbytes: int) -> None:
-    if path.name != os.path.basename(path.name) or path.parent != Path(os.path.abspath(path)).parent:
-        raise StagingError(f"staging file {str(path)!r} would leave {path.parent}; the run's name may not contain '/'")
-    free = shutil.disk_usage(path.parent).free
+def _check_room(path: Path, directory: Path, nbytes: int) -> None:
+    if os.path.dirname(os.path.abspath(path)) != os.path.abspath(directory):
+        raise StagingError(f"staging file {str(path)!r} would leave {directory}; the run's id may not contain '/'")
+    free = shutil.disk_usage(directory).free
     if nbytes > free:
         raise StagingError(f"{path.parent} has {free >> 20} MiB free, this version needs {nbytes >> 20} MiB; enlarge shared memory")
 

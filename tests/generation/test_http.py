@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncrl.generation.http import LARGEST_BODY, api_key, is_loopback, refuse_open_host, routes
+from asyncrl.generation.http import LARGEST_BODY, api_key, close_own_routes, is_loopback, refuse_open_host, routes
 from asyncrl.generation.openai import ServedModel
 from asyncrl.generation.protocol import GenerationTimeout, StaleReplica, Standing, WeightsId
 from asyncrl.testing import FakeServed
@@ -201,6 +202,12 @@ def test_without_a_key_a_name_that_points_to_loopback_is_refused() -> None:
         assert ask(app, "GET", "/health", headers={"host": host})[0] == 403, host
 
 
+def test_serves_own_routes_can_be_closed() -> None:
+    (middleware,) = close_own_routes()
+    app = middleware.cls(routes(served(), None))
+    assert [ask(app, "GET", path)[0] for path in ("/-/routes", "/-/healthz", "/health")] == [404, 404, 200]
+
+
 def test_a_websocket_is_closed() -> None:
     sent: list[Any] = []
 
@@ -235,6 +242,46 @@ def test_another_host_needs_a_key() -> None:
             refuse_open_host(host, None)
         refuse_open_host(host, KEY)
     refuse_open_host(None, None)
+
+
+def test_a_replica_refuses_an_open_host_before_it_starts_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl.generation import standing
+
+    monkeypatch.setattr(standing, "_bound_host", lambda: "0.0.0.0")
+    monkeypatch.setattr(standing.Generator, "__init__", None)
+    monkeypatch.delenv("ASYNCRL_API_KEY", raising=False)
+    with pytest.raises(RuntimeError, match="is not loopback"):
+        asyncio.run(standing.HttpGenerator.__init__(object.__new__(standing.HttpGenerator), {"model": "m"}))
+
+
+def test_the_replica_is_what_the_routes_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put together as Serve does it, with an engine that is a stub: names of Serve's wrapper and of ours must not meet."""
+    from asyncrl.generation import replica, standing
+
+    async def nothing(*arguments: Any) -> None:
+        return None
+
+    async def generate(request: Any) -> Any:
+        return (await FakeServed(MODEL).generate(request)).completions
+
+    engine = SimpleNamespace(start=nothing, check=nothing, encode=lambda text: [5, 6], generate=generate, max_model_len=64, vocabulary=200)
+    vars(engine).update({"kv_use": 0.0, "waiting": 0, "preemptions": 0, "aborted": [], "aborted_tokens": 0})
+    context = SimpleNamespace(app_name="standing", replica_id=SimpleNamespace(unique_id="a"))
+    monkeypatch.setenv("ASYNCRL_API_KEY", KEY)
+    monkeypatch.setattr(standing, "_bound_host", lambda: "0.0.0.0")
+    monkeypatch.setattr(replica, "Engine", lambda settings: engine)
+    monkeypatch.setattr(replica, "expected_parameters", lambda model, dtype: {})
+    monkeypatch.setattr(replica, "find_board", lambda name: None)
+    monkeypatch.setattr(replica.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(replica, "lease_holder", nothing)
+    made = object.__new__(standing.HttpGenerator)
+    asyncio.run(standing.HttpGenerator.__init__(made, {"model": "/models/tiny", "http": True}))
+    made._set_asgi_app(made.__serve_build_asgi_app__())
+    headers = {"authorization": f"Bearer {KEY}"}
+    status, answer, _ = ask(made.app, "POST", "/v1/completions", {"model": "tiny", "prompt": "ab"}, headers)
+    assert status == 200 and answer["usage"]["prompt_tokens"] == 2 and answer["serving"] == "serving the checkpoint's own weights; no lease"
+    assert ask(made.app, "GET", "/health", headers=headers)[0] == 200
+    assert ask(made.app, "GET", "/v1/models")[0] == 401
 
 
 def test_a_key_is_a_key() -> None:
