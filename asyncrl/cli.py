@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.config import ConfigError, command_line, load_config
+from asyncrl.redact import shown
 
 __all__ = ["main"]
 
@@ -77,7 +78,7 @@ def run(command: str, path: str, overrides: list[str], on_cluster: bool = False)
 
         return train(config, resume_command=[command_name(), "train", path, *overrides])
     except ConfigError as error:
-        print(f"asyncrl: {error}", file=sys.stderr)
+        print(f"asyncrl: {shown(str(error))}", file=sys.stderr)
         return 2
 
 

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from asyncrl.names import explain_unknown
+from asyncrl.redact import redact_tree
 from asyncrl.rules import check_rules
 
 __all__ = ["TASK_CPUS", "Config", "ConfigError", "load_config"]
@@ -156,6 +157,8 @@ class RewardConfig(Section):
 
 
 class GeneratorConfig(Section):
+    attach: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Name of a standing Serve application (serve_configs/) whose generators the run uses, alone, until it ends. None = it starts its own."""
     num_replicas: int = Field(default=1, gt=0)
     """Serve replicas, each one vLLM engine."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -172,6 +175,11 @@ class GeneratorConfig(Section):
     """Generations in flight at an update: go on with the old KV cache, go on after recomputing it, or finish first."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds a replica may take from placement to its first answer."""
+
+    @property
+    def own(self) -> bool:
+        """Whether the run starts generators of its own."""
+        return self.attach is None
 
 
 class LearnerConfig(Section):
@@ -520,6 +528,11 @@ class Config(Section):
     def settings_fit_together(self) -> Config:
         check_rules(self)
         return self
+
+    def dump(self) -> dict[str, Any]:
+        """All settings as plain values, for people and files: without secrets."""
+        tree: dict[str, Any] = redact_tree(self.model_dump(mode="json"))
+        return tree
 
     @property
     def groups_per_step(self) -> int:

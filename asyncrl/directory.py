@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from asyncrl.config import Config, ConfigError
+from asyncrl.confined import EscapesDirectory, refuse_links
 from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.resume import Beginning, config_text, data_hash, find_beginning, hash_of, model_hash
 
@@ -37,6 +38,10 @@ class RunDirectory:
 
     def __init__(self, config: Config) -> None:
         self.path = config.run_directory
+        try:
+            refuse_links(self.path)
+        except EscapesDirectory as error:
+            raise ConfigError(str(error)) from None
         if self.path.exists() and config.resume == "never" and any(self.path.iterdir()):
             self._refuse_in_use()
             raise ConfigError(f"run directory {self.path} exists; go on with it (--resume auto), or choose another --name")

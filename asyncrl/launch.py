@@ -8,7 +8,6 @@ import functools
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -18,24 +17,27 @@ from typing import Any
 
 import ray
 from ray._private import auto_init_hook
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
 import asyncrl
 from asyncrl.config import Config
 from asyncrl.control.checkpoint import State
 from asyncrl.data.prompts import PromptReport, RayPromptSource, read_prompts
 from asyncrl.directory import RunDirectory
-from asyncrl.generation.app import ServeGenerate, begin_generators, end_generators, wait_for_generators
+from asyncrl.generation.app import ServeGenerate, application, begin_generators, end_generators, wait_for_generators
+from asyncrl.generation.attach import attached_config
 from asyncrl.generation.settings import GeneratorApp, board_name
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.learning.reference import start_reference
 from asyncrl.placement import needed, wait_for_placement, wait_for_room
+from asyncrl.redact import redact
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.score import score_completions
 from asyncrl.rewards.scoring import RayScores
 from asyncrl.rollout.group import RayRollouts, start_rollouts
 from asyncrl.rollout.worker import WorkerSpec
 from asyncrl.types import Completion, Prompt
-from asyncrl.weights.board import open_board
+from asyncrl.weights.board import take_lease
 from asyncrl.weights.push import ServeWeightSync
 
 __all__ = ["Stations", "cluster", "launch"]
@@ -112,11 +114,21 @@ def cluster(config: Config, logs: Path) -> Iterator[None]:
         _start_local_cluster(max(os.cpu_count() or 1, math.ceil(needed(config)["CPU"])))
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     try:
+        _refuse_open_ray()
         yield
     finally:
         ray.shutdown()
         if not address:
             _keep_logs(session / "logs", logs / "ray")
+
+
+def _refuse_open_ray() -> None:
+    """Raise RuntimeError unless this process speaks to Ray with a token: without one, whoever reaches its ports can run code."""
+    if not is_token_auth_enabled():
+        raise RuntimeError(
+            "Ray's token authentication is off; unset RAY_AUTH_MODE, or on a cluster that stands start it with RAY_AUTH_MODE=token and a token of "
+            "`ray get-auth-token --generate`"
+        )
 
 
 def _start_local_cluster(cpus: int) -> None:
@@ -140,13 +152,17 @@ async def launch(
 
     Raises:
         PlacementError: no room on the cluster.
+        AttachError, LeaseHeld: the standing generators do not fit, or another run has them.
         RuntimeError: a part failed to start; the message names it.
     """
     state = directory.state
     await wait_for_room(config)
     async with AsyncExitStack() as stack:
-        app_name = f"asyncrl-{config.name}"
-        board = open_board(board_name(app_name))
+        app_name = config.generator.attach or f"asyncrl-{config.name}"
+        if config.generator.attach is not None:
+            config = await attached_config(config, app_name, _longest_request(config, context))
+        board = await take_lease(board_name(app_name), f"run {config.name!r} ({state.run_id}, attempt {state.attempt}, process {os.getpid()})", app_name)
+        _closing(stack, "lease", functools.partial(_end_lease, board, app_name))
         # The learner's placement group first. Then the generators: an engine takes longest to start, and its handle is there at once.
         learner_start = asyncio.create_task(_start_learner(config, state, stack, prepare))
         _closing(stack, "start of the learner", functools.partial(_cancel, learner_start))
@@ -177,9 +193,22 @@ async def launch(
 
 
 async def _begin_generators(config: Config, name: str, context: int, stack: AsyncExitStack) -> Any:
-    app = GeneratorApp.from_config(config, board_name(name)).model_copy(update={"max_model_len": min(config.longest_request + 1, context)})
+    if config.generator.attach is not None:
+        return application(name)
+    app = GeneratorApp.from_config(config).model_copy(update={"max_model_len": _longest_request(config, context)})
     _closing(stack, "generators", functools.partial(end_generators, name))
     return await asyncio.to_thread(begin_generators, app, name)
+
+
+def _longest_request(config: Config, context: int) -> int:
+    """Tokens that an engine must take: vLLM always generates one more than it is asked to score."""
+    return min(config.longest_request + 1, context)
+
+
+async def _end_lease(board: Any, name: str) -> None:
+    """Others may have the application from now on; if it stands, it keeps the last weights."""
+    ray.kill(board)
+    logger.info("the lease on generators %r has ended; if they go on, then with the last version that they applied", name)
 
 
 def _begin_reference(config: Config, stack: AsyncExitStack) -> Any:
@@ -260,10 +289,10 @@ def _closing(stack: AsyncExitStack, name: str, close: Callable[[], Awaitable[Any
 
 
 def _keep_logs(session: Path, target: Path) -> None:
-    """The Ray session's logs stay with the run: vLLM's, DeepSpeed's and Ray's own."""
+    """The Ray session's logs stay with the run, without secrets: vLLM's, DeepSpeed's and Ray's own."""
     for file in session.rglob("*"):
         with contextlib.suppress(OSError):
             if file.is_file() and 0 < file.stat().st_size <= LARGEST_LOG:
                 copy = target / file.relative_to(session)
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, copy)
+                copy.write_text(redact(file.read_text(errors="replace")))

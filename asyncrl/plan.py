@@ -59,7 +59,7 @@ class Plan:
     def text(self) -> str:
         """The plan as a person reads it."""
         config = self.config
-        resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip()
+        resolved = yaml.safe_dump(config.dump(), sort_keys=False).rstrip()
         return "\n\n".join(
             [
                 f"# resolved config\n{resolved}",

@@ -143,7 +143,7 @@ def _refuse_falsifying(path: Path, changes: Mapping[str, tuple[Any, Any]], state
 
 def config_text(config: Config) -> str:
     """The resolved config as YAML."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.safe_dump(config.dump(), sort_keys=False)
 
 
 def hash_of(text: str) -> str:

@@ -66,7 +66,7 @@ def logical_cpus(config: Config) -> tuple[Part, ...]:
     """What each part declares to Ray."""
     return (
         Part("learner ranks", config.learner.world_size, config.learner.num_cpus),
-        Part("generator replicas", config.generator.num_replicas, config.generator.num_cpus),
+        *([Part("generator replicas", config.generator.num_replicas, config.generator.num_cpus)] if config.generator.own else []),
         *([Part("reference policy", 1, config.algorithm.ref_num_cpus)] if config.algorithm.has_reference else []),
         Part("rollout workers", config.rollout.num_workers, TASK_CPUS),
         Part("prompt stream", 1, TASK_CPUS),

@@ -27,6 +27,10 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("algorithm.correction.reject_level", "algorithm.correction.rejects", (True,), "algorithm.correction.reject_above"),
     ("learner.adam_betas", "learner.optimizer", ("adamw",), "learner.optimizer: adamw"),
     ("learner.adam_eps", "learner.optimizer", ("adamw",), "learner.optimizer: adamw"),
+    *(
+        (f"generator.{name}", "generator.own", (True,), "generators of the run's own; those of generator.attach have their settings already")
+        for name in ("num_replicas", "device", "num_cpus", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization", "in_flight")
+    ),
     ("generator.gpu_memory_utilization", "generator.device", ("cuda",), "generator.device: cuda"),
     ("generator.kv_cache_memory_bytes", "generator.device", ("cpu",), "generator.device: cpu"),
     ("eval.max_prompts", "eval.evaluates", (True,), "eval.data"),

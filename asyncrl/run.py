@@ -42,6 +42,7 @@ from asyncrl.observe.sinks import open_sinks
 from asyncrl.observe.watchdog import Standing, Watchdog
 from asyncrl.placement import wait_for_room
 from asyncrl.plan import Plan, arithmetic, make_plan
+from asyncrl.redact import RedactingFormatter, shown
 from asyncrl.weights.check import ProbeCheck
 
 __all__ = ["Summary", "command_name", "concurrency_of", "train"]
@@ -227,7 +228,7 @@ def _coordinator(config: Config, state: State, restored: list[Scored], directory
         checkpoints=directory.checkpoints,
         evaluate=evaluate,
         check=check,
-        concurrency=concurrency_of(config, stations.kv_cache_tokens, state.concurrency),
+        concurrency=concurrency_of(stations.config, stations.kv_cache_tokens, state.concurrency),
     )
     schedule = Schedule(
         max_steps=config.max_steps,
@@ -418,14 +419,14 @@ def _without_resume(command: Sequence[str]) -> list[str]:
 
 
 def _one_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
+    text = shown(str(error).strip() or type(error).__name__)
     return text if type(error).__module__.startswith("asyncrl") or type(error) is RuntimeError else f"{type(error).__name__}: {text}"
 
 
 def _log_to_file(path: Path) -> None:
     """Everything that libraries log in this process goes to the file, and nothing to the terminal."""
     handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for name in ("ray", "ray.serve"):
         # Ray gives these handlers of their own, which write to the terminal, when they are imported.

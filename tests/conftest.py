@@ -133,7 +133,6 @@ def generators(ray_cluster: Any, tiny_model: Path, engine_starts: list[str]) -> 
         model=str(tiny_model),
         max_model_len=256,
         generator=GeneratorConfig(num_cpus=0.2, max_num_seqs=128, kv_cache_memory_bytes=64 << 20),
-        board=board_name(name),
     )
     engine_starts.append("generators")
     handle = start_generators(app, name)

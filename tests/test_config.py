@@ -59,6 +59,9 @@ def test_max_length_bounds_prompt_and_completion_together(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"generator.attach": "standing", "generator.num_replicas": 2}, r"generator.num_replicas = 2 acts only with generators of the run's own"),
+        ({"generator.attach": "standing", "generator.in_flight": "keep"}, r"generator.in_flight = 'keep' acts only with generators of the run's own"),
+        ({"generator.attach": "standing", "generator.max_num_seqs": 64}, r"generator.max_num_seqs = 64 acts only with generators of the run's own"),
         ({"data.max_length": 29}, "data.max_length = 29 is above data.max_prompt_length \\+ rollout.max_completion_length = 28, so it bounds nothing"),
         ({"data.max_length": 1}, "data.max_length = 1: input should be greater than 1"),
         ({"data.max_length": 24, "learner.max_tokens_per_gpu": 23}, "data.max_length = 24 is above learner.max_tokens_per_gpu = 23; .*lower data.max_length"),

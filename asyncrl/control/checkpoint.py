@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from asyncrl.confined import refuse_links
 from asyncrl.control.protocols import Learner, Scored, Scores
 
 __all__ = ["Checkpoints", "NoCheckpoint", "State", "UnreadableCheckpoint", "sync_file"]
@@ -143,11 +144,15 @@ class Checkpoints:
             UnreadableCheckpoint: a file does not match the manifest, or the state cannot be read.
         """
         try:
+            refuse_links(path, whole=True)
             text = (path / "MANIFEST").read_text()
             marked = (path / "COMMITTED").read_text()
             if marked and marked != str(_checksum_of_text(text)):
                 raise UnreadableCheckpoint(f"checkpoint {path} is damaged: MANIFEST is not what was committed")
-            for name, expected in json.loads(text).items():
+            manifest = json.loads(text)
+            if unlisted := sorted(set(_files(path)) - set(manifest) - {"MANIFEST", "COMMITTED"}):
+                raise UnreadableCheckpoint(f"checkpoint {path} has files that its MANIFEST does not list, first {unlisted[0]}; remove what we did not write")
+            for name, expected in manifest.items():
                 if _size_and_checksum(_inside(path, name)) != expected:
                     raise UnreadableCheckpoint(f"checkpoint {path} is damaged: {name} is not what its MANIFEST says")
             tree = json.loads((path / "state.json").read_text())

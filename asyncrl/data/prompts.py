@@ -7,6 +7,7 @@ before rows stream, so neither a retried read task nor a resume can change which
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
 import queue
 import threading
@@ -88,12 +89,24 @@ def read_rows(path: str, field: str = "data.train") -> pa.Table:
     if not Path(path).is_file():
         raise ConfigError(f"{field} = {path!r}: no such file; give the path of a Parquet or JSONL file")
     try:
+        if path.endswith((".parquet", ".pq")):
+            refuse_extension_types(path, field)
         table = pyarrow.parquet.read_table(path) if path.endswith((".parquet", ".pq")) else _read_jsonl(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"{field} = {path!r} is neither Parquet (*.parquet) nor JSONL: {' '.join(str(error).split())}") from None
     if not table.num_rows:
         raise ConfigError(f"{field} = {path!r} has no rows; give a file with at least one prompt")
     return table
+
+
+def refuse_extension_types(path: str, field: str) -> None:
+    """Raise ConfigError if a Parquet file has columns of Arrow extension types: reading one of Ray's unpickles what the file holds, which may be code.
+
+    Looks at the stored schema's bytes, before any reader makes types of it.
+    """
+    stored = (pyarrow.parquet.read_metadata(path).metadata or {}).get(b"ARROW:schema", b"")
+    if b"ARROW:extension:name" in base64.b64decode(stored):
+        raise ConfigError(f"{field} = {path!r} has a column of an Arrow extension type, which may run code when it is read; write it with plain types")
 
 
 def _read_jsonl(path: str) -> pa.Table:
@@ -119,10 +132,10 @@ def load_tokenizer(path: str) -> Any:
         # Holds all that a fast tokenizer does. AutoTokenizer would import torch: seconds, in every process that reads or writes text.
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(path)
+        return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def render_prompts(values: Sequence[Any], config: Config) -> tuple[list[str], list[list[int]]]:

@@ -19,7 +19,9 @@ from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTi
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
 
-__all__ = ["ServeGenerate", "begin_generators", "build_app", "end_generators", "start_generators", "stop_generators", "wait_for_generators"]
+__all__ = ["ServeGenerate", "application", "begin_generators", "build_app", "end_generators", "start_generators", "stop_generators", "wait_for_generators"]
+
+DEPLOYMENT = "Generator"
 
 MAX_ONGOING_REQUESTS = 100_000
 """Requests that one replica accepts: vLLM queues them, and admission bounds them."""
@@ -35,12 +37,13 @@ UNABLE = (StaleReplica, ray.exceptions.RayActorError, DeploymentUnavailableError
 
 
 def build_app(args: GeneratorApp) -> serve.Application:
-    """The Serve application. It has no HTTP route of its own, and none for weights."""
+    """The Serve application: with `http`, the routes of `asyncrl.generation.http`, else none. Weights have none in either case."""
     generator = args.generator
     options: dict[str, Any] = {"num_cpus": generator.num_cpus, "runtime_env": {"env_vars": engine_environment(generator.device)}}
     if generator.device == "cuda":
         options["num_gpus"] = 1
     deployment = serve.deployment(
+        name=DEPLOYMENT,
         num_replicas=generator.num_replicas,
         ray_actor_options=options,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
@@ -50,8 +53,16 @@ def build_app(args: GeneratorApp) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=20,
         max_constructor_retry_count=2,
-    )(Generator)
+    )(_replica_class(args))
     return deployment.bind(args.model_dump())
+
+
+def _replica_class(args: GeneratorApp) -> type[Generator]:
+    if not args.http:
+        return Generator
+    from asyncrl.generation.standing import HttpGenerator
+
+    return HttpGenerator
 
 
 def begin_generators(args: GeneratorApp, name: str) -> Any:
@@ -59,6 +70,11 @@ def begin_generators(args: GeneratorApp, name: str) -> Any:
     serve.start(proxy_location=ProxyLocation.Disabled)
     target = serve.RunTarget(target=build_app(args), name=name, route_prefix=None)
     return serve.run_many([target], wait_for_applications_running=False)[0]
+
+
+def application(name: str) -> Any:
+    """Handle of an application that stands already."""
+    return serve.get_app_handle(name)
 
 
 async def wait_for_generators(name: str, timeout_s: float) -> None:

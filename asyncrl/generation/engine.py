@@ -22,7 +22,7 @@ from asyncrl.generation.stops import load_stop_set
 from asyncrl.types import TRUNCATED, Completion, VersionSpan
 from asyncrl.weights.engine import BACKEND, OWNED
 
-__all__ = ["PAUSE", "Engine", "engine_environment", "version_spans"]
+__all__ = ["PAUSE", "Engine", "engine_environment", "text_before", "version_spans"]
 
 PAUSE: dict[str, dict[str, Any]] = {
     "keep": {"mode": "keep", "clear_cache": False},
@@ -153,6 +153,11 @@ class Engine:
         """Longest prompt plus completion, in tokens."""
         return int(self._llm.model_config.max_model_len)
 
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the model knows: those below this."""
+        return int(self._llm.model_config.get_vocab_size())
+
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """n completions of one prompt.
 
@@ -171,7 +176,11 @@ class Engine:
         except TimeoutError:
             raise GenerationTimeout(f"{request.n} completions of up to {request.max_tokens} tokens were not done in {request.deadline_s:g} s") from None
         tokenizer = self._llm.get_tokenizer()
-        return tuple(_completion(output, tokenizer) for output in outputs)
+        return tuple(_completion(output, tokenizer, request.stop) for output in outputs)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, special tokens as the tokenizer adds them."""
+        return list(self._llm.get_tokenizer().encode(text))
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, ...]]:
         """Log-probs (nats, temperature 1) of each row's second ids, given its first.
@@ -399,6 +408,7 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls="asyncrl.weights.held.HeldWeights",
         trust_remote_code=False,
+        load_format="safetensors",
         **length,
         **device,
     )
@@ -424,9 +434,10 @@ def _sampling(request: GenerateRequest, stops: Mapping[int, Any]) -> Any:
         ignore_eos=request.ignore_eos,
         stop_token_ids=[] if request.ignore_eos else list(stops),
         repetition_detection=RepetitionDetectionParams(max_pattern_size=ngram, min_count=times) if ngram else None,
+        stop=list(request.stop),
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(request.stop),  # vLLM looks for strings in the text alone
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -439,7 +450,7 @@ def _sibling(sampling: Any, index: int) -> Any:
     return alone
 
 
-def _completion(output: Any, tokenizer: Any) -> Completion:
+def _completion(output: Any, tokenizer: Any, stop: Sequence[str]) -> Completion:
     ids = tuple(output.token_ids)
     if output.finish_reason not in ("stop", *TRUNCATED):
         raise StaleReplica(f"the vLLM engine ended a completion with {output.finish_reason!r}")
@@ -448,5 +459,10 @@ def _completion(output: Any, tokenizer: Any) -> Completion:
         logprobs=tuple(output.logprobs.logprobs),
         versions=version_spans(output.weight_versions or (), len(ids)),
         finish_reason=output.finish_reason,
-        text=tokenizer.decode(ids, skip_special_tokens=True),
+        text=text_before(tokenizer.decode(ids, skip_special_tokens=True), stop),
     )
+
+
+def text_before(text: str, stop: Sequence[str]) -> str:
+    """The text up to the first of the stop strings; the whole of it without one."""
+    return text[: min((place for one in stop if (place := text.find(one)) >= 0), default=len(text))]

@@ -9,7 +9,7 @@ from typing import Protocol
 from asyncrl.control.protocols import EngineLoad
 from asyncrl.types import Completion
 
-__all__ = ["Generate", "GenerateRequest", "Generated", "GenerationTimeout", "StaleReplica", "WeightsId"]
+__all__ = ["Generate", "GenerateRequest", "Generated", "GenerationTimeout", "StaleReplica", "Standing", "WeightsId"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class GenerateRequest:
     ignore_eos: bool = False
     repetition: tuple[int, int] | None = None
     """End a completion whose last tokens are one n-gram of at most so many tokens, so many times in a row. None = never."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion. The tokens that spell one stay in it, the text goes up to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,27 @@ class StaleReplica(Exception):
 
 class GenerationTimeout(Exception):
     """The request was aborted at its deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Which weights a replica holds, and for whom."""
+
+    weights: WeightsId | None
+    """None: the checkpoint's own."""
+    lease: str | None
+    """The job that has the application, or None."""
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        if self.weights is None:
+            held = "the checkpoint's own weights"
+        else:
+            held = f"version {self.weights.version} of run {self.weights.run_id}, attempt {self.weights.attempt}"
+        if self.lease is not None:
+            return f"serving {held}; leased by {self.lease}"
+        return f"serving {held}; no lease" if self.weights is None else f"serving {held}, the last of an ended lease"
 
 
 class Generate(Protocol):

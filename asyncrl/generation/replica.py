@@ -15,10 +15,10 @@ from ray import serve
 import asyncrl
 from asyncrl.control.protocols import EngineLoad, Manifest
 from asyncrl.generation.engine import Engine
-from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica, WeightsId
-from asyncrl.generation.settings import GeneratorApp
-from asyncrl.weights.board import find_board
-from asyncrl.weights.manifest import ManifestError, expected_parameters
+from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica, Standing, WeightsId
+from asyncrl.generation.settings import GeneratorApp, board_name
+from asyncrl.weights.board import find_board, lease_holder
+from asyncrl.weights.manifest import ManifestError, expected_parameters, fingerprint
 from asyncrl.weights.staging import StagingError, fetch, sweep
 
 __all__ = ["Generator"]
@@ -30,15 +30,16 @@ class Generator:
     """One replica. Serve runs all its methods on one event loop; `apply_version` is the only one that changes it."""
 
     async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits a replica's constructor
-        self.app = GeneratorApp.model_validate(app)
-        self.replica = serve.get_replica_context().replica_id.unique_id
+        self.settings = GeneratorApp.model_validate(app)
+        context = serve.get_replica_context()
+        self.replica = context.replica_id.unique_id
+        self._board_name = board_name(context.app_name)
         self.weights: WeightsId | None = None
-        self._expected = expected_parameters(self.app.model, self.app.dtype)
+        self._expected = expected_parameters(self.settings.model, self.settings.dtype)
         self._applied: dict[str, float] = {}
         self._lock = asyncio.Lock()
-        self._board: Any = None
         sweep()
-        self.engine = Engine(self.app)
+        self.engine = Engine(self.settings)
         await self.engine.start()
         try:
             await self._catch_up()
@@ -80,7 +81,7 @@ class Generator:
 
     async def status(self) -> dict[str, Any]:
         """Replica id, weights, process id, seconds of the start and of the last update, tokens generated so far, tokens that the KV cache holds,
-        completions given up by length."""
+        completions given up by length, stop tokens, longest request, settings, checksum of the parameters' names and shapes."""
         return {
             "replica": self.replica,
             "weights": self.weights,
@@ -94,12 +95,19 @@ class Generator:
             "kv_cache_tokens": self.engine.kv_cache_tokens,
             "aborted": tuple(self.engine.aborted),
             "stops": self.engine.stops,
+            "max_model_len": self.engine.max_model_len,
+            "app": self.settings.model_dump(),
+            "parameters": fingerprint(self._expected),
         }
 
     async def fingerprints(self) -> tuple[str, dict[str, Sequence[float]]]:
         """This replica's id, and what its engine holds: published name → fingerprint."""
         async with self._lock:
             return self.replica, await self.engine.fingerprints()
+
+    async def standing(self) -> Standing:
+        """Which weights answer now, and which job has the application."""
+        return Standing(self.weights, await lease_holder(self._board_name))
 
     async def pause_empty(self) -> dict[str, float]:
         """Pause and resume without an update, to measure what an update costs at least."""
@@ -122,7 +130,7 @@ class Generator:
 
     async def _apply(self, manifest: Manifest) -> None:
         tokens = self.engine.tokens_generated
-        staged = await asyncio.to_thread(fetch, manifest, self._expected, self.app.fetch_timeout_s)
+        staged = await asyncio.to_thread(fetch, manifest, self._expected, self.settings.fetch_timeout_s)
         during = self.engine.tokens_generated - tokens
         try:
             timings = await self.engine.apply(staged.update_info(), manifest.version)
@@ -133,15 +141,10 @@ class Generator:
 
     async def _catch_up(self) -> None:
         """Apply what the board shows, if there is a board with a version newer than ours."""
-        if self.app.board is None:
-            return
-        self._board = self._board or find_board(self.app.board)
-        if self._board is None:
-            return
+        board = await asyncio.to_thread(find_board, self._board_name)
         try:
-            manifest = await self._board.current.remote()
-        except ray.exceptions.RayActorError:
-            self._board = None
+            manifest = await board.current.remote() if board is not None else None
+        except ray.exceptions.RayActorError:  # its job has just ended
             return
         if manifest is not None:
             await self.apply_version(manifest)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from asyncrl.config import Config, GeneratorConfig, Section
 
@@ -28,13 +29,28 @@ class GeneratorApp(Section):
     """Further stop strings, each one token of the tokenizer."""
     rollout_stop_token_ids: list[int] = Field(default_factory=list)
     """Further stop token ids."""
-    board: str | None = None
-    """Name of the job's version board. None: the replicas keep the checkpoint's weights."""
+    http: bool = False
+    """Answer HTTP as well: `/v1/completions`, `/v1/models` and `/health`, under the application's route_prefix. A job's own generators do not."""
+    served_name: str | None = Field(default=None, min_length=1)
+    """Name of the model in HTTP requests and answers. Default: the last part of `model`."""
     fetch_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds that a replica may take to fetch a version."""
 
+    @model_validator(mode="after")
+    def settings_act(self) -> GeneratorApp:
+        if self.generator.attach is not None:
+            raise ValueError(f"generator.attach = {self.generator.attach!r} is a training job's setting, for generators that stand already; leave it out here")
+        if self.served_name is not None and not self.http:
+            raise ValueError(f"served_name = {self.served_name!r} acts only with http: true; leave it out, or set that")
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """What HTTP requests call the model."""
+        return self.served_name or Path(self.model).name
+
     @classmethod
-    def from_config(cls, config: Config, board: str | None) -> GeneratorApp:
+    def from_config(cls, config: Config) -> GeneratorApp:
         """The generator app of a training run."""
         return cls(
             model=config.model.path,
@@ -44,7 +60,6 @@ class GeneratorApp(Section):
             seed=config.seed,
             rollout_stop=config.rollout.rollout_stop,
             rollout_stop_token_ids=config.rollout.rollout_stop_token_ids,
-            board=board,
             fetch_timeout_s=config.weights.push_timeout_s,
         )
 

@@ -95,7 +95,8 @@ def load_policy(
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if reason := refusal(config.to_dict()):
         raise ValueError(f"model.path = {path!r}: {reason}")
-    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=register_attention(), trust_remote_code=False)
+    safe = {"trust_remote_code": False, "use_safetensors": True}
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=register_attention(), **safe)
     if model._is_stateful or not model._supports_attention_backend:
         raise ValueError(f"model.path = {path!r}: {type(model).__name__} carries a state or an attention of its own along the row; {WAY_OUT}")
     for module in model.modules():

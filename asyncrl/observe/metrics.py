@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from asyncrl.observe.sinks import Sink
+from asyncrl.redact import redact
 
 __all__ = ["METRICS_FILE", "RESERVED", "SCHEMA", "MetricsWriter", "read_metrics"]
 
@@ -117,7 +118,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON knows it: numpy scalars become numbers, NaN and Inf become None."""
+    """The value as JSON knows it: numpy scalars become numbers, NaN and Inf become None, secrets go."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -126,4 +127,4 @@ def _plain(value: Any) -> Any:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value
+    return redact(value) if isinstance(value, str) else value

@@ -177,7 +177,7 @@ def missing_packages(config: Config) -> list[str]:
 
 def open_sinks(config: Config, directory: Path, run_id: str) -> list[Sink]:
     """TensorBoard, and what `observe.sinks` asks for."""
-    run = SinkRun(config.observe.project, config.name, run_id, directory, config.model_dump(mode="json"))
+    run = SinkRun(config.observe.project, config.name, run_id, directory, config.dump())
     makers = {name: partial(PACKAGES[name], run) for name in config.observe.sinks}
     return [TensorBoardSink(directory / "tensorboard"), *([Background(makers)] if makers else [])]
 

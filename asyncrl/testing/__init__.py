@@ -13,7 +13,7 @@ from asyncrl.testing.control import (
     FakeWeightSync,
 )
 from asyncrl.testing.engine import FakeEngine
-from asyncrl.testing.generators import FakeGenerate, SeededGenerator
+from asyncrl.testing.generators import FakeGenerate, FakeServed, SeededGenerator
 
 __all__ = [
     "Deadlock",
@@ -27,6 +27,7 @@ __all__ = [
     "FakeReplicas",
     "FakeRollouts",
     "FakeScores",
+    "FakeServed",
     "FakeWeightSync",
     "SeededGenerator",
     "VirtualTimeLoop",

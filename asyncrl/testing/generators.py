@@ -1,4 +1,4 @@
-"""Generators without an engine: random completions, and samples of a plain transformers model."""
+"""Generators without an engine: random completions, the same behind the HTTP routes, and samples of a plain transformers model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.control.protocols import Manifest, PushReport
-from asyncrl.generation.protocol import Generated, GenerateRequest, WeightsId
+from asyncrl.generation.openai import ServedModel
+from asyncrl.generation.protocol import Generated, GenerateRequest, Standing, WeightsId
 from asyncrl.types import Completion, VersionSpan
 
-__all__ = ["FakeGenerate", "SeededGenerator"]
+__all__ = ["FakeGenerate", "FakeServed", "SeededGenerator"]
 
 
 class FakeGenerate:
@@ -36,6 +37,40 @@ class FakeGenerate:
         logprobs = tuple(-random_.random() for _ in ids)
         reason = "length" if length == request.max_tokens else "stop"
         return Completion(ids, logprobs, (VersionSpan(self.version, 0, length),), reason, text=" ".join(map(str, ids)))
+
+
+class FakeServed(FakeGenerate):
+    """`asyncrl.generation.http.Served`: characters are tokens, by their code points."""
+
+    def __init__(self, model: ServedModel) -> None:
+        super().__init__(model.vocabulary)
+        self._model = model
+        self.held = Standing(None, None)
+        self.requests: list[GenerateRequest] = []
+        self.failure: Exception | None = None
+        """What the next calls raise."""
+
+    @property
+    def model(self) -> ServedModel:
+        return self._model
+
+    async def encode(self, text: str) -> list[int]:
+        return [min(ord(character), self._model.vocabulary - 1) for character in text]
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        if len(request.prompt_ids) + request.max_tokens > self._model.max_model_len or max(request.prompt_ids) >= self._model.vocabulary:
+            raise AssertionError(f"an engine would not take {request}")
+        if self.failure is not None:
+            raise self.failure
+        self.requests.append(request)
+        return await super().generate(request)
+
+    async def standing(self) -> Standing:
+        return self.held
+
+    async def check_health(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
 
 class SeededGenerator:

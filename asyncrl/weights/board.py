@@ -1,22 +1,41 @@
-"""The board: where a replica that started late, was restarted or missed a broadcast finds the newest version."""
+"""The board: where a replica that started late, was restarted or missed a broadcast finds the newest version.
+
+It is the lease on the application as well: Ray gives its name to one actor at a time, and ends it with the driver that opened it, however that ends.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import ray
 
 from asyncrl.control.protocols import Manifest
 
-__all__ = ["BOARD_NAMESPACE", "VersionBoard", "find_board", "open_board"]
+__all__ = ["BOARD_NAMESPACE", "LeaseHeld", "VersionBoard", "find_board", "lease_holder", "open_board", "take_lease"]
 
 BOARD_NAMESPACE = "asyncrl"
+
+RELEASE_S = 10.0
+"""Seconds in which Ray notices that a driver was killed, and ends its board."""
+
+ANSWER_S = 5.0
+"""Seconds that a board gets to say whose it is: its process may still be starting."""
+
+LOOK_EVERY_S = 0.2
+
+
+class LeaseHeld(RuntimeError):
+    """Another job has the application. The message names it."""
 
 
 class VersionBoard:
     """Holds the newest manifest of the job. A manifest's buckets belong to the learner; the board only borrows them."""
 
-    def __init__(self) -> None:
+    def __init__(self, holder: str = "a job") -> None:
+        """`holder` is the job, as another one is told who has the application."""
+        self._holder = holder
         self._manifest: Manifest | None = None
 
     def announce(self, manifest: Manifest) -> None:
@@ -34,15 +53,19 @@ class VersionBoard:
         """The newest manifest, or None before the first."""
         return self._manifest
 
+    def holder(self) -> str:
+        """Whose board it is."""
+        return self._holder
 
-def open_board(name: str) -> Any:
+
+def open_board(name: str, holder: str = "a job") -> Any:
     """Start the job's board and return its actor handle. It ends with the job.
 
     Raises:
         ValueError: a board of that name is there already.
     """
     actor = ray.remote(VersionBoard)
-    return actor.options(name=name, namespace=BOARD_NAMESPACE, num_cpus=0, max_restarts=0).remote()
+    return actor.options(name=name, namespace=BOARD_NAMESPACE, num_cpus=0, max_restarts=0).remote(holder)
 
 
 def find_board(name: str) -> Any | None:
@@ -50,4 +73,38 @@ def find_board(name: str) -> Any | None:
     try:
         return ray.get_actor(name, namespace=BOARD_NAMESPACE)
     except ValueError:
+        return None
+
+
+async def take_lease(name: str, holder: str, application: str, release_s: float = RELEASE_S) -> Any:
+    """Open the board, and with it have the application to oneself until the board or this driver ends.
+
+    Args:
+        release_s: seconds to wait for a board that is there: its driver may be dead, and Ray about to notice.
+
+    Raises:
+        LeaseHeld: another job has it after that.
+    """
+    deadline = time.monotonic() + release_s
+    while True:
+        try:
+            return open_board(name, holder)
+        except ValueError:
+            other = await lease_holder(name) or "a job that is ending"
+        if time.monotonic() > deadline:
+            raise LeaseHeld(f"generators {application!r} are leased by {other}; wait for its end, or use another application")
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def lease_holder(name: str) -> str | None:
+    """Whose board of that name there is; None if there is none. One that does not answer is named as such."""
+    board = await asyncio.to_thread(find_board, name)
+    if board is None:
+        return None
+    try:
+        holder: str = await asyncio.wait_for(board.holder.remote(), ANSWER_S)
+        return holder
+    except TimeoutError:
+        return "a job whose board does not answer yet"
+    except ray.exceptions.RayActorError:
         return None

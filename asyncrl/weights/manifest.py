@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from asyncrl.control.protocols import Manifest, TensorEntry
 from asyncrl.weights.layout import ITEM_BYTES
 
-__all__ = ["ManifestError", "check_manifest", "expected_parameters"]
+__all__ = ["ManifestError", "check_manifest", "expected_parameters", "fingerprint"]
 
 
 class ManifestError(ValueError):
@@ -39,6 +40,11 @@ def expected_parameters(model_path: str | Path, dtype: str) -> dict[str, tuple[t
     if json.loads((Path(model_path) / "config.json").read_text()).get("tie_word_embeddings", False):
         expected.pop("lm_head.weight", None)
     return expected
+
+
+def fingerprint(expected: Mapping[str, tuple[tuple[int, ...], str]]) -> int:
+    """A checksum of `expected_parameters`: equal where versions of one model fit the other."""
+    return zlib.crc32(repr(sorted(expected.items())).encode())
 
 
 def check_manifest(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:

@@ -59,9 +59,10 @@ def fetch(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]
     check_manifest(manifest, expected)
     starts, nbytes = _bucket_starts(manifest.sizes)
     path = directory / f"asyncrl-{manifest.run_id}-{manifest.attempt}-{manifest.version}-{os.getpid()}.weights"
-    _check_room(path, nbytes)
+    _check_room(path, directory, nbytes)
     try:
-        with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        path.unlink(missing_ok=True)
+        with open(path, "wb", opener=_new_file) as file:
             file.truncate(nbytes)
             for index, start in enumerate(starts):
                 _copy_bucket(manifest, index, file.fileno(), start, timeout_s - (time.monotonic() - begun))
@@ -70,6 +71,11 @@ def fetch(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]
         raise
     tensors = tuple((e.name, tuple(e.shape), e.dtype, starts[e.bucket] + e.offset) for e in manifest.tensors)
     return Staged(path, nbytes, tensors, time.monotonic() - begun)
+
+
+def _new_file(name: str, flags: int) -> int:
+    """Everybody may write to shared memory: what lies there under our name, a link to elsewhere for one, is never opened."""
+    return os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
 def sweep(directory: Path = SHARED_MEMORY) -> list[Path]:
@@ -94,10 +100,10 @@ def _bucket_starts(sizes: tuple[int, ...]) -> tuple[list[int], int]:
     return starts, end
 
 
-def _check_room(path: Path, nbytes: int) -> None:
-    if path.name != os.path.basename(path.name) or path.parent != Path(os.path.abspath(path)).parent:
-        raise StagingError(f"staging file {str(path)!r} would leave {path.parent}; the run's name may not contain '/'")
-    free = shutil.disk_usage(path.parent).free
+def _check_room(path: Path, directory: Path, nbytes: int) -> None:
+    if os.path.dirname(os.path.abspath(path)) != os.path.abspath(directory):
+        raise StagingError(f"staging file {str(path)!r} would leave {directory}; the run's id may not contain '/'")
+    free = shutil.disk_usage(directory).free
     if nbytes > free:
         raise StagingError(f"{path.parent} has {free >> 20} MiB free, this version needs {nbytes >> 20} MiB; enlarge shared memory")
 

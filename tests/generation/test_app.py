@@ -3,32 +3,55 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
+from asyncrl.config import load_config
 from asyncrl.generation.app import build_app
+from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
 
 CONFIGS = sorted((Path(__file__).parents[2] / "serve_configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_serve_configs_are_loopback_without_routes_and_build(path: Path) -> None:
+def test_serve_configs_are_loopback_and_build(path: Path) -> None:
     schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
     assert schema.http_options.host == "127.0.0.1"
     (application,) = schema.applications
-    assert application.route_prefix is None
+    assert application.route_prefix == "/"
     assert application.import_path == "asyncrl.generation.app:build_app"
     args = GeneratorApp.model_validate(application.args)
-    assert args.board is None
-    assert build_app(args) is not None
+    assert args.http
+    assert build_app(args)._bound_deployment.func_or_class.__name__ == "HttpGenerator"
 
 
 def test_both_devices_have_a_config() -> None:
     assert [path.stem for path in CONFIGS] == ["generator_cpu", "generator_gpu"]
+
+
+def test_a_jobs_own_generators_are_the_same_without_http() -> None:
+    config = load_config(Path(__file__).parents[2] / "jobs" / "quickstart.yaml")
+    deployment = build_app(GeneratorApp.from_config(config))._bound_deployment
+    assert deployment.func_or_class is Generator and not hasattr(Generator, "__serve_build_asgi_app__")
+    standing = build_app(GeneratorApp(model="m", http=True))._bound_deployment
+    assert issubclass(standing.func_or_class, Generator) and standing.name == deployment.name
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"generator": {"attach": "generator"}}, "is a training job's setting"),
+        ({"served_name": "m"}, "acts only with http: true"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        GeneratorApp.model_validate({"model": "m", **settings})
 
 
 def test_unknown_settings_are_refused() -> None:

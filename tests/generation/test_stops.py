@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from asyncrl.generation.engine import text_before
 from asyncrl.generation.stops import chat_end_token, load_stop_set, stop_set
 
 
@@ -40,3 +41,8 @@ def test_what_cannot_stop(tokenizer: AutoTokenizer) -> None:
         stop_set(tokenizer, [], ["Ä"])
     with pytest.raises(ValueError, match=r"id 999 .* outside the vocabulary"):
         stop_set(tokenizer, [], [], [999])
+
+
+def test_a_text_ends_before_the_first_stop_string() -> None:
+    assert text_before("1+2=3\nab", ["ab", "\n", "x"]) == "1+2=3"
+    assert text_before("1+2=3", ["x"]) == text_before("1+2=3", []) == "1+2=3"

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,27 @@ import asyncrl
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+CLOSED = "asyncrl.generation.http.close_own_routes"
 CALL = """
 import ray
 from ray import serve
 from asyncrl.generation.protocol import GenerateRequest
 ray.init(address="auto", log_to_driver=False)
 answer = serve.get_app_handle("generator").generate.remote(GenerateRequest((5, 6, 14), 2, 8, 1.0, seed=1, ignore_eos=True)).result(timeout_s=300)
+print("HOST", serve.context._get_global_client().http_config.host)
 print("TOKENS", [len(completion.token_ids) for completion in answer.completions])
+"""
+
+
+HOLD = """
+import asyncio, sys, ray
+from asyncrl.generation.settings import board_name
+from asyncrl.weights.board import take_lease
+ray.init(address=sys.argv[1], log_to_driver=False)
+lease = asyncio.run(take_lease(board_name("generator"), "run 'first'", "generator"))
+ray.get(lease.holder.remote())
+print("held", flush=True)
+sys.stdin.read()
 """
 
 
@@ -48,6 +63,7 @@ class Cluster:
         self.temp = Path(f"/tmp/asyncrl-{os.getpid()}")  # Ray's sockets need a short path
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ASYNCRL_", "PYTHONPATH"))}
         self.environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment |= {"ASYNCRL_API_KEY": secrets.token_hex(16), "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CLOSED}
         options = [f"--port={self.port}", "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}"]
         options.append(f"--dashboard-agent-listen-port={free_port()}")  # its default is taken by the session's own cluster, and jobs need the agent
         command = [BIN / "ray", "start", "--head", "--block", "--num-cpus=3", f"--temp-dir={self.temp}", "--disable-usage-stats", *options]
@@ -138,11 +154,44 @@ def test_a_submitted_job_trains_where_it_was_told_to(cluster, runs, engine_start
     assert startup["package/driver"] == startup["package/replica"] and "runtime_resources" in startup["package/driver"]
 
 
+class Http:
+    """The standing generator's HTTP side."""
+
+    def __init__(self, port: int, key: str | None) -> None:
+        self.base, self.key = f"http://127.0.0.1:{port}", key
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+        """Status and JSON body."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        request = urllib.request.Request(self.base + path, json.dumps(body).encode() if body is not None else None, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+
+def worst_difference(model: Path, prompt: list[int], answer: dict[str, Any]) -> float:
+    """Largest difference between the answer's log-probs and those of a checkpoint in transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy, worst = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), 0.0
+    for choice in answer["choices"]:
+        ids = choice["token_ids"]
+        with torch.no_grad():
+            logits = policy(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        worst = max(worst, (expected - torch.tensor(choice["logprobs"]["token_logprobs"])).abs().max().item())
+    return worst
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_serve_deploy_hosts_the_generator_on_loopback(cluster, runs, tmp_path, engine_starts):
+@pytest.mark.timeout(1500)
+def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(cluster, runs, tmp_path, engine_starts):
+    model = runs / "quickstart-inputs" / "model"
     tree = yaml.safe_load((ROOT / "serve_configs" / "generator_cpu.yaml").read_text())
-    tree["applications"][0]["args"]["model"] = str(runs / "quickstart-inputs" / "model")
+    tree["applications"][0]["args"]["model"] = str(model)
     tree["http_options"]["port"] = free_port()
     (tmp_path / "generator.yaml").write_text(yaml.safe_dump(tree))
     engine_starts.append("serve deploy")
@@ -153,7 +202,45 @@ def test_serve_deploy_hosts_the_generator_on_loopback(cluster, runs, tmp_path, e
         assert application.get("status") != "DEPLOY_FAILED" and time.monotonic() < deadline, application
         time.sleep(1)
     called = cluster.run(sys.executable, "-c", CALL, RAY_ADDRESS=f"127.0.0.1:{cluster.port}")
-    assert "TOKENS [8, 8]" in called.stdout, called.stdout + called.stderr
+    assert "TOKENS [8, 8]" in called.stdout and "HOST 127.0.0.1\n" in called.stdout, called.stdout + called.stderr
     ours = {process.pid for process in psutil.Process(cluster.process.pid).children(recursive=True)}
     hosts = {c.laddr.ip for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in ours and c.laddr.port == tree["http_options"]["port"]}
     assert hosts == {"127.0.0.1"}
+
+    stranger, http = Http(tree["http_options"]["port"], None), Http(tree["http_options"]["port"], cluster.environment["ASYNCRL_API_KEY"])
+    body = {"model": "model", "prompt": [5, 6, 14], "n": 2, "max_tokens": 8, "seed": 1}
+    assert [stranger.ask(*call)[0] for call in (("/v1/models",), ("/health",), ("/docs",), ("/v1/completions", body))] == [401] * 4
+    assert [http.ask(path)[0] for path in ("/docs", "/openapi.json", "/", "/-/routes", "/-/healthz")] == [404] * 5
+    assert http.ask("/v1/models")[1]["data"][0]["serving"] == "serving the checkpoint's own weights; no lease"
+    status, answer = http.ask("/v1/completions", body)
+    assert status == 200 and worst_difference(model, body["prompt"], answer) < 1e-4
+    assert http.ask("/v1/completions", {**body, "prompt": [5] * 5000})[1]["error"]["code"] == "context_length_exceeded"
+    text = http.ask("/v1/completions", {**body, "n": 1})[1]["choices"][0]["text"]
+    stopped = http.ask("/v1/completions", {**body, "n": 1, "stop": text[-1]})[1]["choices"][0]
+    assert (stopped["text"], stopped["finish_reason"]) == (text[: text.index(text[-1])], "stop")
+    assert len(stopped["token_ids"]) == len(stopped["logprobs"]["token_logprobs"]) > 0
+
+    # A driver that has the lease, dies without a word, and leaves it to the next.
+    holder = [sys.executable, "-c", HOLD, f"127.0.0.1:{cluster.port}"]
+    holding = subprocess.Popen(holder, env=cluster.environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holding.stdout.readline() == "held\n"
+        assert http.ask("/health")[1]["lease"] == "run 'first'"
+        attach = ["--generator.attach", "generator", "--generator.max_num_seqs", "128", "--max_steps", "4", "--rollout.rollout_batch_size", "4"]
+        attach += ["--warm_start.min_accuracy", "0", "--eval.max_prompts", "8"]
+        second = cluster.submit(*attach, "--name", "second", variables={"ASYNCRL_RUNS": str(runs)})
+        assert second.returncode != 0 and "generators 'generator' are leased by run 'first'; wait for its end" in second.stdout + second.stderr
+    finally:
+        holding.kill()
+        holding.wait()
+    done = cluster.submit(*attach, "--name", "attached", variables={"ASYNCRL_RUNS": str(runs)})
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    run_id = json.loads((runs / "attached" / "run.json").read_text())["run_id"]
+    health = http.ask("/health")[1]
+    assert health["serving"] == f"serving version 4 of run {run_id}, attempt 0, the last of an ended lease" and health["lease"] is None
+    answer = http.ask("/v1/completions", body)[1]
+    assert answer["weights"] == {"run_id": run_id, "attempt": 0, "version": 4}
+    assert {span["version"] for choice in answer["choices"] for span in choice["versions"]} == {4}
+    assert worst_difference(runs / "attached" / "hf", body["prompt"], answer) < 1e-4
+    assert len(cluster.applications()) == 1

@@ -1,0 +1,208 @@
+"""The HTTP routes of a standing generator: `/v1/completions`, `/v1/models`, `/health`, and nothing else. Weights have none.
+
+    guard (key, host, size) → FastAPI → a replica
+
+Knows no Serve: what answers is a small protocol, so that the routes can be tried without an engine.
+"""
+
+# No postponed annotations here: FastAPI reads those of the routes.
+
+import hmac
+import ipaddress
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware import Middleware
+
+from asyncrl.generation.openai import ApiError, ServedModel, answer, check_name, model_list, parse, to_request, weights
+from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTimeout, StaleReplica, Standing
+
+__all__ = ["KEY_VARIABLE", "Served", "api_key", "close_own_routes", "is_loopback", "refuse_open_host", "routes"]
+
+KEY_VARIABLE = "ASYNCRL_API_KEY"
+"""Environment variable with the bearer key, in the process that answers."""
+
+LARGEST_BODY = 4 << 20
+"""Bytes of a request's body."""
+
+
+class Served(Protocol):
+    """What answers: a replica, or a fake (`asyncrl.testing.FakeServed`)."""
+
+    @property
+    def model(self) -> ServedModel: ...
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """Raises StaleReplica or GenerationTimeout."""
+        ...
+
+    async def standing(self) -> Standing: ...
+
+    async def check_health(self) -> None:
+        """Raises RuntimeError if the engine is dead or broken."""
+        ...
+
+
+def api_key(environment: dict[str, str]) -> str | None:
+    """The bearer key, or None without one.
+
+    Raises:
+        ValueError: it is set and empty, or has characters that no header can carry.
+    """
+    key = environment.get(KEY_VARIABLE)
+    if key is None:
+        return None
+    if not key.isascii() or not key.isprintable() or not key.strip() or key != key.strip():
+        raise ValueError(f"{KEY_VARIABLE} is set, and is empty or has spaces around it or characters other than printable ASCII; set a key, or unset it")
+    return key
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name is this machine's alone: `localhost`, 127.0.0.0/8, ::1."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def refuse_open_host(host: str | None, key: str | None) -> None:
+    """Raise RuntimeError if HTTP is bound to a host that others reach, without a key. `host` None: nothing is bound."""
+    if key is None and host is not None and not is_loopback(host):
+        raise RuntimeError(
+            f"http_options.host = {host!r} is not loopback and {KEY_VARIABLE} is not set, so anybody could use the generators; set http_options.host: "
+            f"127.0.0.1, or set {KEY_VARIABLE} where Ray is started"
+        )
+
+
+def routes(served: Served, key: str | None) -> FastAPI:
+    """The application. With a key every path wants it, unknown ones too; without, only requests addressed to loopback are answered."""
+    app = FastAPI(title="asyncrl", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    started = int(time.time())
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> JSONResponse:
+        body = parse(await _json(request))
+        check_name(body, served.model)
+        ids = await served.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        asked = to_request(body, ids, served.model)
+        generated = await served.generate(asked)
+        return JSONResponse(answer(generated, asked, served.model, await served.standing(), f"cmpl-{uuid.uuid4().hex}", int(time.time())))
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse(model_list(served.model, await served.standing(), started))
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        try:
+            await served.check_health()
+        except RuntimeError:
+            raise ApiError(503, "the generator is broken and will be replaced; try again", "unavailable") from None
+        return JSONResponse({"status": "ok", "model": served.model.name, **weights(await served.standing())})
+
+    app.add_exception_handler(ApiError, lambda request, error: _refusal(error))
+    app.add_exception_handler(StarletteHTTPException, lambda request, error: _refusal(_as_api_error(error)))
+    app.add_exception_handler(StaleReplica, lambda request, error: _refusal(ApiError(503, "no replica can answer now; try again", "unavailable")))
+    app.add_exception_handler(GenerationTimeout, lambda request, error: _refusal(ApiError(504, f"{error}; ask for less", "timeout")))
+    app.add_exception_handler(Exception, lambda request, error: _refusal(ApiError(500, "the generator failed; see its log", "internal_error")))
+    app.add_middleware(Guard, key=key)
+    return app
+
+
+class Guard:
+    """In front of everything: the key, or without one the host that a request is addressed to; and the size of its body."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], key: str | None) -> None:
+        self.app, self.key = app, key
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        elif (refusal := self._refuse(scope["headers"])) is not None:
+            await _refusal(refusal)(scope, receive, send)
+        else:
+            await self.app(scope, _bounded(receive), send)
+
+    def _refuse(self, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
+        if self.key is None:
+            # A page in a browser on this machine could reach us under a name of its own that it points here.
+            hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
+            if len(hosts) == 1 and is_loopback(_host_name(hosts[0])):
+                return None
+            return ApiError(403, f"without {KEY_VARIABLE} only requests to a loopback address are answered; set a key", "forbidden_host")
+        given = [value for name, value in headers if name == b"authorization"]
+        scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        right = hmac.compare_digest(token.strip(), self.key.encode())
+        return None if right and scheme.lower() == b"bearer" else ApiError(401, "a bearer key is needed: Authorization: Bearer KEY", "invalid_api_key")
+
+
+class OwnRoutesClosed:
+    """Serve's proxies answer `/-/healthz` and `/-/routes` (the applications' names) to anybody. Behind this they do not."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope.get("path", "").startswith("/-/"):
+            await _refusal(ApiError(404, "no such path", "not_found"))(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+def close_own_routes() -> list[Middleware]:
+    """For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=asyncrl.generation.http.close_own_routes, in the environment of `ray start`."""
+    return [Middleware(OwnRoutesClosed)]
+
+
+def _host_name(host: str) -> str:
+    """A Host header without its port."""
+    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+
+
+def _bounded(receive: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
+    """`receive`, up to the largest body."""
+    size = 0
+
+    async def counted() -> Any:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > LARGEST_BODY:
+            raise HTTPException(413, f"the body is above {LARGEST_BODY >> 20} MiB; send less")
+        return message
+
+    return counted
+
+
+async def _json(request: Request) -> Any:
+    """The body. A page in a browser may send other types than JSON to any address unasked."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "Content-Type is not application/json; set it", "invalid_content_type")
+    try:
+        return await request.json()
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not JSON; send an object with model and prompt", "invalid_body") from None
+
+
+def _as_api_error(error: Any) -> ApiError:
+    """FastAPI's own refusals: an unknown path, another method, a large body."""
+    if error.status_code == 404:
+        return ApiError(404, "no such path; there are /v1/completions, /v1/models and /health", "not_found")
+    if error.status_code == 405:
+        return ApiError(405, "another method is needed: POST for /v1/completions, GET for the others", "method_not_allowed")
+    return ApiError(error.status_code, str(error.detail), "refused")
+
+
+def _refusal(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, headers={"WWW-Authenticate": "Bearer"} if error.status == 401 else None)

@@ -1,0 +1,190 @@
+"""OpenAI's form of a completion: a checked body becomes a request, what was generated becomes an answer. Knows neither Serve nor FastAPI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from asyncrl.generation.protocol import Generated, GenerateRequest, Standing
+from asyncrl.types import Completion
+
+__all__ = ["ApiError", "CompletionBody", "ServedModel", "answer", "model_list", "parse", "to_request"]
+
+MOST_COMPLETIONS = 128
+"""Completions of one HTTP request."""
+
+LARGEST_SEED = 1 << 53
+"""JSON numbers above it lose digits in some clients."""
+
+HINTS = {
+    "stream": "answers come whole; leave it out",
+    "logprobs": "every answer has them; leave it out",
+    "top_p": "the model's whole distribution is sampled, so that log-probs are those of the policy; use temperature",
+    "top_k": "the model's whole distribution is sampled, so that log-probs are those of the policy; use temperature",
+    "max_completion_tokens": "here it is max_tokens",
+}
+"""Fields of OpenAI's and vLLM's that there are not → why, and what to do."""
+
+
+class ApiError(Exception):
+    """An answer other than 200: HTTP status, one line for people, OpenAI's type and code, and the field that it is about."""
+
+    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form of it."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What requests are checked against."""
+
+    name: str
+    max_model_len: int
+    """Longest prompt plus completion, in tokens."""
+    vocabulary: int
+    """Token ids are below this."""
+
+
+class CompletionBody(BaseModel):
+    """The body of POST /v1/completions. Unknown fields and wrong types are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    model: str
+    """Name of the model, as /v1/models gives it."""
+    prompt: str | list[int]
+    """Text, or token ids."""
+    n: int = Field(default=1, ge=1, le=MOST_COMPLETIONS)
+    """Completions."""
+    max_tokens: int = Field(default=16, ge=1)
+    """Longest completion, in tokens."""
+    temperature: float = Field(default=1.0, ge=0, le=10)
+    """0 = greedy. Else at least 0.01."""
+    seed: int | None = Field(default=None, ge=0, lt=LARGEST_SEED)
+    """Of the first completion; each further one has the next."""
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    """Strings that end a completion, beside the model's own stop tokens."""
+
+    @field_validator("temperature")
+    @classmethod
+    def engine_takes_it(cls, temperature: float) -> float:
+        if 0 < temperature < 0.01:
+            raise ValueError("between 0 and 0.01 the engine would take 0.01; use 0 for greedy")
+        return temperature
+
+    @field_validator("stop")
+    @classmethod
+    def stops_are_texts(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        if "" in ([stop] if isinstance(stop, str) else stop or []):
+            raise ValueError("an empty string would stop at once; leave it out")
+        return stop
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def parse(tree: Any) -> CompletionBody:
+    """The body, checked.
+
+    Raises:
+        ApiError: 400, with the first field that is wrong.
+    """
+    if not isinstance(tree, dict):
+        raise ApiError(400, f"the body is a JSON {type(tree).__name__}; send an object with model and prompt", "invalid_body")
+    try:
+        json.dumps(tree, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, "the body has half of a surrogate pair, which no tokenizer takes; send whole characters", "invalid_body") from None
+    try:
+        return CompletionBody.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(dict(error.errors(include_url=False)[0])) from None
+
+
+def to_request(body: CompletionBody, prompt_ids: Sequence[int], model: ServedModel) -> GenerateRequest:
+    """What the engine is asked.
+
+    Raises:
+        ApiError: 404 for another model's name, 400 for a prompt that is empty, too long, or has ids that the model does not know.
+    """
+    check_name(body, model)
+    if not prompt_ids:
+        raise ApiError(400, "prompt is empty; give at least one token", "invalid_value", "prompt")
+    if not all(0 <= token < model.vocabulary for token in prompt_ids):
+        raise ApiError(400, f"prompt has token ids outside 0 to {model.vocabulary - 1}; use the tokenizer of {model.name!r}", "invalid_value", "prompt")
+    if len(prompt_ids) + body.max_tokens > model.max_model_len:
+        text = f"prompt of {len(prompt_ids)} tokens and max_tokens {body.max_tokens} are above the {model.max_model_len} that {model.name!r} takes; shorten one"
+        raise ApiError(400, text, "context_length_exceeded", "prompt")
+    return GenerateRequest(tuple(prompt_ids), body.n, body.max_tokens, body.temperature, body.seed, stop=body.stops)
+
+
+def check_name(body: CompletionBody, model: ServedModel) -> None:
+    """Raise ApiError, 404, unless the body asks for this model."""
+    if body.model != model.name:
+        raise ApiError(404, f"model {body.model[:64]!r} is not served here; use {model.name!r}", "model_not_found", "model")
+
+
+def answer(generated: Generated, request: GenerateRequest, model: ServedModel, standing: Standing, name: str, created: int) -> dict[str, Any]:
+    """OpenAI's answer, with token ids, and the weights.
+
+    Args:
+        name: of the answer, unique.
+        created: Unix seconds.
+    """
+    made = sum(len(completion.token_ids) for completion in generated.completions)
+    prompt = len(request.prompt_ids)
+    return {
+        "id": name,
+        "object": "text_completion",
+        "created": created,
+        "model": model.name,
+        "choices": [_choice(index, completion) for index, completion in enumerate(generated.completions)],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made},
+        **weights(standing),
+    }
+
+
+def model_list(model: ServedModel, standing: Standing, created: int) -> dict[str, Any]:
+    """The answer of /v1/models: the one model, and its weights."""
+    entry = {"id": model.name, "object": "model", "created": created, "owned_by": "asyncrl", "max_model_len": model.max_model_len, **weights(standing)}
+    return {"object": "list", "data": [entry]}
+
+
+def weights(standing: Standing) -> dict[str, Any]:
+    """Whose weights answer, as every answer says it: identity (null: the checkpoint's), the job that has the lease (null: none), and both in words."""
+    return {"weights": asdict(standing.weights) if standing.weights is not None else None, "lease": standing.lease, "serving": standing.text}
+
+
+def _choice(index: int, completion: Completion) -> dict[str, Any]:
+    """Version spans are per token, since weights may change under way: half-open, over the completion's tokens."""
+    finish: Literal["stop", "length"] = "stop" if completion.finish_reason == "stop" else "length"
+    return {
+        "index": index,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "logprobs": {"token_logprobs": list(completion.logprobs), "tokens": None, "top_logprobs": None, "text_offset": None},
+        "finish_reason": finish,
+        "versions": [{"version": span.version, "start": span.start, "end": span.end} for span in completion.versions],
+    }
+
+
+def _explain(item: dict[str, Any]) -> ApiError:
+    """The first wrong field in one line. Its value is not repeated: it may be long, or not for a log."""
+    field = str(item["loc"][0])[:64] if item["loc"] else None
+    if item["type"] == "extra_forbidden":
+        return ApiError(400, f"{field} is unknown; {HINTS.get(str(field), 'leave it out')}", "unknown_parameter", field)
+    if item["type"] == "missing":
+        return ApiError(400, f"{field} is missing; set it", "missing_parameter", field)
+    message = item["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{field}: {message[0].lower()}{message[1:]}", "invalid_value", field)

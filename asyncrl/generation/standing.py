@@ -1,0 +1,47 @@
+"""The Serve replica of a standing application: a generator that answers HTTP as well."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.context import _get_global_client
+
+from asyncrl.generation.http import api_key, refuse_open_host, routes
+from asyncrl.generation.openai import ServedModel
+from asyncrl.generation.replica import Generator
+
+__all__ = ["HttpGenerator"]
+
+
+@serve.ingress()
+class HttpGenerator(Generator):
+    """`Generator` behind the routes of `asyncrl.generation.http`. What a job asks comes through the Serve handle, as ever."""
+
+    async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits a replica's constructor
+        # Before an engine is started for a minute.
+        self._key = api_key(dict(os.environ))
+        refuse_open_host(await asyncio.to_thread(_bound_host), self._key)
+        await super().__init__(app)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve asks for the routes once the engine has started."""
+        return routes(self, self._key)
+
+    @property
+    def model(self) -> ServedModel:
+        """What requests are checked against."""
+        return ServedModel(self.settings.model_name, self.engine.max_model_len, self.engine.vocabulary)
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt. In a thread: a long one must not hold up the replica."""
+        return await asyncio.to_thread(self.engine.encode, text)
+
+
+def _bound_host() -> str | None:
+    """The host that Serve's proxies bind, whatever a file says: the first who started Serve on this cluster chose it."""
+    host: str | None = _get_global_client().http_config.host
+    return host

@@ -1,0 +1,291 @@
+"""The HTTP routes over a fake replica: what they answer, what they refuse, and that there are no others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.generation.http import LARGEST_BODY, api_key, close_own_routes, is_loopback, refuse_open_host, routes
+from asyncrl.generation.openai import ServedModel
+from asyncrl.generation.protocol import GenerationTimeout, StaleReplica, Standing, WeightsId
+from asyncrl.testing import FakeServed
+
+KEY = "correct-horse-battery"
+MODEL = ServedModel("tiny", max_model_len=64, vocabulary=200)
+BODY = {"model": "tiny", "prompt": [5, 6, 14], "max_tokens": 8, "seed": 1}
+
+
+def served() -> FakeServed:
+    return FakeServed(MODEL)
+
+
+def ask(app: Any, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, raw: bytes | None = None) -> tuple[int, Any, dict[str, str]]:
+    """Status, JSON body and headers of one request, through the ASGI interface."""
+    content = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
+    given = {"host": "127.0.0.1:8000", "content-type": "application/json", **(headers or {})}
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in given.items() if value is not None],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 8000),
+    }
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def call() -> None:
+        try:
+            await app(scope, receive, send)
+        except Exception:
+            if not sent:  # an error in a route is answered, then raised for the server's log
+                raise
+
+    asyncio.run(call())
+    text = b"".join(message.get("body", b"") for message in sent[1:])
+    return sent[0]["status"], json.loads(text), {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+
+
+def test_a_completion_has_token_ids_logprobs_and_the_weights_that_made_it() -> None:
+    replica = served()
+    replica.version = 7
+    replica.held = Standing(WeightsId("abc", 1, 7), "run 'first'")
+    status, answer, _ = ask(routes(replica, None), "POST", "/v1/completions", {**BODY, "n": 3, "temperature": 0, "stop": ["\n", "."]})
+    assert status == 200
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    for choice in answer["choices"]:
+        tokens = len(choice["token_ids"])
+        assert tokens == len(choice["logprobs"]["token_logprobs"]) > 0 and choice["text"]
+        assert choice["finish_reason"] == ("length" if tokens == 8 else "stop")
+        assert choice["versions"] == [{"version": 7, "start": 0, "end": tokens}]
+    made = sum(len(choice["token_ids"]) for choice in answer["choices"])
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": made, "total_tokens": 3 + made}
+    assert answer["weights"] == {"run_id": "abc", "attempt": 1, "version": 7} and answer["lease"] == "run 'first'"
+    (request,) = replica.requests
+    assert (request.prompt_ids, request.n, request.max_tokens, request.temperature, request.seed) == ((5, 6, 14), 3, 8, 0.0, 1)
+    assert request.stop == ("\n", ".") and request.min_weights is None
+
+
+def test_a_text_prompt_is_encoded() -> None:
+    replica = served()
+    assert ask(routes(replica, None), "POST", "/v1/completions", {"model": "tiny", "prompt": "ab", "stop": "x"})[0] == 200
+    assert (replica.requests[0].prompt_ids, replica.requests[0].stop, replica.requests[0].max_tokens) == ((97, 98), ("x",), 16)
+
+
+def test_models_and_health_say_whose_weights_answer() -> None:
+    replica, words = served(), []
+    last = WeightsId("abc", 1, 7)
+    for held in (Standing(None, None), Standing(None, "run 'first'"), Standing(last, "run 'first'"), Standing(last, None)):
+        replica.held = held
+        (model,) = ask(routes(replica, None), "GET", "/v1/models")[1]["data"]
+        status, health, _ = ask(routes(replica, None), "GET", "/health")
+        assert status == 200 and health["status"] == "ok" and health["serving"] == model["serving"]
+        assert (model["id"], model["max_model_len"], model["lease"]) == ("tiny", 64, held.lease)
+        words.append(model["serving"])
+    assert words == [
+        "serving the checkpoint's own weights; no lease",
+        "serving the checkpoint's own weights; leased by run 'first'",
+        "serving version 7 of run abc, attempt 1; leased by run 'first'",
+        "serving version 7 of run abc, attempt 1, the last of an ended lease",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "code", "text"),
+    [
+        ({"model": "other"}, 404, "model_not_found", "use 'tiny'"),
+        ({"prompt": list(range(60))}, 400, "context_length_exceeded", "prompt of 60 tokens and max_tokens 8 are above the 64"),
+        ({"prompt": "x" * 60}, 400, "context_length_exceeded", "shorten one"),
+        ({"prompt": []}, 400, "invalid_value", "prompt is empty"),
+        ({"prompt": ""}, 400, "invalid_value", "prompt is empty"),
+        ({"prompt": [5, 200]}, 400, "invalid_value", "outside 0 to 199"),
+        ({"prompt": [-1]}, 400, "invalid_value", "outside 0 to 199"),
+        ({"prompt": [True]}, 400, "invalid_value", "prompt"),
+        ({"prompt": [[5], [6]]}, 400, "invalid_value", "prompt"),
+        ({"prompt": None}, 400, "invalid_value", "prompt"),
+        ({"n": 0}, 400, "invalid_value", "n: "),
+        ({"n": 10**9}, 400, "invalid_value", "n: "),
+        ({"n": "2"}, 400, "invalid_value", "n: "),
+        ({"max_tokens": 0}, 400, "invalid_value", "max_tokens: "),
+        ({"max_tokens": 10**30}, 400, "context_length_exceeded", "shorten one"),
+        ({"temperature": -1}, 400, "invalid_value", "temperature: "),
+        ({"temperature": 0.001}, 400, "invalid_value", "use 0 for greedy"),
+        ({"temperature": float("nan")}, 400, "invalid_value", "temperature: "),
+        ({"seed": 2**60}, 400, "invalid_value", "seed: "),
+        ({"stop": ""}, 400, "invalid_value", "would stop at once"),
+        ({"stop": ["a"] * 5}, 400, "invalid_value", "stop: "),
+        ({"stream": True}, 400, "unknown_parameter", "answers come whole"),
+        ({"top_p": 0.5}, 400, "unknown_parameter", "use temperature"),
+        ({"weights": "/tmp/x"}, 400, "unknown_parameter", "weights is unknown; leave it out"),
+        ({"prompt": "\ud800"}, 400, "invalid_body", "surrogate"),
+        ({"\ud800": 1}, 400, "invalid_body", "surrogate"),
+    ],
+)
+def test_bad_input_is_refused_in_openais_form(change: dict[str, Any], status: int, code: str, text: str) -> None:
+    replica = served()
+    got, answer, _ = ask(routes(replica, None), "POST", "/v1/completions", {**BODY, **change})
+    error = answer["error"]
+    assert (got, error["code"], error["type"]) == (status, code, "invalid_request_error")
+    assert text in error["message"] and "\n" not in error["message"] and len(error["message"]) < 300
+    assert replica.requests == []
+
+
+@pytest.mark.parametrize(
+    ("raw", "headers", "status"),
+    [
+        (b"{", {}, 400),
+        (b"[1]", {}, 400),
+        (b"\xff\xfe", {}, 400),
+        (b"[" * 100_000, {}, 400),
+        (b'{"model": "tiny"}', {}, 400),
+        (json.dumps(BODY).encode(), {"content-type": "text/plain"}, 415),
+        (b" " * (LARGEST_BODY + 1), {}, 413),
+    ],
+    ids=["cut", "list", "bytes", "deep", "no prompt", "a page's form", "large"],
+)
+def test_bodies_that_are_no_request(raw: bytes, headers: dict[str, str], status: int) -> None:
+    got, answer, _ = ask(routes(served(), None), "POST", "/v1/completions", raw=raw, headers=headers)
+    assert got == status and answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/redoc", "/openapi.json", "/v1/weights", "/update_weights", "/v1/completions/", "/metrics", "/pause"])
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])
+def test_there_is_nothing_else(method: str, path: str) -> None:
+    status, answer, _ = ask(routes(served(), None), method, path, BODY)
+    assert (status, answer["error"]["message"]) == (404, "no such path; there are /v1/completions, /v1/models and /health")
+
+
+def test_other_methods_are_refused() -> None:
+    for method, path in (("GET", "/v1/completions"), ("POST", "/v1/models"), ("OPTIONS", "/v1/completions"), ("DELETE", "/health")):
+        assert ask(routes(served(), None), method, path)[0] == 405
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/health", "/docs", "/nothing"])
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer", "Bearer ", "Bearer wrong", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Basic {KEY}", KEY, f"Bearer{KEY}", "Bearer \xff"]
+)
+def test_without_the_key_nothing_answers(path: str, authorization: str | None) -> None:
+    replica = served()
+    status, answer, headers = ask(routes(replica, KEY), "POST", path, BODY, {"authorization": authorization} if authorization is not None else {})
+    assert (status, answer["error"]["code"], headers["www-authenticate"]) == (401, "invalid_api_key", "Bearer")
+    assert KEY not in json.dumps(answer) and replica.requests == []
+
+
+def test_with_the_key_all_three_answer_from_anywhere() -> None:
+    headers = {"authorization": f"bearer {KEY}", "host": "generators.example"}
+    app = routes(served(), KEY)
+    assert [ask(app, *call, headers=headers)[0] for call in (("POST", "/v1/completions", BODY), ("GET", "/v1/models"), ("GET", "/health"))] == [200] * 3
+    assert ask(app, "GET", "/docs", headers=headers)[0] == 404
+
+
+def test_without_a_key_a_name_that_points_to_loopback_is_refused() -> None:
+    """A page whose own name is made to point to 127.0.0.1 would otherwise reach the generators from a browser."""
+    app = routes(served(), None)
+    for host in ("127.0.0.1:8000", "localhost", "[::1]:8000"):
+        assert ask(app, "GET", "/health", headers={"host": host})[0] == 200, host
+    for host in ("evil.example:8000", "127.0.0.1.evil.example", "localhost@evil.example", ""):
+        assert ask(app, "GET", "/health", headers={"host": host})[0] == 403, host
+
+
+def test_serves_own_routes_can_be_closed() -> None:
+    (middleware,) = close_own_routes()
+    app = middleware.cls(routes(served(), None))
+    assert [ask(app, "GET", path)[0] for path in ("/-/routes", "/-/healthz", "/health")] == [404, 404, 200]
+
+
+def test_a_websocket_is_closed() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(routes(served(), KEY)({"type": "websocket", "path": "/v1/completions", "headers": []}, None, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+@pytest.mark.parametrize(("failure", "status"), [(StaleReplica("at 3"), 503), (GenerationTimeout("late"), 504), (ValueError("secret inside"), 500)], ids=str)
+def test_failures_of_the_generator(failure: Exception, status: int) -> None:
+    replica = served()
+    replica.failure = failure
+    got, answer, _ = ask(routes(replica, None), "POST", "/v1/completions", BODY)
+    assert (got, answer["error"]["type"]) == (status, "server_error") and "secret inside" not in json.dumps(answer)
+
+
+def test_a_broken_generator_is_not_healthy() -> None:
+    replica = served()
+    replica.failure = RuntimeError("the update of version 3 failed")
+    assert ask(routes(replica, None), "GET", "/health")[0] == 503
+
+
+def test_another_host_needs_a_key() -> None:
+    for host in ("127.0.0.1", "127.8.0.1", "localhost", "::1", "[::1]"):
+        assert is_loopback(host)
+        refuse_open_host(host, None)
+    for host in ("0.0.0.0", "::", "10.0.0.3", "generators.example", "localhost.example", ""):
+        assert not is_loopback(host)
+        with pytest.raises(RuntimeError, match=r"is not loopback and ASYNCRL_API_KEY is not set.*set http_options.host"):
+            refuse_open_host(host, None)
+        refuse_open_host(host, KEY)
+    refuse_open_host(None, None)
+
+
+def test_a_replica_refuses_an_open_host_before_it_starts_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl.generation import standing
+
+    monkeypatch.setattr(standing, "_bound_host", lambda: "0.0.0.0")
+    monkeypatch.setattr(standing.Generator, "__init__", None)
+    monkeypatch.delenv("ASYNCRL_API_KEY", raising=False)
+    with pytest.raises(RuntimeError, match="is not loopback"):
+        asyncio.run(standing.HttpGenerator.__init__(object.__new__(standing.HttpGenerator), {"model": "m"}))
+
+
+def test_the_replica_is_what_the_routes_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put together as Serve does it, with an engine that is a stub: names of Serve's wrapper and of ours must not meet."""
+    from asyncrl.generation import replica, standing
+
+    async def nothing(*arguments: Any) -> None:
+        return None
+
+    async def generate(request: Any) -> Any:
+        return (await FakeServed(MODEL).generate(request)).completions
+
+    engine = SimpleNamespace(start=nothing, check=nothing, encode=lambda text: [5, 6], generate=generate, max_model_len=64, vocabulary=200)
+    vars(engine).update({"kv_use": 0.0, "waiting": 0, "preemptions": 0, "aborted": [], "aborted_tokens": 0})
+    context = SimpleNamespace(app_name="standing", replica_id=SimpleNamespace(unique_id="a"))
+    monkeypatch.setenv("ASYNCRL_API_KEY", KEY)
+    monkeypatch.setattr(standing, "_bound_host", lambda: "0.0.0.0")
+    monkeypatch.setattr(replica, "Engine", lambda settings: engine)
+    monkeypatch.setattr(replica, "expected_parameters", lambda model, dtype: {})
+    monkeypatch.setattr(replica, "find_board", lambda name: None)
+    monkeypatch.setattr(replica.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(replica, "lease_holder", nothing)
+    made = object.__new__(standing.HttpGenerator)
+    asyncio.run(standing.HttpGenerator.__init__(made, {"model": "/models/tiny", "http": True}))
+    made._set_asgi_app(made.__serve_build_asgi_app__())
+    headers = {"authorization": f"Bearer {KEY}"}
+    status, answer, _ = ask(made.app, "POST", "/v1/completions", {"model": "tiny", "prompt": "ab"}, headers)
+    assert status == 200 and answer["usage"]["prompt_tokens"] == 2 and answer["serving"] == "serving the checkpoint's own weights; no lease"
+    assert ask(made.app, "GET", "/health", headers=headers)[0] == 200
+    assert ask(made.app, "GET", "/v1/models")[0] == 401
+
+
+def test_a_key_is_a_key() -> None:
+    assert api_key({}) is None and api_key({"ASYNCRL_API_KEY": KEY}) == KEY
+    for wrong in ("", " ", " key", "key\n", "schlüssel"):
+        with pytest.raises(ValueError, match="ASYNCRL_API_KEY is set, and is empty or"):
+            api_key({"ASYNCRL_API_KEY": wrong})

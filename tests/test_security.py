@@ -1,0 +1,421 @@
+"""One attempt to break each of the promises about security. What is guarded elsewhere as well: the HTTP routes (tests/generation/test_http.py)."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import io
+import json
+import logging
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from asyncrl.config import Config, ConfigError, load_config
+from asyncrl.control.checkpoint import State
+from asyncrl.directory import RunDirectory
+from asyncrl.observe.metrics import MetricsWriter, read_metrics
+from asyncrl.observe.progress import Progress, ProgressView
+from asyncrl.reading import open_run
+from asyncrl.redact import RedactingFormatter, redact, redact_tree, shown
+
+ROOT = Path(__file__).parents[1]
+SECRET = "tr0ub4dor-and-3"
+HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]<script>alert(1)</script>\u202e\r"
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Iterator[Path]:
+    """A file that nobody makes."""
+    yield tmp_path / "executed"
+    assert not (tmp_path / "executed").exists(), "something ran the code of a file"
+
+
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("ASYNCRL_API_KEY", SECRET)
+    return SECRET
+
+
+def tree(root: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "name": "run",
+        "runs_root": str(root),
+        "max_steps": 3,
+        "model": {"path": str(root / "model")},
+        "data": {"train": str(root / "train.parquet"), "max_prompt_length": 20},
+        "rollout": {"max_completion_length": 8},
+        "reward": {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}},
+        **changes,
+    }
+
+
+def config(root: Path, **changes: Any) -> Config:
+    return Config.model_validate(tree(root, **changes))
+
+
+# Ray's token
+
+
+def test_ray_without_its_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl import launch
+
+    ended: list[bool] = []
+    monkeypatch.setattr(launch, "is_token_auth_enabled", lambda: False)
+    monkeypatch.setattr(launch, "_start_local_cluster", lambda cpus: None)
+    monkeypatch.setattr(launch.ray._private.worker, "_global_node", type("Node", (), {"get_session_dir_path": lambda self: str(tmp_path)})())
+    monkeypatch.setattr(launch.ray, "shutdown", lambda: ended.append(True))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(RuntimeError, match="Ray's token authentication is off; unset RAY_AUTH_MODE"), launch.cluster(config(tmp_path), tmp_path / "logs"):
+        raise AssertionError("the run went on")
+    assert ended == [True]
+
+
+def test_a_local_cluster_has_a_token(ray_cluster: Any) -> None:
+    from asyncrl.launch import _refuse_open_ray
+
+    _refuse_open_ray()
+
+
+# Code in a model's directory
+
+
+@pytest.fixture
+def model_with_code(tmp_path: Path, tiny_model: Path, marker: Path) -> Path:
+    """A checkpoint that brings code for its config, model and tokenizer."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for file in tiny_model.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    (directory / "code.py").write_text(f"open({str(marker)!r}, 'w')\nclass A: pass\n")
+    settings = json.loads((directory / "config.json").read_text())
+    settings |= {"model_type": "brings_its_own", "auto_map": {"AutoConfig": "code.A", "AutoModelForCausalLM": "code.A"}}
+    (directory / "config.json").write_text(json.dumps(settings))
+    tokenizer = json.loads((directory / "tokenizer_config.json").read_text())
+    tokenizer |= {"tokenizer_class": "A", "auto_map": {"AutoTokenizer": ["code.A", "code.A"]}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return directory
+
+
+def test_a_models_own_code_does_not_run(model_with_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from asyncrl.data.prompts import load_tokenizer
+    from asyncrl.learning.policy import load_policy
+
+    monkeypatch.setattr("builtins.input", lambda *text: "y")  # transformers asks, unless it is told
+    with pytest.raises(ValueError):
+        load_policy(str(model_with_code), torch.float32, 1.0)
+    load = load_tokenizer.__wrapped__  # not what it remembers
+    load(str(model_with_code))  # the fast tokenizer's own file
+    (model_with_code / "tokenizer.json").rename(model_with_code / "vocabulary.json")
+    with pytest.raises((ValueError, OSError)):
+        load(str(model_with_code))
+
+
+def test_weights_come_from_safetensors_alone(tmp_path: Path, tiny_model: Path, marker: Path) -> None:
+    """A directory with some safetensors file passes the plan; transformers would look for its usual names, and then for pickles."""
+    import torch
+
+    from asyncrl.learning.policy import load_policy
+
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors").rename(tmp_path / "decoy.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Touch(marker)))
+    with pytest.raises(OSError, match="safetensors"):
+        load_policy(str(tmp_path), torch.float32, 1.0)
+
+
+def test_the_engine_is_told_the_same(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the source: a config of vLLM's takes it half a minute to import."""
+    (call,) = [node for node in ast.walk(parsed("generation/engine.py")) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "AsyncEngineArgs"]
+    given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in call.keywords}
+    assert given["trust_remote_code"] is False and given["load_format"] == "safetensors"
+
+
+def parsed(name: str) -> ast.Module:
+    return ast.parse((ROOT / "asyncrl" / name).read_text())
+
+
+SAFE = {"weights_only": True, "trust_remote_code": False}
+
+
+@pytest.mark.parametrize("path", sorted([*(ROOT / "asyncrl").rglob("*.py"), *(ROOT / "jobs").glob("*.py")]), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_call_that_runs_what_it_reads(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+            assert not names & {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}, f"line {node.lineno}"
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
+            assert called not in ("eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system"), f"line {node.lineno}: {called}"
+            assert all(given.get(name, value) is value for name, value in SAFE.items()), f"line {node.lineno}: {called}"
+            assert called != "torch.load" or path.parent.name == "jobs" or "weights_only" in given, f"line {node.lineno}"
+            assert given.get("shell") is not True, f"line {node.lineno}"
+
+
+# Checkpoints: our own shards, after the manifest check
+
+
+async def save(directory: Path) -> None:
+    (directory / "zero3").mkdir()
+    (directory / "zero3" / "mp_rank_00_model_states.pt").write_bytes(b"ours")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    with RunDirectory(config(tmp_path)) as directory:
+        return asyncio.run(directory.checkpoints.write(State("id", 0, 2, 2, 8, ()), save))
+
+
+def refused_resume(root: Path, text: str) -> None:
+    for resume in ("auto", "must"):
+        with pytest.raises(ConfigError, match=text):
+            RunDirectory(config(root, resume=resume))
+
+
+def test_a_shard_that_was_replaced_is_never_loaded(tmp_path: Path, checkpoint: Path, marker: Path) -> None:
+    (checkpoint / "learner" / "zero3" / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Touch(marker)))
+    refused_resume(tmp_path, "is damaged: learner/zero3/mp_rank_00_model_states.pt")
+
+
+def test_a_shard_that_was_added_is_never_loaded(tmp_path: Path, checkpoint: Path, marker: Path) -> None:
+    """DeepSpeed looks for shards by pattern, so it would find it."""
+    (checkpoint / "learner" / "zero3" / "mp_rank_01_model_states.pt").write_bytes(pickle.dumps(Touch(marker)))
+    refused_resume(tmp_path, "has files that its MANIFEST does not list, first learner/zero3/mp_rank_01_model_states.pt")
+
+
+def test_a_shard_behind_a_link_is_never_loaded(tmp_path: Path, checkpoint: Path) -> None:
+    """Its content is right when it is checked, and may be another's when it is loaded."""
+    shard = checkpoint / "learner" / "zero3" / "mp_rank_00_model_states.pt"
+    (tmp_path / "elsewhere").write_bytes(shard.read_bytes())
+    shard.unlink()
+    shard.symlink_to(tmp_path / "elsewhere")
+    refused_resume(tmp_path, "is a symbolic link")
+
+
+def test_a_rank_file_that_runs_code_is_refused(tmp_path: Path, marker: Path) -> None:
+    from asyncrl.learning.checkpoint import load_rank
+
+    (tmp_path / "rank_0.pt").write_bytes(pickle.dumps(Touch(marker)))
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        load_rank(None, tmp_path, 0, 1)
+
+
+# Names and paths
+
+
+@pytest.mark.parametrize("name", ["../x", "..", ".", "", "a/b", "/etc", "a\n", "a\x00", "-rf", ".hidden", "ä", "x" * 65])
+def test_names_stay_in_the_root(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="a name is 1 to 64 letters"):
+        config(tmp_path, name=name)
+    with pytest.raises(ValueError, match="attach"):
+        config(tmp_path, generator={"attach": name})
+
+
+@pytest.mark.parametrize("entry", ["", "checkpoints", "groups", "logs", "config.yaml", ".run.json", "metrics.jsonl"])
+def test_a_link_does_not_lead_a_run_out_of_its_directory(tmp_path: Path, entry: str) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "runs"
+    outside.mkdir()
+    root.mkdir()
+    if entry:
+        (root / "run").mkdir()
+    (root / "run" / entry).symlink_to(outside)
+    for resume in ("never", "auto"):
+        with pytest.raises(ConfigError, match="is a symbolic link"):
+            RunDirectory(config(root, resume=resume))
+    assert list(outside.iterdir()) == []
+
+
+def test_a_link_in_shared_memory_is_not_followed(tmp_path: Path) -> None:
+    from asyncrl.weights.staging import _new_file
+
+    victim, link = tmp_path / "victim", tmp_path / "asyncrl-id-0-1-7.weights"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        _new_file(str(link), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("run_id", ["../x", "a/../../etc/x", "/etc/x"])
+def test_a_manifest_does_not_name_a_staging_file_elsewhere(tmp_path: Path, run_id: str) -> None:
+    from asyncrl.control.protocols import Manifest
+    from asyncrl.weights.staging import StagingError, fetch
+
+    (tmp_path / "shm").mkdir()
+    with pytest.raises(StagingError, match="would leave"):
+        fetch(Manifest(run_id, 0, 1, (), (), (), ()), {}, 1.0, tmp_path / "shm")
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+# YAML, data and import paths
+
+
+def test_yaml_makes_no_objects(tmp_path: Path, marker: Path) -> None:
+    evil = f"!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.PosixPath [{str(marker)!r}]]"
+    path = tmp_path / "config.yaml"
+    path.write_text(f"name: {evil}\n")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_config(path)
+    with pytest.raises(ConfigError, match="is not YAML"):
+        _ = open_run(tmp_path).config
+
+
+def test_a_dataset_runs_no_code(tmp_path: Path, marker: Path) -> None:
+    """A column of Ray's object type is unpickled by whoever looks at its values, once ray.data is imported."""
+    from ray.data._internal.object_extensions.arrow import ArrowPythonObjectType
+
+    from asyncrl.data.prompts import read_rows
+
+    kind = ArrowPythonObjectType()
+    column = pa.ExtensionArray.from_storage(kind, pa.array([pickle.dumps(Touch(marker))], kind.storage_type))
+    nested = pa.ListArray.from_arrays(pa.array([0, 1]), column)
+    for name, values in (("plain", column), ("nested", nested)):
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({"prompt": ["1 + 1 ="], "extra": values}), path)
+        with pytest.raises(ConfigError, match="extension type, which may run code"):
+            read_rows(str(path)).to_pylist()
+
+
+def test_import_paths_come_from_the_config_alone(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that names a function, in every column that might be taken for one, is given to the reward as data."""
+    from asyncrl.data.prompts import check_columns, read_rows
+    from asyncrl.rewards.contract import call_reward
+
+    (tmp_path / "evil_reward.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("function", "functions", "reward_function", "import_path", "environment", "__class__", "auto_map")
+    row = {"prompt": "1 + 1 =", "answer": "2", **dict.fromkeys(names, "evil_reward:run")}
+    pq.write_table(pa.table({name: [value] for name, value in row.items()}), tmp_path / "train.parquet")
+    table = read_rows(str(tmp_path / "train.parquet"))
+    check_columns(table, config(tmp_path), "train.parquet", "data.train")
+    (columns,) = table.drop_columns(["prompt"]).to_pylist()
+    assert call_reward("asyncrl.rewards.builtin:exact_match", ["1 + 1 ="], ["2"], [(5,)], columns) == [1.0]
+    for path in ("evil_reward", "evil_reward:run()", "os;evil_reward:run", "../evil_reward:run", "evil_reward:a.b"):
+        with pytest.raises(ValueError, match=r"function"):
+            config(tmp_path, reward={"functions": {"exact": {"function": path}}})
+
+
+# Secrets
+
+
+def test_secrets_stay_out_of_config_dumps(tmp_path: Path, secret: str) -> None:
+    from asyncrl.observe import sinks
+
+    hiding = config(tmp_path, data={"train": f"/data/{secret}/train.parquet", "max_prompt_length": 20, "prompt_column": f"of {secret}"})
+    with RunDirectory(hiding) as directory:
+        written = (directory.path / "config.yaml").read_text()
+    assert "[redacted ASYNCRL_API_KEY]" in written and secret not in written
+    assert secret not in json.dumps(hiding.dump())
+    source = (Path(sinks.__file__)).read_text() + (ROOT / "asyncrl" / "plan.py").read_text()
+    assert "model_dump(" not in source.replace("correction.model_dump(", ""), "whoever shows a config shows `dump()`"
+
+
+def test_secrets_stay_out_of_metrics(tmp_path: Path, secret: str) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write("alarm", 1, 1, {"alarm": f"key {secret}", "nested": {"note": [f"Bearer {secret}"]}})
+    (record,) = read_metrics(tmp_path)
+    assert secret not in json.dumps(record) and record["alarm"] == "key [redacted ASYNCRL_API_KEY]"
+
+
+def test_secrets_stay_out_of_logs(secret: str) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(RedactingFormatter("%(message)s"))
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    try:
+        raise RuntimeError(f"https://user:{secret}@tracking.example refused {secret}")
+    except RuntimeError:
+        logger.exception("with %s", f"Authorization: Bearer {secret}")
+    assert secret not in stream.getvalue() and "tracking.example refused" in stream.getvalue()
+
+
+def test_ray_logs_are_kept_without_secrets(tmp_path: Path, secret: str) -> None:
+    from asyncrl.launch import _keep_logs
+
+    (tmp_path / "session").mkdir()
+    (tmp_path / "session" / "worker.err").write_bytes(b"\xff said " + secret.encode())
+    _keep_logs(tmp_path / "session", tmp_path / "kept")
+    assert (tmp_path / "kept" / "worker.err").read_text().endswith("said [redacted ASYNCRL_API_KEY]")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "postgresql://me:hunter22@db.example/x",
+        "Authorization: Bearer abcdef123456",
+        "OPENAI sk-abcdefghijklmnop1234",
+        "token hf_abcdefghijklmnopqrst",
+        "https://x.example/?api_key=hunter22&y=1",
+        "password=hunter22",
+    ],
+)
+def test_what_looks_like_a_secret_goes(text: str) -> None:
+    assert "[redacted]" in redact(text)
+    assert not any(part in redact(text) for part in ("hunter22", "abcdef"))
+
+
+def test_secrets_go_by_their_names_and_nothing_else_does() -> None:
+    assert redact_tree({"api_key": "x", "wandb": {"token": "y"}, "monkey": "z", "tokens": ["a"]}) == {
+        "api_key": "[redacted]",
+        "wandb": {"token": "[redacted]"},
+        "monkey": "z",
+        "tokens": ["a"],
+    }
+    shipped = load_config(ROOT / "jobs" / "quickstart.yaml")
+    assert shipped.dump() == shipped.model_dump(mode="json")
+
+
+# Model text
+
+
+def harmless(text: str) -> bool:
+    return not any(character in text for character in "\x1b\x07\r\u202e\x9b")
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_model_text_moves_no_terminal(live: bool) -> None:
+    stream = io.StringIO()
+    with ProgressView(stream=stream, live=live) as view:
+        view.show(Progress(HOSTILE, max_steps=3, prompt=HOSTILE, completion=HOSTILE, notes=(HOSTILE,)))
+    text = stream.getvalue()
+    assert "\x1b[2J" not in text and "\x1b]0" not in text and "\x07" not in text and "\u202e" not in text
+    assert "[bold red]" in text, "markup is shown, not obeyed"
+
+
+def test_an_error_that_quotes_model_text_moves_no_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl import cli, run
+
+    assert harmless(run._one_line(RuntimeError(HOSTILE))) and harmless(shown(HOSTILE))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree(tmp_path, prompt=HOSTILE)))
+    assert cli.run("plan", str(tmp_path / "config.yaml"), [HOSTILE]) == 2
+    assert harmless(capsys.readouterr().err)
+
+
+def test_model_text_is_no_html() -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pa.table({"completion": [HOSTILE], "prompt_text": ["<img src=x onerror=alert(1)>"]})
+    page = table.to_pandas()._repr_html_()
+    assert "<script>" not in page and "<img" not in page and "&lt;script&gt;" in page
+    assert pandas.get_option("display.html.use_mathjax") in (True, False)
