@@ -67,7 +67,7 @@ class Holder:
 
 holders = [ray.remote(Holder).options(num_cpus=1.5, scheduling_strategy="SPREAD").remote() for _ in range(2)]
 ray.get([holder.here.remote() for holder in holders])
-# 1.0 CPUs are free, half of one on each node: a rank of 0.6 has no place though the sum is enough.
+# Half a CPU is free on each node: a rank of 0.55 has no place, though the sum is enough.
 tight = dict(generator={"num_cpus": 0.0}, rollout={**TREE["rollout"]}, placement_timeout_s=1)
 told = []
 answers["held"] = said(placement.wait_for_room(config(0.55, **tight), 1 << 20, told.append))
@@ -80,7 +80,7 @@ async def freed():
     return await waiting
 answers["freed"] = said(freed())
 ray.kill(holders[1])
-group = placement_group([{"CPU": 1}], name="theirs")
+group = placement_group([{"CPU": 1}], lifetime="detached")
 ray.get(group.ready())
 os.environ["RAY_ADDRESS"] = cluster.address
 ray.shutdown()
@@ -119,4 +119,4 @@ def test_a_cluster_of_two_nodes(tmp_path):
     assert answers["codes"] == [0, 1]
     text = (tmp_path / "plan").read_text()
     assert "nothing speaks against placing this run now" in text and "this run can never fit here: learner ranks: 1 x (CPU 3" in text
-    assert "held by placement group of job " in text or "held by placement group" in text
+    assert "held by placement group of job " in text
