@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from asyncrl.config import TASK_CPUS, Config, ConfigError
-from asyncrl.learning.supported import refusal
+from asyncrl.learning.supported import refusal, uniform_rope_tokens
 from asyncrl.observe.sinks import missing_packages
 from asyncrl.rules import length_text
 
@@ -225,7 +225,8 @@ def logical_cpus(config: Config) -> tuple[Part, ...]:
 
 
 def model_context(config: Config, at: str | None = None, field: str = "model.path") -> int:
-    """Longest sequence, in tokens, that the model at `at` (default: model.path), which `field` names, takes.
+    """Longest sequence, in tokens, that the model at `at` (default: model.path), which `field` names, takes: with LongRoPE, as far as its short
+    frequencies go.
 
     Raises:
         ConfigError: no readable checkpoint at model.path, one that packed rows cannot train, or a trajectory could be longer than that.
@@ -244,7 +245,13 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
     context = int(tree.get("max_position_embeddings") or 1 << 30)
     if config.longest_trajectory > context:
         raise ConfigError(f"{length_text(config)} tokens is above the model's context of {context}; lower it, or set a lower data.max_length")
-    return context
+    uniform = uniform_rope_tokens(tree) or context
+    if config.longest_trajectory > uniform:
+        raise ConfigError(
+            f"{length_text(config)} tokens is above original_max_position_embeddings = {uniform} of {field} = {str(path)!r}: its LongRoPE would turn every "
+            "trajectory of a packed row with other frequencies as soon as one is longer; lower it, or set a lower data.max_length"
+        )
+    return min(context, uniform)
 
 
 def weights_bytes(config: Config) -> int:

@@ -73,6 +73,25 @@ def test_shows_what_ranks_that_share_rows_take_together(write):
     assert "max_tokens_per_gpu 14 * sequence_parallel_size 2 = 28 tokens" in text and "world_size 4 / sequence_parallel_size 2 = 2" in text
 
 
+def test_a_long_rope_model_is_held_to_its_short_frequencies(write, tiny_model, tmp_path):
+    """Past them, one long trajectory of a packed row would change all the others."""
+    from transformers import Phi3Config
+
+    model = shutil.copytree(tiny_model, tmp_path / "phi3")
+    factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    for original in (28, 27):
+        shape = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0}
+        Phi3Config(max_position_embeddings=512, original_max_position_embeddings=original, rope_parameters=factors, **shape).save_pretrained(model)
+        config = load_config(write({"model.path": str(model)}))
+        assert config.longest_trajectory == 28
+        if original == 28:
+            assert make_plan(config).context == 28, "the generators' engines are told as well: vLLM chooses by its longest sequence"
+            continue
+        with pytest.raises(ConfigError, match=r"= 28 tokens is above original_max_position_embeddings = 27 of model.path = .*LongRoPE") as error:
+            make_plan(config)
+        assert "\n" not in str(error.value)
+
+
 def test_two_ranks_and_two_replicas_fit_two_cpus(write):
     plan = make_plan(load_config(write({"learner.world_size": 2, "generator.num_replicas": 2})))
     assert sum(part.count * part.cpus for part in plan.parts) <= 2.0 + 1e-9
