@@ -35,7 +35,7 @@ def token_logprobs(
     rows = _chunk_rows(weight, chunk_elements)
     if len(targets) <= rows:
         return _chunk(hidden, weight, targets, temperature, bias, entropy_gradient)
-    logprobs, entropy = _Chunked.apply(hidden, weight, bias, targets, temperature, rows, entropy_gradient)
+    logprobs, entropy = _Chunked.apply(hidden, weight, bias, targets, temperature, rows, entropy_gradient)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
@@ -49,8 +49,7 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.settings = temperature, rows, entropy_gradient
-        parts = zip(hidden.split(rows), targets.split(rows), strict=True)
-        found = [_chunk(part, weight, wanted, temperature, bias, False) for part, wanted in parts]
+        found = [_chunk(hidden[chunk], weight, targets[chunk], temperature, bias, False) for chunk in _chunks(len(targets), rows)]
         logprobs, entropy = torch.cat([one for one, _ in found]), torch.cat([other for _, other in found])
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -58,23 +57,29 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets = ctx.saved_tensors
+        hidden, whole_weight, whole_bias, targets = ctx.saved_tensors
         temperature, rows, entropy_gradient = ctx.settings
         # Detached: a chunk's gradients come back here and reach no parameter by themselves.
-        hidden, weight, bias = (tensor if tensor is None else tensor.detach().requires_grad_() for tensor in (hidden, weight, bias))
-        head = [tensor for tensor in (weight, bias) if tensor is not None]
-        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in head]
+        weight = whole_weight.detach().requires_grad_()
+        bias = None if whole_bias is None else whole_bias.detach().requires_grad_()
+        given = [weight] if bias is None else [weight, bias]
+        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in given]
         of_hidden = []
-        for part, wanted, *of_results in zip(hidden.split(rows), targets.split(rows), *(gradient.split(rows) for gradient in outer), strict=True):
+        for chunk in _chunks(len(targets), rows):
+            part = hidden[chunk].detach().requires_grad_()
             with torch.enable_grad():
-                part = part.detach().requires_grad_()
-                results = _chunk(part, weight, wanted, temperature, bias, entropy_gradient)
-            of_part, *of_head = torch.autograd.grad(results[: 1 + entropy_gradient], [part, *head], of_results[: 1 + entropy_gradient])
+                results = _chunk(part, weight, targets[chunk], temperature, bias, entropy_gradient)
+            used = 1 + entropy_gradient
+            of_part, *of_head = torch.autograd.grad(results[:used], [part, *given], [gradient[chunk] for gradient in outer[:used]])
             of_hidden.append(of_part)
             for total, gradient in zip(sums, of_head, strict=True):
                 total += gradient
-        found = [total.to(tensor.dtype) for total, tensor in zip(sums, head, strict=True)]
-        return torch.cat(of_hidden), found[0], found[1] if bias is not None else None, None, None, None, None
+        of_weight, *of_bias = (total.to(tensor.dtype) for total, tensor in zip(sums, given, strict=True))
+        return torch.cat(of_hidden), of_weight, of_bias[0] if of_bias else None, None, None, None, None
+
+
+def _chunks(total: int, rows: int) -> list[slice]:
+    return [slice(at, at + rows) for at in range(0, total, rows)]
 
 
 @torch.no_grad()
