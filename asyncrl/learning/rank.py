@@ -38,6 +38,7 @@ from asyncrl.learning.batches import (
 )
 from asyncrl.learning.kept import NormWatch, culprit, keep_batch
 from asyncrl.learning.metrics import StepSums, step_metrics
+from asyncrl.learning.out_of_memory import explained
 from asyncrl.learning.schedule import learning_rate_at
 from asyncrl.learning.ulysses import SequenceGroup
 from asyncrl.types import table_from_ipc
@@ -178,7 +179,8 @@ class LearnerRank:
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for indices in plan.micro_batches[self.data_rank]:
             batch = micro_batch(examples, indices, self.device)
-            _, _, values = self.engine(batch, None)
+            with explained(batch, self.config):
+                _, _, values = self.engine(batch, None)
             for index, part in zip(batch.order, values.cpu().double().split(list(batch.counts)) if batch.counts else (), strict=True):
                 found[index] = with_values(examples[index], part.numpy(), algorithm.gamma, algorithm.gae_lambda)
                 advantages = np.asarray(found[index].advantage)[found[index].loss_mask]
@@ -194,7 +196,8 @@ class LearnerRank:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for indices in plan.micro_batches[self.data_rank]:
             batch = micro_batch(examples, indices, self.device, version=self.applied)
-            logprobs, *_ = self.engine(batch, None)
+            with explained(batch, self.config):
+                logprobs, *_ = self.engine(batch, None)
             weights = truncated_weights(batch.policy_tokens(logprobs), self.config.algorithm)
             sums += torch.stack([weights.sum().double(), weights.new_tensor(weights.numel()).double()])
         dist.all_reduce(sums)
@@ -245,10 +248,11 @@ class LearnerRank:
         for number, indices in enumerate(mine):
             self.engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
             batch = micro_batch(examples, indices, self.device, weights, self.applied)
-            logprobs, entropy, values = self.engine(batch, temperature)
-            loss, loss_sums = loss_of(logprobs, entropy, values, batch)
-            # ZeRO averages over ranks; the weights are those of the whole step, and each rank has the gradient of its own tokens.
-            self.engine.backward(loss * learner.world_size, scale_wrt_gas=False)
+            with explained(batch, self.config):
+                logprobs, entropy, values = self.engine(batch, temperature)
+                loss, loss_sums = loss_of(logprobs, entropy, values, batch)
+                # ZeRO averages over ranks; the weights are those of the whole step, and each rank has the gradient of its own tokens.
+                self.engine.backward(loss * learner.world_size, scale_wrt_gas=False)
             if self.sequence_rank == 0:  # all ranks that share a row have the same sums
                 sums.add(loss_sums, entropy.detach())
         sums.nonfinite_gradient(not zero3.gradients_finite(self.engine))
@@ -283,7 +287,8 @@ class LearnerRank:
         found: dict[int, np.ndarray] = {}
         for indices in plan.micro_batches[self.data_rank]:
             batch = micro_batch(examples, indices, self.device)
-            values, *_ = self.engine(batch, temperature, greedy)
+            with explained(batch, self.config):
+                values, *_ = self.engine(batch, temperature, greedy)
             parts = values.cpu().split(list(batch.counts)) if batch.counts else ()
             found |= {index: part.numpy() for index, part in zip(batch.order, parts, strict=True)}
         return found
