@@ -85,8 +85,8 @@ class LearnerGroup:
 
     async def step(self, batch: Sequence[Scored]) -> StepResult:
         """One policy step on these groups."""
-        metrics, note = (await self._all("step", [scored.ref for scored in batch]))[0]
-        return StepResult(bool(metrics["applied"]), metrics, note)
+        result: StepResult = (await self._all("step", [scored.ref for scored in batch]))[0]
+        return result
 
     async def gather(self, version: int) -> Manifest:
         """Put the weights in the object store as `version`."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from asyncrl.algorithms.advantages import batch_normalised, standardised
 from asyncrl.algorithms.losses import LossSums, policy_loss, supervised_loss, token_weights, truncated_weights
 from asyncrl.config import Config
-from asyncrl.control.protocols import Manifest
+from asyncrl.control.protocols import NOT_FINITE, NOTHING_TO_LEARN, Manifest, StepResult
 from asyncrl.data.balance import quadratic_cost
 from asyncrl.data.packing import Packing, pack
 from asyncrl.learning import checkpoint, zero3
@@ -103,10 +103,10 @@ class LearnerRank:
         """Every parameter once, by its Hugging Face name: tied weights appear under the first one."""
         return {"meet_s": met - began, "engine_s": time.monotonic() - met}
 
-    def step(self, refs: Sequence[Any]) -> tuple[dict[str, float], str]:
+    def step(self, refs: Sequence[Any]) -> StepResult:
         """One policy step on a batch of scored groups: (Ray reference to the IPC stream of a table of groups, row) each, or one-row tables.
 
-        Metrics hold `applied` (1.0 or 0.0). NaN or Inf on any rank: no rank steps. The second value says why the batch was kept; "" if it was not.
+        NaN or Inf on any rank, or nothing to learn from: no rank steps.
         """
         tables = _fetch(refs)
         if self.config.reward.shuffle:
@@ -121,7 +121,8 @@ class LearnerRank:
         metrics = self._train(examples, weights, self._policy_loss(mean_weight), rate)
         if metrics["applied"]:
             metrics["grad_norm_ratio"] = self.norms.ratio(metrics["grad_norm"])
-        return metrics, self._keep_if_bad(metrics, version, tables, scored, weights)
+        reason = "" if metrics["applied"] else NOT_FINITE if examples else NOTHING_TO_LEARN
+        return StepResult(not reason, metrics, self._keep_if_bad(metrics, version, tables, scored, weights), reason)
 
     def _policy_loss(self, mean_weight: float) -> Loss:
         def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
@@ -147,13 +148,16 @@ class LearnerRank:
         if metrics["applied"]:
             reason, said = "spike", f"gradient norm {metrics['grad_norm']:.3g} is {metrics['grad_norm_ratio']:.3g} times the median of the last steps"
         elif not examples:
-            reason, said = "empty", "no trajectory of the batch has a token to learn from"
+            reason, said = "empty", NOTHING_TO_LEARN
         else:
-            reason, said = "nonfinite", "NaN or Inf in loss or gradient"
+            reason, said = "nonfinite", NOT_FINITE
             if self.config.learner.find_nonfinite:
                 said += self._blame(examples, weights)
-        path = keep_batch(self.config.run_directory / "kept", version, reason, tables) if self.rank == 0 else None
-        return f"{said}; {f'its batch is {path}' if path else 'its batch was not kept, there are enough of them'}"
+        return f"{said}; {self._keep(f'version_{version:06d}', reason, tables)}"
+
+    def _keep(self, moment: str, reason: str, tables: Sequence[pa.Table]) -> str:
+        """Where rank 0 has kept the rows."""
+        return keep_batch(self.config.run_directory / "kept", moment, reason, tables) if self.rank == 0 else "rank 0 keeps its batch"
 
     def _blame(self, examples: list[Example], weights: list[float]) -> str:
         """Who made a step not finite, by bisection (a collective). The examples are those without statistics of the step, which spread a NaN to all."""
