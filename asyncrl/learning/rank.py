@@ -32,7 +32,6 @@ from asyncrl.learning.batches import (
     examples_of,
     micro_batch,
     shuffle_rewards,
-    supervised_examples,
     token_example,
     with_values,
 )
@@ -40,6 +39,7 @@ from asyncrl.learning.kept import NormWatch, culprit, keep_batch
 from asyncrl.learning.metrics import StepSums, step_metrics
 from asyncrl.learning.out_of_memory import explained
 from asyncrl.learning.schedule import learning_rate_at
+from asyncrl.learning.supervised import supervised_examples
 from asyncrl.learning.ulysses import SequenceGroup
 from asyncrl.types import table_from_ipc
 from asyncrl.weights.gather import gather_buckets, weight_layout
@@ -210,19 +210,23 @@ class LearnerRank:
     def supervised_step(self, rows: Sequence[TokenRow]) -> dict[str, float]:
         """One step of next-token prediction of the second ids of each row after the first ones, cut as `warm_start.packing_strategy` says.
 
-        Metrics hold `pieces_left_out`: pieces of rows without a token to predict.
+        Metrics hold `pieces_left_out`, pieces of rows without a token to predict, and `tokens_left_out`, target tokens that no piece predicts. The rows of
+        a step that was skipped for NaN or Inf are kept.
 
         Raises:
             ValueError: a row is longer than `learner.max_tokens_per_gpu` under `bfd`, or no piece has a token to predict.
         """
-        examples, left_out = supervised_examples(rows, self.config.learner.max_tokens_per_row, self.config.warm_start.packing_strategy)
+        examples, pieces_left_out, tokens_left_out = supervised_examples(rows, self.config.learner.max_tokens_per_row, self.config.warm_start.packing_strategy)
 
         def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
             return supervised_loss(logprobs, batch.weights)
 
         weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
+        moment = f"supervised_{self.applied:06d}"
         metrics = self._train(examples, weights, loss, self.learning_rate, temperature=1.0)
-        return metrics | {"pieces_left_out": float(left_out)}
+        if not metrics["applied"]:
+            self._keep(moment, "nonfinite", [pa.table({"prompt_ids": [list(prompt) for prompt, _ in rows], "target_ids": [list(ids) for _, ids in rows]})])
+        return metrics | {"pieces_left_out": float(pieces_left_out), "tokens_left_out": float(tokens_left_out)}
 
     def _train(self, examples: list[Example], weights: list[float], loss_of: Loss, learning_rate: float, temperature: float | None = None) -> dict[str, float]:
         began = time.monotonic()
