@@ -116,6 +116,7 @@ def make_plan(config: Config) -> Plan:
     if config.eval.data is not None:
         truncation["eval.data"] = check_prompts(config, config.eval.data, "eval.data").truncation
     if config.warm_start.data is not None:
+        _check_pieces(config, context)
         truncation |= {f"supervised rows of {field}": rows for field, rows in _check_warm_start(config, config.warm_start.data).items()}
     for name, reward in config.reward.functions.items():
         try:
@@ -158,6 +159,15 @@ def _check_reference(config: Config) -> None:
         raise ConfigError(
             f"algorithm.ref_load = {config.algorithm.ref_load!r} has another vocabulary than model.path = {config.model.path!r}, so its log-probs would be of "
             "other tokens; name a reference with the same tokenizer"
+        )
+
+
+def _check_pieces(config: Config, context: int) -> None:
+    """A piece of a supervised row may fill a micro-batch, and must fit the model all the same."""
+    if config.warm_start.splits and config.learner.max_tokens_per_row > context:
+        raise ConfigError(
+            f"warm_start.completion_policy = 'split' makes pieces of up to learner.max_tokens_per_gpu * sequence_parallel_size = "
+            f"{config.learner.max_tokens_per_row} tokens, above the model's context of {context}; lower learner.max_tokens_per_gpu, or use truncate or drop"
         )
 
 

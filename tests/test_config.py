@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.config import Config, ConfigError, field_names, load_config
+from asyncrl.config import Config, ConfigError, WarmStartConfig, field_names, load_config
 from asyncrl.names import NOT_IMPLEMENTED, RENAMED
+from asyncrl.rules import WARM_START
 
 ROOT = Path(__file__).parents[1]
 TREE = {
@@ -56,6 +57,13 @@ def test_max_length_bounds_prompt_and_completion_together(tmp_path):
     assert (config.longest_trajectory, config.longest_prompt, config.completion_room(20), config.longest_request) == (28, 20, 8, 84)
 
 
+WARM = {"warm_start.data": "w", "eval.data": "e"}
+
+
+def test_every_setting_of_a_warm_start_acts_only_with_one():
+    assert {"data", *WARM_START} == set(WarmStartConfig.model_fields)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -66,6 +74,11 @@ def test_max_length_bounds_prompt_and_completion_together(tmp_path):
         ({"data.length_policy": "drop", "data.max_length": 21}, "data.length_policy = 'drop' acts only with"),
         ({"data.length_side": "keep_end", "data.max_length": 20}, "data.length_side = 'keep_end' acts only with data.length_policy: truncate"),
         ({"warm_start.completion_policy": "drop"}, "warm_start.completion_policy = 'drop' acts only with warm_start.data"),
+        ({"warm_start.packing_strategy": "wrapped"}, "warm_start.packing_strategy = 'wrapped' acts only with warm_start.data"),
+        ({"warm_start.min_accuracy": 0.1}, "warm_start.min_accuracy = 0.1 acts only with warm_start.data"),
+        ({"warm_start.batch_size": 8}, "warm_start.batch_size = 8 acts only with warm_start.data"),
+        ({**WARM, "warm_start.packing_strategy": "bfd_split"}, "has nothing to cut under completion_policy: error.*completion_policy: split, or packing_s"),
+        ({**WARM, "warm_start.completion_policy": "split"}, "completion_policy = 'split' needs a strategy that cuts; set .*bfd_split or wrapped"),
         ({"data.truncation_mode": "keep_end"}, "here it is data.length_side"),
         ({"rollout.rollout_max_context_len": 100}, "here it is data.max_length"),
         ({"max_length": 100}, "did you mean data.max_length"),
@@ -80,6 +93,7 @@ def test_the_length_policy_acts_on_prompts_that_fill_max_length_and_on_supervise
     policy = {"data.length_policy": "truncate", "data.length_side": "keep_end"}
     assert load(tmp_path, {**policy, "data.max_length": 20}).judges_length
     assert load(tmp_path, {**policy, "data.max_length": 21, "warm_start.data": "w", "eval.data": "e", "warm_start.completion_policy": "drop"}).judges_length
+    assert load(tmp_path, {**WARM, "warm_start.completion_policy": "split", "warm_start.packing_strategy": "bfd_split"}).warm_start.splits
 
 
 @pytest.mark.parametrize(

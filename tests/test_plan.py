@@ -118,6 +118,17 @@ def test_two_ranks_and_two_replicas_fit_two_cpus(write):
         ({"learner.world_size": 3, "learner.sequence_parallel_size": 3}, None, "size = 3 does not divide the 4 attention heads of .*; use one of 1, 2, 4"),
         ({"learner.world_size": 2, "learner.sequence_parallel_size": 2, "learner.max_tokens_per_gpu": 13}, None, "= 28 is above .* = 26"),
         ({"warm_start.data": "nowhere.parquet"}, None, "needs eval.data"),
+        (
+            {
+                "warm_start.data": "HERE/train.parquet",
+                "warm_start.completion_policy": "split",
+                "warm_start.packing_strategy": "wrapped",
+                "eval.data": "HERE/train.parquet",
+                "learner.max_tokens_per_gpu": 600,
+            },
+            None,
+            "completion_policy = 'split' makes pieces of up to .* = 600 tokens, above the model's context of 512",
+        ),
         ({"warm_start.data": "nowhere.parquet", "eval.data": "HERE/train.parquet"}, None, "warm_start.data = '/.*nowhere.parquet': no such file"),
         (
             {"warm_start.data": "HERE/train.parquet", "eval.data": "HERE/train.parquet", "warm_start.target_column": "reply"},

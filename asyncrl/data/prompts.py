@@ -187,11 +187,13 @@ def refuse_empty(ids: Sequence[Sequence[int]], first_row: int, path: str, field:
         raise ConfigError(f"{field} = {path!r}: row {empty[0]} has an empty prompt, one of {len(empty)} such rows; remove them")
 
 
-def limits(config: Config, targets: bool = False) -> Limits:
-    """The limits of prompts, or of supervised rows, which have targets."""
+def limits(config: Config, targets: bool = False, split: bool = False) -> Limits:
+    """The limits of prompts, or of supervised rows, which have targets; `split`: of rows that packing will cut, whose prompt alone is bounded."""
     data = config.data
     prompt = Limit(data.max_prompt_length, data.prompt_policy, "keep_end", "data.max_prompt_length", "data.prompt_policy")
-    policy = config.warm_start.completion_policy
+    if split:
+        return Limits(prompt)
+    policy = "error" if config.warm_start.splits else config.warm_start.completion_policy
     completion = Limit(config.rollout.max_completion_length, policy, "keep_start", "rollout.max_completion_length", "warm_start.completion_policy")
     whole = None if data.max_length is None else Limit(data.max_length, data.length_policy, data.length_side, "data.max_length", "data.length_policy")
     return Limits(prompt, completion if targets else None, whole)
