@@ -28,11 +28,7 @@ def supervised(prompt_config, tmp_path):
         packing = {"packing_strategy": "bfd_split"} if completion_policy == "split" else {}
         sections = {
             "rollout": {"max_completion_length": most},
-            "warm_start": {
-                "data": str(path),
-                "completion_policy": completion_policy,
-                **({"packing_strategy": "bfd_split"} if completion_policy == "split" else {}),
-            },
+            "warm_start": {"data": str(path), "completion_policy": completion_policy, **packing},
             "eval": {"data": str(path)},
         }
         return read_supervised(prompt_config(ROWS, sections, **data), str(path), field)
