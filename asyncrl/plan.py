@@ -72,6 +72,11 @@ class Plan:
             [f"# resolved config\n{resolved}", arithmetic(config), algorithm_text(config), self._cpu_table(), self._memory(), self.prompts_text()]
         )
 
+    def truncation_metrics(self) -> dict[str, int]:
+        """What the limits did, as `truncation/<file>/<count>`."""
+        files = {file.replace(" ", "_"): report for file, report in self.truncation.items()}
+        return {f"truncation/{file}/{name}": count for file, report in files.items() for name, count in report.metrics().items()}
+
     def _cpu_table(self) -> str:
         rows = [f"  {part.name:<24}{part.count:>4} x {part.cpus:<5g} = {part.count * part.cpus:5.2f}" for part in self.parts]
         total = sum(part.count * part.cpus for part in self.parts)

@@ -120,6 +120,7 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
                 await _prepare_learner(config, directory, learner, live, recorder)
 
             async with launch(config, directory, plan.prompts, plan.context, prepare) as stations:
+                recorder.record("truncation", directory.state.steps_attempted, directory.state.version, plan.truncation_metrics())
                 recorder.record("startup", directory.state.steps_attempted, directory.state.version, stations.startup)
                 coordinator = _coordinator(config, directory.state, directory, stations, recorder)
                 live.follow(coordinator)

@@ -258,6 +258,25 @@ def test_renamed_names_point_to_fields_or_say_why_not():
     assert not {name.rsplit(".", 1)[-1] for name in field_names()} & {*RENAMED, *NOT_IMPLEMENTED}
 
 
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("check_for_nan_in_loss_and_grad", "nothing: .*learner.max_skipped_steps"),
+        ("micro_batch_size", "nothing: .*learner.max_tokens_per_gpu"),
+        ("gradient_accumulation_steps", "nothing: .*learner.max_tokens_per_gpu"),
+        ("balance_data", "nothing: .*balanced"),
+        ("padding_free", "nothing: .*never padded"),
+        ("cp_size", "learner.sequence_parallel_size"),
+        ("optimizer_cpu_offload", "learner.offload_optimizer"),
+        ("recompute_granularity", "learner.gradient_checkpointing"),
+        ("activation_offloading", "is not implemented: .*learner.gradient_checkpointing"),
+    ],
+)
+def test_what_others_call_the_learners_settings(tmp_path, name, answer):
+    with pytest.raises(ConfigError, match=rf"learner.{name} (is unknown; here it is )?{answer}"):
+        load(tmp_path, {f"learner.{name}": 1})
+
+
 def test_every_field_says_what_it_is():
     def undocumented(section, prefix=""):
         for name, field in section.model_fields.items():

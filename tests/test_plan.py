@@ -63,6 +63,11 @@ def test_shows_what_the_limits_do_to_every_file(write, tmp_path):
         "max_prompt_length 7 + max_completion_length 8, at most max_length 9, = 9 tokens",
     ):
         assert line in text
+    metrics = plan.truncation_metrics()
+    assert metrics["truncation/data.train/prompt_rows"] == 1 and metrics["truncation/data.train/prompt_tokens"] == 2
+    assert metrics["truncation/supervised_rows_of_warm_start.data/used"] == 3
+    explained = set(re.findall(r"`([a-z_0-9./<>]+)`", (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()))
+    assert {re.sub("/[^/]+/", "/<file>/", name) for name in metrics} <= explained and {name.split("/")[1] for name in metrics} <= explained
     plan = make_plan(load_config(write({**changes, "data.max_length": 8}, ["1 + 2 =", "10 + 20 =", "4 ="])))
     assert "supervised rows of eval.data: 1 of 3 rows used; max_length: 2 rows dropped\n" in plan.prompts_text()
     assert "data.train: 3 of 3 rows used" in plan.prompts_text()
