@@ -431,9 +431,10 @@ class WarmStartConfig(Section):
     """Parquet or JSONL file with prompts as in data.train and a column of answers. None = no warm start."""
     target_column: str = "answer"
     """Column with the text that should follow the prompt. EOS is appended."""
-    completion_policy: Literal["truncate", "drop", "error"] = "error"
+    completion_policy: Literal["truncate", "drop", "split", "error"] = "error"
     """What happens to a target that is longer, with its EOS, than rollout.max_completion_length: it loses tokens at its end, the EOS first, the row is
-    left out and counted, or the run is refused before anything is allocated."""
+    left out and counted, the row stays whole (as long as it may be: data.max_length does not bound it either) and packing_strategy cuts it into
+    pieces, or the run is refused before anything is allocated. Held-out rows are answered in one piece: under `split` a longer one is refused."""
     min_accuracy: float = Field(default=0.40, ge=0, le=1)
     """Lower edge of the window."""
     max_accuracy: float = Field(default=0.65, ge=0, le=1)
@@ -443,12 +444,18 @@ class WarmStartConfig(Section):
     batch_size: int = Field(default=256, gt=0)
     """Rows of one supervised step."""
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
-    """What happens to a step's rows before they share micro-batches of learner.max_tokens_per_gpu tokens. bfd: they stay whole, and a longer row is
-    refused; bfd_split: longer rows are cut; wrapped: one after the other, cut at every so many tokens. Pieces are apart: none sees another."""
+    """What happens to a step's rows before they share micro-batches of learner.max_tokens_per_gpu tokens. bfd: they stay whole; bfd_split: longer rows
+    are cut (needs completion_policy: split: no other row is longer); wrapped: one after the other, cut at every so many tokens. Pieces are apart: none
+    sees another, and the first token of a piece is not predicted."""
     check_every_steps: int = Field(default=10, gt=0)
     """Supervised steps between two checks of the accuracy."""
     max_steps: int = Field(default=2000, gt=0)
     """Supervised steps after which the warm start is given up."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether longer rows stay whole until they are packed."""
+        return self.completion_policy == "split"
 
     @property
     def given(self) -> bool:

@@ -22,6 +22,9 @@ RENAMED = {
     "rollout_num_gpus": "generator.num_replicas",
     "actor_num_gpus_per_node": "learner.world_size",
     "context_parallel_size": "learner.sequence_parallel_size",
+    "cp_size": "learner.sequence_parallel_size",
+    "optimizer_cpu_offload": "learner.offload_optimizer",
+    "recompute_granularity": "learner.gradient_checkpointing",
     "prompt_data": "data.train",
     "input_key": "data.prompt_column",
     "hf_checkpoint": "model.path",
@@ -48,10 +51,16 @@ RENAMED = {
     "eval_interval": "eval.every_steps",
     "use_dynamic_batch_size": "nothing: dynamic batching is always on, capped by learner.max_tokens_per_gpu",
     "packing": "nothing: packing is always on",
+    "padding_free": "nothing: rows are packed and never padded",
+    "balance_data": "nothing: micro-batches are always balanced over the ranks",
+    "micro_batch_size": "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu",
+    "gradient_accumulation_steps": "nothing: a step is one batch, in as many micro-batches as learner.max_tokens_per_gpu makes of it",
+    "check_for_nan_in_loss_and_grad": "nothing: a step with NaN or Inf is always skipped by all ranks, and learner.max_skipped_steps in a row end the run",
 }
 """Flags of slime and TRL → the name here."""
 
 NOT_IMPLEMENTED = {
+    "activation_offloading": "activations stay where the model is; remove it, and use learner.gradient_checkpointing",
     "colocate": "generators and learner always have processes of their own; remove it",
     "top_p": "the learner cannot reproduce a truncated distribution, so the ratio would be wrong; remove it, and use rollout.temperature",
     "top_k": "the learner cannot reproduce a truncated distribution, so the ratio would be wrong; remove it, and use rollout.temperature",

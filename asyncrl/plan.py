@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from asyncrl.config import Config, ConfigError
-from asyncrl.learning.supported import refusal
+from asyncrl.learning.supported import refusal, uniform_rope_tokens
 from asyncrl.observe.sinks import missing_packages
 from asyncrl.room import Part, logical_cpus, placement_text
 from asyncrl.rules import length_text
@@ -72,6 +72,11 @@ class Plan:
             ]
         )
 
+    def truncation_metrics(self) -> dict[str, int]:
+        """What the limits did, as `truncation/<file>/<count>`."""
+        files = {file.replace(" ", "_"): report for file, report in self.truncation.items()}
+        return {f"truncation/{file}/{name}": count for file, report in files.items() for name, count in report.metrics().items()}
+
     def _cpu_table(self) -> str:
         rows = [f"  {part.name:<24}{part.count:>4} x {part.cpus:<5g} = {part.count * part.cpus:5.2f}" for part in self.parts]
         total = sum(part.count * part.cpus for part in self.parts)
@@ -118,6 +123,7 @@ def make_plan(config: Config) -> Plan:
     if config.eval.data is not None:
         truncation["eval.data"] = check_prompts(config, config.eval.data, "eval.data").truncation
     if config.warm_start.data is not None:
+        _check_pieces(config, context)
         truncation |= {f"supervised rows of {field}": rows for field, rows in _check_warm_start(config, config.warm_start.data).items()}
     for name, reward in config.reward.functions.items():
         try:
@@ -160,6 +166,15 @@ def _check_reference(config: Config) -> None:
         raise ConfigError(
             f"algorithm.ref_load = {config.algorithm.ref_load!r} has another vocabulary than model.path = {config.model.path!r}, so its log-probs would be of "
             "other tokens; name a reference with the same tokenizer"
+        )
+
+
+def _check_pieces(config: Config, context: int) -> None:
+    """A piece of a supervised row may fill a micro-batch, and must fit the model all the same."""
+    if config.warm_start.splits and config.learner.max_tokens_per_row > context:
+        raise ConfigError(
+            f"warm_start.completion_policy = 'split' makes pieces of up to learner.max_tokens_per_gpu * sequence_parallel_size = "
+            f"{config.learner.max_tokens_per_row} tokens, above the model's context of {context}; lower learner.max_tokens_per_gpu, or use truncate or drop"
         )
 
 
@@ -215,7 +230,8 @@ def algorithm_text(config: Config) -> str:
 
 
 def model_context(config: Config, at: str | None = None, field: str = "model.path") -> int:
-    """Longest sequence, in tokens, that the model at `at` (default: model.path), which `field` names, takes.
+    """Longest sequence, in tokens, that the model at `at` (default: model.path), which `field` names, takes: with LongRoPE, as far as its short
+    frequencies go.
 
     Raises:
         ConfigError: no readable checkpoint at model.path, one that packed rows cannot train, or a trajectory could be longer than that.
@@ -234,7 +250,13 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
     context = int(tree.get("max_position_embeddings") or 1 << 30)
     if config.longest_trajectory > context:
         raise ConfigError(f"{length_text(config)} tokens is above the model's context of {context}; lower it, or set a lower data.max_length")
-    return context
+    uniform = uniform_rope_tokens(tree) or context
+    if config.longest_trajectory > uniform:
+        raise ConfigError(
+            f"{length_text(config)} tokens is above original_max_position_embeddings = {uniform} of {field} = {str(path)!r}: its LongRoPE would turn every "
+            "trajectory of a packed row with other frequencies as soon as one is longer; lower it, or set a lower data.max_length"
+        )
+    return min(context, uniform)
 
 
 def weights_bytes(config: Config) -> int:

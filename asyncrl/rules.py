@@ -10,6 +10,11 @@ if TYPE_CHECKING:
 
 __all__ = ["check_rules", "length_text"]
 
+WARM_START = (
+    "target_column", "completion_policy", "packing_strategy", "min_accuracy", "max_accuracy", "learning_rate", "batch_size", "check_every_steps", "max_steps"
+)  # fmt: skip
+"""What is said of a warm start beside its data."""
+
 ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("algorithm.eps_clip", "algorithm.clips", (True,), "algorithm.loss: ppo, gspo or cispo and an old_policy other than learner"),
     ("algorithm.eps_clip_high", "algorithm.clips", (True,), "algorithm.loss: ppo, gspo or cispo and an old_policy other than learner"),
@@ -41,7 +46,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("rollout.repetition_stop", "rollout.ignore_eos", (False,), "rollout.ignore_eos: false"),
     ("data.length_policy", "judges_length", (True,), "warm_start.data and data.max_length, or a data.max_length of max_prompt_length or less"),
     ("data.length_side", "data.length_policy", ("truncate",), "data.length_policy: truncate"),
-    ("warm_start.completion_policy", "warm_start.given", (True,), "warm_start.data"),
+    *((f"warm_start.{name}", "warm_start.given", (True,), "warm_start.data") for name in WARM_START),
     ("learner.offload_param", "learner.offload_optimizer", ("cpu",), "learner.offload_optimizer: cpu"),
 )
 """A setting, another, the values of that with which the first has an effect, and how to say so."""
@@ -97,10 +102,23 @@ def _arithmetic_holds(config: Config) -> None:
     _trajectories_fit(config)
     if config.warm_start.data is not None and config.eval.data is None:
         raise ValueError(f"warm_start.data = {config.warm_start.data!r} needs eval.data: its accuracy there ends the warm start; name a held-out file")
+    _pieces_are_cut(config)
     if config.eval.every_steps and config.eval.data is None:
         raise ValueError(f"eval.every_steps = {config.eval.every_steps} has nothing to evaluate on; set eval.data, or leave it out")
     if config.eval.accuracy is not None and config.eval.accuracy not in config.reward.functions:
         raise ValueError(f"eval.accuracy = {config.eval.accuracy!r} is not one of reward.functions {sorted(config.reward.functions)}; name one")
+
+
+def _pieces_are_cut(config: Config) -> None:
+    """A strategy that cuts longer rows has longer rows to cut, and the other way round."""
+    warm_start = config.warm_start
+    if warm_start.packing_strategy == "bfd_split" and not warm_start.splits:
+        raise ValueError(
+            f"warm_start.packing_strategy = 'bfd_split' has nothing to cut under completion_policy: {warm_start.completion_policy}, as no supervised row is "
+            "then above learner.max_tokens_per_gpu; set warm_start.completion_policy: split, or packing_strategy: bfd"
+        )
+    if warm_start.splits and warm_start.packing_strategy == "bfd":
+        raise ValueError("warm_start.completion_policy = 'split' needs a strategy that cuts; set warm_start.packing_strategy: bfd_split or wrapped")
 
 
 def _trajectories_fit(config: Config) -> None:

@@ -141,6 +141,7 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
                 await _prepare_learner(config, directory, learner, live, recorder)
 
             async with launch(config, directory, plan.prompts, plan.context, prepare) as stations:
+                recorder.record("truncation", directory.state.steps_attempted, directory.state.version, plan.truncation_metrics())
                 recorder.record("startup", directory.state.steps_attempted, directory.state.version, stations.startup)
                 restored = await _restored(directory, stations)
                 coordinator = _coordinator(config, directory.state, restored, directory, stations, recorder)
@@ -177,11 +178,10 @@ async def _prepare_learner(config: Config, directory: RunDirectory, learner: Lea
 
         def progress(check: WarmStartCheck) -> None:
             live.note(f"supervised step {check.steps}: held-out accuracy {check.accuracy:.1%}, learning rate {check.learning_rate:g}")
-            numbers = {"accuracy": check.accuracy, "loss": check.loss, "pieces_left_out": check.pieces_left_out}
-            recorder.record("warm_start", check.steps, 0, {f"warm_start/{name}": value for name, value in numbers.items()})
+            recorder.record("warm_start", check.steps, 0, check.metrics())
 
         train_rows, held_out_rows = await asyncio.to_thread(supervised_rows, config)
-        await warm_start(learner, train_rows, held_out_rows, config.warm_start, config.seed, progress)
+        await warm_start(learner, train_rows, held_out_rows, config.warm_start, config.seed, progress, config.learner.max_skipped_steps)
         await learner.reset_optimizer(config.learner.learning_rate, config.learner.warmup_steps)
     live.phase("waiting for the generators")
 

@@ -71,8 +71,14 @@ def llama_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
-def save_tiny(directory: Path, tied: bool) -> Path:
-    """Write the checkpoint: config, safetensors, tokenizer, generation config."""
+@pytest.fixture(scope="session")
+def save_qwen3() -> Callable[..., Path]:
+    """`save_qwen3(directory, tied, **changes)`: such a checkpoint with other settings."""
+    return save_tiny
+
+
+def save_tiny(directory: Path, tied: bool, **changes: Any) -> Path:
+    """Write the checkpoint: config, safetensors, tokenizer, generation config; `changes` go into the Qwen3Config."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -95,6 +101,7 @@ def save_tiny(directory: Path, tied: bool) -> Path:
         eos_token_id=2,
         pad_token_id=0,
         tie_word_embeddings=tied,
+        **changes,
     )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(directory)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.config import Config, ConfigError, field_names, load_config
+from asyncrl.config import Config, ConfigError, WarmStartConfig, field_names, load_config
 from asyncrl.names import NOT_IMPLEMENTED, RENAMED
+from asyncrl.rules import WARM_START
 
 ROOT = Path(__file__).parents[1]
 TREE = {
@@ -56,6 +57,13 @@ def test_max_length_bounds_prompt_and_completion_together(tmp_path):
     assert (config.longest_trajectory, config.longest_prompt, config.completion_room(20), config.longest_request) == (28, 20, 8, 84)
 
 
+WARM = {"warm_start.data": "w", "eval.data": "e"}
+
+
+def test_every_setting_of_a_warm_start_acts_only_with_one():
+    assert {"data", *WARM_START} == set(WarmStartConfig.model_fields)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -71,6 +79,11 @@ def test_max_length_bounds_prompt_and_completion_together(tmp_path):
         ({"warm_start.completion_policy": "drop"}, "warm_start.completion_policy = 'drop' acts only with warm_start.data"),
         ({"rollout.repetition_ngram": 4}, "rollout.repetition_ngram = 4 acts only with rollout.repetition_stop; leave it out"),
         ({"rollout.repetition_stop": 20, "rollout.ignore_eos": True}, "rollout.repetition_stop = 20 acts only with rollout.ignore_eos: false"),
+        ({"warm_start.packing_strategy": "wrapped"}, "warm_start.packing_strategy = 'wrapped' acts only with warm_start.data"),
+        ({"warm_start.min_accuracy": 0.1}, "warm_start.min_accuracy = 0.1 acts only with warm_start.data"),
+        ({"warm_start.batch_size": 8}, "warm_start.batch_size = 8 acts only with warm_start.data"),
+        ({**WARM, "warm_start.packing_strategy": "bfd_split"}, "has nothing to cut under completion_policy: error.*completion_policy: split, or packing_s"),
+        ({**WARM, "warm_start.completion_policy": "split"}, "completion_policy = 'split' needs a strategy that cuts; set .*bfd_split or wrapped"),
         ({"data.truncation_mode": "keep_end"}, "here it is data.length_side"),
         ({"rollout.rollout_max_context_len": 100}, "here it is data.max_length"),
         ({"max_length": 100}, "did you mean data.max_length"),
@@ -85,6 +98,7 @@ def test_the_length_policy_acts_on_prompts_that_fill_max_length_and_on_supervise
     policy = {"data.length_policy": "truncate", "data.length_side": "keep_end"}
     assert load(tmp_path, {**policy, "data.max_length": 20}).judges_length
     assert load(tmp_path, {**policy, "data.max_length": 21, "warm_start.data": "w", "eval.data": "e", "warm_start.completion_policy": "drop"}).judges_length
+    assert load(tmp_path, {**WARM, "warm_start.completion_policy": "split", "warm_start.packing_strategy": "bfd_split"}).warm_start.splits
 
 
 @pytest.mark.parametrize(
@@ -247,6 +261,25 @@ def test_renamed_names_point_to_fields_or_say_why_not():
     known = set(field_names())
     assert all(target in known or target.startswith("nothing: ") for target in RENAMED.values())
     assert not {name.rsplit(".", 1)[-1] for name in field_names()} & {*RENAMED, *NOT_IMPLEMENTED}
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("check_for_nan_in_loss_and_grad", "nothing: .*learner.max_skipped_steps"),
+        ("micro_batch_size", "nothing: .*learner.max_tokens_per_gpu"),
+        ("gradient_accumulation_steps", "nothing: .*learner.max_tokens_per_gpu"),
+        ("balance_data", "nothing: .*balanced"),
+        ("padding_free", "nothing: .*never padded"),
+        ("cp_size", "learner.sequence_parallel_size"),
+        ("optimizer_cpu_offload", "learner.offload_optimizer"),
+        ("recompute_granularity", "learner.gradient_checkpointing"),
+        ("activation_offloading", "is not implemented: .*learner.gradient_checkpointing"),
+    ],
+)
+def test_what_others_call_the_learners_settings(tmp_path, name, answer):
+    with pytest.raises(ConfigError, match=rf"learner.{name} (is unknown; here it is )?{answer}"):
+        load(tmp_path, {f"learner.{name}": 1})
 
 
 def test_every_field_says_what_it_is():

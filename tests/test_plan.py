@@ -71,6 +71,11 @@ def test_shows_what_the_limits_do_to_every_file(write, tmp_path):
         "max_prompt_length 7 + max_completion_length 8, at most max_length 9, = 9 tokens",
     ):
         assert line in text
+    metrics = plan.truncation_metrics()
+    assert metrics["truncation/data.train/prompt_rows"] == 1 and metrics["truncation/data.train/prompt_tokens"] == 2
+    assert metrics["truncation/supervised_rows_of_warm_start.data/used"] == 3
+    explained = set(re.findall(r"`([a-z_0-9./<>]+)`", (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()))
+    assert {re.sub("/[^/]+/", "/<file>/", name) for name in metrics} <= explained and {name.split("/")[1] for name in metrics} <= explained
     plan = make_plan(load_config(write({**changes, "data.max_length": 8}, ["1 + 2 =", "10 + 20 =", "4 ="])))
     assert "supervised rows of eval.data: 1 of 3 rows used; max_length: 2 rows dropped\n" in plan.prompts_text()
     assert "data.train: 3 of 3 rows used" in plan.prompts_text()
@@ -84,6 +89,25 @@ def test_shows_what_ranks_that_share_rows_take_together(write):
 def test_shows_what_ends_a_loop(write):
     assert "n-gram" not in make_plan(load_config(write())).prompts_text()
     assert "; so does an n-gram of up to 16 tokens 20 times in a row" in make_plan(load_config(write({"rollout.repetition_stop": 20}))).prompts_text()
+
+
+def test_a_long_rope_model_is_held_to_its_short_frequencies(write, tiny_model, tmp_path):
+    """Past them, one long trajectory of a packed row would change all the others."""
+    from transformers import Phi3Config
+
+    model = shutil.copytree(tiny_model, tmp_path / "phi3")
+    factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    for original in (28, 27):
+        shape = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0}
+        Phi3Config(max_position_embeddings=512, original_max_position_embeddings=original, rope_parameters=factors, **shape).save_pretrained(model)
+        config = load_config(write({"model.path": str(model)}))
+        assert config.longest_trajectory == 28
+        if original == 28:
+            assert make_plan(config).context == 28, "the generators' engines are told as well: vLLM chooses by its longest sequence"
+            continue
+        with pytest.raises(ConfigError, match=r"= 28 tokens is above original_max_position_embeddings = 27 of model.path = .*LongRoPE") as error:
+            make_plan(config)
+        assert "\n" not in str(error.value)
 
 
 def test_two_ranks_and_two_replicas_fit_two_cpus(write):
@@ -112,6 +136,17 @@ def test_two_ranks_and_two_replicas_fit_two_cpus(write):
         ({"learner.world_size": 3, "learner.sequence_parallel_size": 3}, None, "size = 3 does not divide the 4 attention heads of .*; use one of 1, 2, 4"),
         ({"learner.world_size": 2, "learner.sequence_parallel_size": 2, "learner.max_tokens_per_gpu": 13}, None, "= 28 is above .* = 26"),
         ({"warm_start.data": "nowhere.parquet"}, None, "needs eval.data"),
+        (
+            {
+                "warm_start.data": "HERE/train.parquet",
+                "warm_start.completion_policy": "split",
+                "warm_start.packing_strategy": "wrapped",
+                "eval.data": "HERE/train.parquet",
+                "learner.max_tokens_per_gpu": 600,
+            },
+            None,
+            "completion_policy = 'split' makes pieces of up to .* = 600 tokens, above the model's context of 512",
+        ),
         ({"warm_start.data": "nowhere.parquet", "eval.data": "HERE/train.parquet"}, None, "warm_start.data = '/.*nowhere.parquet': no such file"),
         (
             {"warm_start.data": "HERE/train.parquet", "eval.data": "HERE/train.parquet", "warm_start.target_column": "reply"},

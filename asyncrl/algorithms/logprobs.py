@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 __all__ = ["CHUNK_ELEMENTS", "greedy_tokens", "token_logprobs"]
 
@@ -23,7 +24,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `targets` [N] and entropies [N] (without gradient, unless asked for) of softmax(hidden @ weight.T / temperature), float32 nats.
 
-    `hidden` is [N, H], `weight` [V, H], `bias` [V]. With more than one chunk the logits are computed again in the backward pass.
+    `hidden` is [N, H], `weight` [V, H], `bias` [V]. With more than one chunk the logits are computed again in the backward pass, and the gradients of
+    weight and bias add up over the chunks in float32, whatever their type.
 
     Raises:
         ValueError: the temperature is not above 0.
@@ -33,11 +35,51 @@ def token_logprobs(
     rows = _chunk_rows(weight, chunk_elements)
     if len(targets) <= rows:
         return _chunk(hidden, weight, targets, temperature, bias, entropy_gradient)
-    outputs = [
-        checkpoint(_chunk, hidden[at : at + rows], weight, targets[at : at + rows], temperature, bias, entropy_gradient, use_reentrant=False)
-        for at in range(0, len(targets), rows)
-    ]
-    return torch.cat([logprobs for logprobs, _ in outputs]), torch.cat([entropy for _, entropy in outputs])
+    logprobs, entropy = _Chunked.apply(hidden, weight, bias, targets, temperature, rows, entropy_gradient)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+class _Chunked(torch.autograd.Function):
+    """`_chunk` over so many rows at a time; of a chunk only the results are kept. Left to autograd, the gradient of the head would be added up in the
+    weight's own type: in bfloat16 a sum of 600 like chunks loses a sixth or more, since what is small against the sum so far is rounded away."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rows: int, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.settings = temperature, rows, entropy_gradient
+        found = [_chunk(hidden[chunk], weight, targets[chunk], temperature, bias, False) for chunk in _chunks(len(targets), rows)]
+        logprobs, entropy = torch.cat([one for one, _ in found]), torch.cat([other for _, other in found])
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, whole_weight, whole_bias, targets = ctx.saved_tensors
+        temperature, rows, entropy_gradient = ctx.settings
+        # Detached: a chunk's gradients come back here and reach no parameter by themselves.
+        weight = whole_weight.detach().requires_grad_()
+        bias = None if whole_bias is None else whole_bias.detach().requires_grad_()
+        given = [weight] if bias is None else [weight, bias]
+        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in given]
+        of_hidden = []
+        for chunk in _chunks(len(targets), rows):
+            part = hidden[chunk].detach().requires_grad_()
+            with torch.enable_grad():
+                results = _chunk(part, weight, targets[chunk], temperature, bias, entropy_gradient)
+            used = 1 + entropy_gradient
+            of_part, *of_head = torch.autograd.grad(results[:used], [part, *given], [gradient[chunk] for gradient in outer[:used]])
+            of_hidden.append(of_part)
+            for total, gradient in zip(sums, of_head, strict=True):
+                total += gradient
+        of_weight, *of_bias = (total.to(tensor.dtype) for total, tensor in zip(sums, given, strict=True))
+        return torch.cat(of_hidden), of_weight, of_bias[0] if of_bias else None, None, None, None, None
+
+
+def _chunks(total: int, rows: int) -> list[slice]:
+    return [slice(at, at + rows) for at in range(0, total, rows)]
 
 
 @torch.no_grad()

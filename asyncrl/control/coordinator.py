@@ -27,7 +27,7 @@ from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
 from asyncrl.control.fates import Fate
-from asyncrl.control.protocols import Learner, Manifest, PromptSource, PushReport, RolloutFailed, Rollouts, Scored, Scores, StepResult, WeightSync
+from asyncrl.control.protocols import WAYS_OUT, Learner, Manifest, PromptSource, PushReport, RolloutFailed, Rollouts, Scored, Scores, StepResult, WeightSync
 from asyncrl.control.staleness import Staleness
 from asyncrl.types import Prompt
 
@@ -268,10 +268,7 @@ class Coordinator:
             given_up, self._given_up = self._given_up, []
             await self.parts.rollouts.ack(given_up)
             if self.skipped_in_row >= self.schedule.max_skipped_steps:
-                raise RuntimeError(
-                    f"{self.skipped_in_row} steps in a row were skipped for NaN or Inf in loss or gradient; lower learner.learning_rate"
-                    + (f" (the last: {result.note})" if result.note else "")
-                )
+                raise RuntimeError(f"{self.skipped_in_row} steps in a row were skipped, the last: {result.note or result.reason}; {WAYS_OUT[result.reason]}")
             if result.applied:
                 await self._save_if_due()
             if self._gather_due():
@@ -324,7 +321,7 @@ class Coordinator:
             if result.applied:
                 self._end(scored.ordinal, "trained", "", progress.version, stale)
             else:
-                self._end(scored.ordinal, "skipped", "NaN or Inf in loss or gradient")
+                self._end(scored.ordinal, "skipped", result.reason)
         self._flush_fates()
         self.skipped_in_row = 0 if result.applied else self.skipped_in_row + 1
         tokens = sum(scored.tokens for scored in batch)

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 from asyncrl.types import Prompt
 
 __all__ = [
+    "NOTHING_TO_LEARN",
+    "NOT_FINITE",
+    "WAYS_OUT",
     "EngineLoad",
     "Finished",
     "Learner",
@@ -103,14 +106,22 @@ class Scored:
     """Its prompt and one completion, cut short: for a person to see what the model writes."""
 
 
+NOT_FINITE = "NaN or Inf in loss or gradient"
+NOTHING_TO_LEARN = "no trajectory of the batch has a token to learn from"
+WAYS_OUT = {NOT_FINITE: "lower learner.learning_rate", NOTHING_TO_LEARN: "look at status and loss_mask of its rows"}
+"""Why a step was skipped, and what to do about it."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step attempted. `applied` is False if all ranks skipped it (NaN or Inf)."""
+    """One optimizer step attempted. `applied` is False if all ranks skipped it."""
 
     applied: bool
     metrics: Mapping[str, float]
     note: str = ""
     """Why the step deserves a look, and where its batch was kept; "" for an ordinary one."""
+    reason: str = ""
+    """Why it was skipped, one of WAYS_OUT; "" for an applied one."""
 
 
 @dataclass(frozen=True, slots=True)

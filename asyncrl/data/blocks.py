@@ -1,4 +1,5 @@
-"""Packing of a stream of Arrow blocks: rows of token lists in, packed rows out, in bounded memory and whatever the blocks' sizes. Pure.
+"""Packing of a stream of Arrow blocks: rows of token lists in, packed rows out, in bounded memory and whatever the blocks' sizes. Pure. The supervised
+rows of a step come as one block.
 
 One window of rows is packed at a time. Windows are counted in rows of the stream, so that how it is cut into blocks changes nothing.
 """

@@ -189,7 +189,9 @@ def check_prompts(config: Config, path: str | None = None, field: str = "data.tr
             longest = max(longest, int(np.diff(truncated.prompts.offsets).max()))
             first = first or (texts[0], tuple(truncated.prompts[0].as_py()))
     if first is None:
-        raise ConfigError(f"{field} = {path!r}: no prompt is left ({truncation.text()}); raise the limit, or set its policy to truncate")
+        cut_away = truncation.no_completion and config.data.length_side == "keep_start"
+        way_out = "set data.length_side: keep_end, which cuts prompts at their start" if cut_away else "set its policy to truncate"
+        raise ConfigError(f"{field} = {path!r}: no prompt is left ({truncation.text()}); raise the limit, or {way_out}")
     others = tuple(name for name in table.column_names if name != column)
     return PromptReport(len(kept), truncation, longest, *first, others, tuple(kept) if len(kept) < table.num_rows else None)
 
@@ -201,13 +203,19 @@ def refuse_empty(ids: Sequence[Sequence[int]], first_row: int, path: str, field:
         raise ConfigError(f"{field} = {path!r}: row {empty[0]} has an empty prompt, one of {len(empty)} such rows; remove them")
 
 
-def limits(config: Config, targets: bool = False) -> Limits:
-    """The limits of prompts, or of supervised rows, which have targets."""
+def limits(config: Config, targets: bool = False, split: bool = False) -> Limits:
+    """The limits of prompts, or of supervised rows, which have targets; `split`: of rows that packing will cut, whose prompt alone is bounded."""
     data = config.data
     prompt = Limit(data.max_prompt_length, data.prompt_policy, "keep_end", "data.max_prompt_length", "data.prompt_policy")
-    policy = config.warm_start.completion_policy
+    if split:
+        return Limits(prompt)
+    policy = "error" if config.warm_start.splits else config.warm_start.completion_policy
     completion = Limit(config.rollout.max_completion_length, policy, "keep_start", "rollout.max_completion_length", "warm_start.completion_policy")
-    whole = None if data.max_length is None else Limit(data.max_length, data.length_policy, data.length_side, "data.max_length", "data.length_policy")
+    whole = (
+        None
+        if data.max_length is None
+        else Limit(data.max_length, data.length_policy, data.length_side, "data.max_length", "data.length_policy", "data.length_side")
+    )
     return Limits(prompt, completion if targets else None, whole)
 
 

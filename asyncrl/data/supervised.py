@@ -17,7 +17,8 @@ Row = tuple[Sequence[int], Sequence[int]]
 
 
 def read_supervised(config: Config, path: str, field: str) -> tuple[list[Row], TruncationReport]:
-    """The rows of a file with prompts and warm_start.target_column, in its order, and what the limits did.
+    """The rows of a file with prompts and warm_start.target_column, in its order, and what the limits did. Those of warm_start.data may be of any length
+    under warm_start.completion_policy: split.
 
     EOS is appended to a target before anything is cut, so a target cut at its end has none: the model is not taught to stop in mid-answer. A row
     without a target (null) has nothing to learn from, and is refused.
@@ -31,6 +32,7 @@ def read_supervised(config: Config, path: str, field: str) -> tuple[list[Row], T
     if column not in table.column_names:
         others = sorted(set(table.column_names) - {config.data.prompt_column})
         raise ConfigError(f"warm_start.target_column = {column!r} is not a column of {field} = {path!r}, which has {others}; name one of them")
+    split = config.warm_start.splits and field == "warm_start.data"
     rows: list[Row] = []
     report = TruncationReport()
     for start in range(0, table.num_rows, ROWS_PER_CHECK):
@@ -39,7 +41,7 @@ def read_supervised(config: Config, path: str, field: str) -> tuple[list[Row], T
         refuse_empty(prompts, start, path, field)
         targets = _targets(block[column].to_pylist(), config)
         try:
-            truncated = truncate(pa.array(prompts, TOKENS), {"completion": pa.array(targets, TOKENS)}, limits(config, targets=True), start)
+            truncated = truncate(pa.array(prompts, TOKENS), {"completion": pa.array(targets, TOKENS)}, limits(config, targets=True, split=split), start)
         except TooLong as error:
             raise ConfigError(f"{field} = {path!r}: {error}") from None
         rows += zip(truncated.prompts.to_pylist(), truncated.completions["completion"].to_pylist(), strict=True)

@@ -39,6 +39,8 @@ class Limit:
     side: Side
     setting: str
     policy_setting: str
+    side_setting: str = ""
+    """Where the side is a setting too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,12 @@ class TruncationReport:
     def __add__(self, other: TruncationReport) -> TruncationReport:
         sums: dict[str, Any] = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return TruncationReport(**sums)
+
+    def metrics(self) -> dict[str, int]:
+        """The counts by name: `rows`, `used`, `no_completion`, `no_prompt`, and `<limit>_rows`, `<limit>_tokens`, `<limit>_dropped` of each limit."""
+        limits = {"prompt": self.prompt, "completion": self.completion, "whole": self.whole}
+        by_limit = {f"{name}_{field.name}": getattr(cuts, field.name) for name, cuts in limits.items() for field in fields(cuts)}
+        return {"rows": self.rows, "used": self.used, "no_completion": self.no_completion, "no_prompt": self.no_prompt, **by_limit}
 
     def text(self) -> str:
         """One line: rows used, and for each limit the rows and tokens cut and the rows dropped."""
@@ -172,7 +180,7 @@ def truncate(prompts: Column, completions: Mapping[str, Column], limits: Limits,
             lengths, cut_prompt, cut_answers = stage(prompt, answers, limit)
             over = alive & np.logical_or.reduce([length > limit.tokens for length in lengths.values()])
             if limit.policy == "error" and over.any():
-                raise TooLong(_too_long(lengths, limit, int(over.argmax()), first_row))
+                raise TooLong(_too_long(lengths, limit, int(over.argmax()), first_row, prompt.lengths))
             if limit.policy == "truncate":
                 prompt, answers = cut_prompt, cut_answers
         drops = limit is not None and limit.policy == "drop"
@@ -226,12 +234,15 @@ def _spoken(name: str) -> str:
     return name if name in ("completion", TO_GENERATE) else f"{name} completion"
 
 
-def _too_long(lengths: Mapping[str, np.ndarray], limit: Limit, row: int, first_row: int) -> str:
+def _too_long(lengths: Mapping[str, np.ndarray], limit: Limit, row: int, first_row: int, prompts: np.ndarray) -> str:
     what, length = max(((what, int(length[row])) for what, length in lengths.items()), key=lambda item: item[1])
     subject = what.removesuffix(" together")
+    # A prompt that fills the limit alone leaves no completion while its start is kept.
+    full = limit.side_setting and limit.side == "keep_start" and prompts[row] >= limit.tokens
+    ways = f"drop, or truncate with {limit.side_setting}: keep_end" if full else "drop or truncate"
     return (
         f"{subject} of row {first_row + row} {'has' if subject == what else 'together have'} {length} tokens, above {limit.setting} = {limit.tokens}; "
-        f"raise that, or set {limit.policy_setting}: drop or truncate"
+        f"raise that, or set {limit.policy_setting}: {ways}"
     )
 
 

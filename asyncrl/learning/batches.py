@@ -13,11 +13,10 @@ from torch import Tensor
 from asyncrl.algorithms.advantages import Advantage, group_advantages
 from asyncrl.algorithms.losses import PolicyTokens
 from asyncrl.algorithms.values import gae
-from asyncrl.data.packing import Strategy, pack_rows
 from asyncrl.learning.attention import Segments
 from asyncrl.types import REFERENCE_COLUMN
 
-__all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "shuffle_rewards", "supervised_examples", "token_example", "with_values"]
+__all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "plain_example", "shuffle_rewards", "token_example", "with_values"]
 
 TokenRow = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and the ids that follow them."""
@@ -193,35 +192,13 @@ def token_example(row: TokenRow) -> Example:
     prompt, following = (np.asarray(part, dtype=np.int64) for part in row)
     if not prompt.size or not following.size:
         raise ValueError(f"a row of {prompt.size} prompt and {following.size} following tokens has nothing to predict; give at least one of each")
-    ones = np.ones(following.size, dtype=np.float32)
-    return Example(np.concatenate([prompt, following]), prompt.size, ones.astype(bool), ones * 0, 1.0, np.zeros(following.size, dtype=np.int32))
+    return plain_example(np.concatenate([prompt, following]), prompt.size, np.ones(following.size, dtype=bool))
 
 
-def supervised_examples(rows: Sequence[TokenRow], max_tokens: int, strategy: Strategy) -> tuple[list[Example], int]:
-    """Examples of the rows as `pack_rows` cuts them, and the number of pieces left out.
-
-    A piece is on its own: where it begins within what follows the prompt, its first token is context only. One without any token to predict, such
-    as a piece of a prompt, is left out.
-
-    Raises:
-        ValueError: a row has nothing to predict, or is longer than `max_tokens` under `bfd`, or no piece at all has a token to predict.
-    """
-    whole = [token_example(row) for row in rows]
-    pieces = pack_rows([len(example.tokens) for example in whole], max_tokens, strategy)
-    cuts = zip(pieces.row.tolist(), pieces.start.tolist(), pieces.end.tolist(), strict=True)
-    examples = [_piece(whole[row], start, end) for row, start, end in cuts if end > max(whole[row].prompt_length, start + 1)]
-    if not examples:
-        raise ValueError(
-            f"none of the {len(pieces.row)} pieces of {len(rows)} supervised rows has a token to predict; raise learner.max_tokens_per_gpu = {max_tokens}"
-        )
-    return examples, len(pieces.row) - len(examples)
-
-
-def _piece(example: Example, start: int, end: int) -> Example:
-    """Tokens [start, end) of a supervised example."""
-    prompt_length = max(example.prompt_length - start, 1)
-    tokens = example.tokens[start:end]
-    return token_example((tokens[:prompt_length], tokens[prompt_length:]))
+def plain_example(tokens: np.ndarray, prompt_length: int, loss_mask: np.ndarray) -> Example:
+    """Log-prob 0 and advantage 1 for every token after the first `prompt_length`."""
+    count = len(loss_mask)
+    return Example(tokens, prompt_length, loss_mask, np.zeros(count, dtype=np.float32), 1.0, np.zeros(count, dtype=np.int32))
 
 
 def with_values(example: Example, values: np.ndarray, gamma: float, lam: float) -> Example:

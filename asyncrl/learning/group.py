@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -20,6 +20,9 @@ from asyncrl.environment import claim_caches, passed_on
 from asyncrl.stacks import register_stacks, stack_of
 
 __all__ = ["LearnerDied", "LearnerError", "LearnerGroup", "PlacementError", "RankProcess", "rank_environment"]
+
+STEPS = ("step", "supervised_step")
+LESS_MEMORY = "lower learner.max_tokens_per_gpu, or set learner.gradient_checkpointing: true (`asyncrl plan` shows the estimate per rank)"
 
 
 class LearnerError(RuntimeError):
@@ -110,8 +113,8 @@ class LearnerGroup:
 
     async def step(self, batch: Sequence[Scored]) -> StepResult:
         """One policy step on these groups."""
-        metrics, note = (await self._all("step", [scored.ref for scored in batch]))[0]
-        return StepResult(bool(metrics["applied"]), metrics, note)
+        result: StepResult = (await self._all("step", [scored.ref for scored in batch]))[0]
+        return result
 
     async def gather(self, version: int) -> Manifest:
         """Put the weights in the object store as `version`."""
@@ -188,7 +191,7 @@ class LearnerGroup:
             return list(await asyncio.gather(*waiting))
         except RayError as error:
             failed = next(number for number, task in enumerate(waiting) if task.done() and task.exception() is error)
-            self._failure = f"learner rank {failed} failed in {method}: {_cause(error)}"
+            self._failure = f"learner rank {failed} failed in {method}: {_cause(error, method)}"
             self._end()
             raise (LearnerDied if isinstance(error, RayActorError) else LearnerError)(self._failure) from error
         except asyncio.CancelledError:
@@ -217,12 +220,15 @@ async def _result(call: Any) -> Any:
     return await call
 
 
-def _cause(error: RayError) -> str:
-    """The last line of what went wrong."""
+def _cause(error: RayError, method: str) -> str:
+    """What went wrong, in one line."""
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
+    if isinstance(error, OutOfMemoryError):
+        return f"Ray ended it because the machine ran out of memory; {LESS_MEMORY}"
     if isinstance(error, RayActorError):
-        return "its process died; its log is in the Ray session's folder"
+        hint = f"; in a step that is often the machine's memory: {LESS_MEMORY}" if method in STEPS else ""
+        return f"its process died; its log is in the Ray session's folder{hint}"
     return " ".join(str(error).split())
 
 

@@ -1,8 +1,9 @@
-"""Batches worth a look: those that were skipped for NaN or Inf, and those of a gradient-norm spike. Kept whole, as Parquet, in `<run>/kept/`."""
+"""Batches worth a look: those that were skipped, and those of a gradient-norm spike. Kept whole, as Parquet, in `<run>/kept/`."""
 
 from __future__ import annotations
 
 import os
+import re
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ import pyarrow.parquet
 __all__ = ["KEPT", "NormWatch", "culprit", "keep_batch"]
 
 KEPT = 32
-"""Batches kept of one run. Further ones are reported, not written: a run that spikes at every step must not fill the disk."""
+"""Batches kept of one run for each reason. Further ones are reported, not written: a run that spikes at every step must not fill the disk, nor leave
+no room for the batch that ends it."""
 
 WINDOW, LEAST = 32, 8
 """Steps that a gradient norm is compared with, and how many of them must be known."""
@@ -52,17 +54,27 @@ def culprit(count: int, bad: Callable[[Sequence[int]], bool]) -> int | None:
     return suspects[0] if suspects and bad(suspects) else None
 
 
-def keep_batch(directory: Path, version: int, reason: str, tables: Sequence[pa.Table]) -> Path | None:
-    """Write the groups as `version_000123_<reason>.parquet`, in a step. None if `KEPT` files are there already.
+def keep_batch(directory: Path, moment: str, reason: str, tables: Sequence[pa.Table]) -> str:
+    """Write the rows of a batch as `<moment>_<reason>.parquet`, in a step, and say where they are, or why they are not kept. Never raises for a disk that
+    is full or a table that cannot be written: a diagnosis must not end a run.
 
     Args:
-        version: the policy version that the step began with. Steps skipped at one version are told apart by a number.
+        moment: what the batch was for, such as `version_000123`: the policy version that the step began with. Batches of one moment and reason are told
+            apart by a number.
     """
+    try:
+        path = _write(directory, moment, reason, tables)
+    except (OSError, pa.ArrowException) as error:
+        return f"its batch could not be kept in {directory}: {' '.join(str(error).split())}"
+    return f"its batch is {path}" if path else f"its batch was not kept, there are {KEPT} of that kind"
+
+
+def _write(directory: Path, moment: str, reason: str, tables: Sequence[pa.Table]) -> Path | None:
     directory.mkdir(parents=True, exist_ok=True)
     there = {path.name for path in directory.glob("*.parquet")}
-    if len(there) >= KEPT:
+    if sum(re.search(rf"_{reason}(_\d+)?\.parquet$", name) is not None for name in there) >= KEPT:
         return None
-    stem = f"version_{version:06d}_{reason}"
+    stem = f"{moment}_{reason}"
     names = (f"{stem}{f'_{number}' if number else ''}.parquet" for number in range(KEPT + 1))
     path = directory / next(name for name in names if name not in there)
     temporary = path.with_name(f".{path.name}")

@@ -21,7 +21,7 @@ from torch import Tensor
 from asyncrl.algorithms.advantages import batch_normalised, standardised
 from asyncrl.algorithms.losses import LossSums, policy_loss, supervised_loss, token_weights, truncated_weights
 from asyncrl.config import Config
-from asyncrl.control.protocols import Manifest
+from asyncrl.control.protocols import NOT_FINITE, NOTHING_TO_LEARN, Manifest, StepResult
 from asyncrl.data.balance import quadratic_cost
 from asyncrl.data.groups import groups_at
 from asyncrl.data.packing import Packing, pack
@@ -33,13 +33,14 @@ from asyncrl.learning.batches import (
     examples_of,
     micro_batch,
     shuffle_rewards,
-    supervised_examples,
     token_example,
     with_values,
 )
 from asyncrl.learning.kept import NormWatch, culprit, keep_batch
 from asyncrl.learning.metrics import StepSums, step_metrics
+from asyncrl.learning.out_of_memory import explained
 from asyncrl.learning.schedule import learning_rate_at
+from asyncrl.learning.supervised import supervised_examples
 from asyncrl.learning.ulysses import SequenceGroup
 from asyncrl.weights.gather import gather_buckets, weight_layout
 
@@ -104,10 +105,10 @@ class LearnerRank:
         """Every parameter once, by its Hugging Face name: tied weights appear under the first one."""
         return {"meet_s": met - began, "engine_s": time.monotonic() - met}
 
-    def step(self, refs: Sequence[Any]) -> tuple[dict[str, float], str]:
+    def step(self, refs: Sequence[Any]) -> StepResult:
         """One policy step on a batch of scored groups: (Ray reference to the IPC stream of a table of groups, row) each, or one-row tables.
 
-        Metrics hold `applied` (1.0 or 0.0). NaN or Inf on any rank: no rank steps. The second value says why the batch was kept; "" if it was not.
+        NaN or Inf on any rank, or nothing to learn from: no rank steps.
         """
         tables = groups_at(refs)
         if self.config.reward.shuffle:
@@ -123,7 +124,8 @@ class LearnerRank:
         if metrics["applied"]:
             self.trained_tokens += int(metrics["tokens"])
             metrics["grad_norm_ratio"] = self.norms.ratio(metrics["grad_norm"])
-        return metrics, self._keep_if_bad(metrics, version, tables, scored, weights)
+        reason = "" if metrics["applied"] else NOT_FINITE if examples else NOTHING_TO_LEARN
+        return StepResult(not reason, metrics, self._keep_if_bad(metrics, version, tables, scored, weights), reason)
 
     def _policy_loss(self, mean_weight: float) -> Loss:
         def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
@@ -149,13 +151,16 @@ class LearnerRank:
         if metrics["applied"]:
             reason, said = "spike", f"gradient norm {metrics['grad_norm']:.3g} is {metrics['grad_norm_ratio']:.3g} times the median of the last steps"
         elif not examples:
-            reason, said = "empty", "no trajectory of the batch has a token to learn from"
+            reason, said = "empty", NOTHING_TO_LEARN
         else:
-            reason, said = "nonfinite", "NaN or Inf in loss or gradient"
+            reason, said = "nonfinite", NOT_FINITE
             if self.config.learner.find_nonfinite:
                 said += self._blame(examples, weights)
-        path = keep_batch(self.config.run_directory / "kept", version, reason, tables) if self.rank == 0 else None
-        return f"{said}; {f'its batch is {path}' if path else 'its batch was not kept, there are enough of them'}"
+        return f"{said}; {self._keep(f'version_{version:06d}', reason, tables)}"
+
+    def _keep(self, moment: str, reason: str, tables: Sequence[pa.Table]) -> str:
+        """Where rank 0 has kept the rows."""
+        return keep_batch(self.config.run_directory / "kept", moment, reason, tables) if self.rank == 0 else "rank 0 keeps its batch"
 
     def _blame(self, examples: list[Example], weights: list[float]) -> str:
         """Who made a step not finite, by bisection (a collective). The examples are those without statistics of the step, which spread a NaN to all."""
@@ -181,7 +186,8 @@ class LearnerRank:
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for indices in plan.micro_batches[self.data_rank]:
             batch = micro_batch(examples, indices, self.device)
-            _, _, values = self.engine(batch, None)
+            with explained(batch, self.config):
+                _, _, values = self.engine(batch, None)
             for index, part in zip(batch.order, values.cpu().double().split(list(batch.counts)) if batch.counts else (), strict=True):
                 found[index] = with_values(examples[index], part.numpy(), algorithm.gamma, algorithm.gae_lambda)
                 advantages = np.asarray(found[index].advantage)[found[index].loss_mask]
@@ -197,7 +203,8 @@ class LearnerRank:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for indices in plan.micro_batches[self.data_rank]:
             batch = micro_batch(examples, indices, self.device, version=self.applied)
-            logprobs, *_ = self.engine(batch, None)
+            with explained(batch, self.config):
+                logprobs, *_ = self.engine(batch, None)
             weights = truncated_weights(batch.policy_tokens(logprobs), self.config.algorithm)
             sums += torch.stack([weights.sum().double(), weights.new_tensor(weights.numel()).double()])
         dist.all_reduce(sums)
@@ -206,19 +213,23 @@ class LearnerRank:
     def supervised_step(self, rows: Sequence[TokenRow]) -> dict[str, float]:
         """One step of next-token prediction of the second ids of each row after the first ones, cut as `warm_start.packing_strategy` says.
 
-        Metrics hold `pieces_left_out`: pieces of rows without a token to predict.
+        Metrics hold `pieces_left_out`, pieces of rows without a token to predict, and `tokens_left_out`, target tokens that no piece predicts. The rows of
+        a step that was skipped for NaN or Inf are kept.
 
         Raises:
             ValueError: a row is longer than `learner.max_tokens_per_gpu` under `bfd`, or no piece has a token to predict.
         """
-        examples, left_out = supervised_examples(rows, self.config.learner.max_tokens_per_row, self.config.warm_start.packing_strategy)
+        examples, pieces_left_out, tokens_left_out = supervised_examples(rows, self.config.learner.max_tokens_per_row, self.config.warm_start.packing_strategy)
 
         def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
             return supervised_loss(logprobs, batch.weights)
 
         weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
+        moment = f"supervised_{self.applied:06d}"
         metrics = self._train(examples, weights, loss, self.learning_rate, temperature=1.0)
-        return metrics | {"pieces_left_out": float(left_out)}
+        if not metrics["applied"]:
+            self._keep(moment, "nonfinite", [pa.table({"prompt_ids": [list(prompt) for prompt, _ in rows], "target_ids": [list(ids) for _, ids in rows]})])
+        return metrics | {"pieces_left_out": float(pieces_left_out), "tokens_left_out": float(tokens_left_out)}
 
     def _train(self, examples: list[Example], weights: list[float], loss_of: Loss, learning_rate: float, temperature: float | None = None) -> dict[str, float]:
         began = time.monotonic()
@@ -248,10 +259,11 @@ class LearnerRank:
         for number, indices in enumerate(mine):
             self.engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
             batch = micro_batch(examples, indices, self.device, weights, self.applied)
-            logprobs, entropy, values = self.engine(batch, temperature)
-            loss, loss_sums = loss_of(logprobs, entropy, values, batch)
-            # ZeRO averages over ranks; the weights are those of the whole step, and each rank has the gradient of its own tokens.
-            self.engine.backward(loss * learner.world_size, scale_wrt_gas=False)
+            with explained(batch, self.config):
+                logprobs, entropy, values = self.engine(batch, temperature)
+                loss, loss_sums = loss_of(logprobs, entropy, values, batch)
+                # ZeRO averages over ranks; the weights are those of the whole step, and each rank has the gradient of its own tokens.
+                self.engine.backward(loss * learner.world_size, scale_wrt_gas=False)
             if self.sequence_rank == 0:  # all ranks that share a row have the same sums
                 sums.add(loss_sums, entropy.detach())
         sums.nonfinite_gradient(not zero3.gradients_finite(self.engine))
@@ -286,7 +298,8 @@ class LearnerRank:
         found: dict[int, np.ndarray] = {}
         for indices in plan.micro_batches[self.data_rank]:
             batch = micro_batch(examples, indices, self.device)
-            values, *_ = self.engine(batch, temperature, greedy)
+            with explained(batch, self.config):
+                values, *_ = self.engine(batch, temperature, greedy)
             parts = values.cpu().split(list(batch.counts)) if batch.counts else ()
             found |= {index: part.numpy() for index, part in zip(batch.order, parts, strict=True)}
         return found

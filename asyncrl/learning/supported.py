@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["WAY_OUT", "refusal"]
+__all__ = ["WAY_OUT", "refusal", "uniform_rope_tokens"]
 
 WAY_OUT = "use a model with full or sliding-window attention in every layer, such as Llama, Mistral, Qwen3 or OLMo 3"
 
@@ -43,6 +43,30 @@ def refusal(config: Mapping[str, Any]) -> str | None:
     parts = [config, *([config["text_config"]] if isinstance(config.get("text_config"), Mapping) else [])]
     reason = next((found for part in parts for found in [_reason(part)] if found), None)
     return f"model_type {config.get('model_type')!r} {reason}; {WAY_OUT}" if reason else None
+
+
+LONG_ROPE = ("longrope", "su")
+"""Rotary frequencies of two kinds: short ones, and long ones for a row that reaches past `original_max_position_embeddings`. `su` is the older name."""
+PHI3_ORIGINAL = 4096
+"""transformers' default where a Phi-3 config does not say it."""
+
+
+def uniform_rope_tokens(config: Mapping[str, Any]) -> int | None:
+    """Longest trajectory, in tokens, for which a model with LongRoPE computes every token with the same frequencies; None for any other model.
+
+    transformers chooses the frequencies by the largest position of the whole packed row, and vLLM by the engine's longest sequence: past this length
+    one long trajectory would change all its neighbours, and learner and generators would differ.
+    """
+    text = config.get("text_config") or config
+    parameters = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    # Some models have a dictionary for each kind of layer.
+    kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, Mapping))]
+    longs = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in LONG_ROPE]
+    if not longs:
+        return None
+    default = PHI3_ORIGINAL if text.get("model_type") == "phi3" else text["max_position_embeddings"]
+    originals = (text.get("original_max_position_embeddings") or kind.get("original_max_position_embeddings") or default for kind in longs)
+    return min(int(original) for original in originals)
 
 
 def _reason(config: Mapping[str, Any]) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from statistics import fmean
 from typing import Protocol
 
 from asyncrl.config import WarmStartConfig
@@ -36,14 +37,26 @@ class SupervisedLearner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WarmStartCheck:
-    """One check of held-out accuracy (0..1), after `steps` supervised steps; `loss` is the last step's, in nats per token; `pieces_left_out` counts
-    pieces of cut rows without a token to predict, since the check before."""
+    """One check of held-out accuracy (0..1), after `steps` applied supervised steps; `loss` is the last step's, in nats per token."""
 
     steps: int
     accuracy: float
     loss: float
     learning_rate: float
+    fill: float = float("nan")
+    """Share of the packed rows' capacity in use: mean of the steps since the check before, as the next two."""
+    imbalance: float = float("nan")
+    """How much longer the steps' rounds of micro-batches take than with equal costs."""
+    micro_batches: float = float("nan")
+    """Packed rows of a step, over all ranks."""
     pieces_left_out: int = 0
+    """Pieces of cut rows without a token to predict, since the check before."""
+    tokens_left_out: int = 0
+    """Target tokens that no piece predicts, since the check before: those of pieces left out, and the first of each piece that begins within a target."""
+
+    def metrics(self) -> dict[str, float]:
+        """What a run records of it."""
+        return {f"warm_start/{field.name}": getattr(self, field.name) for field in fields(self) if field.name != "steps"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +76,15 @@ async def warm_start(
     config: WarmStartConfig,
     seed: int = 0,
     progress: Callable[[WarmStartCheck], None] = lambda check: None,
+    max_skipped_steps: int = 3,
 ) -> WarmStartReport:
     """Take supervised steps until held-out accuracy lies in [min_accuracy, max_accuracy]; call `progress` at every check.
 
     A run that jumps over the window goes back to its last check, with its optimizer, and halves the learning rate. The caller resets the
-    optimizer for RL: supervised steps are not policy versions.
+    optimizer for RL: supervised steps are not policy versions. A step that the learner skipped counts as none.
 
     Raises:
-        WarmStartFailed: `max_steps` are used up, or the model was above the window from the start.
+        WarmStartFailed: `max_steps` are used up, the model was above the window from the start, or `max_skipped_steps` steps in a row were skipped.
     """
     if not train_rows or not held_out_rows:
         raise WarmStartFailed(
@@ -102,12 +116,33 @@ async def warm_start(
             await learner.set_learning_rate(learning_rate)
         else:
             await learner.snapshot()
-        left_out = 0.0
-        for _ in range(config.check_every_steps):
-            metrics = await learner.supervised_step(next(batches))
-            left_out += metrics["pieces_left_out"]
+        taken = await _applied_steps(learner, batches, config.check_every_steps, max_skipped_steps)
         steps += config.check_every_steps
-        checks.append(WarmStartCheck(steps, await learner.exact_match(held_out_rows), metrics["loss"], learning_rate, int(left_out)))
+        accuracy = await learner.exact_match(held_out_rows)
+        means = {name: fmean(metrics[name] for metrics in taken) for name in ("fill", "imbalance", "micro_batches")}
+        left_out = {name: int(sum(metrics[name] for metrics in taken)) for name in ("pieces_left_out", "tokens_left_out")}
+        checks.append(WarmStartCheck(steps, accuracy, taken[-1]["loss"], learning_rate, **means, **left_out))
+
+
+async def _applied_steps(learner: SupervisedLearner, batches: Iterator[list[Row]], count: int, max_skipped_steps: int) -> list[dict[str, float]]:
+    """The metrics of so many applied steps, each on the next batch.
+
+    Raises:
+        WarmStartFailed: so many steps in a row were skipped.
+    """
+    taken: list[dict[str, float]] = []
+    skipped = 0
+    while len(taken) < count:
+        metrics = await learner.supervised_step(next(batches))
+        if metrics["applied"]:
+            taken.append(metrics)
+        skipped = 0 if metrics["applied"] else skipped + 1
+        if skipped >= max_skipped_steps:
+            raise WarmStartFailed(
+                f"{skipped} supervised steps in a row were skipped for NaN or Inf in loss or gradient; lower warm_start.learning_rate (their rows are in "
+                "kept/supervised_*.parquet of the run's directory)"
+            )
+    return taken
 
 
 def _batches(rows: Sequence[Row], batch_size: int, seed: int) -> Iterator[list[Row]]:

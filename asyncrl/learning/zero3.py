@@ -58,9 +58,11 @@ def join_process_group(rank: int, world_size: int, address: str, port: int, back
 def settings(config: LearnerConfig) -> dict[str, Any]:
     """DeepSpeed's configuration. A micro-batch is one packed row, so its own batch sizes are 1; gradients are scaled by the caller.
 
-    One rank holds everything anyway: it releases nothing, which saves the bookkeeping of gathers. More ranks release all but
-    biases and norms. Micro-batches add up in fp32 whatever the weights' type: in bfloat16 many small gradients would be lost.
+    One rank holds everything anyway: it releases nothing, which saves the bookkeeping of gathers. More ranks, and one whose weights lie in host
+    memory, release all but biases and norms. Micro-batches and ranks add up in fp32 whatever the weights' type: in bfloat16 many small gradients
+    would be lost.
     """
+    released = config.world_size > 1 or config.offload_param != "none"
     offload = {
         f"offload_{what}": {"device": place, "pin_memory": config.device == "cuda"}
         for what, place in (("optimizer", config.offload_optimizer), ("param", config.offload_param))
@@ -73,6 +75,7 @@ def settings(config: LearnerConfig) -> dict[str, Any]:
         "gradient_clipping": config.max_grad_norm,
         "bf16": {"enabled": config.bf16},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
@@ -82,7 +85,7 @@ def settings(config: LearnerConfig) -> dict[str, Any]:
             "contiguous_gradients": True,
             "reduce_bucket_size": 50_000_000,
             "stage3_prefetch_bucket_size": 50_000_000 if config.device == "cuda" else 0,
-            "stage3_param_persistence_threshold": EVERYTHING if config.world_size == 1 else 4_096,
+            "stage3_param_persistence_threshold": 4_096 if released else EVERYTHING,
             **offload,
         },
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asyncrl.control.checkpoint import State
 from asyncrl.control.fates import Fate
-from asyncrl.control.protocols import EngineLoad, Finished, Learner, Manifest, PushReport, RolloutFailed, Scored, Scores, StepResult
+from asyncrl.control.protocols import NOT_FINITE, EngineLoad, Finished, Learner, Manifest, PushReport, RolloutFailed, Scored, Scores, StepResult
 from asyncrl.types import Prompt
 
 __all__ = [
@@ -192,7 +192,7 @@ class FakeScores:
 
 
 class FakeLearner:
-    """Counts steps; `skips(n)` says whether the n-th attempted step (from 0) is skipped. Keeps every batch it was given.
+    """Counts steps; `skips(n)` says whether the n-th attempted step (from 0) is skipped, for `reason`. Keeps every batch it was given.
 
     With `max_staleness` it refuses a group that really began earlier, whatever control believes.
     """
@@ -204,8 +204,10 @@ class FakeLearner:
         skips: Callable[[int], bool] = lambda _: False,
         version: int = 0,
         max_staleness: int | None = None,
+        reason: str = NOT_FINITE,
     ) -> None:
         self.groups_per_step, self.latency, self.skips, self.version, self.max_staleness = groups_per_step, latency, skips, version, max_staleness
+        self.reason = reason
         self.batches: list[list[Scored]] = []
         self.gathered: list[int] = []
         self.busy = False
@@ -219,7 +221,7 @@ class FakeLearner:
         applied = not self.skips(len(self.batches))
         self.batches.append(list(batch))
         self.version += applied
-        return StepResult(applied, {"loss": 0.0}, "" if applied else "not finite")
+        return StepResult(applied, {"loss": 0.0}, *("", "") if applied else (self.reason, self.reason))
 
     async def gather(self, version: int) -> Manifest:
         if version != self.version:

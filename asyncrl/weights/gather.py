@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
-import deepspeed
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from asyncrl.control.protocols import TensorEntry
 from asyncrl.weights.layout import ITEM_BYTES, plan_buckets
@@ -16,9 +17,9 @@ __all__ = ["TORCH_DTYPES", "gather_buckets", "weight_layout"]
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-RUN_SHARE = 16
-"""Parameters are gathered in runs of at most a sixteenth of a bucket (or one parameter): a run and its all-gather's buffer, beside the bucket
-being filled, stay below two buckets."""
+PART_SHARE = 16
+"""Rank 0 takes parameters in parts of at most a sixteenth of a bucket: a part and the copies that the exchange makes of it, beside the bucket being
+filled, stay far below two buckets, however large a parameter is."""
 
 
 def weight_layout(parameters: Iterable[tuple[str, torch.nn.Parameter]], dtype: str, bucket_bytes: int) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
@@ -26,6 +27,7 @@ def weight_layout(parameters: Iterable[tuple[str, torch.nn.Parameter]], dtype: s
     return plan_buckets([(name, tuple(getattr(p, "ds_shape", p.shape)), dtype) for name, p in parameters], bucket_bytes)
 
 
+@torch.no_grad()
 def gather_buckets(
     parameters: dict[str, torch.nn.Parameter],
     entries: tuple[TensorEntry, ...],
@@ -35,34 +37,38 @@ def gather_buckets(
 ) -> None:
     """Fill one bucket at a time; on rank 0 hand each to `sink(number, bytes [size] uint8)` before the next. The bucket's memory is used again.
 
-    All ranks gather the same parameters in the same order; no other collective may run in between.
+    No parameter is gathered whole: rank 0 takes its shards in parts, straight into the bucket, whatever type the learner holds them in. All ranks
+    go through the same parts in the same order; no other collective may run in between.
     """
     buffer = np.zeros(max(sizes) if rank == 0 else 0, dtype=np.uint8)
     for number, of_bucket in groupby(entries, key=lambda entry: entry.bucket):
-        for run in _runs(list(of_bucket), max(sizes) // RUN_SHARE):
-            _gather_run(parameters, run, rank, buffer)
+        for entry in of_bucket:
+            parts = _parts(parameters[entry.name], rank, max(sizes) // PART_SHARE)
+            if rank == 0:
+                target = torch.from_numpy(buffer[entry.offset : entry.offset + entry.nbytes]).view(TORCH_DTYPES[entry.dtype])
+                for first, values in parts:
+                    target[first : first + len(values)].copy_(values)
+            else:
+                deque(parts, maxlen=0)
         if rank == 0:
             sink(number, buffer[: sizes[number]])
 
 
-def _runs(entries: list[TensorEntry], limit: int) -> Iterator[list[TensorEntry]]:
-    run: list[TensorEntry] = []
-    for entry in entries:
-        if run and sum(item.nbytes for item in run) + entry.nbytes > limit:
-            yield run
-            run = []
-        run.append(entry)
-    yield run
-
-
-@torch.no_grad()
-def _gather_run(parameters: dict[str, torch.nn.Parameter], run: list[TensorEntry], rank: int, buffer: np.ndarray) -> None:
-    with deepspeed.zero.GatheredParameters([parameters[entry.name] for entry in run]):
-        if rank != 0:
-            return
-        for entry in run:
-            target = torch.from_numpy(buffer[entry.offset : entry.offset + entry.nbytes]).view(TORCH_DTYPES[entry.dtype])
-            target.view(entry.shape).copy_(parameters[entry.name])
+def _parts(parameter: torch.nn.Parameter, rank: int, limit: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """On rank 0 the flat parameter in parts of any order, each with the place of its first element; the other ranks send theirs and get nothing.
+    One exchange takes at most `limit` bytes from all ranks, or an element from each."""
+    shard, ranks = parameter.ds_tensor, dist.get_world_size()
+    each = shard.numel()  # the same on every rank: the last one's is filled up
+    step = max(1, limit // (ranks * shard.element_size()))
+    for at in range(0, each, step):
+        own = shard[at : at + step].to(parameter.device)  # offloaded shards lie in host memory
+        received = [own]
+        if ranks > 1:
+            received = [torch.empty_like(own) for _ in range(ranks)] if rank == 0 else []
+            dist.gather(own, received or None, dst=0)
+        for owner, values in enumerate(received):
+            first = owner * each + at
+            yield first, values[: max(0, parameter.ds_numel - first)]
 
 
 assert set(TORCH_DTYPES) == set(ITEM_BYTES)

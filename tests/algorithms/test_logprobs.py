@@ -64,6 +64,26 @@ def test_chunks_are_exact_to_one_in_a_million(entropy_gradient: bool) -> None:
         assert float((chunked - whole).abs().max()) <= 1e-6 * max(1.0, float(whole.abs().max()))
 
 
+@pytest.mark.parametrize("chunks", [2, 600])
+def test_the_heads_gradient_adds_up_in_float32_over_many_chunks(chunks: int) -> None:
+    """In bfloat16, where every chunk's part is rounded once and their sum must not be: against whole logits in float64."""
+    width, vocabulary, rows = 8, 32, 2
+    torch.manual_seed(0)
+    # All rows pull the head the same way, as a policy gradient does: the sum grows far beyond any one part.
+    hidden = (1 + 0.1 * torch.randn(chunks * rows, width)).bfloat16()
+    weight, bias, targets = torch.randn(vocabulary, width).bfloat16(), torch.randn(vocabulary).bfloat16(), torch.zeros(chunks * rows, dtype=torch.int64)
+
+    def gradients(dtype: torch.dtype, chunk_elements: int) -> tuple[torch.Tensor, ...]:
+        inputs = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight, bias)]
+        logprobs, _ = token_logprobs(inputs[0], inputs[1], targets, 1.0, inputs[2], chunk_elements)
+        return torch.autograd.grad(logprobs.sum(), inputs)
+
+    for name, found, exact in zip(("hidden", "weight", "bias"), gradients(torch.bfloat16, rows * vocabulary), gradients(torch.float64, 1 << 30), strict=True):
+        assert found.dtype == torch.bfloat16
+        # Half a unit of bfloat16's last place is 0.002; each chunk's logits are rounded as well.
+        assert float((found.double() - exact).norm() / exact.norm()) < 0.01, name
+
+
 class LargestOutput(TorchDispatchMode):
     """Elements of the largest tensor that any operation returned, in the backward pass as well."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
-from asyncrl.control.protocols import RolloutFailed, Scored
+from asyncrl.control.protocols import WAYS_OUT, RolloutFailed, Scored
 from asyncrl.control.staleness import Staleness
 from asyncrl.testing import FakeLearner, FakeLogprobCheck, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
 
@@ -216,10 +216,13 @@ def test_a_reward_that_some_groups_do_not_have_is_averaged_over_the_others():
     assert metrics["reward/even"] == 1.0
 
 
-def test_skipped_steps_in_a_row_end_the_run():
-    coordinator = make(learner=FakeLearner(4, skips=lambda step: step >= 1), max_skipped_steps=3)
-    with pytest.raises(RuntimeError, match="3 steps in a row"):
+@pytest.mark.parametrize(("reason", "way_out"), WAYS_OUT.items())
+def test_skipped_steps_in_a_row_end_the_run_with_their_reason(reason, way_out):
+    coordinator = make(learner=FakeLearner(4, skips=lambda step: step >= 1, reason=reason), max_skipped_steps=3)
+    with pytest.raises(RuntimeError, match=f"^3 steps in a row were skipped, the last: {reason}; {way_out}$"):
         run(coordinator)
+    skipped = {fate.reason for fate in coordinator.parts.recorder.all_fates if fate.outcome == "skipped"}
+    assert skipped == {reason}
 
 
 def test_slow_publication_passes_versions_over():

@@ -53,6 +53,12 @@ def test_the_report_names_first_prompt_and_columns(prompt_config):
         ([*ROWS, {"prompt": "1" * 17, "answer": "", "level": 0}], {}, "row 10 has 17 tokens, above data.max_prompt_length = 16.*prompt_policy: drop"),
         ([*ROWS, {"prompt": "1" * 9}], {"max_length": 9}, "prompt and first generated token of row 10 together have 10 tokens, above data.max_length = 9"),
         ([{"prompt": "1" * 17}], {"prompt_policy": "drop"}, r"no prompt is left \(0 of 1 row used; max_prompt_length: 1 row dropped\)"),
+        (
+            [{"prompt": "1" * 9}],
+            {"max_length": 9, "length_policy": "truncate"},
+            r"no prompt is left \(0 of 1 row used; 1 row refused: no completion token is left\); raise the limit, or set data.length_side: keep_end, which",
+        ),
+        ([*ROWS, {"prompt": "1" * 9}], {"max_length": 9}, "set data.length_policy: drop, or truncate with data.length_side: keep_end$"),
         ([{"prompt": "1"}, {"prompt": ""}, {"prompt": ""}], {}, "row 1 has an empty prompt, one of 2 such rows"),
         ([{"prompt": 12}], {}, "holds '12': neither a string nor chat messages"),
         (ROWS, {"apply_chat_template": True}, "no chat template"),

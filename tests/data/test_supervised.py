@@ -22,15 +22,16 @@ def ids(text):
 def supervised(prompt_config, tmp_path):
     """`supervised(rows, completion_policy, most, **data)`: the supervised rows of a file of these rows, and the report."""
 
-    def read(rows, completion_policy="error", most=8, **data):
+    def read(rows, completion_policy="error", most=8, field="warm_start.data", **data):
         path = tmp_path / "supervised.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        packing = {"packing_strategy": "bfd_split"} if completion_policy == "split" else {}
         sections = {
             "rollout": {"max_completion_length": most},
-            "warm_start": {"data": str(path), "completion_policy": completion_policy},
+            "warm_start": {"data": str(path), "completion_policy": completion_policy, **packing},
             "eval": {"data": str(path)},
         }
-        return read_supervised(prompt_config(ROWS, sections, **data), str(path), "warm_start.data")
+        return read_supervised(prompt_config(ROWS, sections, **data), str(path), field)
 
     return read
 
@@ -54,6 +55,14 @@ def test_prompts_and_both_together_have_their_limits(supervised):
     assert report == TruncationReport(2, Cuts(1, 1), Cuts(1, 3), Cuts(2, 3))
     rows, _ = supervised(ROWS, "truncate", 3, max_prompt_length=6, prompt_policy="truncate", max_length=7, length_policy="truncate", length_side="keep_end")
     assert rows == [(ids("2+3="), [*ids("15"), EOS]), (ids("99+1=")[-4:], ids("100"))]
+
+
+def test_under_split_a_target_of_any_length_stays_whole_and_a_held_out_one_is_refused(supervised):
+    rows = [*ROWS, {"prompt": "1=", "answer": "1" * 10_000}]
+    found, report = supervised(rows, "split", 6, max_length=20)
+    assert [len(target) for _, target in found] == [3, 6, 10_001] and report == TruncationReport(3)
+    with pytest.raises(ConfigError, match=r"eval.data = .*: the completion of row 2 has 10001 tokens, above rollout.max_completion_length = 6"):
+        supervised(rows, "split", 6, "eval.data", max_length=20)
 
 
 def test_the_held_out_rows_are_the_first_of_their_file(prompt_config, tmp_path):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from asyncrl.learning.batches import examples_of, micro_batch, shuffle_rewards, supervised_examples, with_values
+from asyncrl.learning.batches import examples_of, micro_batch, shuffle_rewards, with_values
 from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table
 
 
@@ -60,31 +59,3 @@ def test_a_value_heads_advantages_and_returns_lie_at_the_loss_tokens() -> None:
     batch = micro_batch([valued], [0], "cpu")
     np.testing.assert_allclose(batch.advantages, [advantages[0], advantages[2], advantages[3]], rtol=1e-6)
     assert batch.policy_tokens(batch.ages, batch.ages).returns is not None and micro_batch([example], [0], "cpu").returns is None
-
-
-def test_pieces_of_supervised_rows_predict_what_they_have_context_for() -> None:
-    """Ids are 10 to 16 of which 10 to 12 are the prompt, and 20, 21. Pieces of four: 10-13 predicts 13, 14-16 predicts 15 and 16 from 14 on."""
-    rows = [((10, 11, 12), (13, 14, 15, 16)), ((20,), (21,))]
-    examples, left_out = supervised_examples(rows, 4, "bfd_split")
-    assert left_out == 0
-    assert [(example.tokens.tolist(), example.prompt_length, example.loss_tokens) for example in examples] == [
-        ([10, 11, 12, 13], 3, 1), ([14, 15, 16], 1, 2), ([20, 21], 1, 1)
-    ]  # fmt: skip
-    batch = micro_batch(examples[1:], [0, 1], "cpu")
-    assert batch.targets.tolist() == [15, 16, 21] and batch.input_ids.tolist() == [[14, 15, 20]] and batch.position_ids.tolist() == [[0, 1, 0]]
-
-    whole, left_out = supervised_examples(rows, 7, "bfd")
-    assert left_out == 0 and [(example.tokens.tolist(), example.prompt_length) for example in whole] == [
-        ([10, 11, 12, 13, 14, 15, 16], 3), ([20, 21], 1)
-    ]  # fmt: skip
-
-
-def test_pieces_without_a_token_to_predict_are_left_out_and_counted() -> None:
-    rows = [((10, 11, 12), (13, 14, 15, 16)), ((20,), (21,))]
-    wrapped, left_out = supervised_examples(rows, 3, "wrapped")
-    # 10-12 is prompt alone | 13-15 | 16 alone, 20-21.
-    assert left_out == 2 and [(example.tokens.tolist(), example.loss_tokens) for example in wrapped] == [([13, 14, 15], 2), ([20, 21], 1)]
-    with pytest.raises(ValueError, match=r"none of the 2 pieces of 1 supervised rows has a token to predict; raise learner.max_tokens_per_gpu = 3"):
-        supervised_examples([((1, 2, 3), (4,))], 3, "bfd_split")
-    with pytest.raises(ValueError, match=r"row 0 has 7 tokens, above the capacity of 3.*packing_strategy: bfd_split"):
-        supervised_examples(rows, 3, "bfd")

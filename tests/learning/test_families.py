@@ -3,7 +3,7 @@ attention never allocates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,15 @@ LOSSES: dict[str, dict[str, Any] | None] = {
 }
 
 
+WIDE = {"initializer_range": 0.2}
+"""Weights ten times as wide as usual: attention that chooses, so that a leak or a wrong position is far above rounding."""
+
+
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, llama_model: Path) -> dict[str, Path]:
-    biased = save_llama(tmp_path_factory.mktemp("biased"), attention_bias=True, mlp_bias=True)
-    return {"qwen3": tiny_model, "llama": llama_model, "llama with biases": biased}
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, save_qwen3: Callable[..., Path]) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("families")
+    biased = save_llama(folder / "biased", attention_bias=True, mlp_bias=True, **WIDE)
+    return {"qwen3": save_qwen3(folder / "qwen3", tied=True, **WIDE), "llama": save_llama(folder / "llama", **WIDE), "llama with biases": biased}
 
 
 @cache
@@ -142,6 +147,14 @@ PLANS = {
 }
 
 
+def off(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
+    """Largest difference of a parameter's gradient, relative to the largest element that it should have."""
+    assert found is not None and wanted is not None
+    largest = float(wanted.abs().max())
+    assert largest > 0, "a gradient that is 0 everywhere proves nothing"
+    return float((found - wanted).abs().max()) / largest
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradient_are_those_of_one_trajectory_at_a_time(checkpoints: dict[str, Path], family: str, loss: str) -> None:
@@ -153,14 +166,12 @@ def test_loss_and_gradient_are_those_of_one_trajectory_at_a_time(checkpoints: di
     weights = [float(draw.uniform(0.5, 1.5)) / sum(row.loss_tokens for row in examples) for row in examples]
     expected = one_by_one(plain, examples, weights, algorithm)
     wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert max(float(gradient.abs().max()) for gradient in wanted.values() if gradient is not None) > 1e-3
     for name, plan in PLANS.items():
         policy.zero_grad(set_to_none=True)
         found = packed(policy, examples, weights, algorithm, plan([len(row.tokens) for row in examples]))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: loss: {text}")
         for parameter_name, parameter in policy.model.named_parameters():
-            label = f"{name}: {parameter_name}"
-            torch.testing.assert_close(parameter.grad, wanted[parameter_name], atol=1e-5, rtol=1e-5, msg=lambda text, label=label: f"{label}: {text}")
+            assert off(parameter.grad, wanted[parameter_name]) <= 1e-5, f"{name}: {parameter_name}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -193,16 +193,16 @@ def learned(rank: int, world_size: int, configs: list[Config]) -> list[dict[str,
     for config in configs:
         learner = LearnerRank(rank, config, "run", 1)
         learner.start("127.0.0.1", 0)
-        metrics = [learner.step([groups_to_table([recorded_group(step * 8 + number)]) for number in range(8)])[0] for step in range(STEPS)]
-        skipped, said = learner.step([groups_to_table([recorded_group(60 + number, poison=number == 0)]) for number in range(4)])
+        metrics = [learner.step([groups_to_table([recorded_group(step * 8 + number)]) for number in range(8)]).metrics for step in range(STEPS)]
+        skipped = learner.step([groups_to_table([recorded_group(60 + number, poison=number == 0)]) for number in range(4)])
         parameters = list(learner.parameters.values())
         with deepspeed.zero.GatheredParameters(parameters):
             whole = {name: parameter.detach().numpy().copy() for name, parameter in learner.parameters.items()}
         found.append(
             {
                 "metrics": metrics,
-                "skipped": skipped,
-                "said": said,
+                "skipped": skipped.metrics,
+                "said": skipped.note,
                 "parameters": whole,
                 "logprobs": learner.logprobs([LONG, ((5, 6, 7), (8, 9)), ((10,), (11, 12, 13))], 0.8),
                 "exact_match": learner.exact_match([((5, 6, 7), (token,)) for token in range(VOCABULARY)]),

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from asyncrl.learning.attention import Segments, register_attention, segment_attention
-from asyncrl.learning.batches import Example, micro_batch
+from asyncrl.learning.batches import Example, micro_batch, token_example
 from asyncrl.learning.isolation import check_isolation
 from asyncrl.learning.policy import Policy, load_policy
-from asyncrl.learning.supported import refusal
+from asyncrl.learning.supported import refusal, uniform_rope_tokens
 
 SIZES = {
     "vocab_size": 50,
@@ -86,6 +86,42 @@ def test_common_models_are_not_refused(model_type: str) -> None:
 def test_a_config_is_refused_with_model_reason_and_way_out(config: dict[str, Any], reason: str) -> None:
     message = refusal(config)
     assert message is not None and re.search(reason, message) and WAY_OUT in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"model_type": "phi3", "max_position_embeddings": 99, "original_max_position_embeddings": 10, "rope_scaling": {"type": "longrope"}}, 10),
+        ({"model_type": "phi3", "max_position_embeddings": 9999, "rope_scaling": {"type": "su"}}, 4096),
+        ({"max_position_embeddings": 99, "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 11}}, 11),
+        ({"max_position_embeddings": 99, "rope_parameters": {"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 12}}}, 12),
+        ({"max_position_embeddings": 99, "rope_parameters": {"rope_type": "longrope"}}, 99),
+        ({"max_position_embeddings": 99, "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 12}}, None),
+        ({"max_position_embeddings": 99, "rope_scaling": None}, None),
+    ],
+)
+def test_long_rope_is_known_under_every_name(config: dict[str, Any], tokens: int | None) -> None:
+    assert uniform_rope_tokens(config) == tokens == uniform_rope_tokens({"text_config": config})
+
+
+def test_long_rope_changes_a_short_trajectory_behind_a_long_one() -> None:
+    """What `uniform_rope_tokens` is for: the shorter one's log-probs are its own only while all stay within the short frequencies."""
+    torch.manual_seed(0)
+    factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    config = Phi3Config(
+        **SIZES, original_max_position_embeddings=16, rope_parameters=factors, pad_token_id=0, initializer_range=0.2, attn_implementation=register_attention()
+    )  # fmt: skip
+    policy = Policy(Phi3ForCausalLM(config), 1.0)
+    bound = uniform_rope_tokens(config.to_dict())
+    assert bound == 16
+
+    def of_the_short_one(longest: int) -> torch.Tensor:
+        rows = [token_example((range(3, 6), range(6, 3 + length))) for length in (longest, 12)]
+        with torch.no_grad():
+            return policy(micro_batch(rows, [0, 1], "cpu"))[0][-9:]
+
+    torch.testing.assert_close(of_the_short_one(bound), of_the_short_one(bound - 3), atol=1e-5, rtol=0)
+    assert float((of_the_short_one(bound + 2) - of_the_short_one(bound)).abs().max()) > 1e-2
 
 
 def test_a_checkpoint_is_refused_as_it_is_loaded(tmp_path: Path) -> None:

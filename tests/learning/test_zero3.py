@@ -32,10 +32,14 @@ TINY_RATE, TINY_STEPS = 1.6e-5, 25
 
 def test_settings_say_what_is_offloaded_and_that_gradients_add_up_in_fp32() -> None:
     plain = zero3.settings(LearnerConfig(bf16=True))
-    assert plain["data_types"] == {"grad_accum_dtype": "fp32"} and not [name for name in plain["zero_optimization"] if name.startswith("offload")]
+    assert plain["data_types"] == {"grad_accum_dtype": "fp32"} and plain["communication_data_type"] == "fp32"
+    assert not [name for name in plain["zero_optimization"] if name.startswith("offload")]
     for device in ("cpu", "cuda"):
         chosen = zero3.settings(LearnerConfig(device=device, offload_optimizer="cpu", offload_param="cpu"))["zero_optimization"]
         assert chosen["offload_optimizer"] == chosen["offload_param"] == {"device": "cpu", "pin_memory": device == "cuda"}
+        assert chosen["stage3_param_persistence_threshold"] == 4_096, "what is never released would never go back to the host"
+    kept = {size: zero3.settings(LearnerConfig(world_size=size))["zero_optimization"]["stage3_param_persistence_threshold"] for size in (1, 2)}
+    assert kept == {1: zero3.EVERYTHING, 2: 4_096}
     assert "offload_param" not in zero3.settings(LearnerConfig(offload_optimizer="cpu"))["zero_optimization"]
 
 
@@ -58,6 +62,7 @@ def test_gradients_are_the_same_to_one_in_a_million(found: list[dict[str, Simple
 def test_a_bad_step_is_skipped_before_the_engines_step_and_leaves_nothing(found: list[dict[str, SimpleNamespace]], variant: str) -> None:
     for rank in found:
         seen = rank[variant]
+        assert seen.summed_in == torch.float32, "gradients of all ranks"
         assert seen.skipped == {"nonfinite_loss": (0.0, 0), "nonfinite_gradient": (0.0, 0)}, "(applied, calls of the engine's step)"
         assert seen.unchanged
         assert seen.after_skip == pytest.approx(seen.after_restore, rel=1e-6) and seen.after_restore[0] > 0.01
@@ -96,7 +101,7 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
     learner = rank_module.LearnerRank(rank, config, "run", 1)
     learner.engine, learner.sharded = zero3.start_engine(str(path), config.learner, 1.0)
     learner.parameters = dict(zero3.policy_of(learner.engine).model.named_parameters())
-    seen = SimpleNamespace()
+    seen = SimpleNamespace(summed_in=learner.engine.optimizer.communication_data_type)
 
     taken: list[torch.Tensor] = []
     finite, step, calls = zero3.gradients_finite, learner.engine.step, []

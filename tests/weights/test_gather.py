@@ -1,4 +1,4 @@
-"""Memory of the gather: a random model of over 200 MB, buckets of at most an eighth of it."""
+"""Memory of the gather: random models of over 150 MB, buckets of at most an eighth of them or as large as their largest parameter."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import ray
 
 from asyncrl.config import Config
 from asyncrl.learning.group import rank_environment
+from asyncrl.weights.layout import ITEM_BYTES
 
 BUCKET_BYTES = 24 << 20
 
@@ -28,6 +29,20 @@ class Gatherer:
 
     def start(self, port: int) -> None:
         self.rank.start("127.0.0.1", port)
+
+    def greedy(self) -> None:
+        """From now on every parameter is gathered before the first bucket is filled, as nobody should."""
+        import deepspeed
+
+        import asyncrl.learning.rank as rank_module
+
+        bounded = rank_module.gather_buckets
+
+        def all_at_once(parameters: dict[str, Any], *arguments: Any) -> None:
+            with deepspeed.zero.GatheredParameters(list(parameters.values())):
+                bounded(parameters, *arguments)
+
+        rank_module.gather_buckets = all_at_once
 
     def rise(self, version: int) -> tuple[int, int]:
         """(highest rise of private memory, bytes published) over one gather."""
@@ -53,30 +68,38 @@ def private_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-@pytest.fixture(scope="module")
-def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 of 54 M parameters, the largest of them well below a bucket."""
+def save_model(path: Path, vocabulary: int) -> Path:
+    """A Qwen3 of 54 M parameters and 640 for each token of the vocabulary."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    path = tmp_path_factory.mktemp("large_qwen3")
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=1000, hidden_size=640, intermediate_size=2560, num_hidden_layers=8, num_attention_heads=8,
+        vocab_size=vocabulary, hidden_size=640, intermediate_size=2560, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=8, head_dim=80, max_position_embeddings=128, tie_word_embeddings=True,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path
 
 
+CASES = {
+    "one rank": (1, "float32", 1000),
+    "two ranks": (2, "float32", 1000),
+    "two ranks, one parameter twice as large as a bucket, published in half of the learner's bytes": (2, "bfloat16", 40_000),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_private_memory_rises_by_at_most_two_buckets(ray_cluster: Any, large_model: Path, world_size: int) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_private_memory_rises_by_at_most_two_buckets(ray_cluster: Any, tmp_path: Path, case: str) -> None:
+    world_size, dtype, vocabulary = CASES[case]
+    bucket = max(BUCKET_BYTES, 640 * vocabulary * ITEM_BYTES[dtype])
+    assert (bucket > 2 * BUCKET_BYTES) == (vocabulary == 40_000)
     config = Config.model_validate(
         {
             "name": "gather-test",
             "max_steps": 1,
-            "model": {"path": str(large_model)},
+            "model": {"path": str(save_model(tmp_path, vocabulary)), "dtype": dtype},
             "data": {"train": "none.parquet", "max_prompt_length": 32},
             "rollout": {"max_completion_length": 32},
             "reward": {"functions": {"none": {"function": "none:none"}}},
@@ -95,9 +118,14 @@ def test_private_memory_rises_by_at_most_two_buckets(ray_cluster: Any, large_mod
         ray.get([rank.rise.remote(1) for rank in ranks], timeout=240)
         rises = ray.get([rank.rise.remote(2) for rank in ranks], timeout=120)
         published = rises[0][1]
-        print(f"private memory rose by {[round(rise / BUCKET_BYTES, 2) for rise, _ in rises]} buckets while {published >> 20} MiB were published")
-        assert published >= 200e6 and published / 8 >= BUCKET_BYTES
-        assert max(rise for rise, _ in rises) <= 2 * BUCKET_BYTES
+        print(f"{case}: private memory rose by {[round(rise / bucket, 2) for rise, _ in rises]} buckets while {published >> 20} MiB were published")
+        assert published >= 150e6 and published / 3 >= bucket
+        assert max(rise for rise, _ in rises) <= 2 * bucket
+        if world_size > 1:
+            ray.get([rank.greedy.remote() for rank in ranks], timeout=60)
+            greedy = ray.get([rank.rise.remote(3) for rank in ranks], timeout=120)
+            print(f"{case}: {[round(rise / bucket, 2) for rise, _ in greedy]} buckets when every parameter is gathered at once")
+            assert max(rise for rise, _ in greedy) > 2 * bucket, "the measurement must see it when somebody gathers more"
     finally:
         for rank in ranks:
             ray.kill(rank)

@@ -1,0 +1,52 @@
+"""A micro-batch that does not fit: what it was made of, and which setting makes it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from asyncrl.config import Config
+from asyncrl.learning.batches import MicroBatch
+
+__all__ = ["LearnerOutOfMemory", "advice", "explained"]
+
+
+class LearnerOutOfMemory(RuntimeError):
+    """A micro-batch did not fit in memory. One line: its tokens, segments and loss tokens, torch's own words, and the setting to change."""
+
+
+@contextmanager
+def explained(batch: MicroBatch, config: Config) -> Iterator[None]:
+    """Whatever is computed on `batch` in here and runs out of memory raises LearnerOutOfMemory in place of torch's error."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not _ran_out(error):
+            raise
+        lengths, tokens = batch.segments.lengths, batch.input_ids.shape[1]
+        said = " ".join(str(error).split())[:160]
+        raise LearnerOutOfMemory(
+            f"out of memory on learner.device: {config.learner.device} with a micro-batch of {tokens} tokens, {len(lengths)} segments, the longest of "
+            f"{max(lengths)}, and {len(batch.targets)} loss tokens; {advice(config, tokens + len(lengths))} ({said})"
+        ) from error
+
+
+def advice(config: Config, tokens: int) -> str:
+    """What to set after a micro-batch of `tokens` tokens ran out of memory: half of it for the cap, if the longest trajectory allows that."""
+    learner, longest = config.learner, config.longest_trajectory
+    # The reference policy shares no rows.
+    least = longest if config.algorithm.has_reference else -(-longest // learner.sequence_parallel_size)
+    held = min(learner.max_tokens_per_gpu, -(-tokens // learner.sequence_parallel_size))
+    if (lower := max(held // 2, least)) < held:
+        return f"set learner.max_tokens_per_gpu: {lower}"
+    bound = f"learner.max_tokens_per_gpu cannot be below {least}, as the longest trajectory has {longest} tokens"
+    if not learner.gradient_checkpointing:
+        return f"{bound}, so set learner.gradient_checkpointing: true"
+    return f"{bound}, so raise learner.sequence_parallel_size above {learner.sequence_parallel_size}, or set a lower data.max_length"
+
+
+def _ran_out(error: Exception) -> bool:
+    """Whether this is torch's error of a device, that of its allocator for host memory, or Python's own."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator: can't allocate memory" in str(error)
