@@ -8,10 +8,11 @@ recorded with generation paused, then both together. Generator processes are pin
 measurements; everything else is unpinned.
 
 learner: what the learner's parts gain, each on its own (`bench_learner.py`: packed rows against padded ones, and what DeepSpeed costs; `bench_packing.py`:
-packing against TRL's; `bench_memory.py`: chunked log-probs and activation checkpointing), one after the other.
+packing against TRL's; `bench_memory.py`: chunked log-probs and activation checkpointing), one after the other. Needs TRL: `pip install 'asyncrl[bench]'`.
 """
 
 import asyncio
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -46,6 +47,9 @@ BAR = 1.25
 def main(arguments: list[str]) -> int:
     """Run the benchmark named first."""
     if arguments == ["learner"]:
+        if importlib.util.find_spec("trl") is None:
+            print("bench: learner compares with TRL, which is not installed; pip install 'asyncrl[bench]'", file=sys.stderr)
+            return 2
         return max(subprocess.run([sys.executable, str(ROOT / "jobs" / f"bench_{part}.py")]).returncode for part in ("learner", "packing", "memory"))
     if not arguments or arguments[0] != "overlap":
         print("usage: python jobs/bench.py overlap [--section.field value …] | learner", file=sys.stderr)

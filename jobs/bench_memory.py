@@ -60,7 +60,22 @@ def _compare(case: str, variants: tuple[str, str], arguments: list[str], sizes: 
     width = f"vocabulary {sizes.vocabulary}" if case == "head" else f"{sizes.layers} layers"
     shape = f"{sizes.tokens} tokens, hidden {sizes.hidden}, {width}"
     print(f"{case:<7}{shape}: {variants[1]} / {variants[0]} = {large / small:.1f}")
+    if case == "head":
+        print(f"{case:<7}{_chunks_text(small, sizes.tokens, sizes.vocabulary, sizes.hidden)}")
     print(f"{case:<7}largest difference, of the largest element: " + ", ".join(f"{name} {value:.1e}" for name, value in differences.items()))
+
+
+def _chunks_text(peak: int, tokens: int, vocabulary: int, hidden: int) -> str:
+    """What the peak of the chunked variant says about the constants of `asyncrl plan`'s estimate."""
+    from asyncrl.algorithms.logprobs import CHUNK_ELEMENTS
+    from asyncrl.learning.estimate import HEAD_GRADIENTS, LIVE_CHUNKS
+
+    head = 4 * vocabulary * hidden
+    chunk = 4 * vocabulary * min(tokens, max(1, CHUNK_ELEMENTS // vocabulary))
+    implied = (peak - HEAD_GRADIENTS * head) / chunk
+    return (
+        f"chunked: {implied:.1f} chunks of logits beside {HEAD_GRADIENTS} gradients of the head's weight; the estimate of `asyncrl plan` counts {LIVE_CHUNKS}"
+    )
 
 
 def _measure(case: str, variant: str, file: str, sizes: argparse.Namespace) -> None:

@@ -68,12 +68,15 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(start_run, shared_memory, t
     assert sum(rewards[-20:]) > 1.5 * sum(rewards[:20])
     assert max(record["check/logprob_max_diff"] for record in finished.records("logprob_check")) <= 1e-4
     assert len(finished.records("logprob_check")) > 3
+    [truncation] = finished.records("truncation")
+    assert truncation["truncation/data.train/used"] == truncation["truncation/data.train/rows"] > 0
     assert [record["version"] for record in finished.records("evaluation")] == [0, 120]
     assert pq.read_table(next((directory / "groups").glob("*.parquet"))).num_rows > 0
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["LATEST", "step_000060", "step_000120"]
     documented = (ROOT / "docs" / "metrics.md").read_text()
     for record in metrics.read_metrics(directory):
         own = [re.sub(r"(reward/|eval/greedy_|eval/sampled_)(digits|unhurried)$", r"\1<name>", name) for name in set(record) - {*metrics.RESERVED}]
+        own = [re.sub("^truncation/[^/]+/", "truncation/<file>/", name) for name in own]
         assert not [name for name in own if f"`{name}`" not in documented], record["event"]
     executions = (directory / "logs" / "attempt_0" / "ray" / "ray-data" / "ray-data.log").read_text()
     registered = set(re.findall(r"Registered dataset logger for dataset (\w+)", executions))  # Ray may do so again as an execution ends

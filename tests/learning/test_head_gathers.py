@@ -1,0 +1,96 @@
+"""How often two ZeRO-3 ranks of very different lengths gather the head: once for a micro-batch in its forward pass and once in its backward pass, in
+however many chunks each of them computes its log-probs. A gather for each chunk would leave the rank with more chunks waiting for the other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_ranks import on_ranks
+from recorded import learner_config
+
+from asyncrl.learning import zero3
+
+VOCABULARY = 128
+"""A head of 8,192 parameters: those of 4,096 and fewer are never released, so they are never gathered either."""
+CHUNK_ROWS = {"chunks": 4, "whole": 1000}
+ROWS = [(tuple(range(3, 6)), tuple(range(10, 70))), ((3,), (4, 5))] * 2
+"""60 targets in 15 chunks, and 2 in one."""
+STEPS = 2
+"""In the first, DeepSpeed learns the order of the modules; from the second on it knows it."""
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_head_is_gathered_once_forward_and_once_backward(tmp_path: Path, save_qwen3: Callable[..., Path], tied: bool) -> None:
+    path = save_qwen3(tmp_path / "model", tied=tied, vocab_size=VOCABULARY)
+    found = on_ranks(2, count_gathers, path)
+    for rank in found:
+        for variant, steps in rank.items():
+            for micro_batches, chunks, gathers in steps:
+                assert gathers == {"forward": micro_batches, "backward": micro_batches}, variant
+                assert (chunks > micro_batches) == (variant == "chunks" and rank is found[0])
+    assert found[0]["chunks"][0][0] == 2 and found[0]["chunks"][0][1] == 30 and found[1]["chunks"][0][1] == 2
+
+
+def count_gathers(rank: int, world_size: int, path: Path) -> dict[str, list[tuple[int, int, dict[str, int]]]]:
+    """Variant → for each step (this rank's micro-batches, chunks of log-probs in their forward passes, gathers of the head by pass)."""
+    from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    import asyncrl.algorithms.logprobs as logprobs_module
+    import asyncrl.learning.policy as policy_module
+    import asyncrl.learning.rank as rank_module
+
+    config = learner_config(path, world_size=world_size, max_tokens=64)
+    learner = rank_module.LearnerRank(rank, config, "run", 1)
+    learner.engine, learner.sharded = zero3.start_engine(str(path), config.learner, 1.0)
+    learner.parameters = dict(zero3.policy_of(learner.engine).model.named_parameters())
+    head = zero3.policy_of(learner.engine).model.get_output_embeddings().weight
+    assert head.ds_numel == VOCABULARY * 64 and not head.ds_persist and head.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    gathers: Counter[str] = Counter()
+    chunks = [0]
+
+    def seen(parameters: Any, kind: str) -> None:
+        gathers[kind] += sum(parameter is head and parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE for parameter in parameters)
+
+    fetch, gather, plan = Coordinator._PartitionedParameterCoordinator__all_gather_params_, Init._all_gather, learner._plan
+
+    def fetch_seen(self: Any, parameters: Any, forward: bool, quantize: bool = False) -> Any:
+        seen(parameters, "forward" if forward else "backward")
+        return fetch(self, parameters, forward, quantize)
+
+    def gather_seen(self: Any, parameters: Any, *arguments: Any, **settings: Any) -> Any:
+        seen(parameters, "by its use")
+        return gather(self, parameters, *arguments, **settings)
+
+    def long_rows_on_rank_0(examples: Any) -> Any:
+        packing = plan(examples)
+        lengths = [len(example.tokens) for example in examples]
+        longest = tuple((index,) for index in range(len(lengths)) if lengths[index] > 10)
+        shortest = tuple((index,) for index in range(len(lengths)) if lengths[index] <= 10)
+        return type(packing)((longest, shortest), packing.fill, packing.imbalance)
+
+    chunk = logprobs_module._chunk
+
+    def chunk_seen(*arguments: Any) -> Any:
+        chunks[0] += torch._C._current_graph_task_id() == -1  # not again in the backward pass
+        return chunk(*arguments)
+
+    Coordinator._PartitionedParameterCoordinator__all_gather_params_, Init._all_gather = fetch_seen, gather_seen
+    logprobs_module._chunk, learner._plan = chunk_seen, long_rows_on_rank_0
+    found: dict[str, list[tuple[int, int, dict[str, int]]]] = {}
+    for variant, rows in CHUNK_ROWS.items():
+        policy_module.token_logprobs = partial(logprobs_module.token_logprobs, chunk_elements=rows * VOCABULARY)
+        found[variant] = []
+        for _ in range(STEPS):
+            gathers.clear()
+            chunks[0] = 0
+            metrics = learner.supervised_step(ROWS)
+            assert metrics["applied"]
+            found[variant].append((int(metrics["micro_batches"]) // world_size, chunks[0], {kind: count for kind, count in gathers.items() if count}))
+    return found
