@@ -6,8 +6,9 @@ padded: transformers and torch alone, as a plain training loop has it: rows in t
 attention mask, logits of the whole micro-batch. packed: our policy and our packing in the same plain loop. learner: the learner's own rank, DeepSpeed
 ZeRO-3 at world size 1. Rows have lognormal lengths (median 64, at most 768, seeded). A step is one pass over all rows with one AdamW step at its end.
 
-Every measurement is a process of its own: a step on a few rows, which warms it up, and one that is timed, both at learning rate 0. A few rows tell for each variant whether one thread or two is the faster. Then the variants take turns, and the fastest step of each counts. Their
-losses must be the same to 1e-4.
+Every measurement is a process of its own: a step on a few rows, which warms it up, and one that is timed, both at learning rate 0. A few rows tell for
+each variant whether one thread or two is the faster. Then the variants take turns, and the fastest step of each counts. Their losses must be the same to
+1e-4.
 """
 
 import argparse
