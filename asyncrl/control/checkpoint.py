@@ -150,10 +150,11 @@ class Checkpoints:
             if marked and marked != str(_checksum_of_text(text)):
                 raise UnreadableCheckpoint(f"checkpoint {path} is damaged: MANIFEST is not what was committed")
             manifest = json.loads(text)
+            listed = {name: _inside(path, name) for name in manifest}
             if unlisted := sorted(set(_files(path)) - set(manifest) - {"MANIFEST", "COMMITTED"}):
                 raise UnreadableCheckpoint(f"checkpoint {path} has files that its MANIFEST does not list, first {unlisted[0]}; remove what we did not write")
             for name, expected in manifest.items():
-                if _size_and_checksum(_inside(path, name)) != expected:
+                if _size_and_checksum(listed[name]) != expected:
                     raise UnreadableCheckpoint(f"checkpoint {path} is damaged: {name} is not what its MANIFEST says")
             tree = json.loads((path / "state.json").read_text())
             lists = {"finished_above": tuple(tree["finished_above"]), "evaluations_due": tuple(tree.get("evaluations_due", ()))}
