@@ -65,7 +65,8 @@ def test_packed_equals_unpacked(family: str, tied: bool) -> None:
     (expected * weights).sum().backward()
     for (name, one), (_, other) in zip(packed.named_parameters(), plain.named_parameters(), strict=True):
         assert one.grad is not None and other.grad is not None, name
-        torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-5, msg=name)
+        # Of the largest element: the loss is a sum over the tokens, and gradients of tens are rounded to about 1e-6 of that.
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-5 * float(other.grad.abs().max()), rtol=0, msg=name)
 
 
 def test_sliding_window() -> None:
