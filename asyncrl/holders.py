@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import ray
 from ray._private.worker import get_dashboard_url
 from ray.util.state import list_actors, list_nodes, list_placement_groups, list_tasks
 
@@ -28,6 +29,9 @@ def holders_by_node() -> tuple[dict[str, tuple[Holder, ...]], str]:
     options: dict[str, Any] = {"address": address, "limit": MOST, "timeout": LIST_TIMEOUT_S, "raise_on_missing_output": False}
     try:
         names = {node.node_id: f"{node.node_ip} ({node.node_id[:6]})" for node in list_nodes(**options)}
+        if ray.get_runtime_context().get_node_id() not in names:
+            # A head without a dashboard names the default port all the same, where another cluster's may listen.
+            return {}, f"what answers at {address} is another cluster's dashboard"
         groups = list_placement_groups(**options, detail=True, filters=[("state", "=", "CREATED")])
         living = list_actors(**options, detail=True, filters=[("state", "=", "ALIVE")])
         running = list_tasks(**options, detail=True, filters=[("state", "=", "RUNNING")])
