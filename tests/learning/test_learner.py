@@ -142,7 +142,7 @@ def test_save_load_continue_equals_uninterrupted(one: LearnerGroup, two: Learner
 
 
 def test_a_checkpoint_that_cannot_be_used_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no counters.json; name a complete checkpoint"):
+    with pytest.raises(ValueError, match=r"has no counters\.json; name a complete checkpoint"):
         load_rank(None, tmp_path, 0, 1)
     (tmp_path / "counters.json").write_text('{"world_size": 2}')
     with pytest.raises(ValueError, match="written by 2 ranks"):
