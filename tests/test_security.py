@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ import pytest
 import yaml
 
 from asyncrl.config import Config, ConfigError, load_config
-from asyncrl.control.checkpoint import State
 from asyncrl.directory import RunDirectory
 from asyncrl.observe.metrics import MetricsWriter, read_metrics
 from asyncrl.observe.progress import Progress, ProgressView
 from asyncrl.reading import open_run
 from asyncrl.redact import RedactingFormatter, redact, redact_tree, shown
+from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
 ROOT = Path(__file__).parents[1]
 SECRET = "tr0ub4dor-and-3"
@@ -176,15 +177,17 @@ def test_no_call_that_runs_what_it_reads(path: Path) -> None:
 # Checkpoints: our own shards, after the manifest check
 
 
-async def save(directory: Path) -> None:
-    (directory / "zero3").mkdir()
-    (directory / "zero3" / "mp_rank_00_model_states.pt").write_bytes(b"ours")
+class Learner(FakeLearner):
+    async def save(self, directory: Path) -> None:
+        (directory / "zero3").mkdir()
+        (directory / "zero3" / "mp_rank_00_model_states.pt").write_bytes(b"ours")
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     with RunDirectory(config(tmp_path)) as directory:
-        return asyncio.run(directory.checkpoints.write(State("id", 0, 2, 2, 8, ()), save))
+        state = replace(directory.state, version=2, steps_attempted=2, frontier=8)
+        return asyncio.run(directory.checkpoints.write(state, [], Learner(1), FakeScores(FakeRollouts())))
 
 
 def refused_resume(root: Path, text: str) -> None:
@@ -216,6 +219,7 @@ def test_a_shard_behind_a_link_is_never_loaded(tmp_path: Path, checkpoint: Path)
 def test_a_rank_file_that_runs_code_is_refused(tmp_path: Path, marker: Path) -> None:
     from asyncrl.learning.checkpoint import load_rank
 
+    (tmp_path / "counters.json").write_text('{"world_size": 1}')
     (tmp_path / "rank_0.pt").write_bytes(pickle.dumps(Touch(marker)))
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
         load_rank(None, tmp_path, 0, 1)
