@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
-from dataclasses import replace
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -88,12 +88,14 @@ class Learner(FakeLearner):
         (directory / "counters.json").write_text(json.dumps({"trained_tokens": self.trained_tokens}))
 
 
+async def at_once(function, *arguments):
+    """In place of `asyncio.to_thread`: a virtual clock does not see threads."""
+    return function(*arguments)
+
+
 @pytest.fixture
 def no_threads(monkeypatch):
-    async def at_once(function, *arguments):
-        return function(*arguments)
-
-    monkeypatch.setattr(asyncio, "to_thread", at_once)  # a virtual clock does not see threads
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
 
 
 def attempt(root, steps, after, graceful=True, **changes):
@@ -112,18 +114,14 @@ def attempt(root, steps, after, graceful=True, **changes):
             restored = asyncio.run(scores.load(directory.checkpoint / "buffer.parquet")) if state.waiting else []
         prompts = FakePrompts(state.frontier, [*state.finished_above, *(ordinal for _, ordinal in state.waiting)])
         parts = Parts(prompts, rollouts, scores, learner, FakeWeightSync(), recorder, directory.checkpoints)
-        schedule = Schedule(steps, Staleness(MAX_STALENESS, GROUPS), checkpoint_every=3)
+        bound = changes.get("staleness", {}).get("max_staleness", MAX_STALENESS)
+        schedule = Schedule(steps, Staleness(bound, GROUPS), checkpoint_every=3)
         coordinator = Coordinator(parts, schedule, state, restored)
-        if not graceful:
-            recorder.fates = lambda *_: None if coordinator.parts.recorder is None else Recorder.fates(recorder, *_)
 
         async def bounded():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(after):
-                    try:
-                        await coordinator.run()
-                    except asyncio.CancelledError:
-                        raise
+                    await coordinator.run()
             return coordinator.progress.version
 
         async def killed():
@@ -138,12 +136,24 @@ def attempt(root, steps, after, graceful=True, **changes):
             return runner.run(bounded() if graceful else killed())
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A run of 24 steps that was interrupted twice and killed three times."""
+    root = tmp_path_factory.mktemp("audited")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "to_thread", at_once)
+        for after, graceful in ((4.0, True), (6.5, False), (2.0, False), (5.0, True), (5.1, False)):
+            assert attempt(root, 24, after, graceful) < 24
+        assert attempt(root, 24, None) == 24
+    return root / "run"
+
+
 @pytest.fixture
-def run(tmp_path, no_threads):
-    """A run of 30 steps that was interrupted twice and killed three times."""
-    for after, graceful in ((4.0, True), (6.5, False), (2.0, False), (7.7, True), (5.1, False)):
-        assert attempt(tmp_path, 30, after, graceful) < 30
-    assert attempt(tmp_path, 30, None) == 30
+def run(whole_run, tmp_path):
+    """A copy of it, to be spoilt."""
+    shutil.copytree(whole_run, tmp_path / "run")
+    config_file = tmp_path / "run" / "config.yaml"
+    config_file.write_text(config_file.read_text().replace(str(whole_run.parent), str(tmp_path)))
     return tmp_path / "run"
 
 
@@ -155,7 +165,7 @@ def test_a_run_that_was_killed_and_resumed_passes(run, capsys):
     checks = said(run)
     assert all(check.passed for check in checks.values()), audit_text(list(checks.values()))
     accounted = checks["every admitted group is accounted for"].said
-    assert "120 trained" in accounted and "abandoned by a restart" in accounted
+    assert "96 trained" in accounted and "abandoned by a restart" in accounted
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run)])
     assert ended.value.code == 0 and capsys.readouterr().out.count("pass  ") == 9
@@ -167,15 +177,15 @@ def test_a_run_just_killed_passes_as_well(tmp_path, no_threads):
     assert "waiting" in said(tmp_path / "run")["every admitted group is accounted for"].said
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_killed_at_any_moments(tmp_path, no_threads, seed):
     random_ = random.Random(seed)
     for _ in range(6):
-        if attempt(tmp_path, 30, random_.uniform(0, 9), random_.random() < 0.3) == 30:
+        if attempt(tmp_path, 15, random_.uniform(0, 5), random_.random() < 0.3) == 15:
             break
         checks = said(tmp_path / "run").values()
         assert all(check.passed for check in checks), audit_text(list(checks))
-    assert attempt(tmp_path, 30, None) == 30
+    assert attempt(tmp_path, 15, None) == 15
     checks = said(tmp_path / "run").values()
     assert all(check.passed for check in checks), audit_text(list(checks))
 
@@ -212,11 +222,12 @@ def test_a_group_lost_without_a_trace(run):
 
 
 def test_an_ordinal_trained_twice(run):
-    one, other = surviving_trained(run)[-2:]
-    change(run, "fates", lambda rows: [{**row, "ordinal": one["ordinal"]} if row["ordinal"] == other["ordinal"] else row for row in rows])
-    change(run, "fates", lambda rows: [{**row, "attempt": 0} if row == one else row for row in rows])
+    last = len(json.loads((run / "run.json").read_text())["attempts"]) - 1
+    one = next(fate for fate in surviving_trained(run) if fate["attempt"] < last)
+    again = {**one, "attempt": last, "ended_in": last}
+    change(run, "fates", lambda rows: [*rows, again] if any(row["ended_in"] == last for row in rows) else rows)
     checks = said(run)
-    assert not checks["each ordinal has one outcome"].passed or not checks["no gap below the frontier"].passed
+    assert not checks["each ordinal has one outcome"].passed and not checks["trained ordinals are distinct"].passed
 
 
 def test_a_trajectory_beyond_the_bound(run):
@@ -288,6 +299,7 @@ def test_a_run_without_a_record_is_refused(tmp_path, capsys, no_threads):
 
 
 def test_a_smaller_bound_on_resume(tmp_path, no_threads):
-    attempt(tmp_path, 30, 5.0)
-    assert attempt(tmp_path, 30, None, staleness={"max_staleness": 1}) == 30
-    assert replace  # the state is the checkpoint's; only the bound has changed
+    attempt(tmp_path, 12, 3.0)
+    assert attempt(tmp_path, 12, None, staleness={"max_staleness": 1}) == 12
+    checks = list(said(tmp_path / "run").values())
+    assert all(check.passed for check in checks), audit_text(checks)
