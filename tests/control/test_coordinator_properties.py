@@ -25,7 +25,7 @@ from asyncrl.testing import (
     VirtualTimeLoop,
 )
 
-EXAMPLES = 3000
+EXAMPLES = 2000
 NEVER = 1e9
 MOST_RUNNING = 6
 FOR_EVER = 1e5

@@ -3,10 +3,6 @@
 import time
 
 
-def raises(prompts, completions, completion_ids, **columns):
-    raise ValueError("no such answer")
-
-
 def hangs(prompts, completions, completion_ids, **columns):
     time.sleep(3600)
 

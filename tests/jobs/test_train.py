@@ -143,15 +143,11 @@ def test_a_signal_stops_the_run_cleanly(start_run, shared_memory, tmp_path, phas
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [("raises", "no such answer"), ("hangs", "killed after reward.deadline_s = 2")],
-)
-def test_a_bad_reward_ends_the_run_with_its_name(start_run, function, message):
-    run = start_run({"reward.functions": {"bad": {"function": f"rewards_for_runs:{function}"}}, "reward.deadline_s": 2, "eval": {}})
+def test_a_bad_reward_ends_the_run_with_its_name(start_run):
+    run = start_run({"reward.functions": {"bad": {"function": "rewards_for_runs:hangs"}}, "reward.deadline_s": 2, "eval": {}})
     assert run.wait() == 1
     last = run.output.split("\nasyncrl: ")[1]
-    assert f"rewards_for_runs:{function}" in last.splitlines()[0] and re.search(message, last.splitlines()[0]), run.output
+    assert "rewards_for_runs:hangs" in last.splitlines()[0] and "killed after reward.deadline_s = 2" in last.splitlines()[0], run.output
     assert run.gone() == []
 
 

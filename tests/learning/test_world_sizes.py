@@ -48,8 +48,7 @@ def trained(config: Config, run: Run) -> tuple[list[float], np.ndarray]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("optimizer", "learning_rate"), [("sgd", 0.1), ("adamw", 1e-3)])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize(("family", "optimizer", "learning_rate"), [("qwen3", "sgd", 0.1), ("llama", "adamw", 1e-3)])
 def test_one_rank_and_two_agree_over_twenty_steps(
     ray_cluster: Any, run: Run, model_path: Path, llama_model: Path, family: str, optimizer: str, learning_rate: float
 ) -> None:
