@@ -1,4 +1,4 @@
-"""Rewards for whole runs: three that break their contract, one that can be learnt, and one that takes its time."""
+"""Rewards for whole runs: one that hangs, one that can be learnt, and one that takes its time."""
 
 import time
 
