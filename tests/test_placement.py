@@ -66,10 +66,11 @@ def test_room_that_others_hold_is_waited_for_and_then_refused(ray_cluster, holde
     free = ray_cluster.available_resources()["CPU"]
     told = []
     holder(free - 0.5)
-    with pytest.raises(PlacementError, match=r"after placement_timeout_s = 1 s \(CPU: 1\.2 needed, 0\.5 free.*\); free some, or wait longer\n") as error:
+    with pytest.raises(PlacementError, match=r"after placement_timeout_s = 1 s \(CPU: 1\.2 needed, 0\.\d+ free.*\); free some, or wait longer\n") as error:
         asyncio.run(wait_for_room(config(placement_timeout_s=1), tell=told.append))
     assert "who holds the rest is not known: this cluster has no dashboard" in str(error.value)
-    assert told[0].startswith("waiting up to 1 s for room on the cluster: CPU: 1.2 needed, 0.5 free")
+    # Processes of earlier tests may give back theirs meanwhile.
+    assert re.match(r"waiting up to 1 s for room on the cluster: CPU: 1\.2 needed, 0\.\d+ free", told[0])
 
 
 @pytest.mark.timeout(120)
