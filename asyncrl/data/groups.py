@@ -7,10 +7,19 @@ from typing import Any
 
 import pyarrow as pa
 import ray
+import ray.exceptions
 
+from asyncrl.control.protocols import PartDied
 from asyncrl.types import table_from_ipc
 
-__all__ = ["groups_at"]
+__all__ = ["broken_stream", "groups_at"]
+
+DEATHS = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError)
+
+
+def broken_stream(name: str, error: BaseException) -> RuntimeError:
+    """What to raise for a stream that broke: PartDied if a process died; an error of the code would only come again in a new attempt."""
+    return (PartDied if isinstance(error, DEATHS) else RuntimeError)(f"the {name} stream broke: {type(error).__name__}: {error}")
 
 
 def groups_at(references: Sequence[Any]) -> list[pa.Table]:

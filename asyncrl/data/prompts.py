@@ -22,7 +22,7 @@ import pyarrow.json
 import pyarrow.parquet
 
 from asyncrl.config import Config, ConfigError
-from asyncrl.control.protocols import PartDied
+from asyncrl.data.groups import broken_stream
 from asyncrl.data.truncation import Limit, Limits, TooLong, Truncated, TruncationReport, truncate
 from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TRAJECTORY_COLUMNS, Prompt
 
@@ -319,7 +319,7 @@ class RayPromptSource:
         self._thread.start()
 
     async def next(self) -> Prompt:
-        """The next prompt in ordinal order. Raises PartDied if the stream broke."""
+        """The next prompt in ordinal order. Raises RuntimeError if the stream broke, PartDied if a process died."""
         item: Prompt | BaseException | None
         while True:
             try:
@@ -327,7 +327,7 @@ class RayPromptSource:
             except queue.Empty:
                 item = await asyncio.to_thread(self._get_within, 1.0)
             if isinstance(item, BaseException):
-                raise PartDied(f"the prompt stream broke: {item}") from item
+                raise broken_stream("prompt", item) from item
             if item is not None:
                 return item
 

@@ -25,8 +25,8 @@ import ray
 import ray.exceptions
 
 from asyncrl.config import Config
-from asyncrl.control.protocols import PartDied, Rollouts, Scored
-from asyncrl.data.groups import groups_at
+from asyncrl.control.protocols import Rollouts, Scored
+from asyncrl.data.groups import broken_stream, groups_at
 from asyncrl.data.stream import stream_blocks
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact, write_groups
@@ -88,14 +88,14 @@ class RayScores:
 
         Raises:
             RewardError: policy `fail`, and a reward failed.
-            PartDied: the execution broke.
+            RuntimeError: the execution broke; PartDied if a process died.
         """
         while True:
             items = await self._safe.get()
             if isinstance(items, RewardError):
                 raise items
             if isinstance(items, BaseException):
-                raise PartDied(f"the scoring stream broke: {type(items).__name__}: {items}") from items
+                raise broken_stream("scoring", items) from items
             if copies := [ordinal for ordinal, group in items if group is None]:
                 await self._rollouts.ack(copies)
             if scored := [group for _, group in items if group is not None]:
