@@ -142,19 +142,19 @@ def test_update_in_flight(ray_cluster: Any, generators: Any, sync: ServeWeightSy
         first, second = generators.next_version(), generators.next_version()
         await sync.push(publish(disturb(model, seed=3), version=first))
         generate = ServeGenerate(generators.handle)
-        before = await generated()
         updated = asyncio.Event()
+        spread = [asyncio.Event() for _ in range(16)]
 
-        async def keep_generating(prompt: Any) -> list[Any]:
-            """Until the update is over, so that it finds completions in flight on a fast machine, too."""
-            completions: list[Any] = []
+        async def keep_generating(prompt: Any, index: int) -> list[Any]:
+            """Until the update is over, after a first answer of another length for each: in step, they might all be at their first token when it comes."""
+            completions = (await generate.generate(request(prompt, n=8, max_tokens=12 * (index + 1)))).completions
+            spread[index].set()
             while not updated.is_set():
-                completions += (await generate.generate(request(prompt, n=8, max_tokens=200))).completions
-            return completions
+                completions = [*completions, *(await generate.generate(request(prompt, n=8, max_tokens=200))).completions]
+            return list(completions)
 
-        running = [asyncio.create_task(keep_generating(prompt)) for prompt in prompts(16)]
-        while await generated() < before + 128 * 5:
-            pass
+        running = [asyncio.create_task(keep_generating(prompt, index)) for index, prompt in enumerate(prompts(16))]
+        await asyncio.gather(*(event.wait() for event in spread))
         manifest, gate = held_back(ray_cluster, publish(disturb(model, seed=4), version=second))
         push = asyncio.create_task(sync.push(manifest))
         before = await generated()
