@@ -60,7 +60,9 @@ def run(command: str, path: str, overrides: list[str], on_cluster: bool = False)
         config = load_config(path, overrides)
         if command == "plan":
             from asyncrl.plan import make_plan
+            from asyncrl.snapshot import resolve_models
 
+            config = resolve_models(config)
             plan = make_plan(config)
             print(plan.text(), flush=True)
             if on_cluster:

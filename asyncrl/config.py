@@ -18,7 +18,7 @@ from asyncrl.names import explain_unknown
 from asyncrl.redact import redact_tree
 from asyncrl.rules import check_rules
 
-__all__ = ["TASK_CPUS", "Config", "ConfigError", "load_config"]
+__all__ = ["TASK_CPUS", "Config", "ConfigError", "is_hub_name", "load_config"]
 
 TASK_CPUS = 0.1
 """Logical CPUs that one rollout worker, and one task of a Ray Data stream, declares to Ray. Ray Data's default of 1 would starve a machine of
@@ -36,6 +36,9 @@ PATHS = (
     ("checkpoint", "load"),
 )
 """Settings that are paths. They may begin with `{runs_root}`, and are made absolute."""
+MODELS = PATHS[:2]
+"""Those that may name a model on the hub instead."""
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 class ConfigError(ValueError):
@@ -50,9 +53,17 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str
-    """Hugging Face checkpoint directory: config, safetensors and tokenizer. Read by learner and generators alike. `{runs_root}` in it is replaced."""
+    """Hugging Face checkpoint directory: config, safetensors and tokenizer. Read by learner and generators alike. `{runs_root}` in it is replaced.
+    Or `owner/name` of a model on the hub, which is fetched once per node."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub. Default: the main branch as it is when the run starts."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that the generators hold, and in which versions are published."""
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether `path` names a model on the hub."""
+        return is_hub_name(self.path)
 
 
 class DataConfig(Section):
@@ -328,7 +339,7 @@ class AlgorithmConfig(Section):
     """With l = log π_ref / π: -l, l²/2, e^l - 1 - l, or that and at most 10. In the loss, each token counts π_learner / π_behaviour times, at most
     correction.cap."""
     ref_load: str | None = None
-    """Hugging Face checkpoint directory of the reference policy, frozen. Default: model.path. `{runs_root}` in it is replaced."""
+    """Hugging Face checkpoint directory of the reference policy, or its name on the hub; frozen. Default: model.path. `{runs_root}` in it is replaced."""
     ref_num_cpus: float = Field(default=0.2, ge=0)
     """Logical CPUs that the reference's process declares to Ray."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -521,6 +532,8 @@ class Config(Section):
             fields = located.get(section)
             if isinstance(fields, dict) and isinstance(fields.get(name), str):
                 path = fields[name].replace("{runs_root}", str(root))
+                if (section, name) in MODELS and is_hub_name(path):
+                    continue
                 located[section] = {**fields, name: str(Path(path).expanduser().absolute())}
         return located
 
@@ -629,6 +642,11 @@ class Config(Section):
                 '--runtime-env-json \'{"env_vars": {"ASYNCRL_RUNS": "/absolute/path"}}\''
             )
         return directory
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether this is `owner/name` of a model on the Hugging Face hub: it looks so, and no such directory is here."""
+    return HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
 
 
 def _runs_root(configured: str | None) -> Path:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import ray
@@ -19,13 +20,16 @@ from asyncrl.config import Config, ConfigError
 from asyncrl.holders import holders_by_node
 from asyncrl.learning.group import PlacementError, resource_table
 from asyncrl.room import Node, cluster_text, logical_cpus, placement_text, run_needs, shortages
+from asyncrl.snapshot import Snapshot, difference, in_cache, look, read_snapshot
 
-__all__ = ["cluster_nodes", "needed", "plan_on_cluster", "wait_for_placement", "wait_for_room"]
+__all__ = ["check_models", "cluster_nodes", "needed", "plan_on_cluster", "wait_for_placement", "wait_for_room"]
 
 LOOK_EVERY_S = 0.5
 TELL_EVERY_S = 5.0
 MACHINE_S = 20.0
 """Seconds that another node gets to say how much memory it has."""
+LOOK_S = 60.0
+"""Seconds that another node gets to read a model's small files; fetching one from the hub takes as long as it takes."""
 
 
 def needed(config: Config) -> dict[str, float]:
@@ -60,6 +64,37 @@ async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[
         await asyncio.sleep(LOOK_EVERY_S)
         nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
     return await _tables(config, version_bytes, nodes)
+
+
+async def check_models(config: Config) -> None:
+    """Have every other node of the cluster look at the models, before any part of the run is placed there: it reads the same directory, or fetches the
+    same commit of the hub into the same place.
+
+    Raises:
+        ConfigError: a node cannot read one, or reads another.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    others = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here}
+    models = {"model.path": config.model.path} | ({"algorithm.ref_load": config.reference_path} if config.algorithm.has_reference else {})
+    for field, path in models.items():
+        expected = await asyncio.to_thread(read_snapshot, Path(path))
+        answers = await asyncio.gather(*(_look_at(path, node) for node in others))
+        for address, found in zip(others.values(), answers, strict=True):
+            if found != expected:
+                raise ConfigError(
+                    f"{field} = {path!r} {difference(found, expected)} on node {address}; put the same model at this path of every node, or on shared storage"
+                )
+
+
+async def _look_at(path: str, node: str) -> Snapshot | str:
+    task = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+    limit = None if in_cache(path) else LOOK_S
+    try:
+        return await asyncio.wait_for(task.remote(path), limit)
+    except TimeoutError:
+        return f"was not read within {LOOK_S:g} s"
+    except ray.exceptions.RayError as error:
+        return f"cannot be looked at ({str(error).splitlines()[0]})"
 
 
 def plan_on_cluster(config: Config, version_bytes: int) -> int:

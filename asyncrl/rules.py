@@ -39,6 +39,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("generator.gpu_memory_utilization", "generator.device", ("cuda",), "generator.device: cuda"),
     ("generator.kv_cache_memory_bytes", "generator.device", ("cpu",), "generator.device: cpu"),
     ("eval.max_prompts", "eval.evaluates", (True,), "eval.data"),
+    ("model.revision", "model.on_hub", (True,), "the name of a model on the hub in model.path"),
     ("observe.project", "observe.has_sinks", (True,), "observe.sinks"),
     ("reward.overlong_penalty", "reward.penalises_length", (True,), "reward.overlong_buffer above 0"),
     ("reward.retries", "reward.policy", ("retry",), "reward.policy: retry"),

@@ -40,9 +40,10 @@ from asyncrl.observe.metrics import MetricsWriter, read_metrics
 from asyncrl.observe.progress import Progress, ProgressView, duration, time_left
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.observe.watchdog import Standing, Watchdog
-from asyncrl.placement import wait_for_room
+from asyncrl.placement import check_models, wait_for_room
 from asyncrl.plan import Plan, arithmetic, make_plan
 from asyncrl.redact import RedactingFormatter, shown
+from asyncrl.snapshot import resolve_models
 from asyncrl.weights.check import ProbeCheck
 
 __all__ = ["Summary", "command_name", "concurrency_of", "train"]
@@ -79,6 +80,7 @@ def train(config: Config, resume_command: Sequence[str], after: Callable[[Config
     Raises:
         ConfigError: something in the config cannot be used; nothing was started.
     """
+    config = resolve_models(config)
     plan = make_plan(config)
     resume = _variables() + shlex.join([*_without_resume(resume_command), "--name", config.name, "--resume", "must"])
     restarts_left = config.max_restarts
@@ -135,6 +137,7 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
         try:
             live.phase("looking for room on the cluster")
             print(await wait_for_room(config, plan.weights_bytes, live.note), flush=True)
+            await check_models(config)
             live.phase("starting generators and learner")
 
             async def prepare(learner: LearnerGroup) -> None:

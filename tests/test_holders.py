@@ -41,7 +41,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group
 from asyncrl import placement
-from asyncrl.config import Config
+from asyncrl.config import Config, ConfigError
 from asyncrl.learning.group import PlacementError
 from asyncrl.room import run_needs, shortages
 
@@ -56,10 +56,14 @@ def config(cpus, **more):
 def said(work):
     try:
         return {"returned": asyncio.run(work)}
-    except PlacementError as error:
+    except (PlacementError, ConfigError) as error:
         return {"error": str(error)}
 
-answers = {"never": said(placement.wait_for_room(config(3.0, placement_timeout_s=600), 1 << 20))}
+with_model = Config.model_validate({**TREE, "model": {"path": sys.argv[3]}})
+models = [said(placement.check_models(with_model))]
+placement.look = lambda path: "cannot be read (Permission denied)"
+models.append(said(placement.check_models(with_model)))
+answers = {"models": models, "never": said(placement.wait_for_room(config(3.0, placement_timeout_s=600), 1 << 20))}
 
 class Holder:
     def here(self):
@@ -94,8 +98,8 @@ cluster.shutdown()
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_cluster_of_two_nodes(tmp_path):
-    """Never, not now, freed in time, and `plan --cluster`, on a cluster of this test's own."""
+def test_a_cluster_of_two_nodes(tmp_path, tiny_model):
+    """The model looked at by each node; never, not now, freed in time, and `plan --cluster`, on a cluster of this test's own."""
     tree = {
         "name": "room",
         "max_steps": 1,
@@ -104,9 +108,14 @@ def test_a_cluster_of_two_nodes(tmp_path):
         "rollout": {"max_completion_length": 8},
         "reward": {"functions": {"f": {"function": "m:f"}}},
     }
-    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(tree), str(tmp_path / "plan")], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(tree), str(tmp_path / "plan"), str(tiny_model)], capture_output=True, text=True, timeout=280
+    )
     answers = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))[8:]) if done.returncode == 0 else done.stderr[-3000:]
     print(json.dumps(answers, indent=1), (tmp_path / "plan").read_text())
+    readable, unreadable = answers["models"]
+    assert readable == {"returned": None}
+    assert "cannot be read (Permission denied) on node" in unreadable["error"]
     never, held = answers["never"]["error"], answers["held"]["error"]
     assert never.startswith(
         "the cluster is too small for this run (learner ranks: 1 x (CPU 3, memory 4.0 MiB), each on one node, and registered is room for none"
