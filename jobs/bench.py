@@ -2,6 +2,7 @@
 
     python jobs/bench.py overlap [--section.field value …]
     python jobs/bench.py learner
+    python jobs/bench.py startup
 
 overlap: how much of the slower side's time an asynchronous step takes. Generation is measured with the learner idle, training on the groups so
 recorded with generation paused, then both together. Generator processes are pinned to one core and learner processes to another in all three
@@ -9,6 +10,8 @@ measurements; everything else is unpinned.
 
 learner: what the learner's parts gain, each on its own (`bench_learner.py`: packed rows against padded ones, and what DeepSpeed costs; `bench_packing.py`:
 packing against TRL's; `bench_memory.py`: chunked log-probs and activation checkpointing), one after the other. Needs TRL: `pip install 'asyncrl[bench]'`.
+
+startup: a generator's engine against a naive start of vLLM (`bench_startup.py`).
 """
 
 import asyncio
@@ -51,8 +54,10 @@ def main(arguments: list[str]) -> int:
             print("bench: learner compares with TRL, which is not installed; pip install 'asyncrl[bench]'", file=sys.stderr)
             return 2
         return max(subprocess.run([sys.executable, str(ROOT / "jobs" / f"bench_{part}.py")]).returncode for part in ("learner", "packing", "memory"))
+    if arguments[:1] == ["startup"]:
+        return subprocess.run([sys.executable, str(ROOT / "jobs" / "bench_startup.py"), *arguments[1:]]).returncode
     if not arguments or arguments[0] != "overlap":
-        print("usage: python jobs/bench.py overlap [--section.field value …] | learner", file=sys.stderr)
+        print("usage: python jobs/bench.py overlap [--section.field value …] | learner | startup [--rounds N]", file=sys.stderr)
         return 2
     try:
         return overlap(load_config(CONFIG, arguments[1:]))

@@ -1,0 +1,93 @@
+"""Start of a generator's engine against a naive one: whole processes, from their start to the first token, by turns.
+
+    python jobs/bench_startup.py [--rounds 3]
+
+naive: `AsyncLLM.from_engine_args` with our model, dtype, `enforce_eager` and KV size; all else is vLLM's default.
+asyncrl: `asyncrl.generation.engine.Engine` in the environment that a replica gets.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "jobs"))
+sys.path.insert(0, str(ROOT))
+
+KV_BYTES = 64 << 20
+BAR = 0.65
+PROMPT = [5, 6, 7]
+
+
+def main(arguments: list[str]) -> int:
+    """Start both by turns, print the medians and their ratio, and say by the exit code whether the bar holds."""
+    parser = argparse.ArgumentParser(prog="bench_startup.py")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs=2, metavar=("NAME", "MODEL"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.only:
+        name, model = options.only
+        asyncio.run({"naive": naive, "asyncrl": ours}[name](model))
+        return 0
+    from quickstart_task import make_model
+
+    from asyncrl.generation.engine import engine_environment
+
+    seconds: dict[str, list[float]] = {"naive": [], "asyncrl": []}
+    with tempfile.TemporaryDirectory(prefix="asyncrl_bench_") as folder:
+        make_model(Path(folder), seed=0)
+        for turn in range(options.rounds):
+            for name in seconds:
+                environment = os.environ | (engine_environment("cpu") if name == "asyncrl" else {})
+                begun = time.monotonic()
+                subprocess.run(
+                    [sys.executable, __file__, "--only", name, folder], check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+                seconds[name].append(time.monotonic() - begun)
+                print(f"round {turn + 1}  {name:<8}{seconds[name][-1]:7.1f} s", flush=True)
+    naive_s, ours_s = statistics.median(seconds["naive"]), statistics.median(seconds["asyncrl"])
+    print(f"medians: naive {naive_s:.1f} s, asyncrl {ours_s:.1f} s = {ours_s / naive_s:.2f} of it (bar {BAR:g})")
+    return 0 if ours_s <= BAR * naive_s else 1
+
+
+async def naive(model: str) -> None:
+    """vLLM as its documentation starts it, to the first token."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=KV_BYTES))
+    async for _ in llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=1), "first"):
+        break
+    _leave()
+
+
+async def ours(model: str) -> None:
+    """The engine of a replica, whose start ends with a first token."""
+    from asyncrl.config import GeneratorConfig
+    from asyncrl.generation.engine import Engine
+    from asyncrl.generation.settings import GeneratorApp
+
+    await Engine(GeneratorApp(model=model, generator=GeneratorConfig(kv_cache_memory_bytes=KV_BYTES))).start()
+    _leave()
+
+
+def _leave() -> None:
+    """End at once, with the engine's processes: how long a shutdown takes is not asked here."""
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        child.kill()
+    psutil.wait_procs(children, 10)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
