@@ -255,6 +255,8 @@ class Coordinator:
             for ordinal in self.buffer.untrainable(self.progress.version):
                 self._end(ordinal, "dropped", "stale: it waited in the checkpoint, and staleness or batch are smaller now")
         await self._gather()
+        async with self._when(lambda: self.progress.committed >= self.first_version):
+            pass  # The first check asks the learner at that version, and groups of a checkpoint could be trained before it.
         while self.progress.version < self.schedule.max_steps:
             self.progress.phase = "training"
             clock = asyncio.get_running_loop().time

@@ -306,6 +306,20 @@ def test_what_waited_in_the_checkpoint_is_trained_first_and_belongs_to_the_attem
     assert coordinator.parts.rollouts.admitted[:2] == [22, 23][: len(coordinator.parts.rollouts.admitted)]
 
 
+def test_what_waited_is_trained_after_the_first_check_which_asks_the_learner_at_that_version():
+    class AsksTheLearner(FakeLogprobCheck):
+        async def after_commit(self, version):
+            await asyncio.sleep(0.01)
+            asked_at.append((version, len(coordinator.parts.learner.batches)))
+            return await super().after_commit(version)
+
+    asked_at = []
+    state = State("run", 1, 5, 5, 20, (), waiting=((0, 20), (0, 21)))
+    coordinator = make(steps=7, groups=2, state=state, restored=[scored(20, 4), scored(21, 4)], check=AsksTheLearner())
+    run(coordinator)
+    assert asked_at[0] == (5, 0) and len(coordinator.parts.learner.batches) == 2
+
+
 @pytest.mark.parametrize(("max_staleness", "groups"), [(0, 2), (1, 2), (1, 1), (4, 1)])
 def test_a_smaller_bound_or_batch_drops_what_cannot_be_trained_in_time_and_goes_on(max_staleness, groups):
     begun = [1, 2, 2, 3, 3, 3, 4, 4, 5, 5]
