@@ -35,6 +35,7 @@ from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.score import score_completions
 from asyncrl.rewards.scoring import RayScores
 from asyncrl.rollout.group import RayRollouts, start_rollouts
+from asyncrl.rollout.lost import LostRequests
 from asyncrl.rollout.worker import WorkerSpec
 from asyncrl.types import Completion, Prompt
 from asyncrl.weights.board import take_lease
@@ -167,7 +168,8 @@ async def launch(
         learner_start = asyncio.create_task(_start_learner(config, state, stack, prepare))
         _closing(stack, "start of the learner", functools.partial(_cancel, learner_start))
         handle = await _begin_generators(config, app_name, context, stack)
-        rollouts = start_rollouts(WorkerSpec(config, state.run_id, state.attempt, functools.partial(ServeGenerate, handle)))
+        generate = functools.partial(_keeping_generate, handle, directory.path / "kept", state.attempt)
+        rollouts = start_rollouts(WorkerSpec(config, state.run_id, state.attempt, generate))
         _closing(stack, "rollout workers", rollouts.close)
         reference = _begin_reference(config, stack)
         scores = RayScores(config, state.attempt, rollouts.workers, rollouts, directory.path / "groups", reference)
@@ -198,6 +200,11 @@ async def _begin_generators(config: Config, name: str, context: int, stack: Asyn
     app = GeneratorApp.from_config(config).model_copy(update={"max_model_len": _longest_request(config, context)})
     _closing(stack, "generators", functools.partial(end_generators, name))
     return await asyncio.to_thread(begin_generators, app, name)
+
+
+def _keeping_generate(handle: Any, kept: Path, attempt: int) -> ServeGenerate:
+    """Made in a rollout worker, whose process the file of lost requests is named after."""
+    return ServeGenerate(handle, LostRequests(kept, attempt))
 
 
 def _longest_request(config: Config, context: int) -> int:

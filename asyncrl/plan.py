@@ -68,6 +68,7 @@ class Plan:
                 placement_text(config),
                 self._cpu_table(),
                 self._memory(),
+                self._kv_cache(),
                 self.prompts_text(),
             ]
         )
@@ -84,9 +85,22 @@ class Plan:
 
     def _memory(self) -> str:
         mib = 1 << 20
+        replicas = self.config.generator.num_replicas
         return (
-            f"# shared memory\n  weights of one version {self.weights_bytes / mib:.1f} MiB; needed (2 versions + {self.config.generator.num_replicas} staged) "
+            f"# shared memory\n  weights of one version {self.weights_bytes / mib:.1f} MiB; needed (2 versions + {replicas} staged) "
             f"{self.shared_memory_needed / mib:.1f} MiB; free in /dev/shm {self.shared_memory_free / mib:.0f} MiB"
+        )
+
+    def _kv_cache(self) -> str:
+        """On a GPU the cache is what `gpu_memory_utilization` leaves: the engine says how much."""
+        generator = self.config.generator
+        width = kv_bytes_per_token(self.config)
+        if width is None or generator.device != "cpu" or not generator.own:
+            return "# KV cache\n  as the engines find it when they start"
+        tokens = generator.kv_cache_memory_bytes // width
+        return (
+            f"# KV cache\n  generator.kv_cache_memory_bytes {generator.kv_cache_memory_bytes} / {width} bytes a token = {tokens} tokens a replica, "
+            f"{tokens // self.config.longest_trajectory} of the longest trajectories"
         )
 
     def prompts_text(self) -> str:
@@ -116,6 +130,7 @@ def make_plan(config: Config) -> Plan:
     _ = config.run_directory  # refuses a place that would be lost; before a path below it is looked for
     context = model_context(config)
     _check_heads(config)
+    _check_kv_cache(config)
     if config.algorithm.has_reference:
         _check_reference(config)
     report = check_prompts(config)
@@ -257,6 +272,31 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
             "trajectory of a packed row with other frequencies as soon as one is longer; lower it, or set a lower data.max_length"
         )
     return min(context, uniform)
+
+
+def kv_bytes_per_token(config: Config) -> int | None:
+    """Bytes of one token's keys and values in all layers, in the published type; None for a model that keeps something else (latent attention) or does not
+    say its sizes."""
+    tree = json.loads((Path(config.model.path) / "config.json").read_text())
+    tree = tree.get("text_config", tree)
+    heads = tree.get("num_attention_heads")
+    if tree.get("kv_lora_rank") or not heads or not tree.get("num_hidden_layers"):
+        return None
+    width = tree.get("head_dim") or tree["hidden_size"] // heads
+    return 2 * int(tree["num_hidden_layers"]) * int(tree.get("num_key_value_heads") or heads) * int(width) * (4 if config.model.dtype == "float32" else 2)
+
+
+def _check_kv_cache(config: Config) -> None:
+    """The longest request must fit the KV cache, or an engine would not start. A GPU's cache is what `gpu_memory_utilization` leaves: the engine checks it."""
+    width, generator = kv_bytes_per_token(config), config.generator
+    if width is None or generator.device != "cpu" or not generator.own:
+        return
+    held = generator.kv_cache_memory_bytes // width
+    if held <= config.longest_request:
+        raise ConfigError(
+            f"generator.kv_cache_memory_bytes = {generator.kv_cache_memory_bytes} holds {held} tokens of {width} bytes, and the longest request has "
+            f"{config.longest_request}; raise it to {(config.longest_request + 1) * width} or more"
+        )
 
 
 def weights_bytes(config: Config) -> int:

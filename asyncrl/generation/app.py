@@ -15,7 +15,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
 
 from asyncrl.generation.engine import engine_environment
-from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
+from asyncrl.generation.protocol import EngineDied, Generated, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
 
@@ -34,6 +34,8 @@ LOGPROBS_DEADLINE_S = 300.0
 
 UNABLE = (StaleReplica, ray.exceptions.RayActorError, DeploymentUnavailableError)
 """What a replica raises that cannot answer now, and Serve when there is none: ask another, or later."""
+DIED = (EngineDied, ray.exceptions.RayActorError)
+"""Those of a request under which its engine or replica ended."""
 
 
 def build_app(args: GeneratorApp) -> serve.Application:
@@ -118,8 +120,12 @@ async def end_generators(name: str) -> None:
 class ServeGenerate:
     """`Generate` over a Serve handle: what a replica cannot answer goes to another, until the request's deadline."""
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
+    def __init__(self, handle: Any, lost: Callable[[GenerateRequest, BaseException], None] = lambda request, error: None) -> None:
+        """
+        Args:
+            lost: told of each request under which an engine or a replica ended. It is asked again all the same.
+        """
+        self._handle, self._lost = handle, lost
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Raises GenerationTimeout when no replica has answered after `request.deadline_s` seconds."""
@@ -131,6 +137,9 @@ class ServeGenerate:
                 return answer
             except asyncio.CancelledError:
                 response.cancel()  # else the engine would go on for nobody
+                raise
+            except DIED as error:
+                self._lost(request, error)
                 raise
 
         generated: Generated = await self._ask(request.deadline_s, once)

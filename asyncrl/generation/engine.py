@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from asyncrl.environment import claim_caches, passed_on
-from asyncrl.generation.protocol import GenerateRequest, GenerationTimeout, StaleReplica
+from asyncrl.generation.protocol import EngineDied, GenerateRequest, GenerationTimeout, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.stops import load_stop_set
 from asyncrl.types import TRUNCATED, Completion, VersionSpan
@@ -308,14 +308,14 @@ class Engine:
             await asyncio.gather(answer, return_exceptions=True)
             raise
         except EngineDeadError:
-            raise StaleReplica("the vLLM engine's process has died") from None
+            raise EngineDied("the vLLM engine's process has died") from None
 
     async def _answer(self, prompt: Any, sampling: Any, name: str) -> Any:
         final = None
         async for output in self._llm.generate(prompt, sampling, name):
             final = output
         if final is None:
-            raise StaleReplica("the vLLM engine ended a request without an answer")
+            raise EngineDied("the vLLM engine ended a request without an answer")
         return final
 
     def _count_aborted(self, name: str) -> None:

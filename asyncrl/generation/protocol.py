@@ -9,7 +9,7 @@ from typing import Protocol
 from asyncrl.control.protocols import EngineLoad
 from asyncrl.types import Completion
 
-__all__ = ["Generate", "GenerateRequest", "Generated", "GenerationTimeout", "StaleReplica", "Standing", "WeightsId"]
+__all__ = ["EngineDied", "Generate", "GenerateRequest", "Generated", "GenerationTimeout", "StaleReplica", "Standing", "WeightsId"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,10 @@ class Generated:
 
 class StaleReplica(Exception):
     """The replica is below the version asked for and cannot catch up: ask another."""
+
+
+class EngineDied(StaleReplica):
+    """The engine ended under the request; its replica will be replaced."""
 
 
 class GenerationTimeout(Exception):

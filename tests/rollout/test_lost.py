@@ -1,0 +1,60 @@
+"""Requests under which an engine died are asked again, and kept."""
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+
+import ray
+
+from asyncrl.generation.app import ServeGenerate
+from asyncrl.generation.protocol import EngineDied, GenerateRequest, StaleReplica, WeightsId
+from asyncrl.rollout import lost
+from asyncrl.rollout.lost import LostRequests
+from asyncrl.testing import FakeGenerate
+
+REQUEST = GenerateRequest((4, 5, 6), 2, 8, 1.0, seed=7, min_weights=WeightsId("run", 1, 3))
+
+
+class Handle:
+    """A Serve handle whose replicas answer with the errors given first."""
+
+    def __init__(self, *errors):
+        self.errors, self.seeds, self.generate = list(errors), [], self
+
+    def remote(self, request):
+        self.seeds.append(request.seed)
+        return self._answer(request)
+
+    async def _answer(self, request):
+        if self.errors:
+            raise self.errors.pop(0)
+        return await FakeGenerate(version=3).generate(request)
+
+
+def rows(directory):
+    return [json.loads(line) for file in directory.glob("lost_requests_*.jsonl") for line in file.read_text().splitlines()]
+
+
+def test_a_request_that_an_engine_died_of_is_asked_again_and_kept_once(tmp_path):
+    handle = Handle(EngineDied("the vLLM engine's process has died"), StaleReplica("behind"), ray.exceptions.ActorDiedError())
+    generate = ServeGenerate(handle, LostRequests(tmp_path / "kept", 1))
+    generated = asyncio.run(generate.generate(replace(REQUEST, deadline_s=30.0)))
+    assert len(generated.completions) == 2 and handle.seeds == [7] * 4
+    (row,) = rows(tmp_path / "kept")
+    assert row["error"] == "EngineDied: the vLLM engine's process has died"
+    assert (row["prompt_ids"], row["n"], row["max_tokens"], row["seed"], row["min_version"]) == ([4, 5, 6], 2, 8, 7, 3)
+    assert (tmp_path / "kept" / f"lost_requests_1_{os.getpid()}.jsonl").exists()
+
+
+def test_an_engine_that_dies_of_everything_does_not_fill_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(lost, "MOST", 3)
+    keep = LostRequests(tmp_path, 0)
+    for seed in range(10):
+        keep(replace(REQUEST, seed=seed), EngineDied("dead"))
+    assert [row["seed"] for row in rows(tmp_path)] == [0, 1, 2]
+
+
+def test_a_full_disk_ends_nothing(tmp_path):
+    (tmp_path / "kept").write_text("in the way")
+    LostRequests(tmp_path / "kept", 0)(REQUEST, EngineDied("dead"))
