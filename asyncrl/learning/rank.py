@@ -52,6 +52,11 @@ Loss = Callable[[Tensor, Tensor, Tensor, MicroBatch], tuple[Tensor, LossSums]]
 VERSIONS_KEPT = 2
 """The committed version and the coming one."""
 
+WEIGHTS_NOT_FINITE = (
+    "the weights hold NaN or Inf after a step whose loss and gradient were finite; they are neither published nor saved: go on from the newest checkpoint "
+    "with a lower learner.learning_rate"
+)
+
 
 class LearnerRank:
     """Rank `rank` of `config.learner.world_size`."""
@@ -242,6 +247,8 @@ class LearnerRank:
             zero3.set_learning_rate(self.engine, learning_rate)
             self.engine.step()
             applied = self.engine.was_step_applied()
+            if not zero3.parameters_finite(self.engine):
+                raise RuntimeError(f"{WEIGHTS_NOT_FINITE} (learning rate {learning_rate:g}, {self.applied} steps applied before)")
         else:
             zero3.discard_gradients(self.engine)
         self.applied += applied

@@ -156,11 +156,11 @@ def gradients_finite(engine: Any) -> bool:
 
 
 def parameters_finite(engine: Any) -> bool:
-    """No NaN or Inf in any parameter, on any rank (a collective)."""
-    bad = sum(int(not torch.isfinite(parameter.ds_tensor).all()) for parameter in engine.module.parameters())
-    count = torch.tensor([bad], device=engine.device)
-    dist.all_reduce(count)
-    return not int(count)
+    """No NaN or Inf in any parameter, nor in their norm, on any rank (a collective)."""
+    norm = torch.nn.utils.get_total_norm([parameter.ds_tensor for parameter in engine.module.parameters()])
+    bad = (~torch.isfinite(norm)).int().to(engine.device)
+    dist.all_reduce(bad)
+    return not int(bad)
 
 
 def discard_gradients(engine: Any) -> None:

@@ -205,6 +205,14 @@ def test_a_failing_or_dead_rank_ends_the_group_by_name(two: LearnerGroup, run: R
     run(two.close())
 
 
+def test_weights_that_a_finite_step_made_infinite_are_never_published(one: LearnerGroup, run: Run) -> None:
+    run(one.reset_optimizer(3e38))
+    with pytest.raises(LearnerError, match=r"rank 0 failed in step: .*the weights hold NaN or Inf after a step whose loss and gradient were finite"):
+        run(one.step(recorded_batch(0)))
+    with pytest.raises(LearnerError):
+        run(one.gather(1))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_value_head_fits_returns_alike_on_one_rank_and_two_and_stays_with_the_learner(ray_cluster: Any, run: Run, model_path: Path) -> None:
