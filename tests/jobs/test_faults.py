@@ -2,7 +2,9 @@
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -23,10 +25,21 @@ class Fault:
     number: signal.Signals | None = signal.SIGKILL
     stopped_s: float = 0.0
     new_attempt: bool = False
+    moment: Callable[[Path], bool] = lambda directory: True
+    """When it is injected, by the run's directory."""
+
+
+def saving(directory):
+    return any((directory / "checkpoints").glob(".step_*"))
+
+
+def publishing(directory):
+    return newest(directory, "gather") > newest(directory, "commit")
 
 
 FAULTS = [
     Fault("generator: replica killed while it serves", "ray::ServeReplica"),
+    Fault("generator: replica killed while a version is on its way", "ray::ServeReplica", moment=publishing),
     Fault("generator: engine killed under a living replica", "VLLM::EngineCore"),
     Fault("generator: replica stopped for 10 s", "ray::ServeReplica", None, 10.0),
     Fault("control: rollout worker killed", "ray::RolloutWorker"),
@@ -35,12 +48,22 @@ FAULTS = [
     Fault("control: Serve controller killed", "ray::ServeController"),
     Fault("learner: rank stopped for 10 s", "ray::RankProcess", None, 10.0),
     Fault("learner: rank killed", "ray::RankProcess", new_attempt=True),
+    Fault("learner: rank killed while it saves", "ray::RankProcess", new_attempt=True, moment=saving),
+    Fault("learner: rank killed while a version is on its way", "ray::RankProcess", new_attempt=True, moment=publishing),
 ]
 
 
 def newest(directory, event):
     found = asyncrl.open_run(directory).records(event) if (directory / "metrics.jsonl").exists() else []
     return max((record["version"] for record in found), default=-1)
+
+
+def wait_for(fault, run, directory):
+    """Without the look at all processes that `until` takes: some moments are short."""
+    deadline = time.monotonic() + 300
+    while not fault.moment(directory):
+        assert run.process.poll() is None and time.monotonic() < deadline, f"{fault.name}: its moment did not come\n{run.output}"
+        time.sleep(0.002)
 
 
 @pytest.mark.faults
@@ -53,6 +76,7 @@ def test_a_run_survives_what_it_should(start_run, shared_memory, tmp_path, capsy
     for fault in FAULTS:
         process = next((one for one in run.descendants() if fault.process in " ".join(one.cmdline())), None)
         assert process is not None, f"{fault.name}: no process {fault.process!r} among {[' '.join(one.cmdline())[:60] for one in run.descendants()]}"
+        wait_for(fault, run, directory)
         step, began = newest(directory, "step"), time.monotonic()
         if fault.number is None:
             process.suspend()
