@@ -126,9 +126,11 @@ def test_driver_then_replica_then_learner_rank_are_killed_and_nothing_is_lost(st
     assert ours.keys() == at_the_end.keys() and all(torch.equal(ours[name], at_the_end[name]) for name in ours)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("phase", "number"), [("engine loading", signal.SIGTERM), ("generating", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [pytest.param("engine loading", signal.SIGTERM, marks=pytest.mark.faults), pytest.param("generating", signal.SIGINT, marks=pytest.mark.slow)],
+)
 def test_a_signal_stops_the_run_cleanly(start_run, shared_memory, tmp_path, phase, number):
     before, directory = shared_memory(), tmp_path / "runs" / "run"
     run = start_run({"max_steps": 10_000})
@@ -142,7 +144,7 @@ def test_a_signal_stops_the_run_cleanly(start_run, shared_memory, tmp_path, phas
     assert "interrupted" in run.output and "--resume" in run.output
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_a_bad_reward_ends_the_run_with_its_name(start_run):
     run = start_run({"reward.functions": {"bad": {"function": "rewards_for_runs:hangs"}}, "reward.deadline_s": 2, "eval": {}})
