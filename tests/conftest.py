@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +27,22 @@ CHARACTERS = "0123456789+-*=() ?abcdefghijklmnopqrstuvwxyz.,:\n"
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if ENGINE_STARTS:
         terminalreporter.write_line(f"vLLM engine starts: {len(ENGINE_STARTS)} ({', '.join(ENGINE_STARTS)})")
+
+
+@pytest.fixture
+def full_disk() -> Callable[[int], Any]:
+    """`full_disk(size)`: a context in which the kernel lets no file of this process grow beyond so many bytes."""
+
+    @contextlib.contextmanager
+    def limited(size: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
 
 
 @pytest.fixture(scope="session")

@@ -80,12 +80,17 @@ class Checkpoints:
         """
         final = self.directory / f"step_{state.version:06d}"
         temporary = self.directory / f".{final.name}.{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in self.directory.glob(".step_*"):  # of an attempt that was killed while it wrote
+            shutil.rmtree(left, ignore_errors=True)
         (temporary / "learner").mkdir(parents=True)
-        await learner.save(temporary / "learner")
-        if waiting:
-            await scores.save(waiting, temporary / "buffer.parquet")
-        await asyncio.to_thread(self._commit, temporary, final, state)
+        try:
+            await learner.save(temporary / "learner")
+            if waiting:
+                await scores.save(waiting, temporary / "buffer.parquet")
+            await asyncio.to_thread(self._commit, temporary, final, state)
+        except Exception:  # if it is cancelled, the thread comes to its end all the same
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         return final
 
     def _commit(self, temporary: Path, final: Path, state: State) -> None:

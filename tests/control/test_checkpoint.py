@@ -137,6 +137,21 @@ def test_a_save_that_failed_leaves_the_one_before(tmp_path):
     assert checkpoints.find()[1].version == 1
 
 
+def test_a_disk_that_takes_no_more_keeps_the_one_before_and_nothing_half(tmp_path, full_disk):
+    class Large(Learner):
+        async def save(self, directory):
+            (directory / "weights").write_bytes(bytes(100_000))
+
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 1)
+    (tmp_path / ".step_000002.77").mkdir()  # a process that was killed has left this
+    with full_disk(50_000), pytest.raises(OSError, match="File too large"):
+        write(checkpoints, 2, Large(1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step_000001"] and checkpoints.find()[1].version == 1
+    write(checkpoints, 2, Large(1))
+    assert checkpoints.find()[1].version == 2
+
+
 def test_the_event_loop_is_free_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     checkpoints, asked, go_on = Checkpoints(tmp_path, keep=2), threading.Event(), threading.Event()
     commit = checkpoints._commit

@@ -1,5 +1,8 @@
+import os
+
 import pyarrow as pa
 import pyarrow.parquet
+import pytest
 
 from asyncrl.rewards.files import MERGE_EVERY, FlushFiles, compact
 
@@ -18,6 +21,17 @@ def test_a_flush_is_one_complete_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path] and path.name == "attempt_0001-00000000.parquet"
     assert pyarrow.parquet.read_table(path)["note"].to_pylist() == ["a", None]
     assert FlushFiles(tmp_path, 1).write([rows(1, [2])]).name == "attempt_0001-00000001.parquet"
+
+
+def test_a_disk_that_takes_no_more_leaves_no_half_file(tmp_path, full_disk):
+    files = FlushFiles(tmp_path, 1)
+    first = files.write([rows(1, [0])])
+    incompressible = rows(1, list(range(1, 400))).set_column(2, "note", pa.array([os.urandom(200).hex() for _ in range(399)]))
+    with full_disk(20_000), pytest.raises(OSError, match="File too large"):
+        files.write([incompressible])
+    assert list(tmp_path.iterdir()) == [first] and keys(tmp_path) == [(1, 0)]
+    files.write([incompressible])
+    assert len(keys(tmp_path)) == 400
 
 
 def test_flushes_are_merged_as_the_run_goes_on(tmp_path):
