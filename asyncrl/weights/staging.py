@@ -63,11 +63,13 @@ def fetch(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]
     try:
         path.unlink(missing_ok=True)
         with open(path, "wb", opener=_new_file) as file:
-            file.truncate(nbytes)
+            os.posix_fallocate(file.fileno(), 0, nbytes)  # all of it now: what does not fit fails here, not half-way
             for index, start in enumerate(starts):
                 _copy_bucket(manifest, index, file.fileno(), start, timeout_s - (time.monotonic() - begun))
-    except BaseException:
+    except BaseException as error:
         path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise StagingError(f"{path}: {error.strerror}, and this version needs {nbytes >> 20} MiB there; enlarge shared memory") from error
         raise
     tensors = tuple((e.name, tuple(e.shape), e.dtype, starts[e.bucket] + e.offset) for e in manifest.tensors)
     return Staged(path, nbytes, tensors, time.monotonic() - begun)

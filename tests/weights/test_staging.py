@@ -62,6 +62,12 @@ def test_a_corrupt_bucket_is_refused_and_leaves_no_file(manifest: Manifest, expe
     assert list(tmp_path.iterdir()) == []
 
 
+def test_shared_memory_that_takes_no_more_is_named_and_keeps_nothing(manifest: Manifest, expected: Any, tmp_path: Path, full_disk: Any) -> None:
+    with full_disk(1000), pytest.raises(StagingError, match=r"File too large, and this version needs .* MiB there; enlarge shared memory"):
+        fetch(manifest, expected, 60, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_bucket_of_another_size_is_refused(manifest: Manifest, expected: Any, tmp_path: Path) -> None:
     sizes = (manifest.sizes[0] + 64, *manifest.sizes[1:])
     with pytest.raises(StagingError, match="bucket 0 of version 1 has"):
