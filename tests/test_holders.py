@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from small_config import SMALL
 
 from asyncrl.holders import _claims, group_holders
 from asyncrl.room import Holder
@@ -100,16 +101,8 @@ cluster.shutdown()
 @pytest.mark.timeout(300)
 def test_a_cluster_of_two_nodes(tmp_path, tiny_model):
     """The model looked at by each node; never, not now, freed in time, and `plan --cluster`, on a cluster of this test's own."""
-    tree = {
-        "name": "room",
-        "max_steps": 1,
-        "model": {"path": "m"},
-        "data": {"train": "t", "max_prompt_length": 8},
-        "rollout": {"max_completion_length": 8},
-        "reward": {"functions": {"f": {"function": "m:f"}}},
-    }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(tree), str(tmp_path / "plan"), str(tiny_model)], capture_output=True, text=True, timeout=280
+        [sys.executable, "-c", SCRIPT, json.dumps(SMALL), str(tmp_path / "plan"), str(tiny_model)], capture_output=True, text=True, timeout=280
     )
     answers = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))[8:]) if done.returncode == 0 else done.stderr[-3000:]
     print(json.dumps(answers, indent=1), (tmp_path / "plan").read_text())

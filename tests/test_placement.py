@@ -6,23 +6,11 @@ import re
 import time
 
 import pytest
+from small_config import small_config as config
 
-from asyncrl.config import Config
 from asyncrl.data.prompts import RayPromptSource, check_prompts
 from asyncrl.learning.group import PlacementError
 from asyncrl.placement import needed, wait_for_placement, wait_for_room
-
-
-def config(**changes):
-    tree = {
-        "name": "room",
-        "max_steps": 1,
-        "model": {"path": "m"},
-        "data": {"train": "t", "max_prompt_length": 8},
-        "rollout": {"max_completion_length": 8},
-        "reward": {"functions": {"f": {"function": "m:f"}}},
-    }
-    return Config.model_validate({**tree, **changes})
 
 
 @pytest.fixture

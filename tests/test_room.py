@@ -1,23 +1,11 @@
 """What a run needs against what nodes have: sums, places on one node, slime's arithmetic, who holds the rest. No cluster."""
 
 import pytest
+from small_config import small_config as config
 
-from asyncrl.config import Config
 from asyncrl.room import Holder, Node, cluster_text, placement_text, run_needs, shortages
 
 GIB = 1 << 30
-
-
-def config(**changes):
-    tree = {
-        "name": "room",
-        "max_steps": 1,
-        "model": {"path": "m"},
-        "data": {"train": "t", "max_prompt_length": 8},
-        "rollout": {"max_completion_length": 8},
-        "reward": {"functions": {"f": {"function": "m:f"}}},
-    }
-    return Config.model_validate({**tree, **changes})
 
 
 def node(name, cpus, gpus=0.0, free=None, **more):

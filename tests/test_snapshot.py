@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlparse
 
 import pytest
+from small_config import small_config
 
-from asyncrl.config import Config
 from asyncrl.snapshot import Snapshot, difference, look, read_snapshot, resolve_models
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -106,18 +106,6 @@ def ask(hub, tmp_path):
         process.communicate()
 
 
-def of_model(**model):
-    tree = {
-        "name": "snapshot",
-        "max_steps": 1,
-        "model": model,
-        "data": {"train": "t", "max_prompt_length": 8},
-        "rollout": {"max_completion_length": 8},
-        "reward": {"functions": {"f": {"function": "m:f"}}},
-    }
-    return Config.model_validate(tree)
-
-
 def said(process):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -164,12 +152,12 @@ def test_a_directory_is_a_directory(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "mine").symlink_to(tiny_model)
-    config = of_model(path="models/mine")
+    config = small_config(model={"path": "models/mine"})
     assert config.model.path == str(tmp_path / "models" / "mine")
     assert resolve_models(config) == config
     with pytest.raises(ValueError, match=r"model.revision = 'main' acts only with the name of a model on the hub"):
-        of_model(path="models/mine", revision="main")
-    assert of_model(path="someone/tiny", revision="main").model.path == "someone/tiny"
+        small_config(model={"path": "models/mine", "revision": "main"})
+    assert small_config(model={"path": "someone/tiny", "revision": "main"}).model.path == "someone/tiny"
 
 
 def test_nodes_that_find_another_model_are_told_apart(tiny_model, tmp_path):

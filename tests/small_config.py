@@ -1,0 +1,17 @@
+"""The smallest config there is, for tests of what does not look at model or data."""
+
+from asyncrl.config import Config
+
+SMALL = {
+    "name": "small",
+    "max_steps": 1,
+    "model": {"path": "m"},
+    "data": {"train": "t", "max_prompt_length": 8},
+    "rollout": {"max_completion_length": 8},
+    "reward": {"functions": {"f": {"function": "m:f"}}},
+}
+
+
+def small_config(**changes):
+    """With whole sections replaced."""
+    return Config.model_validate({**SMALL, **changes})
