@@ -17,6 +17,7 @@ from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import Config, ConfigError
+from asyncrl.environment import passed_on
 from asyncrl.holders import holders_by_node
 from asyncrl.learning.group import PlacementError, resource_table
 from asyncrl.room import Node, cluster_text, logical_cpus, placement_text, run_needs, shortages
@@ -28,7 +29,7 @@ LOOK_EVERY_S = 0.5
 TELL_EVERY_S = 5.0
 MACHINE_S = 20.0
 """Seconds that another node gets to say how much memory it has."""
-LOOK_S = 60.0
+LOOK_S = 120.0
 """Seconds that another node gets to read a model's small files; fetching one from the hub takes as long as it takes."""
 
 
@@ -67,14 +68,15 @@ async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[
 
 
 async def check_models(config: Config) -> None:
-    """Have every other node of the cluster look at the models, before any part of the run is placed there: it reads the same directory, or fetches the
-    same commit of the hub into the same place.
+    """Have every other node that has CPUs or GPUs look at the models, before any part of the run is placed there: it reads the same directory, or
+    fetches the same commit of the hub into the same place.
 
     Raises:
         ConfigError: a node cannot read one, or reads another.
     """
     here = ray.get_runtime_context().get_node_id()
-    others = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here}
+    able = [node for node in ray.nodes() if node["Alive"] and (node["Resources"].get("CPU") or node["Resources"].get("GPU"))]
+    others = {node["NodeID"]: node["NodeManagerAddress"] for node in able if node["NodeID"] != here}
     models = {"model.path": config.model.path} | ({"algorithm.ref_load": config.reference_path} if config.algorithm.has_reference else {})
     for field, path in models.items():
         expected = await asyncio.to_thread(read_snapshot, Path(path))
@@ -87,14 +89,15 @@ async def check_models(config: Config) -> None:
 
 
 async def _look_at(path: str, node: str) -> Snapshot | str:
-    task = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy, runtime_env={"env_vars": passed_on(os.environ)})
     limit = None if in_cache(path) else LOOK_S
     try:
         return await asyncio.wait_for(task.remote(path), limit)
     except TimeoutError:
         return f"was not read within {LOOK_S:g} s"
     except ray.exceptions.RayError as error:
-        return f"cannot be looked at ({str(error).splitlines()[0]})"
+        return f"cannot be looked at ({str(error).strip().splitlines()[-1]})"
 
 
 def plan_on_cluster(config: Config, version_bytes: int) -> int:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "Plan", "logical_cpus", "make_plan", "model_context"]
 
-
+KV_BLOCK = 128
+"""Tokens of a block of vLLM's KV cache on CPU."""
 SHOWN = {
     ("ppo", "behaviour", "none"),
     ("ppo", "learner", "token"),
@@ -97,7 +98,7 @@ class Plan:
         width = kv_bytes_per_token(self.config)
         if width is None or generator.device != "cpu" or not generator.own:
             return "# KV cache\n  as the engines find it when they start"
-        tokens = generator.kv_cache_memory_bytes // width
+        tokens = kv_tokens(generator.kv_cache_memory_bytes, width)
         return (
             f"# KV cache\n  generator.kv_cache_memory_bytes {generator.kv_cache_memory_bytes} / {width} bytes a token = {tokens} tokens a replica, "
             f"{tokens // self.config.longest_trajectory} of the longest trajectories"
@@ -130,7 +131,7 @@ def make_plan(config: Config) -> Plan:
     _ = config.run_directory  # refuses a place that would be lost; before a path below it is looked for
     context = model_context(config)
     _check_heads(config)
-    _check_kv_cache(config)
+    _check_kv_cache(config, context)
     if config.algorithm.has_reference:
         _check_reference(config)
     report = check_prompts(config)
@@ -279,24 +280,31 @@ def kv_bytes_per_token(config: Config) -> int | None:
     say its sizes."""
     tree = json.loads((Path(config.model.path) / "config.json").read_text())
     tree = tree.get("text_config", tree)
-    heads = tree.get("num_attention_heads")
-    if tree.get("kv_lora_rank") or not heads or not tree.get("num_hidden_layers"):
+    heads, layers, hidden = (tree.get(name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
+    every_layer = set(tree.get("layer_types") or ["full_attention"]) == {"full_attention"} and not tree.get("num_kv_shared_layers")
+    if tree.get("kv_lora_rank") or not (heads and layers and hidden and every_layer):
         return None
-    width = tree.get("head_dim") or tree["hidden_size"] // heads
-    return 2 * int(tree["num_hidden_layers"]) * int(tree.get("num_key_value_heads") or heads) * int(width) * (4 if config.model.dtype == "float32" else 2)
+    width = tree.get("head_dim") or hidden // heads
+    return 2 * int(layers) * int(tree.get("num_key_value_heads") or heads) * int(width) * (4 if config.model.dtype == "float32" else 2)
 
 
-def _check_kv_cache(config: Config) -> None:
+def _check_kv_cache(config: Config, context: int) -> None:
     """The longest request must fit the KV cache, or an engine would not start. A GPU's cache is what `gpu_memory_utilization` leaves: the engine checks it."""
     width, generator = kv_bytes_per_token(config), config.generator
     if width is None or generator.device != "cpu" or not generator.own:
         return
-    held = generator.kv_cache_memory_bytes // width
-    if held <= config.longest_request:
+    held, wanted = kv_tokens(generator.kv_cache_memory_bytes, width), min(config.longest_request + 1, context)
+    if held < wanted:
+        enough = (-(-wanted // KV_BLOCK) + 1) * KV_BLOCK * width
         raise ConfigError(
             f"generator.kv_cache_memory_bytes = {generator.kv_cache_memory_bytes} holds {held} tokens of {width} bytes, and the longest request has "
-            f"{config.longest_request}; raise it to {(config.longest_request + 1) * width} or more"
+            f"{wanted}; raise it to {enough} or more"
         )
+
+
+def kv_tokens(cache_bytes: int, width: int) -> int:
+    """Tokens of so many bytes each that vLLM's cache on CPU holds: whole blocks, one of which it keeps for itself."""
+    return max(0, cache_bytes // (KV_BLOCK * width) - 1) * KV_BLOCK
 
 
 def weights_bytes(config: Config) -> int:

@@ -6,30 +6,31 @@ After that it is only opened, by its path. `asyncrl.placement` compares what eve
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import filelock
+import yaml
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RevisionResolutionError
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from asyncrl.config import Config, ConfigError, is_hub_name
 
 __all__ = ["Snapshot", "difference", "fetch", "in_cache", "look", "read_snapshot", "resolve_models"]
 
-FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""What is fetched of a model: no pickles, no code."""
+FILES, NOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"], ["*/*", "consolidated*"]
+"""What is fetched of a model: no pickles, no code, and its weights once."""
 HASHED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json",
     "chat_template.jinja",
-)
+)  # fmt: skip
+SAMPLES, SAMPLE_BYTES = 16, 4096
+"""What is read of each file of weights."""
+COMMIT = re.compile(r"[0-9a-f]{40}")
 IN_CACHE = re.compile(r"(?P<cache>.+)/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
 """Where the hub's cache keeps a commit."""
 
@@ -40,21 +41,22 @@ class Snapshot:
 
     hash: str
     """SHA-256 of config and tokenizer, in hex."""
-    weights: Mapping[str, int]
-    """Bytes of each safetensors file."""
+    weights: Mapping[str, tuple[int, str]]
+    """Bytes of each safetensors file, and SHA-256 of samples over its length: what was trained differs there, if anywhere."""
 
 
 def resolve_models(config: Config) -> Config:
-    """The config with directories of this node in place of names of the hub.
+    """The config with directories of this node in place of names of the hub. A run that goes on keeps the commit that it began with.
 
     Raises:
         ConfigError: a name cannot be fetched and is not in the cache.
     """
     model, algorithm = config.model, config.algorithm
     if is_hub_name(model.path):
-        model = model.model_copy(update={"path": str(fetch(model.path, model.revision)), "revision": None})
+        model = model.model_copy(update={"path": str(fetch(model.path, model.revision or _commit_before(config))), "revision": None})
+    revision = config.model.revision if algorithm.ref_load == config.model.path else None
     if algorithm.ref_load is not None and is_hub_name(algorithm.ref_load):
-        algorithm = algorithm.model_copy(update={"ref_load": str(fetch(algorithm.ref_load, None, field="algorithm.ref_load"))})
+        algorithm = algorithm.model_copy(update={"ref_load": str(fetch(algorithm.ref_load, revision, field="algorithm.ref_load"))})
     return config.model_copy(update={"model": model, "algorithm": algorithm})
 
 
@@ -70,16 +72,35 @@ def fetch(name: str, revision: str | None, cache: Path | None = None, field: str
         ConfigError: the hub does not give it, and the cache has not got it.
     """
     cache = cache or Path(constants.HF_HUB_CACHE)
-    cache.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(cache / f".asyncrl-{name.replace('/', '--')}.lock"):
-        try:
-            return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=list(FILES)))
-        except (HfHubHTTPError, LocalEntryNotFoundError, RevisionResolutionError, OSError) as error:
-            at = f" at revision {revision!r}" if revision else ""
-            raise ConfigError(
-                f"{field} = {name!r}: no such directory, and no model of the hub{at} that can be fetched ({_first_line(error)}); correct it, or fetch it "
-                f"beforehand with `hf download {name}`"
-            ) from None
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        if not os.access(cache, os.W_OK):  # others keep it: what is there may be used
+            return _download(name, revision, cache, local_files_only=True)
+        with filelock.FileLock(cache / f".asyncrl-{name.replace('/', '--')}.lock"):
+            try:  # a commit that is there needs no network
+                return _download(name, revision, cache, local_files_only=bool(revision and COMMIT.fullmatch(revision)))
+            except LocalEntryNotFoundError:
+                return _download(name, revision, cache)
+    except Exception as error:  # the hub's client has many, of its own and of its transport
+        at = f" at revision {revision!r}" if revision else ""
+        raise ConfigError(
+            f"{field} = {name!r}: no such directory, and no model of the hub{at} that can be fetched ({_first_line(error)}); correct it, or fetch it "
+            f"beforehand with `hf download {name}`"
+        ) from None
+
+
+def _download(name: str, revision: str | None, cache: Path, local_files_only: bool = False) -> Path:
+    patterns: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": NOT_FILES}
+    return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=local_files_only, **patterns))
+
+
+def _commit_before(config: Config) -> str | None:
+    """The commit that the run of this name began with, if it goes on and was given the same name of the hub."""
+    known = config.run_directory / "config.yaml"
+    if config.resume == "never" or not known.exists():
+        return None
+    place = in_cache(yaml.safe_load(known.read_text())["model"]["path"])
+    return place["commit"] if place is not None and f"{place['owner']}/{place['name']}" == config.model.path else None
 
 
 def read_snapshot(path: Path) -> Snapshot:
@@ -94,8 +115,13 @@ def read_snapshot(path: Path) -> Snapshot:
             digest.update(f"{name} ".encode() + hashlib.sha256((path / name).read_bytes()).digest())
     weights = {}
     for file in sorted(path.glob("*.safetensors")):
+        samples = hashlib.sha256()
         with file.open("rb") as opened:
-            weights[file.name] = opened.seek(0, 2)
+            size = opened.seek(0, 2)
+            for number in range(SAMPLES):
+                opened.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                samples.update(opened.read(SAMPLE_BYTES))
+        weights[file.name] = size, samples.hexdigest()
     return Snapshot(digest.hexdigest(), weights)
 
 
@@ -122,7 +148,7 @@ def difference(found: Snapshot | str, expected: Snapshot) -> str:
         return "holds no model"
     if found.hash != expected.hash:
         return "has another config or tokenizer"
-    sizes = [f"{len(one.weights)} files, {sum(one.weights.values())} bytes" for one in (found, expected)]
+    sizes = [f"{len(one.weights)} files, {sum(size for size, _ in one.weights.values())} bytes" for one in (found, expected)]
     return f"has other weights ({sizes[0]}; here {sizes[1]})"
 
 

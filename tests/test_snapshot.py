@@ -13,6 +13,7 @@ from urllib.parse import urlparse
 import pytest
 from small_config import small_config
 
+from asyncrl import snapshot
 from asyncrl.snapshot import Snapshot, difference, look, read_snapshot, resolve_models
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -28,6 +29,8 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = {file.name: file.read_bytes() for file in directory.iterdir()}
         self.got: Counter[str] = Counter()
+        self.trees = 0
+        self.there = True
         self.asked = threading.Event()
         self.open = threading.Event()
         self.open.set()
@@ -44,10 +47,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, with_body):
         path = urlparse(self.path).path
+        if not self.server.there:
+            return self.send(b'{"error": "Repository not found"}', 404, with_body, {"X-Error-Code": "RepoNotFound"})
         if path in ("/api/models/someone/tiny/revision/main", f"/api/models/someone/tiny/revision/{COMMIT}"):
             files = [{"rfilename": name} for name in self.server.files]
             return self.send(json.dumps({"id": "someone/tiny", "sha": COMMIT, "siblings": files, "private": False, "tags": []}).encode())
         if path == f"/api/models/someone/tiny/tree/{COMMIT}":
+            self.server.trees += 1
             tree = [{"type": "file", "path": name, "size": len(body), "oid": name} for name, body in self.server.files.items()]
             return self.send(json.dumps(tree).encode())
         name = path.removeprefix(f"/someone/tiny/resolve/{COMMIT}/")
@@ -77,6 +83,7 @@ def hub(tiny_model, tmp_path):
     served = tmp_path / "served"
     shutil.copytree(tiny_model, served)
     (served / "pytorch_model.bin").write_bytes(b"a pickle")
+    (served / "consolidated.safetensors").write_bytes(b"the weights once more")
     server = Hub(served)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -116,8 +123,9 @@ def test_eight_processes_at_once_fetch_a_model_once(hub, ask, tiny_model):
     places = {said(process) for process in [ask() for _ in range(8)]}
     (place,) = places
     assert place.endswith(f"models--someone--tiny/snapshots/{COMMIT}")
+    assert hub.trees == 1, "the others found it complete"
     assert set(hub.got.values()) == {1} and "model.safetensors" in hub.got
-    assert "pytorch_model.bin" not in hub.got
+    assert not {"pytorch_model.bin", "consolidated.safetensors"} & set(hub.got)
     assert read_snapshot(type(tiny_model)(place)) == read_snapshot(tiny_model)
 
 
@@ -128,7 +136,7 @@ def test_a_fetched_model_needs_no_network(hub, ask):
     assert hub.got == before
 
 
-def test_a_process_that_dies_while_it_fetches_leaves_nothing_half(hub, ask):
+def test_a_process_that_dies_while_it_fetches_leaves_nothing_half(hub, ask, tiny_model):
     hub.open.clear()
     first = ask()
     assert hub.asked.wait(60)
@@ -137,12 +145,13 @@ def test_a_process_that_dies_while_it_fetches_leaves_nothing_half(hub, ask):
     first.wait()
     hub.open.set()
     place = said(waiting)
-    assert look(place).weights == {"model.safetensors": len(hub.files["model.safetensors"])}
+    assert look(place) == read_snapshot(tiny_model)
 
 
-def test_a_name_that_the_hub_has_not_got_is_one_line(hub, ask):
-    hub.files.clear()
-    process = ask(offline=True)
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_name_that_the_hub_has_not_got_is_one_line(hub, ask, offline):
+    hub.there = False
+    process = ask(offline)
     _, err = process.communicate(timeout=120)
     last = err.strip().splitlines()[-1]
     assert "model.path = 'someone/tiny': no such directory, and no model of the hub that can be fetched" in last and "hf download someone/tiny" in last
@@ -168,4 +177,20 @@ def test_nodes_that_find_another_model_are_told_apart(tiny_model, tmp_path):
     shutil.copytree(tiny_model, other)
     (other / "tokenizer_config.json").write_text("{}")
     assert difference(look(str(other)), here) == "has another config or tokenizer"
-    assert difference(Snapshot(here.hash, {"model.safetensors": 1}), here).startswith("has other weights (1 files, 1 bytes; here 1 files, ")
+    assert difference(Snapshot(here.hash, {"model.safetensors": (1, "")}), here).startswith("has other weights (1 files, 1 bytes; here 1 files, ")
+    shutil.copy(tiny_model / "tokenizer_config.json", other)
+    with (other / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x7f")
+    assert difference(look(str(other)), here).startswith("has other weights")
+
+
+def test_a_run_that_goes_on_keeps_its_commit(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(snapshot, "fetch", lambda name, revision, **more: asked.append((name, revision)) or tmp_path)
+    cached = f"/cache/models--someone--tiny/snapshots/{COMMIT}"
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.yaml").write_text(f"model: {{path: {cached}}}")
+    for name, resume in (("someone/tiny", "must"), ("someone/tiny", "never"), ("someone/other", "auto")):
+        resolve_models(small_config(model={"path": name}, resume=resume, runs_root=str(tmp_path)))
+    assert asked == [("someone/tiny", COMMIT), ("someone/tiny", None), ("someone/other", None)]

@@ -296,6 +296,8 @@ class Engine:
 
         if self.broken is not None:
             raise StaleReplica(self.broken)
+        if self._llm.errored:
+            raise StaleReplica("the vLLM engine's process has died")
         prompt = tokens_input(prompt_ids, cache_salt=salt)
         name = f"request-{next(self._ids)}"
         answer = asyncio.ensure_future(self._answer(prompt, sampling, name))

@@ -53,8 +53,8 @@ VERSIONS_KEPT = 2
 """The committed version and the coming one."""
 
 WEIGHTS_NOT_FINITE = (
-    "the weights hold NaN or Inf after a step whose loss and gradient were finite; they are neither published nor saved: go on from the newest checkpoint "
-    "with a lower learner.learning_rate"
+    "the weights hold NaN or Inf, or have a norm beyond their type, after a step whose loss and gradient were finite; they are neither published nor saved: "
+    "lower the learning rate"
 )
 
 
@@ -248,7 +248,7 @@ class LearnerRank:
             self.engine.step()
             applied = self.engine.was_step_applied()
             if not zero3.parameters_finite(self.engine):
-                raise RuntimeError(f"{WEIGHTS_NOT_FINITE} (learning rate {learning_rate:g}, {self.applied} steps applied before)")
+                raise RuntimeError(f"{WEIGHTS_NOT_FINITE} (it was {learning_rate:g}, at step {self.applied}), and go on from the newest checkpoint")
         else:
             zero3.discard_gradients(self.engine)
         self.applied += applied

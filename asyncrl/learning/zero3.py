@@ -157,10 +157,16 @@ def gradients_finite(engine: Any) -> bool:
 
 def parameters_finite(engine: Any) -> bool:
     """No NaN or Inf in any parameter, nor in their norm, on any rank (a collective)."""
-    norm = torch.nn.utils.get_total_norm([parameter.ds_tensor for parameter in engine.module.parameters()])
+    norm = torch.nn.utils.get_total_norm([_own_part(parameter, dist.get_rank()) for parameter in engine.module.parameters()])
     bad = (~torch.isfinite(norm)).int().to(engine.device)
     dist.all_reduce(bad)
     return not int(bad)
+
+
+def _own_part(parameter: Any, rank: int) -> torch.Tensor:
+    """This rank's shard without its padding, which DeepSpeed leaves as it was allocated."""
+    shard = parameter.ds_tensor
+    return shard.narrow(0, 0, max(0, min(shard.numel(), parameter.ds_numel - rank * shard.numel())))
 
 
 def discard_gradients(engine: Any) -> None:

@@ -32,7 +32,7 @@ class LostRequests:
         if key in self._kept or len(self._kept) >= MOST:
             return
         self._kept.add(key)
-        said = (str(error).strip().splitlines() or [""])[0]
+        said = (str(error).strip().splitlines() or [""])[-1]  # of an error that comes from another process, the cause
         row = {
             "time": time.time(),
             "error": f"{type(error).__name__}: {said}",
@@ -41,6 +41,8 @@ class LostRequests:
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "seed": request.seed,
+            "ignore_eos": request.ignore_eos,
+            "repetition": request.repetition,
             "min_version": None if request.min_weights is None else request.min_weights.version,
         }
         try:

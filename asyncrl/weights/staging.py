@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from asyncrl.weights.manifest import check_manifest
 __all__ = ["Staged", "StagingError", "fetch", "sweep"]
 
 SHARED_MEMORY = Path("/dev/shm")
+NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 STAGING_NAME = re.compile(r"asyncrl-.+-(?P<pid>\d+)\.weights")
 
 
@@ -67,9 +69,11 @@ def fetch(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]
             for index, start in enumerate(starts):
                 _copy_bucket(manifest, index, file.fileno(), start, timeout_s - (time.monotonic() - begun))
     except BaseException as error:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise StagingError(f"{path}: {error.strerror}, and this version needs {nbytes >> 20} MiB there; enlarge shared memory") from error
+            fix = f", and this version needs {nbytes >> 20} MiB there; enlarge shared memory" if error.errno in NO_ROOM else ""
+            raise StagingError(f"{path}: {error.strerror or error}{fix}") from error
         raise
     tensors = tuple((e.name, tuple(e.shape), e.dtype, starts[e.bucket] + e.offset) for e in manifest.tensors)
     return Staged(path, nbytes, tensors, time.monotonic() - begun)

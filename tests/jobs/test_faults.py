@@ -76,8 +76,9 @@ def test_a_run_survives_what_it_should(start_run, shared_memory, tmp_path, capsy
     for fault in FAULTS:
         process = next((one for one in run.descendants() if fault.process in " ".join(one.cmdline())), None)
         assert process is not None, f"{fault.name}: no process {fault.process!r} among {[' '.join(one.cmdline())[:60] for one in run.descendants()]}"
+        step = newest(directory, "step")
         wait_for(fault, run, directory)
-        step, began = newest(directory, "step"), time.monotonic()
+        began = time.monotonic()
         if fault.number is None:
             process.suspend()
             time.sleep(fault.stopped_s)  # the fault itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from functools import partial
 from pathlib import Path
@@ -264,3 +265,11 @@ def private() -> tuple[int, int]:
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split()[0]: int(line.split()[1]) * 1024 for line in lines}
     return sizes["Anonymous:"], sizes["Private_Clean:"] + sizes["Private_Dirty:"]
+
+
+def test_padding_of_a_shard_is_not_looked_at():
+    """Five elements over two ranks: the last of the second shard is whatever was there."""
+    shards = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, math.nan])]
+    own = [zero3._own_part(SimpleNamespace(ds_tensor=shard, ds_numel=5), rank).tolist() for rank, shard in enumerate(shards)]
+    assert own == [[1.0, 2.0, 3.0], [4.0, 5.0]]
+    assert zero3._own_part(SimpleNamespace(ds_tensor=torch.tensor([math.nan]), ds_numel=1), 1).numel() == 0

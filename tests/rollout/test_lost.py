@@ -37,12 +37,14 @@ def rows(directory):
 
 
 def test_a_request_that_an_engine_died_of_is_asked_again_and_kept_once(tmp_path):
-    handle = Handle(EngineDied("the vLLM engine's process has died"), StaleReplica("behind"), ray.exceptions.ActorDiedError())
+    said = "Traceback of a replica\n  EngineDied: the vLLM engine's process has died"
+    from_a_replica = ray.exceptions.RayTaskError("generate", said, EngineDied("dead")).as_instanceof_cause()
+    handle = Handle(from_a_replica, StaleReplica("behind"), ray.exceptions.ActorDiedError())
     generate = ServeGenerate(handle, LostRequests(tmp_path / "kept", 1))
     generated = asyncio.run(generate.generate(replace(REQUEST, deadline_s=30.0)))
     assert len(generated.completions) == 2 and handle.seeds == [7] * 4
     (row,) = rows(tmp_path / "kept")
-    assert row["error"] == "EngineDied: the vLLM engine's process has died"
+    assert row["error"].endswith("EngineDied: the vLLM engine's process has died")
     assert (row["prompt_ids"], row["n"], row["max_tokens"], row["seed"], row["min_version"]) == ([4, 5, 6], 2, 8, 7, 3)
     assert (tmp_path / "kept" / f"lost_requests_1_{os.getpid()}.jsonl").exists()
 
