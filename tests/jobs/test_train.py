@@ -126,11 +126,9 @@ def test_driver_then_replica_then_learner_rank_are_killed_and_nothing_is_lost(st
     assert ours.keys() == at_the_end.keys() and all(torch.equal(ours[name], at_the_end[name]) for name in ours)
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("phase", "number"),
-    [pytest.param("engine loading", signal.SIGTERM, marks=pytest.mark.faults), pytest.param("generating", signal.SIGINT, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("phase", "number"), [("engine loading", signal.SIGTERM), ("generating", signal.SIGINT)])
 def test_a_signal_stops_the_run_cleanly(start_run, shared_memory, tmp_path, phase, number):
     before, directory = shared_memory(), tmp_path / "runs" / "run"
     run = start_run({"max_steps": 10_000})
