@@ -4,7 +4,7 @@ import mutants
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(1200)
 def test_every_mutant_is_killed(capsys):
     with capsys.disabled():
