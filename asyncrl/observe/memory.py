@@ -22,6 +22,9 @@ import psutil
 
 __all__ = ["MemoryPeak", "MemorySampler", "descendants", "process_name", "pss_bytes", "shared_memory_bytes"]
 
+LARGEST_SHARE = 0.02
+"""Of one core, that sampling may take."""
+
 
 @dataclass(slots=True)
 class MemoryPeak:
@@ -100,9 +103,12 @@ class MemorySampler:
         return total
 
     def _run(self) -> None:
-        self.sample()
-        while not self._stop.wait(self._interval_s):
+        """A sample reads the page tables of every process, which takes longer the more memory they have: it gets LARGEST_SHARE of a core at most."""
+        rest = 0.0
+        while not self._stop.wait(rest):
+            before = self._peak.seconds
             self.sample()
+            rest = max(self._interval_s, (self._peak.seconds - before) / LARGEST_SHARE)
 
     def _processes(self) -> list[psutil.Process]:
         for process in descendants(self._root):
