@@ -134,7 +134,7 @@ class Books:
     def checkpoint(self) -> tuple[Path, State] | None:
         """The newest committed one that can be read."""
         try:
-            path, state, _ = Checkpoints(self.run.config.checkpoints_directory, keep=1).find()
+            path, state, _ = Checkpoints(self.run.checkpoints_directory, keep=1).find()
         except (NoCheckpoint, UnreadableCheckpoint):
             return None
         return path, state

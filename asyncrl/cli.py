@@ -96,7 +96,7 @@ def on_a_run(known: argparse.Namespace) -> int:
             checks = audit(directory)
             print(audit_text(checks))
             return 0 if all(check.passed for check in checks) else 1
-        return _export(directory.config.checkpoints_directory, directory.directory, known.step, known.out)
+        return _export(directory.checkpoints_directory, directory.directory, known.step, known.out)
     except (RunNotFound, ConfigError) as error:
         print(f"asyncrl: {error}", file=sys.stderr)
         return 2

@@ -78,6 +78,12 @@ class Run:
         return load_config(self.directory / "config.yaml")
 
     @property
+    def checkpoints_directory(self) -> Path:
+        """Where its checkpoints lie: here, wherever `runs_root` points now, or in `checkpoint.save`."""
+        save = self.config.checkpoint.save
+        return Path(save) if save else self.directory / "checkpoints"
+
+    @property
     def metrics(self) -> pa.Table:
         """All records of metrics.jsonl, one row each; a metric that a record does not have is null."""
         return _records_table(read_metrics(self.directory))

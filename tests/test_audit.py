@@ -171,6 +171,15 @@ def test_a_run_that_was_killed_and_resumed_passes(run, capsys):
     assert ended.value.code == 0 and capsys.readouterr().out.count("pass  ") == 9
 
 
+def test_a_run_that_lies_elsewhere_now_has_its_checkpoints_with_it(whole_run, tmp_path):
+    """Its config still names the old place, as that of a run under another ASYNCRL_RUNS does."""
+    shutil.copytree(whole_run, tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved" / "checkpoints")
+    assert said(tmp_path / "moved")["trained tokens equal the learner's count"].said == "no checkpoint yet"
+    shutil.copytree(whole_run / "checkpoints", tmp_path / "moved" / "checkpoints")
+    assert "no checkpoint" not in said(tmp_path / "moved")["trained tokens equal the learner's count"].said
+
+
 def test_a_run_just_killed_passes_as_well(tmp_path, no_threads):
     attempt(tmp_path, 30, 6.5, graceful=False)
     assert all(check.passed for check in said(tmp_path / "run").values())
