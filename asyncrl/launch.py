@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._private import auto_init_hook
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
@@ -41,7 +42,7 @@ from asyncrl.types import Completion, Prompt
 from asyncrl.weights.board import take_lease
 from asyncrl.weights.push import ServeWeightSync
 
-__all__ = ["Stations", "cluster", "launch"]
+__all__ = ["Stations", "cluster", "launch", "start_local_ray"]
 
 logger = logging.getLogger("asyncrl")
 
@@ -112,7 +113,7 @@ def cluster(config: Config, logs: Path) -> Iterator[None]:
     if address:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     else:
-        _start_local_cluster(max(os.cpu_count() or 1, math.ceil(needed(config)["CPU"])))
+        start_local_ray(max(os.cpu_count() or 1, math.ceil(needed(config)["CPU"])), configure_logging=False)
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     try:
         _refuse_open_ray()
@@ -132,14 +133,21 @@ def _refuse_open_ray() -> None:
         )
 
 
-def _start_local_cluster(cpus: int) -> None:
-    """Ray gives a node 30 seconds to start, which a busy machine may not keep: three times more, then the error."""
-    for tries_left in (3, 2, 1, 0):
+def start_local_ray(num_cpus: int, tries: int = 4, **options: Any) -> None:
+    """A Ray cluster of this process's own. Ray gives a node 30 seconds to start, which a busy machine may not keep: then once more, after the processes
+    that the try has left are ended."""
+    for tries_left in reversed(range(tries)):
+        before = set(psutil.Process().children(recursive=True))
         try:
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, **options)
             return
         except Exception as error:  # Ray raises no narrower class
             ray.shutdown()
+            left = [process for process in psutil.Process().children(recursive=True) if process not in before]
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, CLOSE_TIMEOUT_S)
             if "timed out during startup" not in str(error) or not tries_left:
                 raise
             logger.warning("Ray's node timed out while it started; trying once more")

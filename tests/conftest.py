@@ -56,17 +56,12 @@ def ray_cluster() -> Iterator[Any]:
     """A cluster of this session's own, with two logical CPUs. Its workers can import the tests' modules, as actors and rewards need."""
     import ray
 
+    from asyncrl.launch import start_local_ray
+
     folders = sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")})
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
-    for tries_left in (2, 1, 0):
-        try:
-            ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=512 << 20)
-            break
-        except Exception as error:  # Ray raises no narrower class, and its 30 s for a start are fixed: too few on a busy machine
-            ray.shutdown()
-            if "timed out during startup" not in str(error) or not tries_left:
-                raise
+    start_local_ray(2, object_store_memory=512 << 20)
     yield ray
     ray.shutdown()
 

@@ -80,7 +80,7 @@ def test_ray_without_its_token_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
     ended: list[bool] = []
     monkeypatch.setattr(launch, "is_token_auth_enabled", lambda: False)
-    monkeypatch.setattr(launch, "_start_local_cluster", lambda cpus: None)
+    monkeypatch.setattr(launch, "start_local_ray", lambda cpus, **options: None)
     monkeypatch.setattr(launch.ray._private.worker, "_global_node", type("Node", (), {"get_session_dir_path": lambda self: str(tmp_path)})())
     monkeypatch.setattr(launch.ray, "shutdown", lambda: ended.append(True))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
