@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import httpx2
 import yaml
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RevisionResolutionError
 
 from asyncrl.config import Config, ConfigError, is_hub_name
 
@@ -81,7 +82,7 @@ def fetch(name: str, revision: str | None, cache: Path | None = None, field: str
                 return _download(name, revision, cache, local_files_only=bool(revision and COMMIT.fullmatch(revision)))
             except LocalEntryNotFoundError:
                 return _download(name, revision, cache)
-    except Exception as error:  # the hub's client has many, of its own and of its transport
+    except (OSError, HFValidationError, RevisionResolutionError, httpx2.HTTPError) as error:
         at = f" at revision {revision!r}" if revision else ""
         raise ConfigError(
             f"{field} = {name!r}: no such directory, and no model of the hub{at} that can be fetched ({_first_line(error)}); correct it, or fetch it "
