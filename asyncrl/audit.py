@@ -30,7 +30,7 @@ __all__ = ["Books", "Check", "audit", "audit_text"]
 Key = tuple[int, int]
 """(attempt that made the group, ordinal)."""
 
-READ = ("attempt", "ordinal", "completion_ids", "loss_mask", "logprobs", "versions", "replica", "admitted_at", "finished_at", "status")
+READ = ("attempt", "ordinal", "completion_ids", "loss_mask", "logprobs", "versions", "replica", "started_at", "finished_at", "status")
 ENDED = ("trained", "skipped", "filtered", "dropped", "failed")
 SHOWN = 5
 """Examples named by a check that fails."""
@@ -54,7 +54,7 @@ class Row:
     attempt: int
     ordinal: int
     replica: str
-    admitted_at: float
+    started_at: float
     finished_at: float
     lengths: tuple[int, ...]
     """Completion tokens."""
@@ -268,7 +268,7 @@ def _monotone(books: Books) -> Check:
         done = sorted(rows, key=lambda row: row.finished_at)
         times, newest = [row.finished_at for row in done], np.maximum.accumulate([row.newest for row in done])
         for row in rows:
-            before = bisect.bisect_left(times, row.admitted_at)
+            before = bisect.bisect_left(times, row.started_at)
             if before and row.oldest is not None and row.oldest < newest[before - 1]:
                 back.append(row.ordinal)
     said = f"{len(processes)} replica processes" + (f"; went back for {_some(back)}" if back else "")
@@ -316,8 +316,8 @@ def _rows(path: Path) -> Iterator[Row]:
     ends = np.cumsum(lengths)
     loss = masks[ends] - masks[ends - lengths]
     at = 0
-    scalars = zip(*(table[name].to_pylist() for name in ("attempt", "ordinal", "replica", "admitted_at", "finished_at", "versions", "status")), strict=True)
-    for attempt, ordinal, replica, admitted_at, finished_at, versions, status in scalars:
+    scalars = zip(*(table[name].to_pylist() for name in ("attempt", "ordinal", "replica", "started_at", "finished_at", "versions", "status")), strict=True)
+    for attempt, ordinal, replica, started_at, finished_at, versions, status in scalars:
         mine = slice(at, at + len(versions))
         at = mine.stop
         spanned = [sum(span["end"] - span["start"] for span in spans) for spans in versions]
@@ -325,7 +325,7 @@ def _rows(path: Path) -> Iterator[Row]:
         usable = sum(int(tokens) for tokens, how in zip(loss[mine], status, strict=True) if how == "ok")
         whole = bool(alike[mine].all()) and spanned == lengths[mine].tolist() and len(status) == len(versions)
         counted = tuple(int(length) for length in lengths[mine])
-        yield Row(attempt, ordinal, replica, admitted_at, finished_at, counted, usable, min(seen, default=None), max(seen, default=None), whole)
+        yield Row(attempt, ordinal, replica, started_at, finished_at, counted, usable, min(seen, default=None), max(seen, default=None), whole)
 
 
 def _chunk(table: pa.Table, name: str) -> pa.Array:

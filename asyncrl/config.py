@@ -186,6 +186,9 @@ class GeneratorConfig(Section):
     """Generations in flight at an update: go on with the old KV cache, go on after recomputing it, or finish first."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds a replica may take from placement to its first answer."""
+    stall_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds for which an engine, or the process around it, may answer nothing at all before it is replaced. An engine answers between any two of its
+    steps: longer than the longest step and than an update of its weights."""
 
     @property
     def own(self) -> bool:
@@ -392,8 +395,9 @@ class StalenessConfig(Section):
 class WeightsConfig(Section):
     bucket_bytes: int = Field(default=64 << 20, gt=0)
     """Size of one published bucket, in bytes; raised to the largest parameter if that is larger."""
-    push_timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds a replica may take to apply a version, retries included. Then it is unroutable until it has caught up."""
+    push_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds a replica may take to apply a version, retries included. Then it is unroutable until it has caught up; a run all of whose replicas take
+    longer ends. Longer than `generator.stall_timeout_s` and the start of a replica, so that one that is replaced is waited for."""
     logprob_tolerance: float | None = Field(default=None, gt=0)
     """Difference allowed between generator and learner log-probs at the same version, in nats: the largest in float32 (default 1e-4), the mean in
     bfloat16 (default 0.03), where rounding alone moves improbable tokens by tenths."""

@@ -46,10 +46,11 @@ COLUMNS: dict[str, pa.DataType] = {
     "versions": pa.list_(pa.list_(SPAN)),
     "finish_reason": pa.list_(pa.string()),
     "replica": pa.string(),
-    "admitted_at": pa.float64(),
+    "started_at": pa.float64(),
     "finished_at": pa.float64(),
 }
-"""Columns of a group as the rollout worker leaves it. Lists have one item per trajectory; times are Unix seconds."""
+"""Columns of a group as the rollout worker leaves it. Lists have one item per trajectory; times are Unix seconds,
+of the replica's steady clock here: when it took the request and when it was done."""
 
 SCORED_COLUMNS: dict[str, pa.DataType] = {
     "reward": pa.list_(pa.float32()),
@@ -159,7 +160,7 @@ class Group:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     replica: str
-    admitted_at: float
+    started_at: float
     finished_at: float
     scored_at: float | None = None
     failure: str | None = None
@@ -254,7 +255,7 @@ def _row(group: Group) -> dict[str, Any]:
         "versions": [[{"version": s.version, "start": s.start, "end": s.end} for s in c.versions] for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
         "replica": group.replica,
-        "admitted_at": group.admitted_at,
+        "started_at": group.started_at,
         "finished_at": group.finished_at,
     }
 
@@ -289,7 +290,7 @@ def _group(row: Mapping[str, Any], columns: Mapping[str, Any]) -> Group:
         prompt=prompt,
         trajectories=tuple(_trajectory(row, index) for index in range(len(row["completion_ids"]))),
         replica=row["replica"],
-        admitted_at=row["admitted_at"],
+        started_at=row["started_at"],
         finished_at=row["finished_at"],
         scored_at=row.get("scored_at"),
         failure=row.get("failure"),

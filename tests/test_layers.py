@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "asyncrl"
 LAYERS = {
-    0: ["config", "confined", "environment", "names", "redact", "rules", "types"],
+    0: ["clock", "config", "confined", "environment", "names", "redact", "rules", "types"],
     1: ["algorithms", "data.balance", "data.blocks", "data.packing", "data.truncation", "control.staleness"],
     2: ["control", "generation.protocol"],
     3: ["stacks", "data", "generation", "rollout", "rewards", "learning", "weights"],
@@ -50,6 +50,12 @@ def test_imports_go_downward(name, path):
     known = {other for other, _ in modules()}
     higher = sorted(other for other in ours & known if layer(other) > layer(name))
     assert not higher, f"{name} (layer {layer(name)}) imports {higher}"
+
+
+def test_nothing_is_computed_with_the_wall_clock():
+    """Somebody may set it: deadlines and intervals are counted on the monotonic clock. Only records have the time of day."""
+    readers = {name for name, path in modules() for node in ast.walk(ast.parse(path.read_text())) if ast.unparse(node) in ("time.time", "datetime.now")}
+    assert readers <= {"clock", "generation.http", "rollout.lost", "rewards.score", *FREE}
 
 
 @pytest.mark.parametrize("library", HOMES)

@@ -12,9 +12,10 @@ import ray.exceptions
 from asyncrl.control.protocols import PartDied
 from asyncrl.types import table_from_ipc
 
-__all__ = ["broken_stream", "groups_at"]
+__all__ = ["DEATHS", "broken_stream", "groups_at"]
 
 DEATHS = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError)
+"""What a stream raises whose process died, or whose blocks went with their node."""
 
 
 def broken_stream(name: str, error: BaseException) -> RuntimeError:

@@ -351,7 +351,7 @@ class RayPromptSource:
 
         window = ReorderWindow(*self._frontier)
         try:
-            for block in stream_blocks(tables, stage, BLOCK_BYTES, STREAM_BYTES, "prompts"):
+            for block in stream_blocks(tables, stage, BLOCK_BYTES, STREAM_BYTES, "prompts", replays=True):
                 self._begun.set()
                 for prompt in _prompts(block):
                     for ready in window.put(prompt):

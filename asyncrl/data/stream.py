@@ -54,7 +54,7 @@ class EndlessSource(Datasource):
 
 
 def stream_blocks(
-    tables: Callable[[], Iterable[pa.Table]], stage: Callable[[pa.Table], pa.Table], block_bytes: int, memory_bytes: int, name: str
+    tables: Callable[[], Iterable[pa.Table]], stage: Callable[[pa.Table], pa.Table], block_bytes: int, memory_bytes: int, name: str, replays: bool
 ) -> Iterator[pa.Table]:
     """Run one endless source and one stage, which Ray Data fuses into one task, and give its blocks as they come.
 
@@ -62,10 +62,15 @@ def stream_blocks(
     (`iter_internal_ref_bundles`) the memory limit is waived whenever it is reached, and the source runs ahead for ever.
 
     Args:
-        tables: makes the source's generator, in the task. A task that dies is run again from its first table.
+        tables: makes the source's generator, in the task.
         stage: Arrow table in, Arrow table out.
         block_bytes: a block leaves as soon as it is larger; 1 = every row at once.
         memory_bytes: object store that unread blocks may take before the source is held back.
+        replays: whether `tables` gives the same tables each time. Then Ray runs a task that dies again, and passes over as many blocks as it has had from
+            it before; else such a task's death ends the stream, since the blocks passed over would be others.
+
+    Raises:
+        ray.exceptions.RayError: the task failed; without `replays`, also that it died (`asyncrl.data.groups.DEATHS`).
     """
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = False
@@ -77,10 +82,13 @@ def stream_blocks(
     context.print_on_execution_start = False
     context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, HeldBackPause]
     quiet_ray_data()
+    retries = -1 if replays else 0
     with _MAKING, DataContext.current(context):
         # The same options for both, or they would not be fused.
-        source = ray.data.read_datasource(EndlessSource(tables), override_num_blocks=1, num_cpus=TASK_CPUS, **PLAIN_ARROW)
-        dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, num_cpus=TASK_CPUS, **PLAIN_ARROW)
+        source = ray.data.read_datasource(
+            EndlessSource(tables), override_num_blocks=1, num_cpus=TASK_CPUS, ray_remote_args={"max_retries": retries}, **PLAIN_ARROW
+        )
+        dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, num_cpus=TASK_CPUS, max_retries=retries, **PLAIN_ARROW)
         dataset.set_name(name)
     yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=0)
 

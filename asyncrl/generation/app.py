@@ -14,6 +14,7 @@ from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
 
+from asyncrl.generation.broadcast import ask_all
 from asyncrl.generation.engine import engine_environment
 from asyncrl.generation.protocol import EngineDied, Generated, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
 from asyncrl.generation.replica import Generator
@@ -30,7 +31,10 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
 """Seconds between two tries of a request that no replica could take: doubled from the first to the longest."""
 
 LOGPROBS_DEADLINE_S = 300.0
-"""Seconds that scoring the probes may take."""
+"""Seconds that scoring the probes may take. A replica that has not answered after half of them is left out."""
+
+STATUS_S = 10.0
+"""Seconds that a replica gets to say where it is."""
 
 UNABLE = (StaleReplica, ray.exceptions.RayActorError, DeploymentUnavailableError)
 """What a replica raises that cannot answer now, and Serve when there is none: ask another, or later."""
@@ -49,9 +53,9 @@ def build_app(args: GeneratorApp) -> serve.Application:
         num_replicas=generator.num_replicas,
         ray_actor_options=options,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        # An event loop on a starved machine answers late; only a dead or broken engine should count as unhealthy.
+        # An event loop on a starved machine answers late: Serve replaces a replica after three checks in a row without an answer.
         health_check_period_s=5,
-        health_check_timeout_s=120,
+        health_check_timeout_s=generator.stall_timeout_s / 3,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=20,
         max_constructor_retry_count=2,
@@ -149,8 +153,8 @@ class ServeGenerate:
         """Of every replica that has the weights and lives. Raises GenerationTimeout when none has answered after `LOGPROBS_DEADLINE_S`."""
 
         async def everywhere(left: float) -> dict[str, list[tuple[float, ...]]]:
-            answers = await self._handle.broadcast("logprobs", rows, min_weights).results_async(timeout_s=left, return_exceptions=True)
-            answered = [answer for answer in answers if not isinstance(answer, UNABLE)]
+            answers = await ask_all(self._handle, "logprobs", rows, min_weights, timeout_s=left / 2)
+            answered = [answer for answer in answers if not isinstance(answer, (*UNABLE, TimeoutError))]
             for failed in [answer for answer in (answered or answers) if isinstance(answer, BaseException)]:
                 raise failed
             return dict(answered)
@@ -159,8 +163,8 @@ class ServeGenerate:
         return answer
 
     async def statuses(self) -> list[dict[str, Any]]:
-        """What each replica says of itself; one that is dead says nothing."""
-        answers = await self._handle.broadcast("status").results_async(return_exceptions=True)
+        """What each replica says of itself; one that is dead, or stands still, says nothing."""
+        answers = await ask_all(self._handle, "status", timeout_s=STATUS_S)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def _ask(self, deadline_s: float, call: Callable[[float], Any]) -> Any:

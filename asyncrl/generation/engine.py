@@ -6,6 +6,7 @@ Knows neither Ray nor Serve. vLLM is imported in `start`, so that this module co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
@@ -108,6 +109,9 @@ class Engine:
         self._ids = itertools.count()
         self._open = asyncio.Event()
         self._processes: list[psutil.Process] = []
+        self._probe: asyncio.Future[None] | None = None
+        """The last question whether the engine's loop still turns, answered or not."""
+        self._probed_at = 0.0
 
     async def start(self) -> LoadTimes:
         """Load the model and generate one token. The weights are the checkpoint's, version 0."""
@@ -223,19 +227,42 @@ class Engine:
     async def stop(self) -> None:
         """End the engine and every process that it started."""
         llm, self._llm = self._llm, None
+        if self._probe is not None:
+            self._probe.cancel()
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, STOP_TIMEOUT_S)
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, STOP_TIMEOUT_S)
-        for process in alive:
-            process.kill()
+        self._kill(alive)
         self._processes = []
 
     async def check(self) -> None:
-        """Raise RuntimeError if the engine is dead or its weights are in an unknown state."""
+        """Raise RuntimeError if the engine is dead or its weights are in an unknown state.
+
+        An engine that stands still raises nothing of itself: one that answers no probe for `generator.stall_timeout_s` is ended here, and with it its
+        requests. Between any two steps it answers, however slow they are.
+        """
         if self.broken is not None:
             raise RuntimeError(self.broken)
         if self._llm is None or self._llm.errored:
             raise RuntimeError("the vLLM engine's process has died")
+        limit = self.app.generator.stall_timeout_s
+        if self._probe is None or self._probe.done():
+            self._probe, self._probed_at = asyncio.ensure_future(self._answers()), time.monotonic()
+        elif time.monotonic() - self._probed_at > limit:
+            self.broken = f"the vLLM engine has answered nothing for generator.stall_timeout_s = {limit:g} s"
+            self._kill(self._processes)
+            raise RuntimeError(self.broken)
+
+    async def _answers(self) -> None:
+        """Returns when the engine's own loop has turned. Its death is known by `errored`."""
+        with contextlib.suppress(Exception):
+            await self._llm.is_sleeping()
+
+    @staticmethod
+    def _kill(processes: Sequence[psutil.Process]) -> None:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     async def _paused(self, work: Callable[[], Awaitable[None]], failure: str) -> dict[str, float]:
         self._open.clear()  # Requests that come now wait here: they would be salted and counted under the old version.

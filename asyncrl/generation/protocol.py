@@ -50,6 +50,9 @@ class Generated:
 
     completions: tuple[Completion, ...]
     replica: str
+    started_at: float
+    finished_at: float
+    """When the replica, with the weights asked for, took the request, and when it was done: Unix seconds of its own steady clock."""
     load: EngineLoad | None = None
     """Of its engine, when they were done."""
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from asyncrl.clock import SteadyClock
 from asyncrl.observe.sinks import Sink
 from asyncrl.redact import redact
 
@@ -39,6 +39,7 @@ class MetricsWriter:
         path = directory / METRICS_FILE
         _end_last_line(path)
         self._attempt = attempt
+        self._clock = SteadyClock()
         self._file = path.open("a", encoding="utf-8")
         self._sinks = sinks
 
@@ -51,7 +52,7 @@ class MetricsWriter:
         taken = sorted(set(values) & set(RESERVED))
         if taken:
             raise ValueError(f"metrics named {taken} would hide the record's own fields; rename them")
-        now = time.time()
+        now = self._clock()
         record = {"schema": SCHEMA, "event": event, "attempt": self._attempt, "step": step, "version": version, "time": now, **_plain(values)}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import queue
 import threading
@@ -26,7 +27,7 @@ import ray.exceptions
 
 from asyncrl.config import Config
 from asyncrl.control.protocols import Rollouts, Scored
-from asyncrl.data.groups import broken_stream, groups_at
+from asyncrl.data.groups import DEATHS, broken_stream, groups_at
 from asyncrl.data.stream import stream_blocks
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact, write_groups
@@ -37,6 +38,10 @@ from asyncrl.types import TRUNCATED, table_to_ipc
 
 __all__ = ["RayScores", "scored_summary"]
 
+logger = logging.getLogger(__name__)
+
+DEATHS_IN_A_ROW = 5
+"""Times that the stream's process may die without a group in between before the run is told."""
 STREAM_BYTES = 256 << 20
 """Object store that scored groups may take before the stream is held back."""
 MOST_IN_FLUSH = 256
@@ -136,17 +141,25 @@ class RayScores:
             await asyncio.to_thread(compact, self._directory)
 
     def _read_stream(self) -> None:
-        """Thread: rows from Ray Data, as they come."""
+        """Thread: rows from Ray Data, as they come. Where the task's process dies, a new execution follows: to the rollout workers a new reader, which is
+        offered what was not acknowledged."""
+        source = partial(rewarded_groups, self._config.reward, self._workers, self._reference)
+        stage = partial(score_table, config=self._config)
+        lives = DEATHS_IN_A_ROW
         end: BaseException | None = None
-        try:
-            source = partial(rewarded_groups, self._config.reward, self._workers, self._reference)
-            stage = partial(score_table, config=self._config)
-            for block in stream_blocks(source, stage, 1, STREAM_BYTES, "scoring"):
-                self._arrived.put(block)
-            end = RuntimeError("it ended though its rollout workers live")
-        except Exception as error:
-            # Handed to next(), which raises it: a thread cannot.
-            end = error
+        while end is None and not self._closed:
+            try:
+                for block in stream_blocks(source, stage, 1, STREAM_BYTES, "scoring", replays=False):
+                    self._arrived.put(block)
+                    lives = DEATHS_IN_A_ROW
+                end = RuntimeError("it ended though its rollout workers live")
+            except Exception as error:
+                lives -= 1
+                if isinstance(error, DEATHS) and lives:
+                    logger.warning("the scoring stream's process died (%s); a new one takes over its groups", type(error).__name__)
+                    continue
+                # Handed to next(), which raises it: a thread cannot.
+                end = error
         self._arrived.put(None if self._closed else end)
 
     def _write_files(self) -> None:

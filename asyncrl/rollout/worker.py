@@ -70,13 +70,12 @@ class RolloutWorker:
             RolloutFailed: not done within rollout.deadline_s, retries included.
         """
         await self.committed(committed)
-        admitted_at = time.time()
         self._under_way += 1
         try:
             generated = await self._generate_until_deadline(prompt)
         finally:
             self._under_way -= 1
-        group = self._group(prompt, generated, admitted_at)
+        group = self._group(prompt, generated)
         await self._outbox.put(prompt.ordinal, groups_to_table([group]))
         tokens = sum(len(t.completion.token_ids) for t in group.trajectories)
         return Finished(prompt.ordinal, committed if group.begun is None else group.begun, tokens, generated.load)
@@ -139,12 +138,12 @@ class RolloutWorker:
             repetition=rollout.repetition,
         )
 
-    def _group(self, prompt: Prompt, generated: Generated, admitted_at: float) -> Group:
+    def _group(self, prompt: Prompt, generated: Generated) -> Group:
         wanted = self._config.rollout.n_samples_per_prompt
         if len(generated.completions) != wanted:
             raise RuntimeError(f"replica {generated.replica} gave {len(generated.completions)} completions for group {prompt.ordinal}, not {wanted}")
         trajectories = tuple(Trajectory(completion, (1,) * len(completion.token_ids)) for completion in generated.completions)
-        return Group(self._attempt, prompt, trajectories, generated.replica, admitted_at, time.time())
+        return Group(self._attempt, prompt, trajectories, generated.replica, generated.started_at, generated.finished_at)
 
 
 def _first_line(error: BaseException) -> str:

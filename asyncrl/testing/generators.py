@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ class FakeGenerate:
     async def generate(self, request: GenerateRequest) -> Generated:
         if request.min_weights is not None and request.min_weights.version > self.version:
             raise AssertionError(f"version {request.min_weights.version} was asked for, and {self.version} is there")
+        started_at = time.time()
         await asyncio.sleep(self.latency)
-        return Generated(tuple(self._completion(request, index) for index in range(request.n)), replica="fake")
+        return Generated(tuple(self._completion(request, index) for index in range(request.n)), "fake", started_at, time.time())
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
         return {"fake": [tuple(-random.Random(f"{token}").random() for token in completion) for _, completion in rows]}
@@ -83,7 +85,8 @@ class SeededGenerator:
         self.version = 0
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        return Generated(tuple(self._sample(request, index) for index in range(request.n)), replica="seeded")
+        started_at = time.time()
+        return Generated(tuple(self._sample(request, index) for index in range(request.n)), "seeded", started_at, time.time())
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
         import torch

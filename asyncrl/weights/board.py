@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.control.protocols import Manifest
 
@@ -59,13 +60,15 @@ class VersionBoard:
 
 
 def open_board(name: str, holder: str = "a job") -> Any:
-    """Start the job's board and return its actor handle. It ends with the job.
+    """Start the job's board and return its actor handle. It ends with the job, and lives on the driver's node: the loss of another one is not its end. If
+    its process dies, Ray starts it again, empty until the next version is announced.
 
     Raises:
         ValueError: a board of that name is there already.
     """
-    actor = ray.remote(VersionBoard)
-    return actor.options(name=name, namespace=BOARD_NAMESPACE, num_cpus=0, max_restarts=0).remote(holder)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(VersionBoard).options(name=name, namespace=BOARD_NAMESPACE, num_cpus=0, scheduling_strategy=here, max_restarts=-1, max_task_retries=-1)
+    return actor.remote(holder)
 
 
 def find_board(name: str) -> Any | None:

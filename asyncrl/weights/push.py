@@ -10,19 +10,23 @@ import ray
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from asyncrl.control.protocols import Manifest, PushReport
+from asyncrl.generation.broadcast import ask_all
 from asyncrl.weights.fingerprint import difference_text, published_fingerprints
 from asyncrl.weights.manifest import ManifestError
 
 __all__ = ["ServeWeightSync"]
 
+STATUS_S = 10.0
+"""Seconds a replica gets to say where it is."""
+
+SILENT = "one that does not answer"
+"""Stands for the id of a replica that has not said where it is."""
+
 NO_ANSWER = (TimeoutError, ray.exceptions.RayError, DeploymentUnavailableError)
-"""What a broadcast raises when a replica does not answer, or when none is up (it died, and its successor still loads)."""
+"""What a broadcast raises when none is up (it died, and its successor still loads)."""
 
 ROUND_S = 15.0
 """Seconds of one broadcast before the replicas are asked where they are."""
-
-STATUS_S = 10.0
-"""Seconds the replicas get to say where they are. If one does not answer, what was known before stands."""
 
 FINGERPRINTS_S = 120.0
 """Seconds that the replicas get to say what they hold."""
@@ -60,7 +64,7 @@ class ServeWeightSync:
                 if isinstance(error, ManifestError):
                     raise RuntimeError(f"version {manifest.version} was refused: {error}") from error
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            survey = await self._survey(manifest, min(STATUS_S, max(deadline - time.monotonic(), 1.0)))
+            survey = await self._survey(manifest)
             acknowledged, behind = survey or (acknowledged, behind)
             if survey and acknowledged and not behind:
                 break
@@ -77,7 +81,7 @@ class ServeWeightSync:
         """
         if self._last is None:
             raise RuntimeError("no version has been pushed yet")
-        answers = await self._handle.broadcast("fingerprints").results_async(timeout_s=FINGERPRINTS_S, return_exceptions=True)
+        answers = await ask_all(self._handle, "fingerprints", timeout_s=FINGERPRINTS_S)
         held = dict(answer for answer in answers if not isinstance(answer, BaseException))
         if not held:
             raise RuntimeError(f"no replica said what it holds: {answers[0] if answers else 'none is up'}")
@@ -88,20 +92,22 @@ class ServeWeightSync:
     async def _broadcast(self, manifest: Manifest, timeout_s: float) -> list[BaseException]:
         """Ask every live replica to apply the version; return what went wrong."""
         try:
-            answers = await self._handle.broadcast("apply_version", manifest).results_async(timeout_s=timeout_s, return_exceptions=True)
+            answers = await ask_all(self._handle, "apply_version", manifest, timeout_s=timeout_s)
         except NO_ANSWER as error:
             return [error]
         return [answer for answer in answers if isinstance(answer, BaseException)]
 
-    async def _survey(self, manifest: Manifest, timeout_s: float) -> tuple[dict[str, dict[str, float]], tuple[str, ...]] | None:
-        """Live replicas at (or above) the version with their timings, and the ids of those below it; None if one of them does not answer."""
+    async def _survey(self, manifest: Manifest) -> tuple[dict[str, dict[str, float]], tuple[str, ...]] | None:
+        """Live replicas at (or above) the version with their timings, and the others: ids of those below it, `SILENT` for each that does not answer.
+        None if none is up just now: what was known before stands."""
         try:
-            answers = await self._handle.broadcast("status").results_async(timeout_s=timeout_s, return_exceptions=True)
+            answers = await ask_all(self._handle, "status", timeout_s=STATUS_S)
         except NO_ANSWER:
             return None
         live = [answer for answer in answers if not isinstance(answer, BaseException)]
         at = {answer["replica"]: answer["applied"] for answer in live if _has(answer["weights"], manifest)}
-        return at, tuple(answer["replica"] for answer in live if answer["replica"] not in at)
+        silent = [SILENT for answer in answers if isinstance(answer, TimeoutError)]
+        return at, (*(answer["replica"] for answer in live if answer["replica"] not in at), *silent)
 
 
 def _has(weights: Any, manifest: Manifest) -> bool:

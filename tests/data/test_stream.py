@@ -35,7 +35,7 @@ def test_a_source_whose_blocks_nobody_takes_stops_after_a_while_and_ends_when_cl
     counter = tmp_path / "made"
     make = functools.partial(numbered, counter)
     ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
-    blocks = stream_blocks(make, unchanged, 16 << 10, 512 << 10, "bounded")
+    blocks = stream_blocks(make, unchanged, 16 << 10, 512 << 10, "bounded", replays=True)
     taken = next(blocks)["number"].to_pylist()
     # Unbounded, it makes over ten thousand rows a second.
     before, made, deadline = -1, 0, time.monotonic() + 60
@@ -71,7 +71,7 @@ def test_two_streams_made_at_once_keep_their_own_block_sizes(ray_cluster, monkey
 
     def consume(block_bytes):
         both.wait()
-        sizes[block_bytes] = [block.num_rows for block in stream_blocks(functools.partial(finite, 8), unchanged, block_bytes, 1 << 20, "sizes")]
+        sizes[block_bytes] = [block.num_rows for block in stream_blocks(functools.partial(finite, 8), unchanged, block_bytes, 1 << 20, "sizes", replays=True)]
 
     threads = [threading.Thread(target=consume, args=(block_bytes,)) for block_bytes in (1, 1 << 20)]
     for thread in threads:

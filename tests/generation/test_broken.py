@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncrl.config import GeneratorConfig
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.settings import GeneratorApp
 
@@ -49,3 +50,51 @@ def test_so_does_a_cancelled_one():
         asyncio.run(cancelled())
     with pytest.raises(RuntimeError, match="the update of version 3 failed: CancelledError"):
         asyncio.run(broken.check())
+
+
+class Process:
+    killed = False
+
+    def kill(self):
+        self.killed = True
+
+
+def standing(is_sleeping):
+    made = Engine(GeneratorApp(model="unused", generator=GeneratorConfig(stall_timeout_s=0.1)))
+    made._llm, made._processes = SimpleNamespace(errored=False, is_sleeping=is_sleeping), [Process()]
+    return made
+
+
+def test_an_engine_that_answers_nothing_is_ended():
+    async def hangs():
+        await asyncio.Event().wait()
+
+    async def main():
+        stuck = standing(hangs)
+        await stuck.check()
+        await asyncio.sleep(0.05)
+        await stuck.check()
+        assert not stuck._processes[0].killed
+        await asyncio.sleep(0.1)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"has answered nothing for generator.stall_timeout_s = 0.1 s"):
+                await stuck.check()
+        return stuck
+
+    assert asyncio.run(main())._processes[0].killed
+
+
+def test_a_slow_one_is_not():
+    async def slow():
+        await asyncio.sleep(0.08)
+        return False
+
+    async def main():
+        engine = standing(slow)
+        for _ in range(8):
+            await engine.check()
+            await asyncio.sleep(0.05)
+        return engine
+
+    engine = asyncio.run(main())
+    assert engine.broken is None and not engine._processes[0].killed

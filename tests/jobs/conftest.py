@@ -114,13 +114,13 @@ class RunProcess:
 
 @pytest.fixture
 def start_run(task: dict[str, Any], tmp_path: Path, engine_starts: list[str]) -> Iterator[Callable[..., RunProcess]]:
-    """`start_run(changes, *arguments, name="run")` → a RunProcess; its directory is `tmp_path / "runs" / name`."""
+    """`start_run(changes, *arguments, name="run", **variables)` → a RunProcess (`variables`: of its environment) in `tmp_path / "runs" / name`."""
     started: list[RunProcess] = []
 
-    def start(changes: dict[str, Any] | None = None, *arguments: str, name: str = "run", starts_engine: bool = True) -> RunProcess:
+    def start(changes: dict[str, Any] | None = None, *arguments: str, name: str = "run", starts_engine: bool = True, **variables: str) -> RunProcess:
         config = tmp_path / f"{name}.yaml"
         config.write_text(yaml.safe_dump(merged(task, {"name": name, "runs_root": str(tmp_path / "runs"), **(changes or {})})))
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "PYTHONPATH"))}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "PYTHONPATH"))} | variables
         if starts_engine:
             engine_starts.append(f"a run of {os.environ.get('PYTEST_CURRENT_TEST', '').split('::')[-1].split(' ')[0]}")
         started.append(RunProcess(config, tmp_path / f"{name}-{len(started)}.log", list(arguments), environment))

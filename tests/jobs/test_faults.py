@@ -1,12 +1,20 @@
 """One real run, and one part of it after the other is killed, stopped or broken. `make faults` runs this and prints how long each took to recover."""
 
+import json
+import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
+import psutil
 import pytest
+import ray
+from ray._private import ray_constants
+from ray.cluster_utils import Cluster
 
 import asyncrl
 from asyncrl.audit import audit, audit_text
@@ -16,41 +24,21 @@ STEPS_AFTER = 3
 """Steps that the run must do after a fault, with a version committed among them, before it counts as recovered."""
 
 
+LOOK_S = 0.3
+"""Seconds between the process's stop and the look whether the fault's moment still lasts."""
+
+
 @dataclass(frozen=True)
 class Fault:
-    """`number` is sent to the first process of the run whose command line has `process` in it; None: `stopped_s` seconds of SIGSTOP."""
+    """The first process of the run whose command line has `process` in it is stopped at the `moment`, and then killed, left as it is, or let go after
+    `stopped_s` seconds. `moment` tells by the run's directory; a stopped process cannot end it, so that it is known to have been hit."""
 
     name: str
     process: str
-    number: signal.Signals | None = signal.SIGKILL
-    stopped_s: float = 0.0
+    then: Literal["killed", "left", "let go"] = "killed"
+    stopped_s: float = 10.0
     new_attempt: bool = False
     moment: Callable[[Path], bool] = lambda directory: True
-    """When it is injected, by the run's directory."""
-
-
-def saving(directory):
-    return any((directory / "checkpoints").glob(".step_*"))
-
-
-def publishing(directory):
-    return newest(directory, "gather") > newest(directory, "commit")
-
-
-FAULTS = [
-    Fault("generator: replica killed while it serves", "ray::ServeReplica"),
-    Fault("generator: replica killed while a version is on its way", "ray::ServeReplica", moment=publishing),
-    Fault("generator: engine killed under a living replica", "VLLM::EngineCore"),
-    Fault("generator: replica stopped for 10 s", "ray::ServeReplica", None, 10.0),
-    Fault("control: rollout worker killed", "ray::RolloutWorker"),
-    Fault("control: scoring reader killed", "MapBatches(score_table)"),
-    Fault("control: prompt reader killed", "MapBatches(_render_table)"),
-    Fault("control: Serve controller killed", "ray::ServeController"),
-    Fault("learner: rank stopped for 10 s", "ray::RankProcess", None, 10.0),
-    Fault("learner: rank killed", "ray::RankProcess", new_attempt=True),
-    Fault("learner: rank killed while it saves", "ray::RankProcess", new_attempt=True, moment=saving),
-    Fault("learner: rank killed while a version is on its way", "ray::RankProcess", new_attempt=True, moment=publishing),
-]
 
 
 def newest(directory, event):
@@ -58,10 +46,62 @@ def newest(directory, event):
     return max((record["version"] for record in found), default=-1)
 
 
-def wait_for(fault, run, directory):
-    """Without the look at all processes that `until` takes: some moments are short."""
+def last_of(directory, *events):
+    """The last record of one of these events in the newest attempt, without reading the whole file: some moments are short."""
+    with (directory / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 17)))
+        lines = file.read().splitlines()[1:]
+    records = [json.loads(line) for line in lines if line.endswith(b"}")]
+    found = [record["event"] for record in records if record["event"] in events and record["attempt"] == records[-1]["attempt"]]
+    return found[-1] if found else None
+
+
+def saving(directory):
+    return any((directory / "checkpoints").glob(".step_*"))
+
+
+def gathering(directory):
+    return last_of(directory, "step", "gather") == "step"
+
+
+def fetching(directory):
+    return last_of(directory, "gather", "commit") == "gather"
+
+
+FAULTS = [
+    Fault("generator: replica killed while it serves", "ray::ServeReplica"),
+    Fault("generator: replica killed while it takes a version", "ray::ServeReplica", moment=fetching),
+    Fault("generator: engine killed under a living replica", "VLLM::EngineCore"),
+    Fault("generator: engine killed while it takes a version", "VLLM::EngineCore", moment=fetching),
+    Fault("generator: replica stopped for 10 s", "ray::ServeReplica", "let go"),
+    Fault("generator: engine stands still for ever", "VLLM::EngineCore", "left"),
+    Fault("generator: replica stands still for ever", "ray::ServeReplica", "left"),
+    Fault("control: rollout worker killed", "ray::RolloutWorker"),
+    Fault("control: scoring reader killed", "MapBatches(score_table)"),
+    Fault("control: prompt reader killed", "MapBatches(_render_table)"),
+    Fault("control: Serve controller stopped for 10 s", "ray::ServeController", "let go"),
+    Fault("control: Serve controller killed", "ray::ServeController"),
+    Fault("control: version board killed", "ray::VersionBoard"),
+    Fault("learner: rank stopped for 10 s", "ray::RankProcess", "let go"),
+    Fault("learner: rank killed", "ray::RankProcess", new_attempt=True),
+    Fault("learner: rank killed while it saves", "ray::RankProcess", new_attempt=True, moment=saving),
+    Fault("learner: rank killed while it gathers a version", "ray::RankProcess", new_attempt=True, moment=gathering),
+    Fault("learner: rank killed while a version is on its way", "ray::RankProcess", new_attempt=True, moment=fetching),
+]
+
+
+def stop_in_its_moment(fault, run, directory):
+    """The process, stopped while the fault's moment lasts."""
     deadline = time.monotonic() + 300
-    while not fault.moment(directory):
+    process = next((one for one in run.descendants() if fault.process in " ".join(one.cmdline())), None)
+    assert process is not None, f"{fault.name}: no process {fault.process!r} among {[' '.join(one.cmdline())[:60] for one in run.descendants()]}"
+    while True:
+        if fault.moment(directory):
+            process.suspend()
+            time.sleep(LOOK_S)
+            if fault.moment(directory):
+                return process
+            process.resume()
         assert run.process.poll() is None and time.monotonic() < deadline, f"{fault.name}: its moment did not come\n{run.output}"
         time.sleep(0.002)
 
@@ -70,21 +110,17 @@ def wait_for(fault, run, directory):
 @pytest.mark.timeout(3600)
 def test_a_run_survives_what_it_should(start_run, shared_memory, tmp_path, capsys):
     before, directory = shared_memory(), tmp_path / "runs" / "run"
-    run = start_run({"max_steps": 100_000, "checkpoint.every_steps": 5, "eval": {}})
+    run = start_run({"max_steps": 100_000, "checkpoint.every_steps": 5, "eval": {}, "generator.stall_timeout_s": 15, "max_restarts": 10})
     run.until(lambda: newest(directory, "commit") >= 5)
     rows, attempts = [], 1
     for fault in FAULTS:
-        process = next((one for one in run.descendants() if fault.process in " ".join(one.cmdline())), None)
-        assert process is not None, f"{fault.name}: no process {fault.process!r} among {[' '.join(one.cmdline())[:60] for one in run.descendants()]}"
-        step = newest(directory, "step")
-        wait_for(fault, run, directory)
-        began = time.monotonic()
-        if fault.number is None:
-            process.suspend()
+        process = stop_in_its_moment(fault, run, directory)
+        began, step = time.monotonic(), newest(directory, "step")
+        if fault.then == "killed":
+            process.kill()
+        elif fault.then == "let go":
             time.sleep(fault.stopped_s)  # the fault itself
             process.resume()
-        else:
-            process.send_signal(fault.number)
         attempts += fault.new_attempt
 
         def recovered(fault=fault, step=step, attempts=attempts):
@@ -106,6 +142,51 @@ def test_a_run_survives_what_it_should(start_run, shared_memory, tmp_path, capsy
         print(audit_text(checks))
     assert all(check.passed for check in checks), audit_text(checks)
     assert len(read_record(directory)["attempts"]) == attempts
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A Ray cluster of two nodes on this machine. The second has room for a replica, and for no learner."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where the rewards lie
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "object_store_memory": STORE_BYTES})
+    made.second = made.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+STORE_BYTES = 128 << 20
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+def test_a_full_object_store_and_a_lost_node(cluster, start_run, tmp_path):
+    directory = tmp_path / "runs" / "run"
+    run = start_run({"generator.num_replicas": 2, "learner.num_cpus": 1.5, "max_steps": 100_000, "eval": {}}, RAY_ADDRESS=cluster.address)
+    run.until(lambda: newest(directory, "commit") >= 3)
+
+    ray.init(address=cluster.address, log_to_driver=False)
+    held = [ray.put(np.full(STORE_BYTES // 8, number, np.uint8)) for number in range(16)]
+    step = newest(directory, "step")
+    run.until(lambda: newest(directory, "commit") >= step + 10)
+    assert [int(ray.get(one)[0]) for one in held] == [*range(16)]  # twice what the store takes: Ray has spilled
+
+    [raylet] = [one.process for one in cluster.second.all_processes[ray_constants.PROCESS_TYPE_RAYLET]]
+    lost = psutil.Process(raylet.pid).children(recursive=True)
+    assert any("ray::ServeReplica" in " ".join(one.cmdline()) for one in lost)
+    served = {record["replica"] for record in asyncrl.open_run(directory).records("push")}
+    assert len(served) == 2
+    cluster.remove_node(cluster.second, allow_graceful=False)
+    run.until(lambda: {record["replica"] for record in asyncrl.open_run(directory).records("push")} - served)
+    step = newest(directory, "step")
+    run.until(lambda: newest(directory, "commit") >= step + STEPS_AFTER)
+    assert psutil.wait_procs(lost, 60)[1] == []
+
+    run.stop(signal.SIGINT)
+    assert run.wait(60) == 130, run.output
+    checks = audit(asyncrl.open_run(directory))
+    assert all(check.passed for check in checks), audit_text(checks)
+    assert len(read_record(directory)["attempts"]) == 1
 
 
 @pytest.mark.faults

@@ -139,6 +139,11 @@ def test_when_the_read_task_dies_its_groups_are_scored_by_the_next_one(ray_clust
 
     async def scenario():
         async with Station(make_config("names_its_reader", processes=1), tmp_path / "groups") as station:
+            # What the first one has given must not be taken for what the second one gives.
+            for ordinal in range(2, 8):
+                await station.rollouts.rollout(prompt(ordinal, marker=str(marker), slow="0"), 0)
+            await station.take(6)
+            marker.unlink(missing_ok=True)
             await station.rollouts.rollout(prompt(0, marker=str(marker), slow="1"), 0)
             async with asyncio.timeout(120):
                 while not marker.exists() or not marker.read_text():  # noqa: ASYNC110
@@ -150,7 +155,7 @@ def test_when_the_read_task_dies_its_groups_are_scored_by_the_next_one(ray_clust
             return sorted(group.ordinal for group in groups)
 
     assert asyncio.run(scenario()) == [0, 1]
-    assert sorted(pyarrow.parquet.read_table(tmp_path / "groups")["ordinal"].to_pylist()) == [0, 1]
+    assert sorted(pyarrow.parquet.read_table(tmp_path / "groups")["ordinal"].to_pylist()) == [*range(8)]
 
 
 def test_a_second_copy_of_a_group_is_acknowledged_and_dropped(ray_cluster, tmp_path):

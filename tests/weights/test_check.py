@@ -1,6 +1,7 @@
 """The log-prob comparison, on a learner and a generator that agree, differ by a little, or give NaN."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -24,7 +25,7 @@ class Consistent(FakeGenerate):
         generated = await super().generate(request)
         completion = generated.completions[0]
         scored = (await self.logprobs([((), completion.token_ids)], None))["fake"][0]
-        return type(generated)((type(completion)(completion.token_ids, scored, completion.versions, completion.finish_reason),), generated.replica)
+        return replace(generated, completions=(replace(completion, logprobs=scored),))
 
 
 def check(error=0.0, tolerance=1e-4, statistic="max", generate=None):

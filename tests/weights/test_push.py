@@ -13,8 +13,9 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from asyncrl.control.protocols import Manifest
 from asyncrl.generation.protocol import WeightsId
+from asyncrl.weights import push as push_module
 from asyncrl.weights.manifest import ManifestError
-from asyncrl.weights.push import ServeWeightSync
+from asyncrl.weights.push import SILENT, ServeWeightSync
 
 MANIFEST = Manifest("r", 1, 4, (), (), (), ())
 
@@ -31,8 +32,15 @@ def sync(status: Callable[[], list[Any]], applied: Callable[[], list[Any]] = lis
         def __init__(self, answers: Callable[[], list[Any]]) -> None:
             self.answers = answers
 
-        async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
-            return self.answers()
+        async def _fetch_replica_results_async(self) -> list[Any]:
+            return [SimpleNamespace(get_async=lambda answer=answer: given(answer)) for answer in self.answers()]
+
+    async def given(answer: Any) -> Any:
+        if answer is SILENT:
+            await asyncio.Event().wait()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
     async def announce(manifest: Manifest) -> None:
         announced.append(manifest)
@@ -89,3 +97,11 @@ def test_a_manifest_that_does_not_fit_ends_at_once() -> None:
     push, _ = sync(lambda: [at("a", 3)], lambda: [ManifestError("lacks 'x'")], timeout_s=600)
     with pytest.raises(RuntimeError, match="was refused: lacks 'x'"):
         asyncio.run(push.push(MANIFEST))
+
+
+def test_one_that_stands_still_does_not_silence_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_module, "STATUS_S", 0.05)
+    push, _ = sync(lambda: [at("a", 4), SILENT], timeout_s=0.3)
+    report = asyncio.run(push.push(MANIFEST))
+    assert set(report.replicas) == {"a"}
+    assert report.unroutable == (SILENT,)
