@@ -82,13 +82,11 @@ def stream_blocks(
     context.print_on_execution_start = False
     context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, HeldBackPause]
     quiet_ray_data()
-    retries = -1 if replays else 0
+    life = {"max_retries": -1 if replays else 0}
     with _MAKING, DataContext.current(context):
         # The same options for both, or they would not be fused.
-        source = ray.data.read_datasource(
-            EndlessSource(tables), override_num_blocks=1, num_cpus=TASK_CPUS, ray_remote_args={"max_retries": retries}, **PLAIN_ARROW
-        )
-        dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, num_cpus=TASK_CPUS, max_retries=retries, **PLAIN_ARROW)
+        source = ray.data.read_datasource(EndlessSource(tables), override_num_blocks=1, num_cpus=TASK_CPUS, ray_remote_args=life, **PLAIN_ARROW)
+        dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, num_cpus=TASK_CPUS, **life, **PLAIN_ARROW)
         dataset.set_name(name)
     yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=0)
 
