@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from asyncrl.config import ConfigError
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
 from asyncrl.control.fates import OUTSTANDING
 from asyncrl.directory import read_record
@@ -309,6 +310,8 @@ def _outstanding(directory: Path) -> dict[int, set[int]]:
 
 
 def _rows(path: Path) -> Iterator[Row]:
+    if missing := set(READ) - set(pq.read_schema(path).names):
+        raise ConfigError(f"{path} is of an older asyncrl: it has no column {min(missing)!r}; audit it with that one")
     table = pq.read_table(path, columns=list(READ)).combine_chunks()
     lengths = _flat_lengths(table, "completion_ids")
     alike = (lengths == _flat_lengths(table, "loss_mask")) & (lengths == _flat_lengths(table, "logprobs"))

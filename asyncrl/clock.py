@@ -1,18 +1,15 @@
-"""Wall-clock times that can be compared with each other."""
+"""Times of day that can be compared with each other."""
 
 from __future__ import annotations
 
 import time
 
-__all__ = ["SteadyClock"]
+__all__ = ["steady_time"]
+
+_OFFSET = time.time() - time.monotonic()
 
 
-class SteadyClock:
-    """Unix seconds that never go back: the wall clock is read once, here, and what has passed since is counted on the monotonic clock. So the times of
-    one process stay in order when somebody sets the machine's clock."""
-
-    def __init__(self) -> None:
-        self._offset = time.time() - time.monotonic()
-
-    def __call__(self) -> float:
-        return self._offset + time.monotonic()
+def steady_time() -> float:
+    """Unix seconds that never go back: the wall clock is read once, when the process begins, and what has passed since is counted on the monotonic clock.
+    So the times of one process stay in order when the machine's clock is set."""
+    return _OFFSET + time.monotonic()

@@ -157,6 +157,8 @@ class RewardConfig(Section):
     """What a completion that reaches its limit loses."""
     processes: int = Field(default=2, gt=0)
     """Reward processes: so many slow groups do not delay the others."""
+    memory_bytes: int = Field(default=4 << 30, gt=0)
+    """Memory of its own that one reward process may take (Linux, RLIMIT_DATA); a reward that asks for more fails, before the machine runs out."""
     shuffle: bool = False
     """Control experiment: permute the rewards over each step's whole batch, so that there is nothing to learn. What a run gains all the same is no
     work of the rewards."""

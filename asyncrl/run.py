@@ -120,7 +120,15 @@ async def _interruptible(work: Any) -> Summary:
 def _catch_signals(task: asyncio.Future[Any]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+        loop.add_signal_handler(number, _stop, task)
+
+
+def _stop(task: asyncio.Future[Any]) -> None:
+    """A second signal does not cut short the clean-up that the first has begun."""
+    if isinstance(task, asyncio.Task) and task.cancelling():
+        print("\nasyncrl: already stopping; the parts get a few seconds each to end", file=sys.stderr)
+    else:
+        task.cancel()
 
 
 async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary:

@@ -14,8 +14,14 @@ from asyncrl.types import table_from_ipc
 
 __all__ = ["DEATHS", "broken_stream", "groups_at"]
 
-DEATHS = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError)
-"""What a stream raises whose process died, or whose blocks went with their node."""
+DEATHS = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.ObjectLostError,
+)
+"""What a stream raises whose process died, with its node or by Ray's memory monitor, or whose blocks went with their node."""
 
 
 def broken_stream(name: str, error: BaseException) -> RuntimeError:

@@ -84,7 +84,7 @@ def stream_blocks(
     quiet_ray_data()
     life = {"max_retries": -1 if replays else 0}
     with _MAKING, DataContext.current(context):
-        # The same options for both, or they would not be fused.
+        # The same options for both, or they would not be fused. Ray has no name of its own for the read's `max_retries`.
         source = ray.data.read_datasource(EndlessSource(tables), override_num_blocks=1, num_cpus=TASK_CPUS, ray_remote_args=life, **PLAIN_ARROW)
         dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, num_cpus=TASK_CPUS, **life, **PLAIN_ARROW)
         dataset.set_name(name)

@@ -33,8 +33,8 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
 LOGPROBS_DEADLINE_S = 300.0
 """Seconds that scoring the probes may take. A replica that has not answered after half of them is left out."""
 
-STATUS_S = 10.0
-"""Seconds that a replica gets to say where it is."""
+STATUS_S = 5.0
+"""Seconds that a replica gets to say where it is: less than the watchdog waits for all of them."""
 
 UNABLE = (StaleReplica, ray.exceptions.RayActorError, DeploymentUnavailableError)
 """What a replica raises that cannot answer now, and Serve when there is none: ask another, or later."""
@@ -155,8 +155,10 @@ class ServeGenerate:
         async def everywhere(left: float) -> dict[str, list[tuple[float, ...]]]:
             answers = await ask_all(self._handle, "logprobs", rows, min_weights, timeout_s=left / 2)
             answered = [answer for answer in answers if not isinstance(answer, (*UNABLE, TimeoutError))]
-            for failed in [answer for answer in (answered or answers) if isinstance(answer, BaseException)]:
+            for failed in [answer for answer in answered if isinstance(answer, BaseException)]:
                 raise failed
+            if not answered:
+                raise StaleReplica("; ".join(f"{type(answer).__name__}: {answer}".splitlines()[0] for answer in answers))
             return dict(answered)
 
         answer: dict[str, list[tuple[float, ...]]] = await self._ask(LOGPROBS_DEADLINE_S, everywhere)

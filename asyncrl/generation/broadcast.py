@@ -21,14 +21,17 @@ async def ask_all(handle: Any, method: str, *arguments: Any, timeout_s: float) -
     deadline = time.monotonic() + timeout_s
     results = await asyncio.wait_for(handle.broadcast(method, *arguments)._fetch_replica_results_async(), timeout_s)
     asked = [asyncio.ensure_future(result.get_async()) for result in results]
-    if asked:
-        await asyncio.wait(asked, timeout=max(deadline - time.monotonic(), 0))
-    return [_answer(one, f"{method}: no answer in {timeout_s:g} s") for one in asked]
+    try:
+        if asked:
+            await asyncio.wait(asked, timeout=max(deadline - time.monotonic(), 0))
+        return [_answer(one, f"{method}: no answer in {timeout_s:g} s") for one in asked]
+    finally:
+        for one in asked:
+            one.cancel()
 
 
 def _answer(asked: asyncio.Future[Any], late: str) -> Any:
     if not asked.done():
-        asked.cancel()
         return TimeoutError(late)
     if asked.cancelled():
         return TimeoutError("the replica cancelled the request")

@@ -34,6 +34,9 @@ PAUSE: dict[str, dict[str, Any]] = {
 
 QUIET_STEPS = 2
 """Engine steps after which what vLLM had to say of the completions that it took up again has been said: the next step is scheduled while one runs."""
+UNREAD_S = 1.0
+"""Seconds in which an answer that has come is read, before an engine counts as one that does not answer."""
+
 STOP_TIMEOUT_S = 10.0
 """Seconds that vLLM's processes get to end by themselves."""
 
@@ -249,6 +252,10 @@ class Engine:
         if self._probe is None or self._probe.done():
             self._probe, self._probed_at = asyncio.ensure_future(self._answers()), time.monotonic()
         elif time.monotonic() - self._probed_at > limit:
+            # If it was this process that stood still, the answer lies here unread.
+            await asyncio.wait([self._probe], timeout=UNREAD_S)
+            if self._probe.done():
+                return
             self.broken = f"the vLLM engine has answered nothing for generator.stall_timeout_s = {limit:g} s"
             self._kill(self._processes)
             raise RuntimeError(self.broken)

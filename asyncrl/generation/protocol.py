@@ -52,7 +52,7 @@ class Generated:
     replica: str
     started_at: float
     finished_at: float
-    """When the replica, with the weights asked for, took the request, and when it was done: Unix seconds of its own steady clock."""
+    """When the replica, with the weights asked for, took the request, and when it was done: by its process's `steady_time`."""
     load: EngineLoad | None = None
     """Of its engine, when they were done."""
 

@@ -13,7 +13,7 @@ import ray
 from ray import serve
 
 import asyncrl
-from asyncrl.clock import SteadyClock
+from asyncrl.clock import steady_time
 from asyncrl.control.protocols import EngineLoad, Manifest
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica, Standing, WeightsId
@@ -38,7 +38,6 @@ class Generator:
         self.weights: WeightsId | None = None
         self._expected = expected_parameters(self.settings.model, self.settings.dtype)
         self._applied: dict[str, float] = {}
-        self._clock = SteadyClock()
         self._lock = asyncio.Lock()
         sweep()
         self.engine = Engine(self.settings)
@@ -58,11 +57,11 @@ class Generator:
         """
         if not self._has(request.min_weights):
             await self._catch_up_for(request.min_weights)
-        started_at = self._clock()
+        started_at = steady_time()
         completions = await self.engine.generate(request)
         engine = self.engine
         load = EngineLoad(self.replica, engine.kv_use, engine.waiting, engine.preemptions, tuple(engine.aborted), engine.aborted_tokens)
-        return Generated(completions, self.replica, started_at, self._clock(), load)
+        return Generated(completions, self.replica, started_at, steady_time(), load)
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> tuple[str, list[tuple[float, ...]]]:
         """This replica's id, and log-probs of each row's second ids, given its first, with weights at least as new as asked for. Raises StaleReplica."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from asyncrl.clock import SteadyClock
+from asyncrl.clock import steady_time
 from asyncrl.observe.sinks import Sink
 from asyncrl.redact import redact
 
@@ -39,7 +39,6 @@ class MetricsWriter:
         path = directory / METRICS_FILE
         _end_last_line(path)
         self._attempt = attempt
-        self._clock = SteadyClock()
         self._file = path.open("a", encoding="utf-8")
         self._sinks = sinks
 
@@ -52,7 +51,7 @@ class MetricsWriter:
         taken = sorted(set(values) & set(RESERVED))
         if taken:
             raise ValueError(f"metrics named {taken} would hide the record's own fields; rename them")
-        now = self._clock()
+        now = steady_time()
         record = {"schema": SCHEMA, "event": event, "attempt": self._attempt, "step": step, "version": version, "time": now, **_plain(values)}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()

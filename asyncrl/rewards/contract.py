@@ -76,6 +76,10 @@ def call_reward(
         values = reward(prompts=list(prompts), completions=list(completions), completion_ids=[list(ids) for ids in completion_ids], **repeated)
         if inspect.isawaitable(values):
             values = asyncio.run(_wait_for(values))
+    except MemoryError:
+        raise RewardError(
+            f"reward function {function!r} asked for more memory than reward.memory_bytes leaves it; raise that, or free what is not used"
+        ) from None
     except Exception as error:
         # Whatever a reward raises is reported under its name.
         raise RewardError(f"reward function {function!r} raised {type(error).__name__}: {error}") from None

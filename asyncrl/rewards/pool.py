@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import multiprocessing
+import resource
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -67,7 +68,7 @@ class RewardPool:
         functions = [reward.function for reward in self._config.functions.values()]
         # Not fork: this process has threads. A spawned child imports the main module anew, as everywhere in multiprocessing.
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPool(self._config.processes, initializer=_start_process, initargs=(functions,), context=context)
+        pool = ProcessPool(self._config.processes, initializer=_start_process, initargs=(functions, self._config.memory_bytes), context=context)
         pool.schedule(_nothing)  # the first task starts the processes, from this thread
         return pool
 
@@ -154,11 +155,12 @@ def _nothing() -> None:
     """What a pool that has started can do."""
 
 
-def _start_process(functions: Sequence[str]) -> None:
-    """Die with the parent, leave Ctrl-C to it, and import the functions before a deadline runs."""
+def _start_process(functions: Sequence[str], memory_bytes: int) -> None:
+    """Die with the parent, leave Ctrl-C to it, take no more memory than that, and import the functions before a deadline runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     for function in functions:
         try:
             import_reward(function)

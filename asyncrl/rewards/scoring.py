@@ -40,8 +40,8 @@ __all__ = ["RayScores", "scored_summary"]
 
 logger = logging.getLogger(__name__)
 
-DEATHS_IN_A_ROW = 5
-"""Times that the stream's process may die without a group in between before the run is told."""
+MOST_DEATHS, DEATHS_WITHIN_S = 5, 600.0
+"""Deaths of the stream's process that are survived within so many seconds: a group that ends it each time must not do so for ever."""
 STREAM_BYTES = 256 << 20
 """Object store that scored groups may take before the stream is held back."""
 MOST_IN_FLUSH = 256
@@ -145,21 +145,21 @@ class RayScores:
         offered what was not acknowledged."""
         source = partial(rewarded_groups, self._config.reward, self._workers, self._reference)
         stage = partial(score_table, config=self._config)
-        lives = DEATHS_IN_A_ROW
+        deaths: list[float] = []
         end: BaseException | None = None
         while end is None and not self._closed:
             try:
                 for block in stream_blocks(source, stage, 1, STREAM_BYTES, "scoring", replays=False):
                     self._arrived.put(block)
-                    lives = DEATHS_IN_A_ROW
                 end = RuntimeError("it ended though its rollout workers live")
             except Exception as error:
-                lives -= 1
-                if isinstance(error, DEATHS) and lives:
+                now = time.monotonic()
+                deaths = [*(then for then in deaths if now - then < DEATHS_WITHIN_S), now]
+                if not isinstance(error, DEATHS) or len(deaths) > MOST_DEATHS:
+                    # Handed to next(), which raises it: a thread cannot.
+                    end = error
+                elif not self._closed:
                     logger.warning("the scoring stream's process died (%s); a new one takes over its groups", type(error).__name__)
-                    continue
-                # Handed to next(), which raises it: a thread cannot.
-                end = error
         self._arrived.put(None if self._closed else end)
 
     def _write_files(self) -> None:

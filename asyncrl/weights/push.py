@@ -23,7 +23,7 @@ SILENT = "one that does not answer"
 """Stands for the id of a replica that has not said where it is."""
 
 NO_ANSWER = (TimeoutError, ray.exceptions.RayError, DeploymentUnavailableError)
-"""What a broadcast raises when none is up (it died, and its successor still loads)."""
+"""What a broadcast raises when Serve does not say which replicas there are, or when none is up (it died, and its successor still loads)."""
 
 ROUND_S = 15.0
 """Seconds of one broadcast before the replicas are asked where they are."""
@@ -43,9 +43,12 @@ class ServeWeightSync:
         self._board = board
         self._timeout_s = push_timeout_s
         self._last: Manifest | None = None
+        self._waited_for: set[str] = set()
+        """Replicas that the last push waited for in vain. The next one does not."""
 
     async def push(self, manifest: Manifest) -> PushReport:
-        """Return when every live replica has applied the version, or `push_timeout_s` has passed and at least one has.
+        """Return when every live replica has applied the version, or `push_timeout_s` has passed and at least one has. Those that were waited for in vain
+        the last time are not waited for again.
 
         Replicas that start meanwhile take it from the board and are counted once they answer.
 
@@ -53,8 +56,8 @@ class ServeWeightSync:
             RuntimeError: no replica applied it in time, or the manifest does not fit the model.
         """
         self._last = manifest
-        await self._board.announce.remote(manifest)
         deadline = time.monotonic() + self._timeout_s
+        await self._announce(manifest)
         acknowledged: dict[str, dict[str, float]] = {}
         behind: tuple[str, ...] = ()
         reason = "no replica answered"
@@ -66,12 +69,22 @@ class ServeWeightSync:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
             survey = await self._survey(manifest)
             acknowledged, behind = survey or (acknowledged, behind)
-            if survey and acknowledged and not behind:
+            if survey and acknowledged and set(behind) <= self._waited_for:
                 break
             await asyncio.sleep(BETWEEN_ROUNDS_S)
         if not acknowledged:
             raise RuntimeError(f"no replica applied version {manifest.version} within weights.push_timeout_s = {self._timeout_s:g}: {reason}")
+        self._waited_for = set(behind)
         return PushReport(manifest.version, acknowledged, behind)
+
+    async def _announce(self, manifest: Manifest) -> None:
+        async def announced() -> None:
+            await self._board.announce.remote(manifest)
+
+        try:
+            await asyncio.wait_for(announced(), self._timeout_s)
+        except TimeoutError:
+            raise RuntimeError(f"the version board did not take version {manifest.version} within weights.push_timeout_s = {self._timeout_s:g}") from None
 
     async def differing_tensor(self) -> str:
         """Which tensor of the version pushed last differs most between what was published and what a replica holds: half a sentence.

@@ -1,6 +1,7 @@
 import asyncio
 import shutil
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -169,6 +170,32 @@ async def take(source, count):
         return [await asyncio.wait_for(source.next(), 120) for _ in range(count)]
     finally:
         await source.close()
+
+
+def test_a_reader_that_dies_is_followed_by_one_that_goes_on(prompt_config, ray_cluster):
+    """After the death come more prompts than were waiting, none twice and none left out."""
+    config, first, then = prompt_config(ROWS), 50, 3000
+    report = check_prompts(config)
+
+    def readers():
+        return [one for one in psutil.Process().children(recursive=True) if "MapBatches(_render_table)" in " ".join(one.cmdline())]
+
+    async def scenario():
+        source = RayPromptSource(config, report, 7, {9, 12})
+        try:
+            prompts = [await asyncio.wait_for(source.next(), 120) for _ in range(first)]
+            [before] = readers()
+            before.kill()
+            prompts += [await asyncio.wait_for(source.next(), 120) for _ in range(then)]
+            assert [one.pid for one in readers()] != [before.pid]
+            return prompts
+        finally:
+            await source.close()
+
+    given = asyncio.run(scenario())
+    assert [prompt.ordinal for prompt in given] == [7, 8, 10, 11, *range(13, 13 + first + then - 4)]
+    places = [ordinal_to_row(prompt.ordinal, 10, config.seed) for prompt in given]
+    assert [(prompt.epoch, prompt.text) for prompt in given] == [(epoch, ROWS[row]["prompt"]) for epoch, row in places]
 
 
 def test_the_stream_gives_every_ordinal_in_order_across_epochs_and_from_a_frontier(prompt_config, ray_cluster, capfd):

@@ -1,6 +1,7 @@
 """An update that does not come to its end leaves an engine that says so. The engine around it is a stub: no vLLM."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -60,7 +61,7 @@ class Process:
 
 
 def standing(is_sleeping):
-    made = Engine(GeneratorApp(model="unused", generator=GeneratorConfig(stall_timeout_s=0.1)))
+    made = Engine(GeneratorApp(model="unused", generator=GeneratorConfig(stall_timeout_s=0.5)))
     made._llm, made._processes = SimpleNamespace(errored=False, is_sleeping=is_sleeping), [Process()]
     return made
 
@@ -72,12 +73,11 @@ def test_an_engine_that_answers_nothing_is_ended():
     async def main():
         stuck = standing(hangs)
         await stuck.check()
-        await asyncio.sleep(0.05)
         await stuck.check()
         assert not stuck._processes[0].killed
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.6)
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"has answered nothing for generator.stall_timeout_s = 0.1 s"):
+            with pytest.raises(RuntimeError, match=r"has answered nothing for generator.stall_timeout_s = 0.5 s"):
                 await stuck.check()
         return stuck
 
@@ -86,14 +86,17 @@ def test_an_engine_that_answers_nothing_is_ended():
 
 def test_a_slow_one_is_not():
     async def slow():
-        await asyncio.sleep(0.08)
+        await asyncio.sleep(0.2)
         return False
 
     async def main():
         engine = standing(slow)
-        for _ in range(8):
+        for _ in range(16):
             await engine.check()
             await asyncio.sleep(0.05)
+        # This process stands still, and the answer waits.
+        time.sleep(1.0)  # noqa: ASYNC251
+        await engine.check()
         return engine
 
     engine = asyncio.run(main())

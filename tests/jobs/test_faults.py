@@ -1,5 +1,6 @@
 """One real run, and one part of it after the other is killed, stopped or broken. `make faults` runs this and prints how long each took to recover."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -60,12 +61,13 @@ def saving(directory):
     return any((directory / "checkpoints").glob(".step_*"))
 
 
-def gathering(directory):
-    return last_of(directory, "step", "gather") == "step"
-
-
 def fetching(directory):
     return last_of(directory, "gather", "commit") == "gather"
+
+
+def gathering(directory):
+    """A step was done, the version before it is committed, and nothing is saved: what the rank does next is to gather the new one."""
+    return last_of(directory, "step", "gather") == "step" and not fetching(directory) and not saving(directory)
 
 
 FAULTS = [
@@ -91,17 +93,19 @@ FAULTS = [
 
 def stop_in_its_moment(fault, run, directory):
     """The process, stopped while the fault's moment lasts."""
-    deadline = time.monotonic() + 300
-    process = next((one for one in run.descendants() if fault.process in " ".join(one.cmdline())), None)
-    assert process is not None, f"{fault.name}: no process {fault.process!r} among {[' '.join(one.cmdline())[:60] for one in run.descendants()]}"
+    deadline, process = time.monotonic() + 300, None
     while True:
-        if fault.moment(directory):
+        if process is None or not process.is_running():
+            process = next((one for one in run.descendants() if fault.process in " ".join(one.cmdline())), None)
+        if process is not None and fault.moment(directory):
             process.suspend()
             time.sleep(LOOK_S)
             if fault.moment(directory):
                 return process
             process.resume()
-        assert run.process.poll() is None and time.monotonic() < deadline, f"{fault.name}: its moment did not come\n{run.output}"
+        assert run.process.poll() is None and time.monotonic() < deadline, (
+            f"{fault.name}: its moment did not come, or no process {fault.process!r}\n{run.output}"
+        )
         time.sleep(0.002)
 
 
@@ -109,7 +113,9 @@ def stop_in_its_moment(fault, run, directory):
 @pytest.mark.timeout(3600)
 def test_a_run_survives_what_it_should(start_run, shared_memory, tmp_path, capsys):
     before, directory = shared_memory(), tmp_path / "runs" / "run"
-    run = start_run({"max_steps": 100_000, "checkpoint.every_steps": 5, "eval": {}, "generator.stall_timeout_s": 15, "max_restarts": 10})
+    run = start_run(
+        {"max_steps": 100_000, "checkpoint.every_steps": 5, "eval": {}, "generator.stall_timeout_s": 15, "max_restarts": 10, "weights.check_every_versions": 0}
+    )
     run.until(lambda: newest(directory, "commit") >= 5)
     rows, attempts = [], 1
     for fault in FAULTS:
@@ -177,6 +183,8 @@ class TwoNodes:
         self.process = subprocess.Popen([sys.executable, "-c", TWO_NODES], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         address, raylet = self.process.stdout.readline().split()
         self.address, self.raylet = address, psutil.Process(int(raylet))
+        script = psutil.Process(self.process.pid)
+        self.started = [script, *script.children(recursive=True)]
 
     def go_on(self):
         """Let it do what comes next; what it says then, without Ray's own lines."""
@@ -190,9 +198,10 @@ def two_nodes():
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     cluster = TwoNodes(os.environ | token | {"PYTHONPATH": str(Path(__file__).parent)})  # where the rewards lie
     yield cluster, {**token, "RAY_ADDRESS": cluster.address}
-    started = [cluster.process, *psutil.Process(cluster.process.pid).children(recursive=True)]
-    cluster.process.communicate("\n" * 4, timeout=60)
-    for process in psutil.wait_procs(started[1:], 10)[1]:
+    started = [*cluster.started, *(one for head in cluster.started if head.is_running() for one in head.children(recursive=True))]
+    with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+        cluster.process.communicate("\n" * 4, timeout=60)
+    for process in psutil.wait_procs(started, 10)[1]:
         process.kill()
 
 

@@ -134,20 +134,44 @@ def test_parts_of_a_run_are_killed_and_nothing_is_lost(start_run, shared_memory,
     assert ours.keys() == at_the_end.keys() and all(torch.equal(ours[name], at_the_end[name]) for name in ours)
 
 
+PHASES = {
+    "engine loading": lambda run, directory: any(
+        "EngineCore" in " ".join(one.cmdline()) or "ServeReplica" in " ".join(one.cmdline()) for one in run.descendants()
+    ),
+    "warm start": lambda run, directory: events(directory, "warm_start"),
+    "generating": lambda run, directory: len(events(directory, "step")) >= 3,
+    "mid-update": lambda run, directory: len(events(directory, "gather")) > max(3, len(events(directory, "commit"))),
+}
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("phase", "number"), [("engine loading", signal.SIGTERM), ("generating", signal.SIGINT)])
-def test_a_signal_stops_the_run_cleanly(start_run, shared_memory, tmp_path, phase, number):
+@pytest.mark.parametrize(
+    ("phase", "numbers"),
+    [
+        ("engine loading", [signal.SIGTERM]),
+        ("warm start", [signal.SIGINT]),
+        ("generating", [signal.SIGINT, signal.SIGINT]),
+        ("mid-update", [signal.SIGTERM]),
+        ("generating", [signal.SIGTERM, signal.SIGKILL]),
+    ],
+)
+def test_a_signal_stops_the_run_cleanly(start_run, task, shared_memory, tmp_path, phase, numbers):
     before, directory = shared_memory(), tmp_path / "runs" / "run"
-    run = start_run({"max_steps": 10_000})
-    if phase == "engine loading":
-        run.until(lambda: any("EngineCore" in " ".join(process.cmdline()) or "ServeReplica" in " ".join(process.cmdline()) for process in run.descendants()))
-    else:
-        run.until(lambda: len(events(directory, "step")) >= 3)
-    run.stop(number)
+    never = {"warm_start.data": task["data"]["train"], "warm_start.min_accuracy": 0.99, "warm_start.max_accuracy": 1.0}
+    run = start_run({"max_steps": 10_000, **(never if phase == "warm start" else {})})
+    run.until(lambda: PHASES[phase](run, directory))
+    for number in numbers:
+        run.stop(number)
+        time.sleep(0.5)  # the second within the first one's grace
+    if signal.SIGKILL in numbers:
+        assert run.wait(30) == -signal.SIGKILL
+        assert run.gone(180) == []  # Ray's agents wait a minute for the head node before they give up
+        return
     assert run.wait(30) == 130, run.output
     assert run.gone() == [] and shared_memory() <= before
     assert "interrupted" in run.output and "--resume" in run.output
+    assert ("already stopping" in run.output) == (len(numbers) > 1)
 
 
 @pytest.mark.faults

@@ -34,6 +34,14 @@ def too_few(completions, **_):
     return [0.0 for _ in completions][1:]
 
 
+def allocates(completions, slow, **_):
+    """Without end if it is slow."""
+    held = []
+    while slow[0] == "1":
+        held.append(b"x" * (64 << 20))
+    return [1.0 for _ in completions]
+
+
 def text(completions, **_):
     return ["1.0" for _ in completions]
 

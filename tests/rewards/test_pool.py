@@ -33,6 +33,12 @@ def test_a_reward_that_ends_its_process_is_survived(reward_config):
         assert rewards(pool, {"slow": "0"}).failure is None
 
 
+def test_a_reward_that_allocates_without_end_fails_before_the_machine_does(reward_config):
+    with RewardPool(reward_config("allocates", policy="drop_group", memory_bytes=1 << 30)) as pool:
+        assert "'tests.rewards.rewards_under_test:allocates' asked for more memory than reward.memory_bytes leaves it" in rewards(pool, {"slow": "1"}).failure
+        assert rewards(pool, {"slow": "0"}).parts == {"allocates": [1.0, 1.0]}
+
+
 def test_policy_fail_names_function_and_cause(reward_config):
     with RewardPool(reward_config("by_length", "raises", "too_few")) as pool, pytest.raises(RewardError, match=r"reward raises: .*KeyError"):
         rewards(pool)

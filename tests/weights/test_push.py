@@ -105,3 +105,5 @@ def test_one_that_stands_still_does_not_silence_the_others(monkeypatch: pytest.M
     report = asyncio.run(push.push(MANIFEST))
     assert set(report.replicas) == {"a"}
     assert report.unroutable == (SILENT,)
+    push._timeout_s = 3600
+    assert asyncio.run(push.push(MANIFEST)).unroutable == (SILENT,)  # once is enough
