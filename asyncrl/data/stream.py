@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -92,7 +93,8 @@ def stream_blocks(
 
 
 def quiet_ray_data() -> None:
-    """Keep Ray Data's own log lines off the terminal. They stay in its log file."""
+    """Keep Ray Data's own log lines off the terminal. They stay in its log file. And its advice to use a named parameter where it has none."""
+    warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
     for logger in (logging.getLogger("ray.data"), logging.getLogger("ray.data.dataset")):
         for handler in [h for h in logger.handlers if not isinstance(h, logging.FileHandler) and "console" in (h.get_name() or "").lower()]:
             logger.removeHandler(handler)
