@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ Key = tuple[int, int]
 
 READ = ("attempt", "ordinal", "completion_ids", "loss_mask", "logprobs", "versions", "replica", "started_at", "finished_at", "status")
 ENDED = ("trained", "skipped", "filtered", "dropped", "failed")
+COLUMNS = 120
 SHOWN = 5
 """Examples named by a check that fails."""
 BIAS = 0.05
@@ -159,9 +161,11 @@ def audit(run: Run) -> list[Check]:
 
 
 def audit_text(checks: Sequence[Check]) -> str:
-    """A table for a terminal."""
+    """A table for a terminal of `COLUMNS` characters."""
     width = max(len(check.name) for check in checks)
-    return "\n".join(f"{'pass' if check.passed else 'FAIL'}  {check.name:<{width}}  {check.said}" for check in checks)
+    heads = [f"{'pass' if check.passed else 'FAIL'}  {check.name:<{width}}  " for check in checks]
+    rows = [textwrap.fill(check.said, COLUMNS, initial_indent=head, subsequent_indent=" " * len(head)) for check, head in zip(checks, heads, strict=True)]
+    return "\n".join(rows)
 
 
 def _balance(books: Books) -> Check:
@@ -272,7 +276,7 @@ def _monotone(books: Books) -> Check:
             before = bisect.bisect_left(times, row.started_at)
             if before and row.oldest is not None and row.oldest < newest[before - 1]:
                 back.append(row.ordinal)
-    said = f"{len(processes)} replica processes" + (f"; went back for {_some(back)}" if back else "")
+    said = f"{len(processes)} replica process{'es' * (len(processes) != 1)}" + (f"; went back for {_some(back)}" if back else "")
     return Check("versions of a replica never go back", not back, said)
 
 
