@@ -112,7 +112,7 @@ class Engine:
         self._ids = itertools.count()
         self._open = asyncio.Event()
         self._processes: list[psutil.Process] = []
-        self._probe: asyncio.Future[None] | None = None
+        self._probe: asyncio.Future[bool] | None = None
         """The last question whether the engine's loop still turns, answered or not."""
         self._probed_at = 0.0
 
@@ -249,8 +249,10 @@ class Engine:
         if self._llm is None or self._llm.errored:
             raise RuntimeError("the vLLM engine's process has died")
         limit = self.app.generator.stall_timeout_s
+        if self._probe is not None and self._probe.done():
+            self._probe.result()  # A question that failed is no answer.
         if self._probe is None or self._probe.done():
-            self._probe, self._probed_at = asyncio.ensure_future(self._answers()), time.monotonic()
+            self._probe, self._probed_at = asyncio.ensure_future(self._llm.is_sleeping()), time.monotonic()
         elif time.monotonic() - self._probed_at > limit:
             # If it was this process that stood still, the answer lies here unread.
             await asyncio.wait([self._probe], timeout=UNREAD_S)
@@ -259,11 +261,6 @@ class Engine:
             self.broken = f"the vLLM engine has answered nothing for generator.stall_timeout_s = {limit:g} s"
             self._kill(self._processes)
             raise RuntimeError(self.broken)
-
-    async def _answers(self) -> None:
-        """Returns when the engine's own loop has turned. Its death is known by `errored`."""
-        with contextlib.suppress(Exception):
-            await self._llm.is_sleeping()
 
     @staticmethod
     def _kill(processes: Sequence[psutil.Process]) -> None:

@@ -101,3 +101,17 @@ def test_a_slow_one_is_not():
 
     engine = asyncio.run(main())
     assert engine.broken is None and not engine._processes[0].killed
+
+
+def test_a_question_that_fails_is_no_answer():
+    async def fails():
+        raise TypeError("no such question")
+
+    async def main():
+        engine = standing(fails)
+        await engine.check()
+        await asyncio.sleep(0)
+        await engine.check()
+
+    with pytest.raises(TypeError, match="no such question"):
+        asyncio.run(main())
