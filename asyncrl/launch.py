@@ -198,6 +198,7 @@ async def launch(
         status = await handle.status.remote()
         startup |= await _generator_facts(handle, status)
         weights = ServeWeightSync(handle, board, config.weights.push_timeout_s)
+        _closing(stack, "announcements", functools.partial(_cancel, asyncio.create_task(weights.keep_announced())))
         generate, held_out, kv_cache_tokens = ServeGenerate(handle), _held_out(config), status["kv_cache_tokens"]
         yield Stations(config, context, learner, generate, weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup)
 

@@ -34,7 +34,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("learner.adam_eps", "learner.optimizer", ("adamw",), "learner.optimizer: adamw"),
     *(
         (f"generator.{name}", "generator.own", (True,), "generators of the run's own; those of generator.attach have their settings already")
-        for name in ("num_replicas", "device", "num_cpus", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization", "in_flight")
+        for name in ("num_replicas", "device", "num_cpus", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization", "in_flight", "stall_timeout_s")
     ),
     ("generator.gpu_memory_utilization", "generator.device", ("cuda",), "generator.device: cuda"),
     ("generator.kv_cache_memory_bytes", "generator.device", ("cpu",), "generator.device: cpu"),
@@ -99,6 +99,11 @@ def _arithmetic_holds(config: Config) -> None:
         raise ValueError(
             f"data.max_length = {config.data.max_length} is above data.max_prompt_length + rollout.max_completion_length = {longest}, so it bounds nothing; "
             "lower it, or leave it out"
+        )
+    if config.generator.own and config.weights.push_timeout_s <= config.generator.stall_timeout_s:
+        raise ValueError(
+            f"weights.push_timeout_s = {config.weights.push_timeout_s:g} is not above generator.stall_timeout_s = {config.generator.stall_timeout_s:g}: a "
+            "generator that stands still would end the run before it is replaced; raise the first, or lower the second"
         )
     _trajectories_fit(config)
     if config.warm_start.data is not None and config.eval.data is None:

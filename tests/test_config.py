@@ -151,6 +151,12 @@ def test_the_overlong_penalty_fits_the_completion_and_the_advantage(tmp_path):
         load(tmp_path, {"reward.overlong_buffer": 4, "algorithm.advantage": "maxrl"})
 
 
+def test_a_push_outlasts_a_generator_that_stands_still(tmp_path):
+    with pytest.raises(ConfigError, match=r"push_timeout_s = 60 is not above generator.stall_timeout_s = 120: .* raise the first"):
+        load(tmp_path, {"weights.push_timeout_s": 60})
+    load(tmp_path, {"weights.push_timeout_s": 60, "generator.stall_timeout_s": 20})
+
+
 def test_over_sampling_needs_drop(tmp_path):
     with pytest.raises(ConfigError, match=r"over_sampling = 4 needs staleness.on_stale: drop"):
         load(tmp_path, {"staleness.over_sampling": 4})

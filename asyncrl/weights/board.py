@@ -61,7 +61,7 @@ class VersionBoard:
 
 def open_board(name: str, holder: str = "a job") -> Any:
     """Start the job's board and return its actor handle. It ends with the job, and lives on the driver's node: the loss of another one is not its end. If
-    its process dies, Ray starts it again, empty until the next version is announced.
+    its process dies, Ray starts it again, empty until a version is announced.
 
     Raises:
         ValueError: a board of that name is there already.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -33,6 +34,9 @@ FINGERPRINTS_S = 120.0
 
 BETWEEN_ROUNDS_S = 0.2
 """Seconds between two rounds."""
+
+ANNOUNCE_EVERY_S = 10.0
+"""Seconds after which the board is told the newest version once more."""
 
 
 class ServeWeightSync:
@@ -76,6 +80,15 @@ class ServeWeightSync:
             raise RuntimeError(f"no replica applied version {manifest.version} within weights.push_timeout_s = {self._timeout_s:g}: {reason}")
         self._waited_for = set(behind)
         return PushReport(manifest.version, acknowledged, behind)
+
+    async def keep_announced(self) -> None:
+        """Tell the board the newest version again and again, until cancelled: one whose process died is started empty, and a replica that starts then would
+        find nothing before the next version."""
+        while True:
+            await asyncio.sleep(ANNOUNCE_EVERY_S)
+            if self._last is not None:
+                with contextlib.suppress(ray.exceptions.RayError):  # a board that is just starting; one that has a newer version by now
+                    await self._board.announce.remote(self._last)
 
     async def _announce(self, manifest: Manifest) -> None:
         async def announced() -> None:

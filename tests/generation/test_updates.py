@@ -16,6 +16,7 @@ from disturbed import disturb
 from asyncrl.control.protocols import Manifest
 from asyncrl.generation.app import ServeGenerate
 from asyncrl.generation.protocol import GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
+from asyncrl.weights import push
 from asyncrl.weights.push import ServeWeightSync
 
 pytestmark = pytest.mark.timeout(600)
@@ -270,6 +271,24 @@ def test_a_replica_that_starts_between_publish_and_commit_catches_up(
         assert report.unroutable == ()
 
     asyncio.run(run())
+
+
+def test_a_board_that_died_is_told_the_version_again(
+    ray_cluster: Any, generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push, "ANNOUNCE_EVERY_S", 0.1)
+    manifest = publish(disturb(load_reference(tiny_model), seed=12), version=generators.next_version())
+
+    async def run() -> None:
+        keeping = asyncio.create_task(sync.keep_announced())
+        await sync.push(manifest)
+        ray_cluster.kill(generators.board, no_restart=False)
+        while (found := await generators.board.current.remote()) is None:
+            pass
+        assert found.version == manifest.version
+        keeping.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 @pytest.mark.slow

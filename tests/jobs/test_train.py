@@ -202,17 +202,18 @@ def test_two_ranks_and_two_replicas_on_two_cores(start_run, tmp_path, engine_sta
 
 @pytest.mark.faults
 @pytest.mark.timeout(1200)
-def test_one_of_two_replicas_ten_times_slower(start_run, tmp_path):
+@pytest.mark.parametrize("times", [10, 20])
+def test_one_of_two_replicas_slower(times, start_run, tmp_path):
     run = start_run({"generator.num_replicas": 2, "max_steps": 40, "eval": {}})
     directory = tmp_path / "runs" / "run"
     run.until(lambda: len(events(directory, "step")) >= 3)
     slow = next(process for process in run.descendants() if "EngineCore" in " ".join(process.cmdline()))
     with contextlib.suppress(psutil.NoSuchProcess):
-        while run.process.poll() is None:  # nine tenths of its time it stands still
+        while run.process.poll() is None:  # it moves in one of so many parts of its time
             slow.suspend()
-            time.sleep(0.45)
+            time.sleep(0.5 - 0.5 / times)
             slow.resume()
-            time.sleep(0.05)
+            time.sleep(0.5 / times)
     assert run.wait(900) == 0, run.output
     fates = asyncrl.open_run(directory).fates().to_pylist()
     assert {fate["outcome"] for fate in fates} == {"trained"} and len(fates) == 40 * 4, "`wait` keeps what the slow replica makes"
