@@ -170,6 +170,11 @@ class Http:
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
+    def answers(self) -> bool:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            return self.ask("/health")[0] == 200
+        return False
+
 
 def worst_difference(model: Path, prompt: list[int], answer: dict[str, Any]) -> float:
     """Largest difference between the answer's log-probs and those of a checkpoint in transformers."""
@@ -244,3 +249,13 @@ def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(cluste
     assert {span["version"] for choice in answer["choices"] for span in choice["versions"]} == {4}
     assert worst_difference(runs / "attached" / "hf", body["prompt"], answer) < 1e-4
     assert len(cluster.applications()) == 1
+
+    # Serve's proxy dies: another takes its port, and the replica behind it has not changed.
+    proxy = next(process for process in psutil.Process(cluster.process.pid).children(recursive=True) if "ray::ProxyActor" in " ".join(process.cmdline()))
+    proxy.kill()
+    proxy.wait(30)
+    deadline = time.monotonic() + 120
+    while not http.answers():
+        assert time.monotonic() < deadline
+    assert http.ask("/v1/completions", body)[1]["weights"] == {"run_id": run_id, "attempt": 0, "version": 4}
+    assert stranger.ask("/health")[0] == 401
