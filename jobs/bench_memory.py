@@ -2,7 +2,8 @@
 
     python jobs/bench_memory.py [--tokens 2048] [--vocabulary 150000] [--hidden 256] [--layers 12]
 
-head: log-probs and entropies of `tokens` loss tokens and their backward pass, in chunks against whole logits.
+head: log-probs and entropies of `tokens` loss tokens and their backward pass, in chunks against whole logits; both also against float64, which tells
+rounding from error.
 layers: forward and backward pass of a Qwen3 of `layers` layers over `tokens` tokens in segments of 256, with gradient_checkpointing against without.
 
 A peak is the kernel's high-water mark of resident memory over the pass, less what was resident before it: exact, not sampled. The model, the
@@ -54,15 +55,23 @@ def _compare(case: str, variants: tuple[str, str], arguments: list[str], sizes: 
             peaks[variant] = seen["peak"]
             outputs.append(torch.load(file, mmap=True))
             print(f"{case:<7}{variant:<13}peak {seen['peak'] / 2**20:8.1f} MiB, {seen['seconds']:6.1f} s", flush=True)
-        # Relative to the largest element: single elements may cancel to nothing.
-        differences = {name: float((outputs[0][name] - value).abs().max() / value.abs().max()) for name, value in outputs[1].items()}
+        compared = {variants[0]: _difference_text(outputs[0], outputs[1])}
+        if case == "head":
+            exact = _exact_head(sizes)
+            compared = {**compared, **{f"{variant}, from float64": _difference_text(found, exact) for variant, found in zip(variants, outputs, strict=True)}}
     small, large = (peaks[variant] for variant in variants)
     width = f"vocabulary {sizes.vocabulary}" if case == "head" else f"{sizes.layers} layers"
     shape = f"{sizes.tokens} tokens, hidden {sizes.hidden}, {width}"
     print(f"{case:<7}{shape}: {variants[1]} / {variants[0]} = {large / small:.1f}")
     if case == "head":
         print(f"{case:<7}{_chunks_text(small, sizes.tokens, sizes.vocabulary, sizes.hidden)}")
-    print(f"{case:<7}largest difference, of the largest element: " + ", ".join(f"{name} {value:.1e}" for name, value in differences.items()))
+    for title, text in compared.items():
+        print(f"{case:<7}{title}: largest difference, of the largest element: {text}")
+
+
+def _difference_text(found: dict, other: dict) -> str:
+    """Relative to the largest element: single elements may cancel to nothing."""
+    return ", ".join(f"{name} {float((found[name] - value).abs().max() / value.abs().max()):.1e}" for name, value in other.items())
 
 
 def _chunks_text(peak: int, tokens: int, vocabulary: int, hidden: int) -> str:
@@ -94,14 +103,33 @@ def _measure(case: str, variant: str, file: str, sizes: argparse.Namespace) -> N
     print(json.dumps({"peak": peak, "seconds": seconds}))
 
 
-def _head(variant: str, sizes: argparse.Namespace):
+def _head_inputs(sizes: argparse.Namespace):
     import torch
+
+    torch.manual_seed(0)
+    return torch.randn(sizes.tokens, sizes.hidden), torch.randn(sizes.vocabulary, sizes.hidden) * 0.05, torch.randint(0, sizes.vocabulary, (sizes.tokens,))
+
+
+def _exact_head(sizes: argparse.Namespace) -> dict:
+    """What `_head` computes, in float64 and with nothing of asyncrl."""
+    import torch
+
+    hidden, weight, targets = _head_inputs(sizes)
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    log_probs = torch.log_softmax(hidden @ weight.T, dim=-1)
+    chosen = log_probs.gather(-1, targets[:, None])[:, 0]
+    chosen.mean().backward()
+    with torch.no_grad():
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return {"log-probs": chosen.detach(), "entropies": entropy, "gradient of the hidden states": hidden.grad, "of the head's weight": weight.grad}
+
+
+def _head(variant: str, sizes: argparse.Namespace):
 
     from asyncrl.algorithms.logprobs import CHUNK_ELEMENTS, token_logprobs
 
-    every = torch.randn(sizes.tokens, sizes.hidden)
-    weight = (torch.randn(sizes.vocabulary, sizes.hidden) * 0.05).requires_grad_()
-    targets = torch.randint(0, sizes.vocabulary, (sizes.tokens,))
+    every, weight, targets = _head_inputs(sizes)
+    weight.requires_grad_()
     chunk = CHUNK_ELEMENTS if variant == "chunked" else sizes.tokens * sizes.vocabulary
 
     def run(tokens: int) -> dict:
