@@ -199,8 +199,8 @@ async def launch(
         startup |= await _generator_facts(handle, status)
         weights = ServeWeightSync(handle, board, config.weights.push_timeout_s)
         _closing(stack, "announcements", functools.partial(_cancel, asyncio.create_task(weights.keep_announced())))
-        generate, held_out, kv_cache_tokens = ServeGenerate(handle), _held_out(config), status["kv_cache_tokens"]
-        yield Stations(config, context, learner, generate, weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup)
+        held_out, kv_cache_tokens = _held_out(config), status["kv_cache_tokens"]
+        yield Stations(config, context, learner, generate(), weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup)
 
 
 async def _begin_generators(config: Config, name: str, context: int, stack: AsyncExitStack) -> Any:
@@ -212,7 +212,7 @@ async def _begin_generators(config: Config, name: str, context: int, stack: Asyn
 
 
 def _keeping_generate(handle: Any, kept: Path, attempt: int) -> ServeGenerate:
-    """Made in a rollout worker, whose process the file of lost requests is named after."""
+    """Made in the process that asks, a rollout worker or the driver: the file of lost requests is named after it."""
     return ServeGenerate(handle, LostRequests(kept, attempt))
 
 

@@ -25,7 +25,7 @@ from asyncrl.config import Config
 from asyncrl.control.checkpoint import State
 from asyncrl.control.concurrency import Concurrency, first_limit
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
-from asyncrl.control.fates import Fate, FatesWriter
+from asyncrl.control.fates import FatesWriter
 from asyncrl.control.protocols import PartDied, Scored
 from asyncrl.control.staleness import Staleness
 from asyncrl.data.supervised import supervised_rows
@@ -35,9 +35,9 @@ from asyncrl.generation.protocol import WeightsId
 from asyncrl.launch import Stations, cluster, launch
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.learning.warm_start import WarmStartCheck, warm_start
-from asyncrl.observe.alarms import alarms
+from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.metrics import MetricsWriter, read_metrics
-from asyncrl.observe.progress import Progress, ProgressView, duration, time_left
+from asyncrl.observe.progress import ProgressView, duration
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.observe.watchdog import Standing, Watchdog
 from asyncrl.placement import check_models, wait_for_room
@@ -48,10 +48,8 @@ from asyncrl.weights.check import ProbeCheck
 
 __all__ = ["Summary", "command_name", "concurrency_of", "train"]
 
-SHOW_EVERY_S = 0.5
 THREADS_END_S = 10.0
 """Seconds that calls under way in threads get to come back."""
-RATE_WINDOW_S = 10.0
 NOTE_LENGTH = 160
 REPLACED = ("--resume", "--name", "--checkpoint.ckpt_step")
 """Options that the resume command does not repeat: it says its own, and goes on from the newest checkpoint."""
@@ -136,12 +134,12 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
     task = asyncio.current_task()
     assert task is not None
     _log_to_file(directory.logs / "driver.log")
-    live = _Live(config, started)
+    live = Live(config, started)
     writer = MetricsWriter(directory.path, directory.state.attempt, open_sinks(config, directory.path, directory.state.run_id))
     with ProgressView() as view, writer, cluster(config, directory.logs):
         _catch_signals(task)
         showing = asyncio.create_task(live.show(view))
-        recorder = _RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live)
+        recorder = RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live)
         try:
             live.phase("looking for room on the cluster")
             print(await wait_for_room(config, plan.weights_bytes, live.note), flush=True)
@@ -179,7 +177,7 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
     return _summary(directory, time.monotonic() - started, live.phases)
 
 
-async def _prepare_learner(config: Config, directory: RunDirectory, learner: LearnerGroup, live: _Live, recorder: _RunRecorder) -> None:
+async def _prepare_learner(config: Config, directory: RunDirectory, learner: LearnerGroup, live: Live, recorder: RunRecorder) -> None:
     """The learner's state at the first version: a checkpoint's, or the model's own, warm-started if so configured."""
     if directory.checkpoint is not None:
         live.phase("loading the checkpoint")
@@ -197,7 +195,7 @@ async def _prepare_learner(config: Config, directory: RunDirectory, learner: Lea
     live.phase("waiting for the generators")
 
 
-def _stalled(coordinator: Coordinator, recorder: _RunRecorder, live: _Live, where: Standing, seconds: float, text: str) -> None:
+def _stalled(coordinator: Coordinator, recorder: RunRecorder, live: Live, where: Standing, seconds: float, text: str) -> None:
     """The watchdog found the run standing still."""
     line = f"{where.stage} has stood still for {seconds:.0f} s; it waits for {where.waits_for}"
     progress = coordinator.progress
@@ -213,7 +211,7 @@ async def _restored(directory: RunDirectory, stations: Stations) -> list[Scored]
     return await stations.scores.load(directory.checkpoint / "buffer.parquet")
 
 
-def _coordinator(config: Config, state: State, restored: list[Scored], directory: RunDirectory, stations: Stations, recorder: _RunRecorder) -> Coordinator:
+def _coordinator(config: Config, state: State, restored: list[Scored], directory: RunDirectory, stations: Stations, recorder: RunRecorder) -> Coordinator:
     generate = stations.generate
     evaluate = None
     if stations.held_out:
@@ -261,112 +259,6 @@ def concurrency_of(config: Config, kv_cache_tokens: int, found: float | None = N
     samples, replicas = rollout.n_samples_per_prompt, generator.num_replicas
     first = first_limit(replicas * kv_cache_tokens, replicas * generator.max_num_seqs, samples, config.longest_trajectory)
     return Concurrency(found or first, most, samples, rollout.adaptive_concurrency)
-
-
-class _RunRecorder:
-    """`Recorder` on files."""
-
-    def __init__(self, writer: MetricsWriter, fates: FatesWriter, live: _Live) -> None:
-        self.writer, self.fates_writer, self.live = writer, fates, live
-        self._alarmed: set[str] = set()
-
-    def record(self, event: str, step: int, version: int, metrics: Any) -> None:
-        if event == "step":
-            metrics = {**metrics, "time/event_loop_lag_s": self.live.take_lag()}
-        self.writer.write(event, step, version, metrics)
-        self.live.recorded(event, metrics)
-        if event == "step":
-            self._raise_alarms(step, version, metrics)
-        if event == "kept_batch":
-            self.live.note(f"step {step}: {metrics['note']}")
-
-    def _raise_alarms(self, step: int, version: int, metrics: Any) -> None:
-        """Every alarm goes to the metrics; a person is told of each metric once."""
-        for line in alarms(metrics):
-            name = line.split(" ")[0]
-            if name not in self._alarmed:
-                self.live.note(f"step {step}: {line}")
-            self._alarmed.add(name)
-            self.writer.write("alarm", step, version, {"alarm": line})
-
-    def fates(self, fates: list[Fate], outstanding: list[int]) -> None:
-        self.fates_writer.write(fates, outstanding)
-
-    def close(self) -> None:
-        self.fates_writer.compact()
-
-
-class _Live:
-    """Turns the coordinator's counters into what the live table shows."""
-
-    def __init__(self, config: Config, started: float) -> None:
-        self.config, self.started = config, started
-        self.progress = Progress(phase="starting", max_steps=config.max_steps, max_staleness=config.staleness.max_staleness)
-        self.phases: dict[str, float] = {}
-        self._phase_began = started
-        self._coordinator: Coordinator | None = None
-        self._lag = 0.0
-        self._training_began = started
-        self._counts: list[tuple[float, int, int]] = []
-
-    def phase(self, name: str) -> None:
-        now = time.monotonic()
-        previous = self.progress.phase
-        self.phases[previous] = self.phases.get(previous, 0.0) + now - self._phase_began
-        self.progress.phase, self._phase_began = name, now
-
-    def note(self, text: str) -> None:
-        self.progress.notes = (*self.progress.notes[-2:], text)
-
-    def follow(self, coordinator: Coordinator) -> None:
-        self.phase("training")
-        self._coordinator = coordinator
-        self._training_began = time.monotonic()
-        self.progress.notes = ()
-
-    def recorded(self, event: str, metrics: Any) -> None:
-        if event == "evaluation":
-            self.progress.held_out_accuracy = metrics.get("eval/greedy_accuracy")
-        if event == "step":
-            self.progress.accuracy = metrics.get(f"reward/{self.config.accuracy}")
-        if event == "startup" and any(value for name, value in metrics.items() if name.endswith("caches_removed")):
-            self.note("a damaged compile cache was removed; it is made anew")
-        if event == "logprob_check":
-            self.note(f"generator and learner log-probs differ by at most {metrics['check/logprob_max_diff']:.1e} over {metrics['check/tokens']:.0f} tokens")
-
-    async def show(self, view: ProgressView) -> None:
-        while True:
-            self._update()
-            view.show(self.progress)
-            slept = time.monotonic()
-            await asyncio.sleep(SHOW_EVERY_S)
-            self._lag = max(self._lag, time.monotonic() - slept - SHOW_EVERY_S)
-
-    def take_lag(self) -> float:
-        """Seconds by which the event loop was late at most, since the last call."""
-        lag, self._lag = self._lag, 0.0
-        return lag
-
-    def _update(self) -> None:
-        progress, now = self.progress, time.monotonic()
-        progress.elapsed_s = now - self.started
-        if self._coordinator is None:
-            return
-        seen = self._coordinator.progress
-        progress.step, progress.learner_version = seen.version, seen.version
-        progress.committed_version = seen.committed if seen.committed >= 0 else None
-        progress.reward = seen.reward
-        progress.prompt, progress.completion = seen.example
-        if seen.reward is not None:
-            progress.staleness_mean, progress.staleness_max = seen.staleness_mean, seen.staleness_max
-        progress.learner_waited_s, progress.generators_waited_s = seen.learner_waited_s, seen.generators_waited_s
-        self._counts = [count for count in self._counts if now - count[0] <= RATE_WINDOW_S] + [(now, seen.generated_tokens, seen.trained_tokens)]
-        began, generated, trained = self._counts[0]
-        if now > began:
-            progress.generated_tokens_per_s = (seen.generated_tokens - generated) / (now - began)
-            progress.trained_tokens_per_s = (seen.trained_tokens - trained) / (now - began)
-        first = self._coordinator.first_version
-        progress.left_s = time_left(seen.version - first, self.config.max_steps - first, now - self._training_began)
 
 
 def _summary(directory: RunDirectory, seconds: float, phases: dict[str, float]) -> Summary:

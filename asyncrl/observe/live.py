@@ -1,0 +1,136 @@
+"""What a run says while it goes on: its records to the metrics, its counters to the live table."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.control.coordinator import Coordinator
+from asyncrl.control.fates import Fate, FatesWriter
+from asyncrl.observe.alarms import alarms
+from asyncrl.observe.metrics import MetricsWriter
+from asyncrl.observe.progress import Progress, ProgressView, time_left
+
+__all__ = ["Live", "RunRecorder"]
+
+SHOW_EVERY_S = 0.5
+"""Seconds between two pictures of the live table."""
+
+RATE_WINDOW_S = 10.0
+"""Seconds over which tokens per second are counted."""
+
+
+class RunRecorder:
+    """`Recorder` on files."""
+
+    def __init__(self, writer: MetricsWriter, fates: FatesWriter, live: Live) -> None:
+        self.writer, self.fates_writer, self.live = writer, fates, live
+        self._alarmed: set[str] = set()
+
+    def record(self, event: str, step: int, version: int, metrics: Any) -> None:
+        """Write the record, show what the table has of it, raise the alarms of a step."""
+        if event == "step":
+            metrics = {**metrics, "time/event_loop_lag_s": self.live.take_lag()}
+        self.writer.write(event, step, version, metrics)
+        self.live.recorded(event, metrics)
+        if event == "step":
+            self._raise_alarms(step, version, metrics)
+        if event == "kept_batch":
+            self.live.note(f"step {step}: {metrics['note']}")
+
+    def _raise_alarms(self, step: int, version: int, metrics: Any) -> None:
+        """Every alarm goes to the metrics; a person is told of each metric once."""
+        for line in alarms(metrics):
+            name = line.split(" ")[0]
+            if name not in self._alarmed:
+                self.live.note(f"step {step}: {line}")
+            self._alarmed.add(name)
+            self.writer.write("alarm", step, version, {"alarm": line})
+
+    def fates(self, fates: list[Fate], outstanding: list[int]) -> None:
+        """Write how ordinals ended, and which have not."""
+        self.fates_writer.write(fates, outstanding)
+
+    def close(self) -> None:
+        """One file of fates in place of many."""
+        self.fates_writer.compact()
+
+
+class Live:
+    """Turns the coordinator's counters into what the live table shows."""
+
+    def __init__(self, config: Config, started: float) -> None:
+        self.config, self.started = config, started
+        self.progress = Progress(phase="starting", max_steps=config.max_steps, max_staleness=config.staleness.max_staleness)
+        self.phases: dict[str, float] = {}
+        self._phase_began = started
+        self._coordinator: Coordinator | None = None
+        self._lag = 0.0
+        self._training_began = started
+        self._counts: list[tuple[float, int, int]] = []
+
+    def phase(self, name: str) -> None:
+        """The run is in this phase from now on; the one before has its seconds in `phases`."""
+        now = time.monotonic()
+        previous = self.progress.phase
+        self.phases[previous] = self.phases.get(previous, 0.0) + now - self._phase_began
+        self.progress.phase, self._phase_began = name, now
+
+    def note(self, text: str) -> None:
+        """One more line below the table; the last three stand."""
+        self.progress.notes = (*self.progress.notes[-2:], text)
+
+    def follow(self, coordinator: Coordinator) -> None:
+        """Training begins: show this coordinator's counters."""
+        self.phase("training")
+        self._coordinator = coordinator
+        self._training_began = time.monotonic()
+        self.progress.notes = ()
+
+    def recorded(self, event: str, metrics: Any) -> None:
+        """Take from a record what the table shows."""
+        if event == "evaluation":
+            self.progress.held_out_accuracy = metrics.get("eval/greedy_accuracy")
+        if event == "step":
+            self.progress.accuracy = metrics.get(f"reward/{self.config.accuracy}")
+        if event == "startup" and any(value for name, value in metrics.items() if name.endswith("caches_removed")):
+            self.note("a damaged compile cache was removed; it is made anew")
+        if event == "logprob_check":
+            self.note(f"generator and learner log-probs differ by at most {metrics['check/logprob_max_diff']:.1e} over {metrics['check/tokens']:.0f} tokens")
+
+    async def show(self, view: ProgressView) -> None:
+        """Show the table again and again, until cancelled; how late the event loop was with it is measured on the way."""
+        while True:
+            self._update()
+            view.show(self.progress)
+            slept = time.monotonic()
+            await asyncio.sleep(SHOW_EVERY_S)
+            self._lag = max(self._lag, time.monotonic() - slept - SHOW_EVERY_S)
+
+    def take_lag(self) -> float:
+        """Seconds by which the event loop was late at most, since the last call."""
+        lag, self._lag = self._lag, 0.0
+        return lag
+
+    def _update(self) -> None:
+        progress, now = self.progress, time.monotonic()
+        progress.elapsed_s = now - self.started
+        if self._coordinator is None:
+            return
+        seen = self._coordinator.progress
+        progress.step, progress.learner_version = seen.version, seen.version
+        progress.committed_version = seen.committed if seen.committed >= 0 else None
+        progress.reward = seen.reward
+        progress.prompt, progress.completion = seen.example
+        if seen.reward is not None:
+            progress.staleness_mean, progress.staleness_max = seen.staleness_mean, seen.staleness_max
+        progress.learner_waited_s, progress.generators_waited_s = seen.learner_waited_s, seen.generators_waited_s
+        self._counts = [count for count in self._counts if now - count[0] <= RATE_WINDOW_S] + [(now, seen.generated_tokens, seen.trained_tokens)]
+        began, generated, trained = self._counts[0]
+        if now > began:
+            progress.generated_tokens_per_s = (seen.generated_tokens - generated) / (now - began)
+            progress.trained_tokens_per_s = (seen.trained_tokens - trained) / (now - began)
+        first = self._coordinator.first_version
+        progress.left_s = time_left(seen.version - first, self.config.max_steps - first, now - self._training_began)
