@@ -81,9 +81,10 @@ class Buffer:
         self.add_scored(scored)
 
     def finished(self, ordinal: int, begun: int, tokens: int) -> None:
-        """The group is generated; its oldest token version is known now."""
-        if ordinal in self.groups:
-            group = self.groups[ordinal]
+        """The group is generated; its oldest token version is known now. What is scored is what counts: a copy that was made after it, when the first
+        seemed lost, changes nothing."""
+        group = self.groups.get(ordinal)
+        if group is not None and group.scored is None:
             group.running, group.begun, group.tokens = False, begun, tokens
 
     def add_scored(self, scored: Scored) -> None:

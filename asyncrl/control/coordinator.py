@@ -384,7 +384,9 @@ class Coordinator:
         clock = asyncio.get_running_loop().time
         started = clock()
         groups = [group.scored for group in self.buffer.waiting() if group.scored is not None]
-        await self.parts.checkpoints.write(self.state(), groups, self.parts.learner, self.parts.scores)
+        state = self.state()
+        self._flush_fates()  # the checkpoint counts on every outcome so far, also on those since the last step
+        await self.parts.checkpoints.write(state, groups, self.parts.learner, self.parts.scores)
         self.parts.recorder.record("checkpoint", self.progress.attempted, version, {"checkpoint/save_s": clock() - started})
 
     def state(self) -> State:

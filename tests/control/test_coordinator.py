@@ -1,7 +1,6 @@
 """The whole control flow on fakes, in milliseconds."""
 
 import asyncio
-import contextlib
 import hashlib
 import random
 from collections import Counter
@@ -18,7 +17,7 @@ from asyncrl.testing import FakeLearner, FakeLogprobCheck, FakePrompts, FakeReco
 NEW = State("run", 0, 0, 0, 0, ())
 
 
-def make(steps=6, max_staleness=2, groups=4, state=NEW, *, rollouts=None, learner=None, weights=None, scores=None, restored=(), **others):
+def make(steps=6, max_staleness=2, groups=4, state=NEW, *, rollouts=None, learner=None, weights=None, scores=None, restored=(), on_stale="wait", **others):
     rollouts = rollouts or FakeRollouts()
     parts = Parts(
         prompts=FakePrompts(state.frontier, [*state.finished_above, *(scored.ordinal for scored in restored)]),
@@ -30,7 +29,7 @@ def make(steps=6, max_staleness=2, groups=4, state=NEW, *, rollouts=None, learne
         **{name: value for name, value in others.items() if name in ("checkpoints", "evaluate", "check")},
     )
     options = {name: value for name, value in others.items() if name not in ("checkpoints", "evaluate", "check")}
-    return Coordinator(parts, Schedule(steps, Staleness(max_staleness, groups), **options), state, restored)
+    return Coordinator(parts, Schedule(steps, Staleness(max_staleness, groups, on_stale), **options), state, restored)
 
 
 def run(coordinator):
@@ -149,6 +148,22 @@ def test_a_group_that_was_scored_before_its_retry_failed_is_trained():
 
     coordinator = make(steps=2, max_staleness=0, rollouts=Lost(), learner=FakeLearner(4, latency=1.0))
     assert on_virtual_time(coordinator).ended == {"trained": 8}
+
+
+def test_a_second_copy_of_a_scored_group_changes_nothing():
+    class Twice(FakeRollouts):
+        """Group 1's worker seems dead after the group was taken for scoring; it is made again, with newer weights and more tokens."""
+
+        async def rollout(self, prompt, committed):
+            finished = await super().rollout(prompt, committed)
+            if prompt.ordinal == 1:
+                await asyncio.sleep(0.5)
+                return replace(finished, begun=finished.begun + 1, tokens=99)
+            return finished
+
+    coordinator = make(steps=2, max_staleness=1, rollouts=Twice(), learner=FakeLearner(4, latency=1.0))
+    assert on_virtual_time(coordinator).ended == {"trained": 8}
+    assert {fate.completion_tokens for fate in coordinator.parts.recorder.all_fates if fate.outcome == "trained"} == {4}
 
 
 def test_a_run_that_finds_nothing_to_train_on_ends_and_says_so():
@@ -359,8 +374,8 @@ class Weights(FakeLearner):
         (directory / "weights").write_text(self.weights)
 
 
-@pytest.mark.parametrize(("max_staleness", "moments"), [(0, 20), (2, 20)])
-def test_a_run_killed_at_random_moments_ends_with_the_same_weights(tmp_path, monkeypatch, max_staleness, moments):
+@pytest.mark.parametrize(("max_staleness", "on_stale", "moments"), [(0, "wait", 20), (2, "wait", 20), (1, "drop", 20)])
+def test_a_run_killed_at_random_moments_ends_with_the_same_weights(tmp_path, monkeypatch, max_staleness, on_stale, moments):
     """At staleness 0 every batch is given by seed and data, so the weights are those of the run that nobody killed. Beyond, every ordinal has still
     exactly one outcome in what survives."""
 
@@ -376,19 +391,24 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(tmp_path, mon
         learner = Weights(4, latency=0.3, version=state.version, skips=lambda step: False, weights=weights)
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
         parts = {"rollouts": rollouts, "learner": learner, "restored": restored, "checkpoints": checkpoints}
-        return make(steps, max_staleness, 4, state, **parts, checkpoint_every=1 + random_.randrange(3))
+        return make(steps, max_staleness, 4, state, **parts, on_stale=on_stale, checkpoint_every=1 + random_.randrange(3))
 
     def finish(coordinator, after=None):
         """Run to the end, or until it is killed after so many virtual seconds: then nothing more is written."""
 
-        async def bounded():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(after):
-                    await coordinator.run()
-            return coordinator.progress.version == steps
+        async def killed():
+            task = asyncio.ensure_future(coordinator.run())
+            await asyncio.wait([task], timeout=after)
+            if task.done():
+                task.result()
+                return True
+            coordinator.parts.recorder.fates = lambda *_: None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return False
 
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-            return runner.run(bounded())
+            return runner.run(killed())
 
     unbroken = attempt(NEW, [], "")
     unbroken.parts.checkpoints = None
