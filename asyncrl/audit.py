@@ -133,14 +133,25 @@ class Books:
         taken_over = {(made_in, ordinal) for made_in, ordinal in self.attempts[self.last]["waiting"]}
         return {key for key in self.admitted | taken_over if key not in self.outcome and (key[0] == self.last or key in taken_over)}
 
-    @cached_property
+    @property
     def checkpoint(self) -> tuple[Path, State] | None:
         """The newest committed one that can be read."""
+        return self._checkpoint[0]
+
+    @property
+    def damage(self) -> list[str]:
+        """What stands in the way of a newer one, a line each."""
+        return self._checkpoint[1]
+
+    @cached_property
+    def _checkpoint(self) -> tuple[tuple[Path, State] | None, list[str]]:
         try:
-            path, state, _ = Checkpoints(self.run.checkpoints_directory, keep=1).find()
-        except (NoCheckpoint, UnreadableCheckpoint):
-            return None
-        return path, state
+            path, state, passed_over = Checkpoints(self.run.checkpoints_directory, keep=1).find()
+        except NoCheckpoint:
+            return None, []
+        except UnreadableCheckpoint as error:
+            return None, [str(error)]
+        return (path, state), passed_over
 
     def trained(self, before_version: float = float("inf")) -> Iterator[tuple[dict[str, Any], Row | None]]:
         """Surviving trained fates, by groups trained at a version before that, and the groups' rows."""
@@ -156,7 +167,7 @@ def audit(run: Run) -> list[Check]:
         ConfigError: the directory has no record of its attempts.
     """
     books = Books(run)
-    checks: Sequence[Callable[[Books], Check]] = (_balance, _one_outcome, _no_gap, _distinct, _bound, _whole, _tokens, _monotone, _lengths)
+    checks: Sequence[Callable[[Books], Check]] = (_balance, _one_outcome, _no_gap, _distinct, _bound, _whole, _tokens, _readable, _monotone, _lengths)
     return [check(books) for check in checks]
 
 
@@ -253,13 +264,19 @@ def _whole(books: Books) -> Check:
 def _tokens(books: Books) -> Check:
     """Loss tokens of what was trained before the newest checkpoint, against the learner's own count in it."""
     if books.checkpoint is None:
-        return Check("trained tokens equal the learner's count", True, "no checkpoint yet")
+        return Check("trained tokens equal the learner's count", not books.damage, "no checkpoint can be read" if books.damage else "no checkpoint yet")
     path, state = books.checkpoint
     counters = json.loads((path / "learner" / "counters.json").read_text())
     base = books.attempts[min(books.successor, default=books.last)]["trained_tokens"]
     found = base + sum(row.loss_tokens for _, row in books.trained(state.version) if row is not None)
     said = f"{found} up to {path.name}, the learner counted {counters['trained_tokens']}"
     return Check("trained tokens equal the learner's count", found == counters["trained_tokens"], said)
+
+
+def _readable(books: Books) -> Check:
+    """The checkpoint that a resume would take is the newest, and every file of it is what was committed."""
+    said = "; ".join(books.damage) or (f"newest: {books.checkpoint[0].name}" if books.checkpoint else "no checkpoint yet")
+    return Check("the newest checkpoint is whole", not books.damage, said)
 
 
 def _monotone(books: Books) -> Check:

@@ -103,14 +103,11 @@ def on_a_run(known: argparse.Namespace) -> int:
 
 
 def _export(checkpoints: Path, run_directory: Path, step: int | None, out: str | None) -> int:
-    from asyncrl.control.checkpoint import Checkpoints
-    from asyncrl.learning.export import export_checkpoint
+    from asyncrl.learning.export import export_checkpoint, find_checkpoint
 
-    newest = Checkpoints(checkpoints, keep=1).newest_first()
-    name = f"step_{step:06d}" if step is not None else newest[0].name if newest else "newest"
-    target = Path(out) if out else run_directory / "export" / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    path = export_checkpoint(checkpoints, step, target.absolute())
+    path = find_checkpoint(checkpoints, step)
+    target = Path(out).absolute() if out else run_directory / "export" / path.name
+    export_checkpoint(path, target)
     print(f"{path} → {target}   (loads in transformers and vLLM)")
     return 0
 

@@ -438,7 +438,7 @@ class CheckpointConfig(Section):
     """Run directory (or its checkpoints) to begin from, if this run has no checkpoint of its own: weights, optimizer, versions and data frontier.
     `{runs_root}` in it is replaced."""
     ckpt_step: int | None = Field(default=None, ge=0)
-    """Begin from the checkpoint of this step, not from the newest."""
+    """Begin from the checkpoint of this step, not from the newest: the run's own, or, if it has none of that step, that of `load`."""
 
 
 class WarmStartConfig(Section):

@@ -45,11 +45,26 @@ class RunDirectory:
         if self.path.exists() and config.resume == "never" and any(self.path.iterdir()):
             self._refuse_in_use()
             raise ConfigError(f"run directory {self.path} exists; go on with it (--resume auto), or choose another --name")
+        # A directory that is there is locked before it is read. Another is made only when there is something to begin.
+        self._lock = self._acquire() if self.path.exists() else -1
+        try:
+            self._begin(config)
+        except BaseException:
+            if self._lock >= 0:
+                os.close(self._lock)
+            raise
+
+    def _begin(self, config: Config) -> None:
         known = read_record(self.path) if (self.path / RECORD).exists() else {"run_id": None, "attempts": []}
         beginning = find_beginning(config, known["run_id"])
         self.checkpoint, self.said = beginning.checkpoint, beginning.said
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = self._acquire()
+        if self._lock < 0:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._acquire()
+            if (self.path / RECORD).exists():
+                raise ConfigError(
+                    f"run directory {self.path}: another driver has begun a run there meanwhile; go on with it (--resume auto), or choose another --name"
+                )
         text = config_text(config)
         self.checkpoints = Checkpoints(config.checkpoints_directory, config.checkpoint.keep, text)
         self.state = self._begin_attempt(beginning, known, config, hash_of(text))

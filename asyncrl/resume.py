@@ -13,6 +13,7 @@ import yaml
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
+from asyncrl.snapshot import HASHED
 
 __all__ = ["Beginning", "config_changes", "config_text", "find_beginning", "hash_of"]
 
@@ -27,14 +28,19 @@ FIXED = {
     "data.length_policy": "it decides which prompts are used, and ordinals count those",
     "rollout.temperature": "groups that wait in the checkpoint were sampled at the other one",
     "learner.bf16": "the optimizer's state is of the other precision",
+    "learner.optimizer": "the checkpoint holds the other one's state",
     "learner.world_size": "the checkpoint holds the shards of that many ranks",
 }
 """Settings that a resumed run keeps, and why."""
 
+LONGEST = ("rollout.max_completion_length", "learner.max_tokens_per_gpu", "learner.sequence_parallel_size")
+"""What bounds a trajectory's length, beside FIXED."""
+
 FREE = ("resume", "name", "runs_root", "checkpoint.load", "checkpoint.ckpt_step", "checkpoint.save")
 """Settings whose change is not worth a line: they say where, not what."""
 
-TOKENIZER_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+SCORED_WITH = ("reward.functions", "reward.shuffle", "reward.overlong", "algorithm.advantage", "algorithm.kl_", "algorithm.ref_load", *LONGEST)
+"""Beginnings of the settings that a scored group stands for. When one changes, the groups that wait in the checkpoint are made again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +63,23 @@ class Beginning:
 
 
 def find_beginning(config: Config, run_id: str | None) -> Beginning:
-    """Look where the config says.
+    """Look where the config says. The run's own checkpoints come first; `checkpoint.load` is for a run that has none.
 
     Args:
         run_id: of the run directory, None if it is new.
 
     Raises:
-        ConfigError: under `resume: must`, or with `checkpoint.load`, there is no checkpoint; none can be read; or a setting, the data or the model changed
-            in a way that would falsify the run.
+        ConfigError: the run has no checkpoint of its own under `resume: must`, or lacks `ckpt_step`; there is none at `checkpoint.load`; none can be read;
+            or a setting, the data or the model changed in a way that would falsify the run.
     """
     own, load, step = config.checkpoints_directory, config.checkpoint.load, config.checkpoint.ckpt_step
     looked: tuple[str, ...] = ()
     if config.resume != "never":
-        try:
-            found = _found(config, own, step)
-        except NoCheckpoint as error:
-            if config.resume == "must" and load is None:
-                raise ConfigError(str(error)) from None
-            looked = (f"resume {config.resume}: no checkpoint in {own}",)
-        else:
-            assert found.state is not None
-            if run_id is not None and found.state.run_id != run_id:
-                raise ConfigError(
-                    f"{found.checkpoint} is of another run (run_id {found.state.run_id}, not {run_id}); to go on from it set checkpoint.load = {own}, and a "
-                    "checkpoint.save of your own"
-                )
-            return found
+        versions = Checkpoints(own, keep=1).versions()
+        if versions or config.resume == "must":
+            # With `load`, a step that the run itself does not have was meant for its beginning.
+            return _own(config, own, step if step in versions or load is None else None, run_id)
+        looked = (f"resume {config.resume}: no checkpoint in {own}",)
     elif next(iter(own.glob("step_*/COMMITTED")), None) is not None:
         raise ConfigError(f"checkpoint.save = {str(own)!r} holds checkpoints of another run; name an empty directory, or go on with it (--resume must)")
     if load is None:
@@ -98,6 +95,20 @@ def find_beginning(config: Config, run_id: str | None) -> Beginning:
     return Beginning(found.checkpoint, state, (*looked, *found.said, "another run's: groups that waited there are made again"))
 
 
+def _own(config: Config, own: Path, step: int | None, run_id: str | None) -> Beginning:
+    try:
+        found = _found(config, own, step)
+    except NoCheckpoint as error:
+        raise ConfigError(str(error)) from None
+    assert found.state is not None
+    if run_id is not None and found.state.run_id != run_id:
+        raise ConfigError(
+            f"{found.checkpoint} is of another run (run_id {found.state.run_id}, not {run_id}); to go on from it set checkpoint.load = {own}, and a "
+            "checkpoint.save of your own"
+        )
+    return found
+
+
 def _found(config: Config, directory: Path, step: int | None) -> Beginning:
     """Raises NoCheckpoint; ConfigError as `find_beginning`."""
     try:
@@ -110,6 +121,9 @@ def _found(config: Config, directory: Path, step: int | None) -> Beginning:
     lines = [f"passed over: {reason}" for reason in passed_over]
     lines += [f"found {path} (version {state.version}, {len(state.waiting)} groups waiting)"]
     lines += [f"changed since: {name} {_short(old)} → {_short(new)}" for name, (old, new) in changes.items()]
+    if state.waiting and (why := [name for name in changes if name.startswith(SCORED_WITH)]):
+        lines.append(f"the {len(state.waiting)} groups that waited are made again: their scores, or their lengths, go with the old {why[0]}")
+        state = replace(state, waiting=())
     return Beginning(path, state, tuple(lines), state.attempt)
 
 
@@ -158,7 +172,7 @@ def data_hash(config: Config) -> str:
 
 def model_hash(config: Config) -> str:
     """Of the model's config and tokenizer; "" if they are not there."""
-    return _hash_files([Path(config.model.path) / name for name in TOKENIZER_FILES])
+    return _hash_files([Path(config.model.path) / name for name in HASHED])
 
 
 def _hash_files(paths: Sequence[Path]) -> str:

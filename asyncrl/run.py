@@ -51,8 +51,9 @@ __all__ = ["Summary", "command_name", "concurrency_of", "train"]
 THREADS_END_S = 10.0
 """Seconds that calls under way in threads get to come back."""
 NOTE_LENGTH = 160
-REPLACED = ("--resume", "--name", "--checkpoint.ckpt_step")
-"""Options that the resume command does not repeat: it says its own, and goes on from the newest checkpoint."""
+REPLACED = ("--resume", "--name")
+"""Options that the resume command does not repeat: it says its own."""
+CKPT_STEP = "--checkpoint.ckpt_step"
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ def train(config: Config, resume_command: Sequence[str], after: Callable[[Config
     """
     config = resolve_models(config)
     plan = make_plan(config)
-    resume = _variables() + shlex.join([*_without_resume(resume_command), "--name", config.name, "--resume", "must"])
+    resume = _variables() + shlex.join([*_without_resume(resume_command, config), "--name", config.name, "--resume", "must"])
     restarts_left = config.max_restarts
     while True:
         with RunDirectory(config) as directory:
@@ -101,7 +102,9 @@ def train(config: Config, resume_command: Sequence[str], after: Callable[[Config
                     return 1
         restarts_left -= 1
         print(f"  a new attempt begins by itself (max_restarts = {config.max_restarts}; {restarts_left} left without a new checkpoint)\n", file=sys.stderr)
-        config = config.model_copy(update={"resume": "auto", "checkpoint": config.checkpoint.model_copy(update={"ckpt_step": None})})
+        config = config.model_copy(update={"resume": "auto"})
+        if config.checkpoint.load is None:  # with it, the step is that of the beginning
+            config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"ckpt_step": None})})
     _print_summary(summary, resume)
     if after is not None:
         after(config, summary)
@@ -310,15 +313,18 @@ def _variables() -> str:
     return f"ASYNCRL_RUNS={shlex.quote(runs)} " if runs else ""
 
 
-def _without_resume(command: Sequence[str]) -> list[str]:
+def _without_resume(command: Sequence[str], config: Config) -> list[str]:
+    """The command without how it began: it goes on from the newest checkpoint, also where the YAML file names another. A step of `checkpoint.load` stays."""
+    goes_back = config.checkpoint.ckpt_step is not None and config.checkpoint.load is None
+    left_out = (*REPLACED, CKPT_STEP) if goes_back else REPLACED
     kept: list[str] = []
     words = iter(command)
     for word in words:
-        if word in REPLACED:
+        if word in left_out:
             next(words, None)
-        elif not word.startswith(tuple(f"{option}=" for option in REPLACED)):
+        elif not word.startswith(tuple(f"{option}=" for option in left_out)):
             kept.append(word)
-    return kept
+    return [*kept, CKPT_STEP, "None"] if goes_back else kept
 
 
 def _one_line(error: BaseException) -> str:

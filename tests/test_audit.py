@@ -168,7 +168,7 @@ def test_a_run_that_was_killed_and_resumed_passes(run, capsys):
     assert "96 trained" in accounted and "abandoned by a restart" in accounted
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run)])
-    assert ended.value.code == 0 and capsys.readouterr().out.count("pass  ") == 9
+    assert ended.value.code == 0 and capsys.readouterr().out.count("pass  ") == 10
 
 
 def test_a_run_that_lies_elsewhere_now_has_its_checkpoints_with_it(whole_run, tmp_path):
@@ -284,6 +284,20 @@ def test_a_learner_that_counted_otherwise(run):
     manifest.write_text(text)
     (manifest.parent / "COMMITTED").write_text(str(_checksum_of_text(text)))
     assert not said(run)["trained tokens equal the learner's count"].passed
+
+
+def test_a_damaged_checkpoint_is_no_missing_one(run):
+    paths = sorted((run / "checkpoints").glob("step_*"))
+    (paths[-1] / "COMMITTED").write_text("1")
+    check = said(run)["the newest checkpoint is whole"]
+    assert not check.passed and f"{paths[-1].name} is damaged" in check.said
+    for path in paths:
+        (path / "COMMITTED").write_text("1")
+    checks = said(run)
+    assert not checks["the newest checkpoint is whole"].passed
+    assert (
+        not checks["trained tokens equal the learner's count"].passed and "no checkpoint can be read" in checks["trained tokens equal the learner's count"].said
+    )
 
 
 def test_a_replica_that_went_back(run):

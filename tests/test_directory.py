@@ -172,6 +172,78 @@ def test_load_begins_a_new_run_from_another_ones_checkpoint(tmp_path):
         assert directory.said[0] == f"resume auto: no checkpoint in {tmp_path / 'new' / 'checkpoints'}"
 
 
+def test_a_run_that_was_loaded_goes_on_from_its_own_checkpoints(tmp_path):
+    with RunDirectory(config(tmp_path, name="old")) as directory:
+        for version in (1, 2):
+            write(directory, replace(directory.state, version=version))
+    load = {"load": str(tmp_path / "old"), "ckpt_step": 1}
+    with pytest.raises(ConfigError, match=r"no committed checkpoint in .*new/checkpoints"):
+        RunDirectory(config(tmp_path, name="new", checkpoint=load, resume="must"))
+    with RunDirectory(config(tmp_path, name="new", checkpoint=load)) as directory:
+        assert directory.state.version == 1
+        write(directory, replace(directory.state, version=4))
+        write(directory, replace(directory.state, version=5))
+    for resume in ("auto", "must"):
+        with RunDirectory(config(tmp_path, name="new", checkpoint=load, resume=resume)) as directory:
+            assert directory.state.version == 5 and directory.checkpoint.is_relative_to(tmp_path / "new")
+    with RunDirectory(config(tmp_path, name="new", checkpoint={**load, "ckpt_step": 4}, resume="must")) as directory:
+        assert directory.state.version == 4
+
+
+def test_a_step_that_is_not_there_never_means_a_new_start(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory, replace(directory.state, version=1))
+    with pytest.raises(ConfigError, match=r"no committed checkpoint of step 7 \(there are: 1\)"):
+        RunDirectory(config(tmp_path, resume="auto", checkpoint={"ckpt_step": 7}))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"reward": {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match", "weight": 0.5}}}}, {"algorithm": {"advantage": "rloo"}}]
+)
+def test_groups_whose_scores_go_with_other_settings_are_made_again(tmp_path, changes):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory, replace(directory.state, version=1, waiting=((0, 17),)), [Scored(17, 1, None, 4, (0.0, 1.0), {}, 2, 0)])
+    with RunDirectory(config(tmp_path, resume="must")) as directory:
+        assert directory.state.waiting == ((0, 17),)
+    with RunDirectory(config(tmp_path, resume="must", **changes)) as directory:
+        assert directory.state.waiting == () and "the 1 groups that waited are made again" in directory.said[-1]
+
+
+def test_a_driver_that_was_faster_is_noticed(tmp_path, monkeypatch):
+    """Between the look at the directory and its lock another driver has begun, and ended, an attempt."""
+    from asyncrl import directory as module
+
+    find = module.find_beginning
+
+    def slow(*arguments):
+        found = find(*arguments)
+        monkeypatch.setattr(module, "find_beginning", find)
+        with RunDirectory(config(tmp_path)) as other:
+            write(other, replace(other.state, version=3))
+        return found
+
+    monkeypatch.setattr(module, "find_beginning", slow)
+    with pytest.raises(ConfigError, match="another driver has begun a run there"):
+        RunDirectory(config(tmp_path))
+
+
+def test_a_directory_is_locked_before_it_is_read(tmp_path, monkeypatch):
+    from asyncrl import directory as module
+
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory)
+    find = module.find_beginning
+
+    def meanwhile(*arguments):
+        with pytest.raises(ConfigError, match="in use by process"):
+            RunDirectory(config(tmp_path, resume="must"))
+        return find(*arguments)
+
+    monkeypatch.setattr(module, "find_beginning", meanwhile)
+    with RunDirectory(config(tmp_path, resume="must")) as directory:
+        assert directory.state.attempt == 1
+
+
 def test_checkpoints_elsewhere(tmp_path):
     elsewhere = {"save": str(tmp_path / "elsewhere")}
     with RunDirectory(config(tmp_path, checkpoint=elsewhere)) as directory:

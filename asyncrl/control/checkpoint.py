@@ -115,7 +115,7 @@ class Checkpoints:
 
     def point_at(self, name: str) -> None:
         """LATEST names this checkpoint from now on."""
-        _write_synced(self.directory / ".LATEST", name)
+        _write_synced(self.directory / ".LATEST", f"{name} {_checksum_of_text(name)}")
         os.replace(self.directory / ".LATEST", self.directory / "LATEST")
         sync_file(self.directory)
 
@@ -131,7 +131,8 @@ class Checkpoints:
         if version is not None:
             committed = [path for path in committed if _version(path) == version]
         if not committed:
-            wanted = "committed checkpoint" if version is None else f"committed checkpoint of step {version} (there are: {self._names()})"
+            names = ", ".join(map(str, self.versions())) or "none"
+            wanted = "committed checkpoint" if version is None else f"committed checkpoint of step {version} (there are: {names})"
             raise NoCheckpoint(f"no {wanted} in {self.directory}; start with --resume never or auto")
         passed_over = self._bad_pointer()
         for path in committed:
@@ -152,7 +153,7 @@ class Checkpoints:
             refuse_links(path, whole=True)
             text = (path / "MANIFEST").read_text()
             marked = (path / "COMMITTED").read_text()
-            if marked and marked != str(_checksum_of_text(text)):
+            if marked != str(_checksum_of_text(text)):
                 raise UnreadableCheckpoint(f"checkpoint {path} is damaged: MANIFEST is not what was committed")
             manifest = json.loads(text)
             listed = {name: _inside(path, name) for name in manifest}
@@ -176,18 +177,22 @@ class Checkpoints:
         after = [path for path in committed if path > named]
         return [path for path in committed if path <= named] + after
 
+    def versions(self) -> list[int]:
+        """Versions of the committed ones, in the order of `newest_first`."""
+        return [_version(path) for path in self.newest_first()]
+
     def _named(self) -> Path | None:
+        """What LATEST names, if it says so unharmed."""
         latest = self.directory / "LATEST"
-        return self.directory / latest.read_text(errors="replace").strip() if latest.is_file() else None
+        name, _, checksum = latest.read_text(errors="replace").strip().partition(" ") if latest.is_file() else ("", "", "")
+        return self.directory / name if checksum == str(_checksum_of_text(name)) else None
 
     def _bad_pointer(self) -> list[str]:
         named = self._named()
-        if named is None or (named / "COMMITTED").exists():
+        if named is not None and (named / "COMMITTED").exists():
             return []
-        return [f"{self.directory / 'LATEST'} names {named.name!r}, which is no committed checkpoint"]
-
-    def _names(self) -> str:
-        return ", ".join(str(_version(path)) for path in self.newest_first()) or "none"
+        says = "is missing or damaged" if named is None else f"names {named.name!r}, which is no committed checkpoint"
+        return [f"{self.directory / 'LATEST'} {says}; the newest committed one is taken, also if the run had gone back to an older"]
 
 
 def _version(path: Path) -> int:

@@ -29,7 +29,8 @@ def save_rank(engine: Any, directory: Path, rank: int, counters: dict[str, int],
 
 
 def load_rank(engine: Any, directory: Path, rank: int, world_size: int) -> tuple[dict[str, int], list[float]]:
-    """Restore what `save_rank` wrote (a collective); return counters and norms. The shards are pickles: load only what this project wrote.
+    """Restore what `save_rank` wrote (a collective); return counters and norms. The optimizer's state is restored, its settings (weight decay, betas,
+    epsilon) stay this run's. The shards are pickles: load only what this project wrote.
 
     Raises:
         ValueError: the directory cannot be read, or was written by another number of ranks.
@@ -44,9 +45,12 @@ def load_rank(engine: Any, directory: Path, rank: int, world_size: int) -> tuple
         own = torch.load(_rank_file(directory, rank), weights_only=True)
     except FileNotFoundError as error:
         raise ValueError(f"learner state {str(directory)!r} has no {Path(error.filename).name}; name a complete checkpoint") from None
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in engine.optimizer.param_groups]
     loaded, _ = engine.load_checkpoint(str(directory), tag=TAG, load_lr_scheduler_states=False)
     if loaded is None:
         raise ValueError(f"learner state {str(directory)!r} cannot be read; name a complete checkpoint")
+    for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):  # torch takes the groups of the file whole
+        group.update(ours)
     torch.set_rng_state(own["rng"])
     return counters, own["norms"]
 

@@ -15,31 +15,41 @@ from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, UnreadableChec
 from asyncrl.learning.checkpoint import TAG
 from asyncrl.weights.gather import TORCH_DTYPES
 
-__all__ = ["export_checkpoint"]
+__all__ = ["export_checkpoint", "find_checkpoint"]
 
 PREFIX = "model."
 """Of the model's parameters in the learner's module, which may have a value head beside the model."""
 
 
-def export_checkpoint(checkpoints: Path, step: int | None, target: Path) -> Path:
-    """Write the weights of a committed checkpoint as a Hugging Face directory at `target`, and return the checkpoint's path. The whole model is in memory
-    once, in float32. The learner's shards are pickles: they are read after every file was checked against the manifest.
+def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
+    """A committed checkpoint, every file of it checked against the manifest; prints what was passed over.
 
     Args:
         checkpoints: directory of a run's checkpoints.
         step: which one; None = the newest.
 
     Raises:
-        ConfigError: there is no such checkpoint, it is damaged, the model's config is gone, or something is at `target` already.
+        ConfigError: there is no such checkpoint, or it is damaged.
     """
-    if target.exists():
-        raise ConfigError(f"{target} exists; name another directory with --out")
     try:
         path, _, passed_over = Checkpoints(checkpoints, keep=1).find(step)
     except (NoCheckpoint, UnreadableCheckpoint) as error:
         raise ConfigError(str(error).replace("; start with --resume never or auto", "")) from None
     for reason in passed_over:
         print(f"passed over: {reason}")
+    return path
+
+
+def export_checkpoint(path: Path, target: Path) -> None:
+    """Write the weights of a checkpoint that `find_checkpoint` found as a Hugging Face directory. The whole model is in memory once, in float32. The
+    learner's shards are pickles: whoever exports a checkpoint trusts whoever wrote it.
+
+    Raises:
+        ConfigError: the model's config is gone or does not fit, or something is at `target` already.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists; name another directory with --out")
+    target.parent.mkdir(parents=True, exist_ok=True)
     config = load_config(path / "config.yaml")
     try:
         shape = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
@@ -60,4 +70,3 @@ def export_checkpoint(checkpoints: Path, step: int | None, target: Path) -> Path
     model.save_pretrained(temporary)
     AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False).save_pretrained(temporary)
     os.replace(temporary, target)
-    return path

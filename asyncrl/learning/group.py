@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config import Config
 from asyncrl.control.protocols import Manifest, PartDied, Scored, StepResult
+from asyncrl.data.groups import DEATHS
 from asyncrl.environment import claim_caches, passed_on
 from asyncrl.stacks import register_stacks, stack_of
 
 __all__ = ["LearnerDied", "LearnerError", "LearnerGroup", "PlacementError", "RankProcess", "rank_environment"]
 
 STEPS = ("step", "supervised_step")
+DEATH_KNOWN_S = 5.0
+"""Seconds in which Ray reports the death of an actor."""
 LESS_MEMORY = "lower learner.max_tokens_per_gpu, or set learner.gradient_checkpointing: true (`asyncrl plan` shows the estimate per rank)"
 
 
@@ -189,11 +193,11 @@ class LearnerGroup:
         waiting = [asyncio.ensure_future(_result(call)) for call in calls]
         try:
             return list(await asyncio.gather(*waiting))
-        except RayError as error:
-            failed = next(number for number, task in enumerate(waiting) if task.done() and task.exception() is error)
+        except RayError:
+            failed, error = await _first_failure(waiting)
             self._failure = f"learner rank {failed} failed in {method}: {_cause(error, method)}"
             self._end()
-            raise (LearnerDied if isinstance(error, RayActorError) else LearnerError)(self._failure) from error
+            raise (LearnerDied if isinstance(error, DEATHS) else LearnerError)(self._failure) from error
         except asyncio.CancelledError:
             # Ranks in mid-collective cannot be called back one by one.
             self._failure = f"the learner was ended in {method}: its caller was cancelled"
@@ -218,6 +222,20 @@ class LearnerGroup:
 
 async def _result(call: Any) -> Any:
     return await call
+
+
+async def _first_failure(waiting: Sequence[asyncio.Future[Any]]) -> tuple[int, BaseException]:
+    """The rank that failed, and how; at least one has. When one dies in a collective, its peers fail there too, and often say so before Ray knows of the
+    death: it is waited for a moment, and counts."""
+    deadline = time.monotonic() + DEATH_KNOWN_S
+    while True:
+        failures = [(rank, error) for rank, task in enumerate(waiting) if task.done() and (error := task.exception()) is not None]
+        deaths = [failure for failure in failures if isinstance(failure[1], DEATHS)]
+        unfinished = [task for task in waiting if not task.done()]
+        left = deadline - time.monotonic()
+        if deaths or not unfinished or left <= 0:
+            return (deaths or failures)[0]
+        await asyncio.wait(unfinished, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _cause(error: RayError, method: str) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import zlib
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_round_trip_and_the_last_k(tmp_path):
     assert state == State("run", 0, 3, 3, 8, (10, 12), waiting=((0, 9),)) and not passed_over
     assert (path / "learner" / "weights").read_bytes() == b"1234"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "step_000002", "step_000003"]
-    assert (tmp_path / "LATEST").read_text() == "step_000003"
+    assert (tmp_path / "LATEST").read_text().startswith("step_000003 ")
     assert asyncio.run(FakeScores(FakeRollouts()).load(path / "buffer.parquet")) == [GROUP]
     assert set(json.loads((path / "MANIFEST").read_text())) == {"learner/weights", "buffer.parquet", "config.yaml", "state.json"}
 
@@ -68,11 +69,12 @@ def test_the_one_before_is_taken_if_a_bit_has_flipped_and_it_is_said(tmp_path, f
     assert checkpoints.find()[1].version == 2
 
 
-def test_a_truncated_file_counts_as_damaged(tmp_path):
+@pytest.mark.parametrize(("file", "content"), [("learner/weights", b"123"), ("COMMITTED", b"")])
+def test_a_truncated_file_counts_as_damaged(tmp_path, file, content):
     checkpoints = Checkpoints(tmp_path, keep=3)
     write(checkpoints, 1)
     path = write(checkpoints, 2)
-    (path / "learner" / "weights").write_bytes(b"123")
+    (path / file).write_bytes(content)
     assert checkpoints.find()[1].version == 1
 
 
@@ -80,24 +82,32 @@ def test_a_flipped_bit_in_latest_costs_nothing_and_is_said(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
     for version in (1, 2):
         write(checkpoints, version)
-    for place in range(11):
-        flip(tmp_path / "LATEST", place)
+    checkpoints.point_at("step_000001")
+    assert checkpoints.find()[1].version == 1 and not checkpoints.find()[2]
+
+    def is_said():
         _, state, said = checkpoints.find()
-        # One bit of a digit may name the other checkpoint, which is committed as well.
-        assert (state.version == 2 and "names" in said[0]) or state.version == 1
+        assert state.version == 2 and "LATEST is missing or damaged; the newest committed one is taken" in said[0]
+
+    for place in range((tmp_path / "LATEST").stat().st_size):
+        flip(tmp_path / "LATEST", place)
+        is_said()
         flip(tmp_path / "LATEST", place)
     (tmp_path / "LATEST").write_bytes(b"\xff\x00../..")
-    assert checkpoints.find()[1].version == 2
+    is_said()
     (tmp_path / "LATEST").unlink()
-    assert checkpoints.find()[1].version == 2
+    is_said()
+    checkpoints.point_at("step_000009")
+    assert "names 'step_000009', which is no committed checkpoint" in checkpoints.find()[2][0]
 
 
 def test_a_manifest_cannot_name_what_lies_outside(tmp_path):
     checkpoints = Checkpoints(tmp_path / "run", keep=3)
     path = write(checkpoints, 1)
     (tmp_path / "secret").write_text("x")
-    (path / "MANIFEST").write_text(json.dumps({"../../secret": [1, 2363233923]}))
-    (path / "COMMITTED").write_text("")
+    text = json.dumps({"../../secret": [1, 2363233923]})
+    (path / "MANIFEST").write_text(text)
+    (path / "COMMITTED").write_text(str(zlib.crc32(text.encode())))
     with pytest.raises(UnreadableCheckpoint, match="lies outside"):
         checkpoints.find()
 

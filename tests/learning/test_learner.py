@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import zlib
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow.parquet
 import pytest
 import ray
@@ -19,7 +21,8 @@ from recorded import learner_config, recorded_batch, recorded_group, scored
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.learning.checkpoint import load_rank
-from asyncrl.learning.group import LearnerError, LearnerGroup, PlacementError
+from asyncrl.learning.group import LearnerDied, LearnerError, LearnerGroup, PlacementError, stacks_path
+from asyncrl.stacks import stack_of
 from asyncrl.weights.manifest import expected_parameters
 
 ROWS = [((5, 6, 7), (8, 9)), ((10,), (11, 12, 13)), ((20, 21), (22,))]
@@ -196,10 +199,21 @@ def test_no_room_is_an_error_with_a_table(ray_cluster: Any, run: Run, model_path
         run(LearnerGroup.create(config, "run", 1))
 
 
-def test_a_failing_or_dead_rank_ends_the_group_by_name(two: LearnerGroup, run: Run) -> None:
-    ray.kill(two.ranks[1])
-    with pytest.raises(LearnerError, match="learner rank 1 failed in exact_match: its process died"):
-        run(two.exact_match(ROWS))
+def test_a_rank_that_dies_in_a_collective_ends_the_group_by_name(two: LearnerGroup, run: Run) -> None:
+    """Rank 0 waits for rank 1 in the forward pass, and fails there, too, when its peer is gone."""
+    rank_0, rank_1 = (psutil.Process(process) for _, process in two._processes)
+    rank_1.suspend()
+
+    async def killed_within() -> None:
+        step = asyncio.ensure_future(two.exact_match(ROWS))
+        while "distributed" not in await stack_of(*two._processes[0], stacks_path(two.config, 1, 0)):
+            assert not step.done()
+        rank_1.kill()
+        await step
+
+    with pytest.raises(LearnerDied, match="learner rank 1 failed in exact_match: its process died"):
+        run(killed_within())
+    assert psutil.wait_procs([rank_0, rank_1], 30)[1] == []
     with pytest.raises(LearnerError, match="rank 1 failed"):
         run(two.step(recorded_batch(0)))
     run(two.close())
