@@ -263,7 +263,7 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
         raise ConfigError(f"{field} = {str(path)!r} holds no *.safetensors; give a Hugging Face checkpoint directory")
     if reason := refusal(tree):
         raise ConfigError(f"{field} = {str(path)!r}: {reason}")
-    context = int(tree.get("max_position_embeddings") or 1 << 30)
+    context = int(tree.get("text_config", tree).get("max_position_embeddings") or 1 << 30)
     if config.longest_trajectory > context:
         raise ConfigError(f"{length_text(config)} tokens is above the model's context of {context}; lower it, or set a lower data.max_length")
     uniform = uniform_rope_tokens(tree) or context

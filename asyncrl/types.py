@@ -65,7 +65,7 @@ REFERENCE_COLUMN = "reference_logprobs"
 REFERENCE_LOGPROBS = pa.list_(pa.list_(pa.float32()))
 """The reference policy's log-probs of the completions: a column of runs with a KL term."""
 
-STATUSES = ("ok", "unscored", "bad_logprob", "over_long")
+STATUSES = ("ok", "unscored", "bad_logprob", "over_long", "no_token")
 """`ok` trajectories are trained; the others are masked: kept in the row, without loss and outside the group's statistics."""
 
 FINISH_REASONS = ("stop", "length", "repetition", "abort")

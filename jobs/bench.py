@@ -53,7 +53,8 @@ def main(arguments: list[str]) -> int:
         if importlib.util.find_spec("trl") is None:
             print("bench: learner compares with TRL, which is not installed; pip install 'asyncrl[bench]'", file=sys.stderr)
             return 2
-        return max(subprocess.run([sys.executable, str(ROOT / "jobs" / f"bench_{part}.py")]).returncode for part in ("learner", "packing", "memory"))
+        codes = [subprocess.run([sys.executable, str(ROOT / "jobs" / f"bench_{part}.py")]).returncode for part in ("learner", "packing", "memory")]
+        return int(any(codes))
     if arguments[:1] == ["startup"]:
         return subprocess.run([sys.executable, str(ROOT / "jobs" / "bench_startup.py"), *arguments[1:]]).returncode
     if not arguments or arguments[0] != "overlap":

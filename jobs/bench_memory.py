@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 SEGMENT = 256
+EXACT = 1e-6
 CASES = {"head": ("chunked", "whole"), "layers": ("checkpointed", "kept")}
 # Blocks are given back when freed, so that what is resident is what is alive.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000", "DS_ACCELERATOR": "cpu"}
@@ -38,12 +39,12 @@ def main(arguments: list[str]) -> int:
     if sizes.only:
         _measure(*sizes.only, sizes)
         return 0
-    for case, variants in CASES.items():
-        _compare(case, variants, arguments, sizes)
-    return 0
+    held = [_compare(case, variants, arguments, sizes) for case, variants in CASES.items()]
+    return int(not all(held))
 
 
-def _compare(case: str, variants: tuple[str, str], arguments: list[str], sizes: argparse.Namespace) -> None:
+def _compare(case: str, variants: tuple[str, str], arguments: list[str], sizes: argparse.Namespace) -> bool:
+    """Whether the small variant needs less memory and computes the same: to EXACT, or as near to float64 as the large one."""
     import torch
 
     with tempfile.TemporaryDirectory(prefix="asyncrl_bench_") as folder:
@@ -55,23 +56,27 @@ def _compare(case: str, variants: tuple[str, str], arguments: list[str], sizes: 
             peaks[variant] = seen["peak"]
             outputs.append(torch.load(file, mmap=True))
             print(f"{case:<7}{variant:<13}peak {seen['peak'] / 2**20:8.1f} MiB, {seen['seconds']:6.1f} s", flush=True)
-        compared = {variants[0]: _difference_text(outputs[0], outputs[1])}
+        compared = {f"{variants[0]} from {variants[1]}": _differences(outputs[0], outputs[1])}
         if case == "head":
             exact = _exact_head(sizes)
-            compared = {**compared, **{f"{variant}, from float64": _difference_text(found, exact) for variant, found in zip(variants, outputs, strict=True)}}
+            compared |= {f"{variant} from float64": _differences(found, exact) for variant, found in zip(variants, outputs, strict=True)}
     small, large = (peaks[variant] for variant in variants)
     width = f"vocabulary {sizes.vocabulary}" if case == "head" else f"{sizes.layers} layers"
     shape = f"{sizes.tokens} tokens, hidden {sizes.hidden}, {width}"
     print(f"{case:<7}{shape}: {variants[1]} / {variants[0]} = {large / small:.1f}")
     if case == "head":
         print(f"{case:<7}{_chunks_text(small, sizes.tokens, sizes.vocabulary, sizes.hidden)}")
-    for title, text in compared.items():
-        print(f"{case:<7}{title}: largest difference, of the largest element: {text}")
+    for title, differences in compared.items():
+        print(f"{case:<7}{title}: largest difference, of the largest element: " + ", ".join(f"{name} {value:.1e}" for name, value in differences.items()))
+    between, *from_exact = compared.values()
+    same = [value <= EXACT or (from_exact and from_exact[0][name] <= EXACT + from_exact[1][name]) for name, value in between.items()]
+    print(f"{case:<7}{'held' if small < large and all(same) else 'MISSED'}: less memory, and equal to {EXACT:g} or as near to float64")
+    return small < large and all(same)
 
 
-def _difference_text(found: dict, other: dict) -> str:
-    """Relative to the largest element: single elements may cancel to nothing."""
-    return ", ".join(f"{name} {float((found[name] - value).abs().max() / value.abs().max()):.1e}" for name, value in other.items())
+def _differences(found: dict, other: dict) -> dict[str, float]:
+    """By name, relative to the largest element: single elements may cancel to nothing."""
+    return {name: float((found[name] - value).abs().max() / value.abs().max()) for name, value in other.items()}
 
 
 def _chunks_text(peak: int, tokens: int, vocabulary: int, hidden: int) -> str:

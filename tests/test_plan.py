@@ -111,6 +111,14 @@ def test_a_long_rope_model_is_held_to_its_short_frequencies(write, tiny_model, t
         assert "\n" not in str(error.value)
 
 
+def test_the_context_of_a_text_config_is_seen(write, tmp_path, tiny_model):
+    shutil.copytree(tiny_model, tmp_path / "nested")
+    tree = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "nested" / "config.json").write_text(json.dumps({**{name: tree[name] for name in ("model_type", "architectures")}, "text_config": tree}))
+    with pytest.raises(ConfigError, match=r"above the model's context of 512"):
+        make_plan(load_config(write({"model.path": str(tmp_path / "nested"), "rollout.max_completion_length": 4000})))
+
+
 def test_two_ranks_and_two_replicas_fit_two_cpus(write):
     plan = make_plan(load_config(write({"learner.world_size": 2, "generator.num_replicas": 2})))
     assert sum(part.count * part.cpus for part in plan.parts) <= 2.0 + 1e-9

@@ -10,7 +10,7 @@ from asyncrl.control.protocols import Scored
 
 __all__ = ["batch_metrics", "scoring_metrics"]
 
-MASKED = ("unscored", "bad_logprob", "over_long")
+MASKED = ("unscored", "bad_logprob", "over_long", "no_token")
 """Statuses of trajectories that are not trained."""
 
 

@@ -101,7 +101,7 @@ def segment_attention(
         raise ValueError(f"segments of {sum(segments.lengths)} tokens came with a row of shape {tuple(query.shape)}; pack all of them in one row")
     _refuse_other_kinds(module, attention_mask, sliding_window, settings)
     segments.attended.append(id(module))
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]:
         return _varlen(query, key, value, scaling, sliding_window, segments), None
     outputs = []
     start = 0
@@ -140,14 +140,15 @@ def _window_of(module: torch.nn.Module) -> int | None:
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
     """Causal attention of segments of one length L. query is [count, heads, L, D], key [count, kv_heads, L, D], value [count, kv_heads, L, W].
 
-    On CPU torch's flash kernel holds a block of scores at a time, forward and backward, grouped heads included; it wants D = W.
+    On CPU torch's flash kernel holds a block of scores at a time, forward and backward, grouped heads included; it wants D = W. On a GPU what comes here is
+    what the flash kernels there do not take: float32, or D other than W.
     """
     length, grouped = query.shape[2], query.shape[1] != key.shape[1]
     windowed = window is not None and length > window
-    if windowed or (length > BLOCK and key.shape[-1] != value.shape[-1]):
+    if windowed or (length > BLOCK and (query.is_cuda or key.shape[-1] != value.shape[-1])):
         return _by_blocks(query, key, value, scaling, window)
     # Torch would fall back on its plain implementation without a word, and that one has all L² scores.
-    only_flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if length > BLOCK and not query.is_cuda else contextlib.nullcontext()
+    only_flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if length > BLOCK else contextlib.nullcontext()
     with only_flash:
         return scaled_dot_product_attention(query, key, value, is_causal=length > 1, scale=scaling, enable_gqa=grouped)
 

@@ -44,7 +44,7 @@ def advice(config: Config, tokens: int) -> str:
     bound = f"learner.max_tokens_per_gpu cannot be below {least}, as the longest trajectory has {longest} tokens"
     if not learner.gradient_checkpointing:
         return f"{bound}, so set learner.gradient_checkpointing: true"
-    return f"{bound}, so raise learner.sequence_parallel_size above {learner.sequence_parallel_size}, or set a lower data.max_length"
+    return f"{bound}, so raise learner.sequence_parallel_size above {learner.sequence_parallel_size}, or lower rollout.max_completion_length"
 
 
 def _ran_out(error: Exception) -> bool:

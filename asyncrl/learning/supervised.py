@@ -28,7 +28,8 @@ def supervised_examples(rows: Sequence[TokenRow], max_tokens: int, strategy: Str
     examples = [piece for piece in pieces if piece.loss_tokens]
     if not examples:
         raise ValueError(
-            f"none of the {len(pieces)} pieces of {len(rows)} supervised rows has a token to predict; raise learner.max_tokens_per_gpu = {max_tokens}"
+            f"none of the {len(pieces)} pieces of {len(rows)} supervised rows has a token to predict; raise learner.max_tokens_per_gpu: rows of {max_tokens} "
+            "tokens are too short"
         )
     targets = sum(len(following) for _, following in rows)
     return examples, len(pieces) - len(examples), targets - sum(example.loss_tokens for example in examples)

@@ -48,7 +48,15 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
     """Add reward, advantage, status and scored_at to groups with raw rewards. The map stage of scoring."""
     weights = {name: reward.weight for name, reward in config.reward.functions.items()}
     scored: dict[str, list[Any]] = {"reward": [], "advantage": [], "status": [], "scored_at": []}
-    columns = ["prompt_ids", "completion_ids", "logprobs", "finish_reason", "reward_parts", *([REFERENCE_COLUMN] if config.algorithm.has_reference else [])]
+    columns = [
+        "prompt_ids",
+        "completion_ids",
+        "loss_mask",
+        "logprobs",
+        "finish_reason",
+        "reward_parts",
+        *([REFERENCE_COLUMN] if config.algorithm.has_reference else []),
+    ]
     for row in table.select(columns).to_pylist():
         parts = {name: [part[name] for part in row["reward_parts"]] for name in weights}
         longest = config.completion_room(len(row["prompt_ids"]))
@@ -57,8 +65,8 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
         if config.algorithm.kl_coef:
             rewards = _held_to_reference(rewards, row["logprobs"], row[REFERENCE_COLUMN], config.algorithm)
         logprobs = [ours + theirs for ours, theirs in zip(row["logprobs"], row.get(REFERENCE_COLUMN) or [[]] * len(rewards), strict=True)]
-        places = zip(rewards, logprobs, row["completion_ids"], strict=True)
-        statuses = [trajectory_status(reward, known, len(row["prompt_ids"]) + len(ids), config.longest_trajectory) for reward, known, ids in places]
+        places = zip(rewards, logprobs, row["loss_mask"], strict=True)
+        statuses = [trajectory_status(reward, known, len(row["prompt_ids"]), mask, config.longest_trajectory) for reward, known, mask in places]
         scored["reward"].append(rewards)
         scored["status"].append(statuses)
         scored["advantage"].append(group_advantages(rewards, [status == "ok" for status in statuses], config.algorithm.advantage))
@@ -86,9 +94,11 @@ def _held_to_reference(
     return held
 
 
-def trajectory_status(reward: float | None, logprobs: Sequence[float], tokens: int, longest: int) -> str:
-    """ok, or why the trajectory is masked. `tokens` counts prompt and completion; `logprobs` are the generator's and the reference's."""
-    if tokens > longest:
+def trajectory_status(reward: float | None, logprobs: Sequence[float], prompt_tokens: int, loss_mask: Sequence[int], longest: int) -> str:
+    """ok, or why the trajectory is masked. `logprobs` are the generator's and the reference's; `loss_mask` has one item per completion token."""
+    if not any(loss_mask):
+        return "no_token"
+    if prompt_tokens + len(loss_mask) > longest:
         return "over_long"
     if not all(math.isfinite(logprob) for logprob in logprobs):
         return "bad_logprob"

@@ -26,6 +26,7 @@ def test_what_was_scored_counts_whatever_became_of_it():
         "rollout/unscored_ratio": 0.1,
         "rollout/bad_logprob_ratio": 0.4,
         "rollout/over_long_ratio": 0.1,
+        "rollout/no_token_ratio": 0.0,
         "reward/zero_variance_ratio": pytest.approx(1 / 3),
         "rollout/logprob_mean": -0.75,
         "rollout/loop_ratio": 0.1,

@@ -206,7 +206,7 @@ def test_a_rank_that_dies_in_a_collective_ends_the_group_by_name(two: LearnerGro
 
     async def killed_within() -> None:
         step = asyncio.ensure_future(two.exact_match(ROWS))
-        while "distributed" not in await stack_of(*two._processes[0], stacks_path(two.config, 1, 0)):
+        while "in wait" not in await stack_of(*two._processes[0], stacks_path(two.config, 1, 0)):
             assert not step.done()
         rank_1.kill()
         await step

@@ -56,7 +56,7 @@ def test_another_error_stays_what_it_is(tmp_path: Path) -> None:
         ({"max_tokens": 512}, 100, "set learner.max_tokens_per_gpu: 64"),
         ({"max_tokens": 512, "world_size": 2, "sequence_parallel_size": 2}, 1000, "set learner.max_tokens_per_gpu: 250"),
         ({"max_tokens": 64}, 64, "cannot be below 64, as the longest trajectory has 64 tokens, so set learner.gradient_checkpointing: true"),
-        ({"max_tokens": 64, "gradient_checkpointing": True}, 64, "so raise learner.sequence_parallel_size above 1, or set a lower data.max_length"),
+        ({"max_tokens": 64, "gradient_checkpointing": True}, 64, "so raise learner.sequence_parallel_size above 1, or lower rollout.max_completion_length"),
         ({"max_tokens": 512, "world_size": 2, "sequence_parallel_size": 2, "algorithm": {"kl_loss_coef": 0.1}}, 150, "set learner.max_tokens_per_gpu: 64"),
     ],
 )

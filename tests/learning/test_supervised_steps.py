@@ -34,7 +34,7 @@ def test_pieces_of_supervised_rows_predict_what_they_have_context_for() -> None:
 def test_pieces_without_a_token_to_predict_are_left_out_and_counted() -> None:
     # 10-12 is prompt alone | 13-15 | 16 alone, 20-21.
     assert seen(ROWS, 3, "wrapped") == ([([13, 14, 15], [14, 15]), ([20, 21], [21])], 2, 2), "nothing predicts 13 and 16"
-    with pytest.raises(ValueError, match=r"none of the 2 pieces of 1 supervised rows has a token to predict; raise learner.max_tokens_per_gpu = 3"):
+    with pytest.raises(ValueError, match=r"none of the 2 pieces of 1 supervised rows has a token to predict; raise learner.max_tokens_per_gpu: rows of 3"):
         supervised_examples([((1, 2, 3), (4,))], 3, "bfd_split")
     with pytest.raises(ValueError, match=r"row 0 has 7 tokens, above the capacity of 3.*packing_strategy: bfd_split"):
         supervised_examples(ROWS, 3, "bfd")

@@ -196,9 +196,13 @@ def test_a_leak_that_no_list_knows_is_found_by_asking_the_model(leak: Callable[[
         check_isolation(policy, 50, "cpu", torch.float32, "leaky")
 
 
-def test_the_check_knows_the_rounding_of_bfloat16() -> None:
+@pytest.mark.parametrize("sharpness", [1, 30])
+def test_the_check_knows_the_rounding_of_bfloat16(sharpness: int) -> None:
+    """At 30 logits reach 80, where bfloat16 knows every second half only."""
     model = qwen3().bfloat16()
-    policy = Policy(model, 1.0).eval()
+    with torch.no_grad():
+        model.lm_head.weight *= sharpness
+    policy = Policy(model, 0.1).eval()
     check_isolation(policy, 50, "cpu", torch.bfloat16, "fine")
     shifted(model)
     with pytest.raises(ValueError, match="carries one packed trajectory into the next"):

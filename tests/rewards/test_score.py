@@ -48,6 +48,15 @@ def test_masked_trajectories_take_no_part_in_the_statistics(config):
     assert summary.rewards == (1.0, 0.0) and summary.reward_parts == {"a": 0.5, "b": 4.0}
 
 
+def test_an_empty_completion_is_masked_and_counted(config):
+    empty = Trajectory(Completion((), (), (), "stop", ""), ())
+    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(4), empty, trajectory(2)), "replica", 1.0, 2.0)
+    row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0, 1.0, 0.0], "b": [0.0] * 3})), config)
+    summary = scored_summary(row, "reference", ["a"])
+    assert row["status"][0].as_py() == ["ok", "no_token", "ok"] and row["advantage"][0].as_py() == [0.5, None, -0.5]
+    assert (summary.usable, dict(summary.masked), summary.begun) == (2, {"no_token": 1}, 2)
+
+
 def test_a_group_given_up_has_a_failure_and_nothing_usable(config):
     group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(1), trajectory(1)), "replica", 1.0, 2.0)
     row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [None, None], "b": [None, None]}, "too slow")), config)
