@@ -143,7 +143,11 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
         assert all(bool(torch.isfinite(shard).all()) for shard in zero3.gradient_shards(learner.engine)), "a gradient of the skipped step is left"
     seen.unchanged = all(torch.equal(old, parameter.ds_tensor) for old, parameter in zip(before, learner.parameters.values(), strict=True))
     seen.after_skip = [learner.supervised_step(ROWS)[key] for key in ("grad_norm", "loss") for _ in range(2)]
+    decay = learner.engine.optimizer.param_groups[0]["weight_decay"]
+    learner.engine.optimizer.param_groups[0]["weight_decay"] = decay + 0.125
     learner.load(folder)
+    assert learner.engine.optimizer.param_groups[0]["weight_decay"] == decay + 0.125, "the optimizer's settings are this run's, not the checkpoint's"
+    learner.engine.optimizer.param_groups[0]["weight_decay"] = decay
     seen.after_restore = [learner.supervised_step(ROWS)[key] for key in ("grad_norm", "loss") for _ in range(2)]
 
     masters = [torch.cat([group.detach().flatten() for group in learner.engine.optimizer.fp32_partitioned_groups_flat])]
