@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -418,6 +419,9 @@ def test_an_error_that_quotes_model_text_moves_no_terminal(capsys: pytest.Captur
 
 
 def test_model_text_is_no_html() -> None:
+    """People see it in notebooks, as tables of pandas, which escapes. Nothing of ours makes HTML, or tells pandas not to."""
+    ours = [path for folder in ("asyncrl", "notebooks", "jobs") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".ipynb")]
+    assert len(ours) > 100 and not [path for path in ours if re.search(r"\bHTML\(|to_html|escape ?= ?False|display\.Markdown", path.read_text())]
     table = pa.table({"completion": [HOSTILE], "prompt_text": ["<img src=x onerror=alert(1)>"]})
     page = table.to_pandas()._repr_html_()
     assert "<script>" not in page and "<img" not in page and "&lt;script&gt;" in page

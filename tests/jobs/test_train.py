@@ -19,6 +19,7 @@ from nbclient import NotebookClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
+from asyncrl.audit import audit, audit_text
 from asyncrl.audit import Books, audit, audit_text
 from asyncrl.directory import read_record
 from asyncrl.observe import metrics
@@ -167,6 +168,7 @@ def test_a_signal_stops_the_run_cleanly(start_run, task, shared_memory, tmp_path
     if signal.SIGKILL in numbers:
         assert run.wait(30) == -signal.SIGKILL
         assert run.gone(180) == []  # Ray's agents wait a minute for the head node before they give up
+        assert shared_memory() <= before
         return
     assert run.wait(30) == 130, run.output
     assert run.gone() == [] and shared_memory() <= before
@@ -221,6 +223,8 @@ def test_one_of_two_replicas_slower(times, start_run, tmp_path):
     by_replica = Counter(row["replica"] for row in asyncrl.open_run(directory).trajectories().to_pylist())
     print("trajectories by replica:", dict(by_replica))
     assert len(by_replica) == 2
+    checks = audit(asyncrl.open_run(directory))
+    assert all(check.passed for check in checks), audit_text(checks)
     assert run.gone() == []
 
 
