@@ -19,7 +19,6 @@ from nbclient import NotebookClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
-from asyncrl.audit import audit, audit_text
 from asyncrl.audit import Books, audit, audit_text
 from asyncrl.directory import read_record
 from asyncrl.observe import metrics
