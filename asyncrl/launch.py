@@ -38,6 +38,7 @@ from asyncrl.rewards.scoring import RayScores
 from asyncrl.rollout.group import RayRollouts, start_rollouts
 from asyncrl.rollout.lost import LostRequests
 from asyncrl.rollout.worker import WorkerSpec
+from asyncrl.stacks import stacks_as
 from asyncrl.types import Completion, Prompt
 from asyncrl.weights.board import take_lease
 from asyncrl.weights.push import ServeWeightSync
@@ -69,6 +70,8 @@ class Stations:
     """Tokens that one replica's KV cache holds."""
     startup: dict[str, Any]
     """Seconds that the parts took to start."""
+    stacks: Path
+    """Where processes say what they do when they are asked."""
 
     @property
     def probe_tokens(self) -> int:
@@ -87,11 +90,13 @@ class Stations:
             stacks = await self.learner.stacks()
             return None, "; ".join(f"rank {rank}: {stack}" for rank, stack in enumerate(stacks))
         if stage in ("generation", "publishing", "evaluation"):
-            found = await self.generate.statuses()
+            found, stacks, scoring = await asyncio.gather(self.generate.statuses(), self.generate.stacks(), stacks_as(self.stacks, "scoring"))
             versions = [one["weights"].version if one["weights"] else None for one in found]
             said = [f"replica {one['replica']} has version {version}, {one['tokens_generated']} tokens" for one, version in zip(found, versions, strict=True)]
+            said += [f"engine of {replica}: {stack}" for replica, found_there in stacks for stack in found_there]
+            said += scoring if stage == "generation" else []
             return tuple(one["tokens_generated"] for one in found), "; ".join(said) or "no replica answers"
-        return None, f"see {self.config.run_directory / 'logs'}"
+        return None, "; ".join(await stacks_as(self.stacks, stage)) or f"no process of the {stage} stream is left; see {self.stacks.parent}"
 
     async def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> dict[str, list[float | None]]:
         """Raw rewards of one completion per prompt, name by name."""
@@ -180,10 +185,12 @@ async def launch(
         rollouts = start_rollouts(WorkerSpec(config, state.run_id, state.attempt, generate))
         _closing(stack, "rollout workers", rollouts.close)
         reference = _begin_reference(config, stack)
-        scores = RayScores(config, state.attempt, rollouts.workers, rollouts, directory.path / "groups", reference)
+        stacks = directory.logs / "stacks"
+        scores = RayScores(config, state.attempt, rollouts.workers, rollouts, directory.path / "groups", reference, stacks)
         _closing(stack, "scoring", scores.close)
         rollouts.when_lost = scores.fail
-        prompts = RayPromptSource(config, report, state.frontier, [*state.finished_above, *(ordinal for _, ordinal in state.waiting)])
+        finished = [*state.finished_above, *(ordinal for _, ordinal in state.waiting)]
+        prompts = RayPromptSource(config, report, state.frontier, finished, stacks)
         _closing(stack, "prompts", prompts.close)
         generators_s, (learner, learner_s), pool, *_ = await _together(
             _timed(wait_for_generators(app_name, config.generator.start_timeout_s)),
@@ -200,7 +207,7 @@ async def launch(
         weights = ServeWeightSync(handle, board, config.weights.push_timeout_s)
         _closing(stack, "announcements", functools.partial(_cancel, asyncio.create_task(weights.keep_announced())))
         held_out, kv_cache_tokens = _held_out(config), status["kv_cache_tokens"]
-        yield Stations(config, context, learner, generate(), weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup)
+        yield Stations(config, context, learner, generate(), weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup, stacks)
 
 
 async def _begin_generators(config: Config, name: str, context: int, stack: AsyncExitStack) -> Any:

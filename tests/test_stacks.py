@@ -2,14 +2,19 @@
 
 import asyncio
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
 import pytest
 
-from asyncrl.stacks import innermost, register_stacks, stack_of
+from asyncrl.data.stream import stream_blocks
+from asyncrl.stacks import innermost, register_stacks, stack_here, stack_of, stacks_as
 
 
 class Busy:
@@ -51,6 +56,35 @@ def test_a_busy_one_a_stopped_one_and_one_that_is_gone(busy):
     os.kill(process.pid, signal.SIGKILL)
     psutil.wait_procs([process], 30)
     assert asyncio.run(stack_of(*busy)) == f"process {process.pid} is gone"
+
+
+def test_a_process_that_has_not_registered_is_left_alone(tmp_path):
+    """The number of one that has may be another's by now; the signal would end it."""
+    innocent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        path = tmp_path / "stacks.txt"
+        assert asyncio.run(stack_here(innocent.pid, path)) == f"process {innocent.pid} is gone"
+        path.touch()
+        os.utime(path, (1, 1))  # of long before it was started
+        assert asyncio.run(stack_here(innocent.pid, path)) == f"process {innocent.pid} is gone"
+        innocent.communicate(b"\n")
+        assert innocent.returncode == 0
+    finally:
+        innocent.kill()
+
+
+def test_a_stream_says_what_its_task_does(ray_cluster, tmp_path):
+    def tables():
+        yield pa.table({"number": [1]})
+        time.sleep(600)
+
+    stream = stream_blocks(tables, lambda table: table, 1, 1 << 20, "sleepy", False, tmp_path)
+    try:
+        assert next(stream)["number"].to_pylist() == [1]
+        [said] = asyncio.run(stacks_as(tmp_path, "sleepy"))
+        assert re.match(r"sleepy \(process \d+\): .*in tables", said)
+    finally:
+        stream.close()
 
 
 def test_the_main_thread_is_the_last_and_its_innermost_frames_come_first():

@@ -302,14 +302,16 @@ class ReorderWindow:
 class RayPromptSource:
     """`PromptSource`: one endless Ray Data execution, consumed by a thread; `next()` waits on the event loop without blocking it."""
 
-    def __init__(self, config: Config, report: PromptReport, lowest: int = 0, finished: Iterable[int] = ()) -> None:
+    def __init__(self, config: Config, report: PromptReport, lowest: int = 0, finished: Iterable[int] = (), stacks: Path | None = None) -> None:
         """Start streaming.
 
         Args:
             report: of `check_prompts(config)`.
             lowest: the lowest unfinished ordinal (the frontier).
             finished: ordinals above it that are finished; they are left out.
+            stacks: as of `stream_blocks`.
         """
+        self._stacks = stacks
         self._frontier = lowest, frozenset(finished)
         self._waiting: queue.Queue[Prompt | BaseException] = queue.Queue(WAITING_PROMPTS)
         self._begun, self._closed = threading.Event(), threading.Event()
@@ -351,7 +353,7 @@ class RayPromptSource:
 
         window = ReorderWindow(*self._frontier)
         try:
-            for block in stream_blocks(tables, stage, BLOCK_BYTES, STREAM_BYTES, "prompts", replays=True):
+            for block in stream_blocks(tables, stage, BLOCK_BYTES, STREAM_BYTES, "prompts", True, self._stacks):
                 self._begun.set()
                 for prompt in _prompts(block):
                     for ready in window.put(prompt):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +19,7 @@ from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
 from asyncrl.config import TASK_CPUS
+from asyncrl.stacks import register_stacks_as
 
 __all__ = ["EndlessSource", "quiet_ray_data", "stream_blocks"]
 
@@ -55,7 +58,13 @@ class EndlessSource(Datasource):
 
 
 def stream_blocks(
-    tables: Callable[[], Iterable[pa.Table]], stage: Callable[[pa.Table], pa.Table], block_bytes: int, memory_bytes: int, name: str, replays: bool
+    tables: Callable[[], Iterable[pa.Table]],
+    stage: Callable[[pa.Table], pa.Table],
+    block_bytes: int,
+    memory_bytes: int,
+    name: str,
+    replays: bool,
+    stacks: Path | None = None,
 ) -> Iterator[pa.Table]:
     """Run one endless source and one stage, which Ray Data fuses into one task, and give its blocks as they come.
 
@@ -69,6 +78,7 @@ def stream_blocks(
         memory_bytes: object store that unread blocks may take before the source is held back.
         replays: whether `tables` gives the same tables each time. Then Ray runs a task that dies again, and passes over as many blocks as it has had from
             it before; else such a task's death ends the stream, since the blocks passed over would be others.
+        stacks: folder where the task says what it does when it is asked (`asyncrl.stacks.stacks_as`, by `name`).
 
     Raises:
         ray.exceptions.RayError: the task failed; without `replays`, also that it died (`asyncrl.data.groups.DEATHS`).
@@ -84,12 +94,19 @@ def stream_blocks(
     context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, HeldBackPause]
     quiet_ray_data()
     life = {"max_retries": -1 if replays else 0}
+    if stacks is not None:
+        tables = functools.partial(_with_stacks, tables, stacks, name)
     with _MAKING, DataContext.current(context):
         # The same options for both, or they would not be fused. Ray has no name of its own for the read's `max_retries`.
         source = ray.data.read_datasource(EndlessSource(tables), override_num_blocks=1, num_cpus=TASK_CPUS, ray_remote_args=life, **PLAIN_ARROW)
         dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, num_cpus=TASK_CPUS, **life, **PLAIN_ARROW)
         dataset.set_name(name)
     yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=0)
+
+
+def _with_stacks(tables: Callable[[], Iterable[pa.Table]], folder: Path, name: str) -> Iterator[pa.Table]:
+    register_stacks_as(folder, name)
+    yield from tables()
 
 
 def quiet_ray_data() -> None:

@@ -169,6 +169,11 @@ class ServeGenerate:
         answers = await ask_all(self._handle, "status", timeout_s=STATUS_S)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
+    async def stacks(self) -> list[tuple[str, list[str]]]:
+        """Replica id and what its engine's processes do just now, of each replica that answers."""
+        answers = await ask_all(self._handle, "stacks", timeout_s=STATUS_S)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
     async def _ask(self, deadline_s: float, call: Callable[[float], Any]) -> Any:
         """The first answer to `call(seconds left)`."""
         deadline = time.monotonic() + deadline_s

@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import itertools
 import os
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,8 +22,9 @@ from asyncrl.environment import claim_caches, passed_on
 from asyncrl.generation.protocol import EngineDied, GenerateRequest, GenerationTimeout, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.stops import load_stop_set
+from asyncrl.stacks import stack_here
 from asyncrl.types import TRUNCATED, Completion, VersionSpan
-from asyncrl.weights.engine import BACKEND, OWNED
+from asyncrl.weights.engine import BACKEND, OWNED, STACKS
 
 __all__ = ["PAUSE", "Engine", "engine_environment", "text_before", "version_spans"]
 
@@ -112,6 +115,8 @@ class Engine:
         self._ids = itertools.count()
         self._open = asyncio.Event()
         self._processes: list[psutil.Process] = []
+        self._stacks: tempfile.TemporaryDirectory[str] | None = None
+        """Where the engine's processes say what they do when they are asked."""
         self._probe: asyncio.Future[bool] | None = None
         """The last question whether the engine's loop still turns, answered or not."""
         self._probed_at = 0.0
@@ -120,6 +125,8 @@ class Engine:
         """Load the model and generate one token. The weights are the checkpoint's, version 0."""
         begun = time.monotonic()
         caches = claim_caches("generator")
+        self._stacks = tempfile.TemporaryDirectory(prefix="asyncrl_stacks_")
+        os.environ[STACKS] = self._stacks.name
         from vllm.v1.engine.async_llm import AsyncLLM
 
         imported = time.monotonic()
@@ -237,6 +244,13 @@ class Engine:
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, STOP_TIMEOUT_S)
         self._kill(alive)
         self._processes = []
+        if self._stacks is not None:
+            self._stacks.cleanup()
+
+    async def stacks(self) -> list[str]:
+        """What each of the engine's processes does just now: its main thread's innermost frames."""
+        folder = Path(self._stacks.name) if self._stacks is not None else Path()
+        return list(await asyncio.gather(*(stack_here(process.pid, folder / f"{process.pid}.txt") for process in self._processes)))
 
     async def check(self) -> None:
         """Raise RuntimeError if the engine is dead or its weights are in an unknown state.

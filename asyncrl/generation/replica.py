@@ -107,6 +107,10 @@ class Generator:
         async with self._lock:
             return self.replica, await self.engine.fingerprints()
 
+    async def stacks(self) -> tuple[str, list[str]]:
+        """This replica's id, and what its engine's processes do just now."""
+        return self.replica, await self.engine.stacks()
+
     async def standing(self) -> Standing:
         """Which weights answer now, and which job has the application."""
         return Standing(self.weights, await lease_holder(self._board_name))

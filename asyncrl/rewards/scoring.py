@@ -67,7 +67,16 @@ FLUSH_LINGER_S = 0.1
 class RayScores:
     """`Scores` over Ray actors. Each admitted group comes once, by ordinal; a second copy is acknowledged and dropped here."""
 
-    def __init__(self, config: Config, attempt: int, workers: Sequence[Any], rollouts: Rollouts, groups_directory: Path, reference: Any = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        attempt: int,
+        workers: Sequence[Any],
+        rollouts: Rollouts,
+        groups_directory: Path,
+        reference: Any = None,
+        stacks: Path | None = None,
+    ) -> None:
         """Start the execution. Call it on the event loop.
 
         Args:
@@ -75,10 +84,11 @@ class RayScores:
             rollouts: gets the acknowledgements of second copies.
             groups_directory: <run>/groups; made if missing.
             reference: the actor of the reference policy; None = there is none.
+            stacks: as of `stream_blocks`.
         """
         groups_directory.mkdir(parents=True, exist_ok=True)
         self._config, self._attempt, self._workers, self._rollouts = config, attempt, list(workers), rollouts
-        self._directory, self._reference = groups_directory, reference
+        self._directory, self._reference, self._stacks = groups_directory, reference, stacks
         self._loop = asyncio.get_running_loop()
         self._arrived: queue.Queue[pa.Table | BaseException | None] = queue.Queue()
         self._safe: asyncio.Queue[list[tuple[int, Scored | None]] | BaseException] = asyncio.Queue()
@@ -149,7 +159,7 @@ class RayScores:
         end: BaseException | None = None
         while end is None and not self._closed:
             try:
-                for block in stream_blocks(source, stage, 1, STREAM_BYTES, "scoring", replays=False):
+                for block in stream_blocks(source, stage, 1, STREAM_BYTES, "scoring", False, self._stacks):
                     self._arrived.put(block)
                 end = RuntimeError("it ended though its rollout workers live")
             except Exception as error:

@@ -6,6 +6,9 @@ BACKEND = "asyncrl_staged"
 OWNED = "ASYNCRL_OWNS_ENGINE"
 """Environment variable that marks the engines that asyncrl starts; other uses of vLLM in the same environment are left alone."""
 
+STACKS = "ASYNCRL_STACKS"
+"""Environment variable: folder in which an engine's process writes its stacks when it gets SIGUSR2, as `<process id>.txt`."""
+
 
 def register() -> None:
     """Register the backend; a second call changes nothing."""
@@ -20,6 +23,16 @@ def register() -> None:
         return
     if os.environ.get(OWNED):
         _end_with_parent()
+    if folder := os.environ.get(STACKS):
+        _register_stacks(folder)
+
+
+def _register_stacks(folder: str) -> None:
+    import faulthandler
+    import os
+    import signal
+
+    faulthandler.register(signal.SIGUSR2, open(f"{folder}/{os.getpid()}.txt", "w"), all_threads=True)  # noqa: SIM115  # the handler keeps the file
 
 
 def _end_with_parent() -> None:

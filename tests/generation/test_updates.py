@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -271,6 +272,12 @@ def test_a_replica_that_starts_between_publish_and_commit_catches_up(
         assert report.unroutable == ()
 
     asyncio.run(run())
+
+
+def test_a_replica_says_what_its_engine_does(generators: Any) -> None:
+    [(replica, stacks)] = asyncio.run(ServeGenerate(generators.handle).stacks())
+    assert replica == generators.handle.status.remote().result()["replica"]
+    assert stacks and all(re.search(r"File .* in \w+ < File ", stack) for stack in stacks), stacks
 
 
 def test_a_board_that_died_is_told_the_version_again(
