@@ -187,7 +187,7 @@ def test_a_bad_reward_ends_the_run_with_its_name(start_run):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks_and_two_replicas_on_two_cores(start_run, tmp_path, engine_starts):
+def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one(start_run, tmp_path, engine_starts):
     run = start_run({"learner.world_size": 2, "generator.num_replicas": 2, "max_steps": 30})
     assert run.wait(800) == 0, run.output
     directory = tmp_path / "runs" / "run"
@@ -199,6 +199,17 @@ def test_two_ranks_and_two_replicas_on_two_cores(start_run, tmp_path, engine_sta
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert float(asyncrl.open_run(directory).records("evaluation")[-1]["eval/greedy_accuracy"]) > 0.05
     assert re.search(r"on 16 prompts: (\d+\.\d+%) in a fresh vLLM engine from .*, \1 in the run", evaluated.stdout)
+
+    resumed = start_run({"learner.world_size": 2, "generator.num_replicas": 1, "max_steps": 34}, "--resume", "must")
+    assert resumed.wait(800) == 0, resumed.output
+    assert "changed since: generator.num_replicas 2 → 1" in resumed.output
+    assert len({record["replica"] for record in asyncrl.open_run(directory).records("push") if record["attempt"] == 1}) == 1
+    checks = audit(asyncrl.open_run(directory))
+    assert all(check.passed for check in checks), audit_text(checks)
+    exported = subprocess.run([*ASYNCRL, "export", directory, "--step", "30", "--out", tmp_path / "at_30"], capture_output=True, text=True, timeout=300)
+    assert exported.returncode == 0 and "step_000030" in exported.stdout, exported.stdout + exported.stderr
+    at_30, at_34 = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "at_30", directory / "hf"))
+    assert at_30.keys() == at_34.keys() and not all(torch.equal(at_30[name], at_34[name]) for name in at_30)
 
 
 @pytest.mark.faults
