@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,11 @@ __all__ = ["LearnerRank"]
 
 Loss = Callable[[Tensor, Tensor, Tensor, MicroBatch], tuple[Tensor, LossSums]]
 """(log-probs [N], entropy [N], values [N] or nothing, micro-batch) → loss and sums."""
+
+logger = logging.getLogger(__name__)
+
+BLAMED = 16
+"""Tokens by which a supervised row is named."""
 
 VERSIONS_KEPT = 2
 """The committed version and the coming one."""
@@ -130,7 +137,9 @@ class LearnerRank:
             self.trained_tokens += int(metrics["tokens"])
             metrics["grad_norm_ratio"] = self.norms.ratio(metrics["grad_norm"])
         reason = "" if metrics["applied"] else NOT_FINITE if examples else NOTHING_TO_LEARN
-        return StepResult(not reason, metrics, self._keep_if_bad(metrics, version, tables, scored, weights), reason)
+        # The examples without statistics of the step, which spread a NaN to all.
+        blame = partial(self._blame, scored, weights, self._policy_loss(1.0))
+        return StepResult(not reason, metrics, self._keep_if_bad(metrics, f"version_{version:06d}", tables, blame if examples else None), reason)
 
     def _policy_loss(self, mean_weight: float) -> Loss:
         def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
@@ -149,38 +158,35 @@ class LearnerRank:
             return [replace(example, advantage=advantage) for example, advantage in zip(examples, advantages, strict=True)]
         return examples
 
-    def _keep_if_bad(self, metrics: dict[str, float], version: int, tables: list[pa.Table], examples: list[Example], weights: list[float]) -> str:
-        """Keep the batch of a step that was skipped or whose gradient norm leapt. Says what happened and where the batch is."""
+    def _keep_if_bad(self, metrics: dict[str, float], moment: str, tables: Sequence[pa.Table], blame: Callable[[], str] | None) -> str:
+        """Keep the batch of a step that was skipped or whose gradient norm leapt. Says what happened, by whom if that is asked, and where the batch is.
+        `blame` is None for a batch that has nothing to learn from."""
         if metrics["applied"] and metrics["grad_norm_ratio"] <= self.config.learner.grad_norm_spike:
             return ""
         if metrics["applied"]:
             reason, said = "spike", f"gradient norm {metrics['grad_norm']:.3g} is {metrics['grad_norm_ratio']:.3g} times the median of the last steps"
-        elif not examples:
+        elif blame is None:
             reason, said = "empty", NOTHING_TO_LEARN
         else:
-            reason, said = "nonfinite", NOT_FINITE
-            if self.config.learner.find_nonfinite:
-                said += self._blame(examples, weights)
-        return f"{said}; {self._keep(f'version_{version:06d}', reason, tables)}"
+            reason, said = "nonfinite", NOT_FINITE + (blame() if self.config.learner.find_nonfinite else "")
+        kept = keep_batch(self.config.run_directory / "kept", moment, reason, tables) if self.rank == 0 else "rank 0 keeps its batch"
+        return f"{said}; {kept}"
 
-    def _keep(self, moment: str, reason: str, tables: Sequence[pa.Table]) -> str:
-        """Where rank 0 has kept the rows."""
-        return keep_batch(self.config.run_directory / "kept", moment, reason, tables) if self.rank == 0 else "rank 0 keeps its batch"
-
-    def _blame(self, examples: list[Example], weights: list[float]) -> str:
-        """Who made a step not finite, by bisection (a collective). The examples are those without statistics of the step, which spread a NaN to all."""
+    def _blame(self, examples: list[Example], weights: list[float], loss: Loss, temperature: float | None = None) -> str:
+        """Who made a step not finite, by bisection (a collective)."""
         if not zero3.parameters_finite(self.engine):
             return ": the weights themselves hold NaN or Inf"
 
         def bad(indices: Sequence[int]) -> bool:
-            totals, _ = self._backward([examples[index] for index in indices], [weights[index] for index in indices], self._policy_loss(1.0))
+            totals, _ = self._backward([examples[index] for index in indices], [weights[index] for index in indices], loss, temperature)
             zero3.discard_gradients(self.engine)
             return _not_finite(totals)
 
         found = culprit(len(examples), bad)
         if found is None:
             return ", of several trajectories together: none is to blame alone"
-        return f" from group {examples[found].group}, trajectory {examples[found].trajectory}"
+        one = examples[found]
+        return f" from group {one.group}, trajectory {one.trajectory}" if one.group >= 0 else f" from the row with the tokens {one.tokens[:BLAMED].tolist()}"
 
     @torch.no_grad()
     def _with_token_advantages(self, examples: list[Example]) -> list[Example]:
@@ -219,7 +225,7 @@ class LearnerRank:
         """One step of next-token prediction of the second ids of each row after the first ones, cut as `warm_start.packing_strategy` says.
 
         Metrics hold `pieces_left_out`, pieces of rows without a token to predict, and `tokens_left_out`, target tokens that no piece predicts. The rows of
-        a step that was skipped for NaN or Inf are kept.
+        a step that was skipped for NaN or Inf, or whose gradient norm leapt, are kept; this process's log says so.
 
         Raises:
             ValueError: a row is longer than `learner.max_tokens_per_gpu` under `bfd`, or no piece has a token to predict.
@@ -232,8 +238,11 @@ class LearnerRank:
         weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
         moment = f"supervised_{self.applied:06d}"
         metrics = self._train(examples, weights, loss, self.learning_rate, temperature=1.0)
-        if not metrics["applied"]:
-            self._keep(moment, "nonfinite", [pa.table({"prompt_ids": [list(prompt) for prompt, _ in rows], "target_ids": [list(ids) for _, ids in rows]})])
+        if metrics["applied"]:
+            metrics["grad_norm_ratio"] = self.norms.ratio(metrics["grad_norm"])
+        table = pa.table({"prompt_ids": [list(prompt) for prompt, _ in rows], "target_ids": [list(ids) for _, ids in rows]})
+        if note := self._keep_if_bad(metrics, moment, [table], partial(self._blame, examples, weights, loss, 1.0)):
+            logger.warning("supervised step %d: %s", self.applied, note)
         return metrics | {"pieces_left_out": float(pieces_left_out), "tokens_left_out": float(tokens_left_out)}
 
     def _train(self, examples: list[Example], weights: list[float], loss_of: Loss, learning_rate: float, temperature: float | None = None) -> dict[str, float]:

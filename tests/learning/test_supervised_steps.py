@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
 from recorded import learner_config
 
 from asyncrl.data.packing import Strategy
-from asyncrl.learning.batches import TokenRow, micro_batch, token_example
+from asyncrl.learning import rank as rank_module
+from asyncrl.learning.batches import Example, TokenRow, micro_batch, token_example
 from asyncrl.learning.rank import LearnerRank
 from asyncrl.learning.supervised import supervised_examples
 
@@ -53,12 +55,37 @@ def test_a_supervised_micro_batch_is_that_of_whole_rows_where_none_is_cut(strate
     )
 
 
-def test_the_rows_of_a_skipped_step_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_that_made_a_supervised_step_not_finite_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    rank = LearnerRank(0, learner_config(tmp_path / "model", find_nonfinite=True), "run", 1)
+    bad = list(ROWS[1][0]) + list(ROWS[1][1])
+
+    def backward(examples: list[Example], weights: list[float], loss: Any, temperature: float) -> tuple[dict[str, float], None]:
+        assert temperature == 1.0
+        return {"nonfinite_loss": float(any(example.tokens.tolist() == bad for example in examples)), "nonfinite_gradient": 0.0}, None
+
+    monkeypatch.setattr(rank, "_backward", backward)
+    monkeypatch.setattr(rank, "_train", lambda *_, **__: {"applied": 0.0})
+    monkeypatch.setattr(rank, "engine", None, raising=False)
+    monkeypatch.setattr(rank_module.zero3, "parameters_finite", lambda engine: True)
+    monkeypatch.setattr(rank_module.zero3, "discard_gradients", lambda engine: None)
+    rank.supervised_step(ROWS)
+    assert f"NaN or Inf in loss or gradient from the row with the tokens {bad}; its batch is " in caplog.text
+
+
+def test_the_rows_of_a_skipped_step_and_of_a_leap_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     rank = LearnerRank(0, learner_config(tmp_path / "model"), "run", 1)
-    for applied in (1.0, 0.0):
-        monkeypatch.setattr(rank, "_train", lambda *_, applied=applied, **__: {"applied": applied})
-        assert rank.supervised_step(ROWS) == {"applied": applied, "pieces_left_out": 0.0, "tokens_left_out": 0.0}
-    [path] = (tmp_path / "runs" / "learner-test" / "kept").iterdir()
-    assert path.name == "supervised_000000_nonfinite.parquet"
+
+    def step(applied: float, grad_norm: float) -> dict[str, float]:
+        monkeypatch.setattr(rank, "_train", lambda *_, **__: {"applied": applied, "grad_norm": grad_norm})
+        return rank.supervised_step(ROWS)
+
+    for _ in range(8):
+        assert step(1.0, 2.0) == {"applied": 1.0, "grad_norm": 2.0, "grad_norm_ratio": 1.0, "pieces_left_out": 0.0, "tokens_left_out": 0.0}
+    assert not (tmp_path / "runs" / "learner-test" / "kept").exists()
+    assert step(1.0, 40.0)["grad_norm_ratio"] == 20.0
+    assert "grad_norm_ratio" not in step(0.0, float("nan"))
+    path, leapt = sorted((tmp_path / "runs" / "learner-test" / "kept").iterdir())
+    assert (path.name, leapt.name) == ("supervised_000000_nonfinite.parquet", "supervised_000000_spike.parquet")
+    assert "gradient norm 40 is 20 times the median" in caplog.text and "NaN or Inf in loss or gradient; its batch is " in caplog.text
     kept = pyarrow.parquet.read_table(path)
     assert list(zip(kept["prompt_ids"].to_pylist(), kept["target_ids"].to_pylist(), strict=True)) == [(list(prompt), list(ids)) for prompt, ids in ROWS]
