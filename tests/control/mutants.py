@@ -58,6 +58,8 @@ MUTANTS = [
     Mutant("one group more than the limit runs", CONCURRENCY, "return running < int(self.limit)", "return running <= int(self.limit)"),
     Mutant("publishes during an evaluation", COORDINATOR, "lambda: not self.evaluating and (self.in_publication", "lambda: (self.in_publication"),
     Mutant("a second copy is scored again", COORDINATOR, "if scored.ordinal not in self.buffer:\n            return", "if False:\n            return"),
+    Mutant("a second copy changes a scored group", BUFFER, "if group is not None and group.scored is None:", "if group is not None:"),
+    Mutant("a checkpoint counts on unwritten fates", COORDINATOR, "self._flush_fates()  # the checkpoint", "pass  # the checkpoint"),
     Mutant("running groups are not dropped", BUFFER, 'if self.staleness.on_stale == "wait" else', "if True else"),
 ]
 
