@@ -200,7 +200,7 @@ def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one(start_run
     assert float(asyncrl.open_run(directory).records("evaluation")[-1]["eval/greedy_accuracy"]) > 0.05
     assert re.search(r"on 16 prompts: (\d+\.\d+%) in a fresh vLLM engine from .*, \1 in the run", evaluated.stdout)
 
-    resumed = start_run({"learner.world_size": 2, "generator.num_replicas": 1, "max_steps": 34}, "--resume", "must")
+    resumed = start_run({"learner.world_size": 2, "generator.num_replicas": 1, "max_steps": 34, "checkpoint.keep": 3}, "--resume", "must")
     assert resumed.wait(800) == 0, resumed.output
     assert "changed since: generator.num_replicas 2 → 1" in resumed.output
     assert len({record["replica"] for record in asyncrl.open_run(directory).records("push") if record["attempt"] == 1}) == 1
