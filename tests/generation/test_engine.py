@@ -161,6 +161,14 @@ def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_
     staged.remove()
 
 
+def test_a_prompt_at_the_limit_of_the_context_leaves_room_for_one_token(holder: Any, ray_cluster: Any) -> None:
+    prompt = tuple(5 + i % 9 for i in range(256))
+    (answer,) = ray_cluster.get(holder.generate.remote(GenerateRequest(prompt[:-1], 1, 1, 1.0, seed=1, ignore_eos=True)), timeout=120)
+    assert len(answer.token_ids) == 1 and answer.finish_reason == "length"
+    with pytest.raises(ValueError, match="prompt of 256 tokens \\+ max_tokens = 1 is above max_model_len = 256"):
+        ray_cluster.get(holder.generate.remote(GenerateRequest(prompt, 1, 1, 1.0)), timeout=120)
+
+
 def test_preemptions_are_counted_when_the_cache_is_full(holder: Any, ray_cluster: Any) -> None:
     """64 completions of 200 tokens in a cache of 8,192."""
     asked = [holder.generate.remote(GenerateRequest((5 + i % 9, 6), 1, 200, 1.0, seed=i, ignore_eos=True)) for i in range(64)]

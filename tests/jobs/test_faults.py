@@ -65,6 +65,13 @@ def fetching(directory):
     return last_of(directory, "gather", "commit") == "gather"
 
 
+def staged(directory):
+    """A replica has a version in shared memory: it still fetches it, or its engine changes to it. Stopped, the replica is in the one or the other; of a
+    stopped engine the replica waits in vain for the change."""
+    run_id = json.loads((directory / "run.json").read_text())["run_id"]
+    return any(Path("/dev/shm").glob(f"asyncrl-{run_id}-*.weights"))
+
+
 def gathering(directory):
     """A step was done, the version before it is committed, and nothing is saved: what the rank does next is to gather the new one."""
     return last_of(directory, "step", "gather") == "step" and not fetching(directory) and not saving(directory)
@@ -72,9 +79,9 @@ def gathering(directory):
 
 FAULTS = [
     Fault("generator: replica killed while it serves", "ray::ServeReplica"),
-    Fault("generator: replica killed while it takes a version", "ray::ServeReplica", moment=fetching),
+    Fault("generator: replica killed while it fetches a version", "ray::ServeReplica", moment=staged),
     Fault("generator: engine killed under a living replica", "VLLM::EngineCore"),
-    Fault("generator: engine killed while it takes a version", "VLLM::EngineCore", moment=fetching),
+    Fault("generator: engine killed while it changes to a version", "VLLM::EngineCore", moment=staged),
     Fault("generator: replica stopped for 10 s", "ray::ServeReplica", "let go"),
     Fault("generator: engine stands still for ever", "VLLM::EngineCore", "left"),
     Fault("generator: replica stands still for ever", "ray::ServeReplica", "left"),

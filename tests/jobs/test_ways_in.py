@@ -171,7 +171,7 @@ class Http:
             return error.code, json.load(error)
 
     def answers(self) -> bool:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, ValueError):  # the proxy's own errors are no JSON
             return self.ask("/health")[0] == 200
         return False
 
@@ -259,3 +259,14 @@ def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(cluste
         assert time.monotonic() < deadline
     assert http.ask("/v1/completions", body)[1]["weights"] == {"run_id": run_id, "attempt": 0, "version": 4}
     assert stranger.ask("/health")[0] == 401
+
+    # The replica dies while nothing is asked of it. What it served was nobody's any more: the one that comes instead says that it serves the checkpoint.
+    replica = next(process for process in psutil.Process(cluster.process.pid).children(recursive=True) if "ray::ServeReplica" in " ".join(process.cmdline()))
+    replica.kill()
+    replica.wait(30)
+    deadline = time.monotonic() + 300
+    while not http.answers():
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    assert http.ask("/health")[1]["serving"] == "serving the checkpoint's own weights; no lease"
+    assert worst_difference(model, body["prompt"], http.ask("/v1/completions", body)[1]) < 1e-4

@@ -27,6 +27,9 @@ def config():
     )
 
 
+EMPTY = Trajectory(Completion((), (), (), "stop", ""), ())
+
+
 def trajectory(tokens, logprob=-1.0, version=2, reason="stop", text=""):
     return Trajectory(Completion((1,) * tokens, (logprob,) * tokens, (VersionSpan(version, 0, tokens),), reason, text), (1,) * tokens)
 
@@ -49,12 +52,26 @@ def test_masked_trajectories_take_no_part_in_the_statistics(config):
 
 
 def test_an_empty_completion_is_masked_and_counted(config):
-    empty = Trajectory(Completion((), (), (), "stop", ""), ())
-    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(4), empty, trajectory(2)), "replica", 1.0, 2.0)
+    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(4), EMPTY, trajectory(2)), "replica", 1.0, 2.0)
     row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0, 1.0, 0.0], "b": [0.0] * 3})), config)
     summary = scored_summary(row, "reference", ["a"])
     assert row["status"][0].as_py() == ["ok", "no_token", "ok"] and row["advantage"][0].as_py() == [0.5, None, -0.5]
     assert (summary.usable, dict(summary.masked), summary.begun) == (2, {"no_token": 1}, 2)
+
+
+def test_a_group_with_every_trajectory_masked_has_no_advantage_and_says_why(config):
+    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2, math.nan), trajectory(5), EMPTY), "replica", 1.0, 2.0)
+    row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0, 0.0, 1.0], "b": [0.0] * 3})), config)
+    summary = scored_summary(row, "reference", ["a"])
+    assert row["advantage"][0].as_py() == [None] * 3
+    assert (summary.usable, summary.rewards, dict(summary.masked)) == (0, (), {"bad_logprob": 1, "over_long": 1, "no_token": 1})
+
+
+def test_a_group_of_one_learns_from_what_does_not_compare(config):
+    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2),), "replica", 1.0, 2.0)
+    alone = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"advantage": "reinforce_plus_plus"})})
+    row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0], "b": [0.0]})), alone)
+    assert (row["status"][0].as_py(), row["advantage"][0].as_py()) == (["ok"], [1.0])
 
 
 def test_a_group_given_up_has_a_failure_and_nothing_usable(config):
