@@ -87,8 +87,7 @@ class Stations:
     async def say(self, stage: str) -> tuple[Any, str]:
         """For the watchdog: what moves inside a stage that does not come to its end (None: nothing that could be seen), and what its workers say."""
         if stage == "learning":
-            stacks = await self.learner.stacks()
-            return None, "; ".join(f"rank {rank}: {stack}" for rank, stack in enumerate(stacks))
+            return await self.learner.say()
         if stage in ("generation", "publishing", "evaluation"):
             found, stacks, scoring = await asyncio.gather(self.generate.statuses(), self.generate.stacks(), stacks_as(self.stacks, "scoring"))
             versions = [one["weights"].version if one["weights"] else None for one in found]

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.metrics import MetricsWriter, read_metrics
 from asyncrl.observe.progress import ProgressView, duration
 from asyncrl.observe.sinks import open_sinks
-from asyncrl.observe.watchdog import Standing, Watchdog
+from asyncrl.observe.watchdog import Standing, Watchdog, marks, standing
 from asyncrl.placement import check_models, wait_for_room
 from asyncrl.plan import Plan, arithmetic, make_plan
 from asyncrl.redact import RedactingFormatter, shown
@@ -54,6 +55,8 @@ NOTE_LENGTH = 160
 REPLACED = ("--resume", "--name")
 """Options that the resume command does not repeat: it says its own."""
 CKPT_STEP = "--checkpoint.ckpt_step"
+
+Watching = AbstractAsyncContextManager[None]
 
 
 @dataclass(slots=True)
@@ -149,23 +152,28 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
             await check_models(config)
             live.phase("starting generators and learner")
 
+            def place() -> tuple[int, int]:
+                return directory.state.steps_attempted, directory.state.version
+
             async def prepare(learner: LearnerGroup) -> None:
-                await _prepare_learner(config, directory, learner, live, recorder)
+                await _prepare_learner(config, directory, learner, live, recorder, partial(_watched, config, live, recorder, place))
 
             async with launch(config, directory, plan.prompts, plan.context, prepare) as stations:
-                recorder.record("truncation", directory.state.steps_attempted, directory.state.version, plan.truncation_metrics())
-                recorder.record("startup", directory.state.steps_attempted, directory.state.version, stations.startup)
+                recorder.record("truncation", *place(), plan.truncation_metrics())
+                recorder.record("startup", *place(), stations.startup)
                 restored = await _restored(directory, stations)
                 coordinator = _coordinator(config, directory.state, restored, directory, stations, recorder)
                 live.follow(coordinator)
-                watchdog = Watchdog(coordinator, config.observe.stall_s, stations.say, partial(_stalled, coordinator, recorder, live))
-                watching = asyncio.create_task(watchdog.watch())
-                try:
+
+                def reached() -> tuple[int, int]:
+                    return coordinator.progress.attempted, coordinator.progress.version
+
+                moves, where = partial(marks, coordinator), partial(standing, coordinator)
+                async with Watchdog(moves, where, config.observe.stall_s, stations.say, partial(_stalled, reached, recorder, live)).watching():
                     await coordinator.run()
-                finally:
-                    watching.cancel()
                 live.phase("saving")
-                await stations.learner.export_hf(directory.path / ".hf")
+                async with _watched(config, live, recorder, reached, stations.learner):
+                    await stations.learner.export_hf(directory.path / ".hf")
                 replace_directory(directory.path / ".hf", directory.path / "hf")
             recorder.close()
         finally:
@@ -180,11 +188,14 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
     return _summary(directory, time.monotonic() - started, live.phases)
 
 
-async def _prepare_learner(config: Config, directory: RunDirectory, learner: LearnerGroup, live: Live, recorder: RunRecorder) -> None:
+async def _prepare_learner(
+    config: Config, directory: RunDirectory, learner: LearnerGroup, live: Live, recorder: RunRecorder, watched: Callable[[LearnerGroup], Watching]
+) -> None:
     """The learner's state at the first version: a checkpoint's, or the model's own, warm-started if so configured."""
     if directory.checkpoint is not None:
         live.phase("loading the checkpoint")
-        await learner.load(directory.checkpoint / "learner")
+        async with watched(learner):
+            await learner.load(directory.checkpoint / "learner")
     elif config.warm_start.data is not None:
         live.phase("warm start")
 
@@ -193,16 +204,28 @@ async def _prepare_learner(config: Config, directory: RunDirectory, learner: Lea
             recorder.record("warm_start", check.steps, 0, check.metrics())
 
         train_rows, held_out_rows = await asyncio.to_thread(supervised_rows, config)
-        await warm_start(learner, train_rows, held_out_rows, config.warm_start, config.seed, progress, config.learner.max_skipped_steps)
+        async with watched(learner):
+            await warm_start(learner, train_rows, held_out_rows, config.warm_start, config.seed, progress, config.learner.max_skipped_steps)
         await learner.reset_optimizer(config.learner.learning_rate, config.learner.warmup_steps)
     live.phase("waiting for the generators")
 
 
-def _stalled(coordinator: Coordinator, recorder: RunRecorder, live: Live, where: Standing, seconds: float, text: str) -> None:
-    """The watchdog found the run standing still."""
+def _watched(config: Config, live: Live, recorder: RunRecorder, place: Callable[[], tuple[int, int]], learner: LearnerGroup) -> Watching:
+    """A watchdog for what the learner does alone, before training and after it."""
+
+    def where() -> Standing:
+        return Standing("learning", f"an answer of the learner's ranks, after {learner.answered} calls; phase: {live.progress.phase}")
+
+    async def ask(stage: str) -> tuple[None, str]:
+        return await learner.say()
+
+    return Watchdog(lambda: learner.answered, where, config.observe.stall_s, ask, partial(_stalled, place, recorder, live)).watching()
+
+
+def _stalled(place: Callable[[], tuple[int, int]], recorder: RunRecorder, live: Live, where: Standing, seconds: float, text: str) -> None:
+    """The watchdog found the run standing still; `place` tells the steps attempted, and the version."""
     line = f"{where.stage} has stood still for {seconds:.0f} s; it waits for {where.waits_for}"
-    progress = coordinator.progress
-    recorder.record("stall", progress.attempted, progress.version, {"stage": where.stage, "waits_for": where.waits_for, "stall_s": seconds, "workers": text})
+    recorder.record("stall", *place(), {"stage": where.stage, "waits_for": where.waits_for, "stall_s": seconds, "workers": text})
     logging.getLogger("asyncrl").warning("%s: %s", line, text)
     live.note(f"{line}: {text[:NOTE_LENGTH]}")
 

@@ -90,6 +90,8 @@ class LearnerGroup:
         self._turn = asyncio.Lock()
         self._snapshot: tempfile.TemporaryDirectory[str] | None = None
         self._failure: str | None = None
+        self.answered = 0
+        """Calls that all ranks have answered."""
 
     @classmethod
     async def create(cls, config: Config, run_id: str, attempt: int) -> LearnerGroup:
@@ -114,6 +116,10 @@ class LearnerGroup:
         """What each rank does just now, in the middle of a call too."""
         paths = [stacks_path(self.config, self.attempt, rank) for rank in range(len(self._processes))]
         return list(await asyncio.gather(*(stack_of(*process, path) for process, path in zip(self._processes, paths, strict=True))))
+
+    async def say(self) -> tuple[None, str]:
+        """For the watchdog: nothing that moves within a call can be seen; what the ranks do."""
+        return None, "; ".join(f"rank {rank}: {stack}" for rank, stack in enumerate(await self.stacks()))
 
     async def step(self, batch: Sequence[Scored]) -> StepResult:
         """One policy step on these groups."""
@@ -192,7 +198,9 @@ class LearnerGroup:
     async def _results(self, method: str, calls: list[Any]) -> list[Any]:
         waiting = [asyncio.ensure_future(_result(call)) for call in calls]
         try:
-            return list(await asyncio.gather(*waiting))
+            results = list(await asyncio.gather(*waiting))
+            self.answered += 1
+            return results
         except RayError:
             failed, error = await _first_failure(waiting)
             self._failure = f"learner rank {failed} failed in {method}: {_cause(error, method)}"

@@ -1,14 +1,16 @@
 """Says which stage stands still and what it waits for. It never ends anything: a run that is slow and healthy goes on.
 
-A run moves while any of its counters does: groups finished, scored and trained, versions committed, tokens generated. When none has moved for
-`observe.stall_s` seconds, the stage is named that holds the others up, and whoever works there is asked what it does.
+A run in training moves while any of its counters does: groups finished, scored and trained, versions committed, tokens generated. Before and after it
+the learner works alone: it moves while its ranks answer calls. When nothing has moved for `observe.stall_s` seconds, the stage is named that holds the
+others up, and whoever works there is asked what it does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +69,12 @@ def standing(coordinator: Coordinator) -> Standing:
 
 
 class Watchdog:
-    """Looks at a coordinator from time to time."""
+    """Looks from time to time whether something has moved."""
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        moves: Callable[[], Any],
+        standing: Callable[[], Standing],
         stall_s: float,
         ask: Callable[[str], Awaitable[tuple[Any, str]]],
         say: Callable[[Standing, float, str], None],
@@ -79,27 +82,37 @@ class Watchdog:
     ) -> None:
         """
         Args:
+            moves: what changes while the run moves (`marks`).
+            standing: the stage that holds it up (`standing`).
             stall_s: seconds without any movement until something is said, and between two sayings.
             ask: (stage) → something that changes if the stage moves after all, and what its workers say of themselves.
             say: gets the stage, the seconds of standing still, and what its workers said.
         """
-        self._coordinator, self._stall_s, self._ask, self._say, self._clock = coordinator, stall_s, ask, say, clock
-        self._seen = marks(coordinator)
+        self._moves, self._standing, self._stall_s, self._ask, self._say, self._clock = moves, standing, stall_s, ask, say, clock
+        self._seen = moves()
         self._since = self._said = clock()
         self._inner: dict[str, Any] = {}
 
-    async def watch(self) -> None:
-        """Look for ever."""
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Look again and again, as long as the body runs."""
+        looking = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            looking.cancel()
+
+    async def _watch(self) -> None:
         while True:
             await asyncio.sleep(min(self._stall_s / 4, 5.0))
             await self.look()
 
     async def look(self) -> None:
         """Once."""
-        now, seen = self._clock(), marks(self._coordinator)
+        now, seen = self._clock(), self._moves()
         if seen != self._seen:
             self._seen, self._since, self._said, self._inner = seen, now, now, {}
-        where, still_s = standing(self._coordinator), now - self._said
+        where, still_s = self._standing(), now - self._said
         # Asked once in the middle as well, so that there is something to compare with.
         if still_s < self._stall_s / 2 or (still_s < self._stall_s and where.stage in self._inner):
             return

@@ -1,13 +1,16 @@
 """Each stage that stands still is named; one that moves, however slowly, is not."""
 
 import asyncio
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from asyncrl.control.checkpoint import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
-from asyncrl.observe.watchdog import Watchdog
+from asyncrl.observe.watchdog import Watchdog, marks, standing
+from asyncrl.run import _watched
 from asyncrl.testing import FakeLearner, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
 
 FOR_EVER = 1e9
@@ -32,14 +35,14 @@ def watched(stall_s=60.0, seconds=200.0, ask=None, prompts=None, evaluate=None, 
         all_parts = Parts(prompts or FakePrompts(), rollouts, scores, learner, weights, FakeRecorder(), evaluate=evaluate)
         coordinator = Coordinator(all_parts, Schedule(10**6, Staleness(1, 4)), State("run", 0, 0, 0, 0, ()))
         loop = asyncio.get_running_loop()
-        watchdog = Watchdog(coordinator, stall_s, ask or nothing, lambda where, seconds, text: said.append((where, seconds, text)), loop.time)
+        moves, where = partial(marks, coordinator), partial(standing, coordinator)
+        watchdog = Watchdog(moves, where, stall_s, ask or nothing, lambda where, seconds, text: said.append((where, seconds, text)), loop.time)
         running = asyncio.create_task(coordinator.run())
-        watching = asyncio.create_task(watchdog.watch())
-        await asyncio.sleep(seconds)
-        for task in (running, watching):
-            task.cancel()
+        async with watchdog.watching():
+            await asyncio.sleep(seconds)
+        running.cancel()
         await scores.close()
-        await asyncio.gather(running, watching, *scores._tasks, return_exceptions=True)
+        await asyncio.gather(running, *scores._tasks, return_exceptions=True)
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(both())
@@ -87,6 +90,34 @@ def test_completions_that_grow_are_no_standstill():
         return next(tokens), "tokens flow"
 
     assert watched(seconds=1000, rollouts=FakeRollouts(latency=lambda _: 900.0), ask=counted) == []
+
+
+def test_a_learner_that_works_alone_is_watched_as_well(tmp_path):
+    """Before training and after it: loading, warm start, saving."""
+    said = asyncio.Event()
+    recorder, live = FakeRecorder(), SimpleNamespace(progress=SimpleNamespace(phase="warm start"), note=lambda text: said.set())
+    config = SimpleNamespace(observe=SimpleNamespace(stall_s=0.2))
+
+    class Learner:
+        answered = 0
+
+        async def say(self):
+            return None, "rank 0: all_reduce"
+
+    async def both():
+        learner = Learner()
+        async with _watched(config, live, recorder, lambda: (3, 2), learner):
+            for _ in range(20):
+                learner.answered += 1
+                await asyncio.sleep(0.05)
+            quiet = list(recorder.records)
+            await said.wait()
+        return quiet
+
+    assert asyncio.run(asyncio.wait_for(both(), 20)) == []
+    event, step, version, record = recorder.records[0]
+    assert (event, step, version, record["stage"], record["workers"]) == ("stall", 3, 2, "learning", "rank 0: all_reduce")
+    assert record["waits_for"] == "an answer of the learner's ranks, after 20 calls; phase: warm start" and record["stall_s"] >= 0.2
 
 
 def test_workers_that_do_not_answer_or_are_dead():
