@@ -336,8 +336,8 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Bonus for the entropy of each token's distribution, in units of the loss per nat."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Take this times the trajectory's KL divergence from the reference policy, summed over its tokens, from the reward. Not with advantage: grpo, whose
-    division by the group's std would undo the coefficient."""
+    """Take this times the trajectory's KL divergence from the reference policy, summed over its tokens, from the reward. With advantage: dr_grpo, rloo or
+    reinforce_plus_plus_baseline: a division by the rewards' std would undo the coefficient. Not beside kl_loss_coef or filter_zero_variance."""
     kl_loss_coef: float = Field(default=0.0, ge=0)
     """Add this times the KL divergence from the reference policy, aggregated as the loss is, to the loss."""
     kl_estimator: Literal["k1", "k2", "k3", "low_var"] = "k3"
@@ -438,7 +438,8 @@ class CheckpointConfig(Section):
     """Run directory (or its checkpoints) to begin from, if this run has no checkpoint of its own: weights, optimizer, versions and data frontier.
     `{runs_root}` in it is replaced."""
     ckpt_step: int | None = Field(default=None, ge=0)
-    """Begin from the checkpoint of this step, not from the newest: the run's own, or, if it has none of that step, that of `load`."""
+    """Begin from the checkpoint of this step, not from the newest: the run's own. With `load`, it is a step of the run there, for as long as this run has
+    none of its own; after that, one that this run has not got is passed over for its newest."""
 
 
 class WarmStartConfig(Section):
@@ -504,7 +505,7 @@ class Config(Section):
     seed: int = 0
     """Seed of data order, sampling and initial state."""
     max_steps: int = Field(gt=0)
-    """Optimizer steps applied before the run ends."""
+    """Optimizer steps applied when the run ends, counted from version 0 over all its attempts, and those of `checkpoint.load` as well."""
     resume: Literal["never", "auto", "must"] = "never"
     """`must`: go on from the last committed checkpoint, else fail. `auto`: the same if there is one. `never`: a new run; an existing directory is refused."""
     max_restarts: int = Field(default=3, ge=0)

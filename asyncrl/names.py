@@ -66,7 +66,7 @@ NOT_IMPLEMENTED = {
     "top_k": "the learner cannot reproduce a truncated distribution, so the ratio would be wrong; remove it, and use rollout.temperature",
     "min_p": "the learner cannot reproduce a truncated distribution, so the ratio would be wrong; remove it, and use rollout.temperature",
 }
-"""Names that the design knows and nothing implements yet → the way out."""
+"""Names known from elsewhere that nothing here implements → the way out."""
 
 
 def explain_unknown(name: str, known: Sequence[str]) -> str:
