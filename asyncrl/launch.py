@@ -187,7 +187,7 @@ async def launch(
         stacks = directory.logs / "stacks"
         scores = RayScores(config, state.attempt, rollouts.workers, rollouts, directory.path / "groups", reference, stacks)
         _closing(stack, "scoring", scores.close)
-        rollouts.when_lost = scores.fail
+        rollouts.when_lost = scores.lost
         finished = [*state.finished_above, *(ordinal for _, ordinal in state.waiting)]
         prompts = RayPromptSource(config, report, state.frontier, finished, stacks)
         _closing(stack, "prompts", prompts.close)

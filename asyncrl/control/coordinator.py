@@ -235,6 +235,9 @@ class Coordinator:
     def _take_scored(self, scored: Scored) -> None:
         if scored.ordinal not in self.buffer:
             return
+        if scored.lost:
+            self._end(scored.ordinal, "failed", scored.failure or "lost")
+            return
         self.buffer.finished(scored.ordinal, scored.begun, scored.tokens)
         self._scored_since_step.append(scored)
         if scored.failure is not None:

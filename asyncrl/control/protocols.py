@@ -94,6 +94,8 @@ class Scored:
     """Trajectories by the status that masks them."""
     failure: str | None = None
     """Why scoring gave the group up (policy drop_group), or None."""
+    lost: bool = False
+    """There is no such group any more: `failure` says why."""
     logprob_sum: float = 0.0
     """Sum of the completions' behaviour log-probs, in nats, those that are no numbers left out."""
     looping: int = 0

@@ -21,7 +21,7 @@ DEATHS = (
     ray.exceptions.OutOfMemoryError,
     ray.exceptions.ObjectLostError,
 )
-"""What a stream raises whose process died, with its node or by Ray's memory monitor, or whose blocks went with their node."""
+"""What a call raises whose process died, with its node or by Ray's memory monitor, or whose answer went with its node."""
 
 
 def broken_stream(name: str, error: BaseException) -> RuntimeError:

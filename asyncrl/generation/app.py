@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
 
+from asyncrl.data.groups import DEATHS
 from asyncrl.generation.broadcast import ask_all
 from asyncrl.generation.engine import engine_environment
 from asyncrl.generation.protocol import EngineDied, Generated, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
@@ -36,9 +36,9 @@ LOGPROBS_DEADLINE_S = 300.0
 STATUS_S = 5.0
 """Seconds that a replica gets to say where it is: less than the watchdog waits for all of them."""
 
-UNABLE = (StaleReplica, ray.exceptions.RayActorError, DeploymentUnavailableError)
+UNABLE = (StaleReplica, *DEATHS, DeploymentUnavailableError)
 """What a replica raises that cannot answer now, and Serve when there is none: ask another, or later."""
-DIED = (EngineDied, ray.exceptions.RayActorError)
+DIED = (EngineDied, *DEATHS)
 """Those of a request under which its engine or replica ended."""
 
 

@@ -26,7 +26,7 @@ import ray
 import ray.exceptions
 
 from asyncrl.config import Config
-from asyncrl.control.protocols import Rollouts, Scored
+from asyncrl.control.protocols import RolloutFailed, Rollouts, Scored
 from asyncrl.data.groups import DEATHS, broken_stream, groups_at
 from asyncrl.data.stream import stream_blocks
 from asyncrl.rewards.contract import RewardError
@@ -134,9 +134,13 @@ class RayScores:
         reading = self._threads[0].is_alive()
         return not reading or any(await asyncio.gather(*(worker.has_reader.remote() for worker in self._workers)))
 
-    def fail(self, error: BaseException) -> None:
-        """Let `next` raise this: a group that it waits for will never come."""
-        self._safe.put_nowait(error)
+    def lost(self, ordinal: int, error: BaseException) -> None:
+        """A group that `next` waits for will never come: it gives it as lost, or, if it is not for want of an answer, raises the error."""
+        if not isinstance(error, RolloutFailed):
+            self._safe.put_nowait(error)
+            return
+        why = f"lost with its rollout worker, and not made again: {error}"
+        self._safe.put_nowait([(ordinal, Scored(ordinal, 0, None, 0, (), {}, usable=0, truncated=0, failure=why, lost=True))])
 
     async def close(self) -> None:
         """Close the workers' outboxes, which ends the execution; kill what rewards are still doing; merge the small files."""

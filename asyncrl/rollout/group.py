@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-import ray.exceptions
 
 from asyncrl.config import TASK_CPUS
 from asyncrl.control.protocols import Finished, RolloutFailed
+from asyncrl.data.groups import DEATHS
 from asyncrl.rollout.worker import RolloutWorker, WorkerSpec
 from asyncrl.types import Prompt
 
@@ -59,8 +59,8 @@ class RayRollouts:
         self._states = [_Worker(actor) for actor in actors]
         self._held: dict[int, _Held] = {}
         self._committed = 0
-        self.when_lost: Callable[[BaseException], None] = lambda error: None
-        """Called when a finished group was lost with its worker and could not be made again."""
+        self.when_lost: Callable[[int, BaseException], None] = lambda ordinal, error: None
+        """Called with the ordinal of a finished group that was lost with its worker and could not be made again, and why."""
         self._again: set[asyncio.Task[None]] = set()
         self._watchers = [asyncio.create_task(self._watch(index)) for index in range(len(self._states))]
 
@@ -121,7 +121,7 @@ class RayRollouts:
                     except asyncio.CancelledError:
                         ray.cancel(call)
                         raise
-                    except ray.exceptions.RayActorError:
+                    except DEATHS:
                         await asyncio.sleep(RESTART_PAUSE_S)
         except RolloutFailed as error:
             raise RolloutFailed(_message(error)) from None
@@ -147,24 +147,25 @@ class RayRollouts:
         while True:
             try:
                 await state.actor.until_dead.remote()
-            except ray.exceptions.RayActorError:
+            except DEATHS:
                 lost = [held for held in self._held.values() if held.worker == index and held.finished]
                 for held in lost:
                     held.finished = False
                     task = asyncio.create_task(self._make_again(held))
                     self._again.add(task)
-                    task.add_done_callback(self._made_again)
+                    task.add_done_callback(self._again.discard)
                 await asyncio.sleep(RESTART_PAUSE_S)
-
-    def _made_again(self, task: asyncio.Task[None]) -> None:
-        self._again.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.when_lost(RuntimeError(f"a group was lost with its rollout worker and could not be made again: {task.exception()}"))
 
     async def _make_again(self, held: _Held) -> None:
         """Generate a lost finished group again, by its deadline. Its scored row may turn up after all: then nobody needs this copy."""
         ordinal = held.prompt.ordinal
-        await self._until_deadline(held)
+        try:
+            await self._until_deadline(held)
+        except Exception as error:  # whatever it is, when_lost decides
+            if self._held.get(ordinal) is held:
+                self._forget(ordinal)
+                self.when_lost(ordinal, error)
+            return
         held.finished = True
         if self._held.get(ordinal) is not held:
             self._states[held.worker].actor.ack.remote([ordinal])

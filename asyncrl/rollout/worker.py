@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 
 import pyarrow as pa
-import ray.exceptions
 
 from asyncrl.config import Config
 from asyncrl.control.protocols import Finished, RolloutFailed
+from asyncrl.data.groups import DEATHS
 from asyncrl.generation.protocol import Generate, Generated, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
 from asyncrl.rollout.outbox import Outbox
 from asyncrl.types import Group, Prompt, Trajectory, groups_to_table, table_to_ipc
@@ -19,7 +19,7 @@ from asyncrl.types import Group, Prompt, Trajectory, groups_to_table, table_to_i
 __all__ = ["RolloutWorker", "WorkerSpec", "rollout_seed"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-RETRIED = (StaleReplica, ray.exceptions.RayActorError, ConnectionError)
+RETRIED = (StaleReplica, *DEATHS, ConnectionError)
 """What another replica, or the same one a little later, may do better: it is behind, it died, it restarts."""
 
 

@@ -23,6 +23,7 @@ def register() -> None:
         return
     if os.environ.get(OWNED):
         _end_with_parent()
+        _bars_without_semaphore()
     if folder := os.environ.get(STACKS):
         _register_stacks(folder)
 
@@ -33,6 +34,15 @@ def _register_stacks(folder: str) -> None:
     import signal
 
     faulthandler.register(signal.SIGUSR2, open(f"{folder}/{os.getpid()}.txt", "w"), all_threads=True)  # noqa: SIM115  # the handler keeps the file
+
+
+def _bars_without_semaphore() -> None:
+    """The lock of tqdm's progress bars is a named semaphore in a spawned process: a file in shared memory, which stays when the process is killed."""
+    import threading
+
+    import tqdm
+
+    tqdm.tqdm.set_lock(threading.RLock())
 
 
 def _end_with_parent() -> None:

@@ -201,6 +201,21 @@ def test_failed_dropped_and_skipped_groups_give_their_slots_back():
     assert sorted(ordinals) == sorted(coordinator.parts.rollouts.admitted)
 
 
+def test_a_group_lost_with_its_worker_fails_and_frees_its_slot():
+    class Losing(FakeScores):
+        async def _score(self, finished):
+            if finished.ordinal % 5:
+                await super()._score(finished)
+            else:
+                self._done.put_nowait(Scored(finished.ordinal, 0, None, 0, (), {}, usable=0, truncated=0, failure="lost", lost=True))
+
+    coordinator = make(steps=10, scores=Losing)
+    progress = run(coordinator)
+    lost = [fate for fate in coordinator.parts.recorder.all_fates if fate.outcome == "failed"]
+    assert progress.ended["trained"] == 40 and len(lost) >= 8
+    assert {(fate.ordinal % 5, fate.reason, fate.completion_tokens) for fate in lost} == {(0, "lost", 4)}
+
+
 def test_groups_open_when_the_run_is_interrupted_are_waiting():
     coordinator = make(steps=1000, rollouts=FakeRollouts(latency=lambda ordinal: 0.001 * (ordinal % 5) if ordinal < 20 else 1e6))
 

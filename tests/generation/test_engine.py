@@ -211,6 +211,8 @@ def test_untied_head_matches_transformers_then_dies_clean(
     pid, processes = ray_cluster.get(holder.processes.remote(), timeout=60)
     started = [psutil.Process(process) for process in processes]
     assert started
+    mapped = {line.split()[-1] for process in processes for line in Path(f"/proc/{process}/maps").read_text().splitlines() if "/dev/shm/" in line}
+    assert mapped == set(), "a killed process would leave these"
     os.kill(pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(started, timeout=30)
     assert alive == []

@@ -109,6 +109,39 @@ def test_a_dead_workers_groups_are_made_again_under_their_ordinals(ray_cluster, 
     asyncio.run(scenario())
 
 
+def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path):
+    """Both are lost with their workers, and neither can be made again in time; but the row of one turns up, scored."""
+    gate = tmp_path / "gate"
+
+    async def scenario():
+        rollouts, lost = start_rollouts(make_spec(gate, deadline_s=2.0)), []
+        reported = asyncio.Event()
+
+        def when_lost(ordinal, error):
+            lost.append((ordinal, type(error), str(error)))
+            reported.set()
+
+        rollouts.when_lost = when_lost
+        try:
+            await rollouts.ready()
+            await asyncio.gather(*(rollouts.rollout(Prompt(ordinal, 0, "p", (2,)), 0) for ordinal in (5, 6)))
+            gate.touch()
+            for worker in rollouts.workers:
+                ray.kill(worker, no_restart=False)
+            while len(rollouts._again) < 2:
+                await asyncio.sleep(0.01)
+            again = list(rollouts._again)
+            await rollouts.ack([5])
+            await asyncio.wait_for(asyncio.gather(*again), 60)
+            await asyncio.wait_for(reported.wait(), 60)
+        finally:
+            await rollouts.close()
+        return lost
+
+    ((ordinal, kind, message),) = asyncio.run(scenario())
+    assert (ordinal, kind) == (6, RolloutFailed) and "was not generated within rollout.deadline_s = 2 s" in message
+
+
 def test_a_cancelled_rollout_is_given_up_by_its_worker(ray_cluster, tmp_path):
     gate = tmp_path / "gate"
     gate.touch()

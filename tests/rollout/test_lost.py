@@ -5,6 +5,7 @@ import json
 import os
 from dataclasses import replace
 
+import pytest
 import ray
 
 from asyncrl.generation.app import ServeGenerate
@@ -47,6 +48,15 @@ def test_a_request_that_an_engine_died_of_is_asked_again_and_kept_once(tmp_path)
     assert row["error"].endswith("EngineDied: the vLLM engine's process has died")
     assert (row["prompt_ids"], row["n"], row["max_tokens"], row["seed"], row["min_version"]) == ([4, 5, 6], 2, 8, 7, 3)
     assert (tmp_path / "kept" / f"lost_requests_1_{os.getpid()}.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "death", [ray.exceptions.OutOfMemoryError("killed"), ray.exceptions.NodeDiedError("gone"), ray.exceptions.ObjectLostError("ab", None, "")]
+)
+def test_a_replica_that_ray_ends_or_that_goes_with_its_node_is_asked_elsewhere(tmp_path, death):
+    handle = Handle(death)
+    generated = asyncio.run(ServeGenerate(handle, LostRequests(tmp_path / "kept", 1)).generate(replace(REQUEST, deadline_s=30.0)))
+    assert len(generated.completions) == 2 and len(rows(tmp_path / "kept")) == 1
 
 
 def test_an_engine_that_dies_of_everything_does_not_fill_the_disk(tmp_path, monkeypatch):
