@@ -76,7 +76,8 @@ class Books:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.attempts: list[dict[str, Any]] = read_record(run.directory)["attempts"]
-        self.fates = run.fates().to_pylist()
+        # Files that were being merged may hold a row twice; two rows that differ are two outcomes.
+        self.fates = list({tuple(fate.values()): fate for fate in run.every_fate().to_pylist()}.values())
         self.outstanding = _outstanding(run.directory / "fates")
 
     @property
@@ -132,6 +133,13 @@ class Books:
         """Of the last attempt, those without an outcome, and those that it took over from its checkpoint."""
         taken_over = {(made_in, ordinal) for made_in, ordinal in self.attempts[self.last]["waiting"]}
         return {key for key in self.admitted | taken_over if key not in self.outcome and (key[0] == self.last or key in taken_over)}
+
+    def forgotten(self) -> list[Key]:
+        """Of the last attempt, groups that have a row and no outcome, and that it did not count among those under way when fates were last written.
+        Those admitted after that have higher ordinals."""
+        known = self.outstanding.get(self.last, set()) | {fate["ordinal"] for fate in self.fates if fate["attempt"] == self.last}
+        taken_over = {ordinal for _, ordinal in self.attempts[self.last]["waiting"]}
+        return sorted(key for key in self.waiting if key[0] == self.last and key[1] not in known | taken_over and key[1] < max(known, default=-1))
 
     @property
     def checkpoint(self) -> tuple[Path, State] | None:
@@ -189,7 +197,9 @@ def _balance(books: Books) -> Check:
     said = f"{total} admitted = " + " + ".join(f"{count} {name}" for name, count in parts if count or name == "trained")
     if lost:
         said += f"; {len(lost)} without any trace: {_some(lost)}"
-    return Check("every admitted group is accounted for", not lost and total == sum(count for _, count in parts), said)
+    if forgotten := books.forgotten():
+        said += f"; {len(forgotten)} that nobody counts as under way, and without an outcome: {_some(forgotten)}"
+    return Check("every admitted group is accounted for", not lost and not forgotten and total == sum(count for _, count in parts), said)
 
 
 def _lost(books: Books, attempt: int) -> Iterator[Key]:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,8 @@ from typing import Any
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.confined import EscapesDirectory, refuse_links
-from asyncrl.control.checkpoint import Checkpoints, State
+from asyncrl.control.checkpoint import Checkpoints, State, replace_synced
+from asyncrl.observe.metrics import METRICS_FILE, read_metrics
 from asyncrl.resume import Beginning, config_text, data_hash, find_beginning, hash_of, model_hash
 
 __all__ = ["RunDirectory", "read_record", "replace_directory"]
@@ -46,29 +48,33 @@ class RunDirectory:
             self._refuse_in_use()
             raise ConfigError(f"run directory {self.path} exists; go on with it (--resume auto), or choose another --name")
         # A directory that is there is locked before it is read. Another is made only when there is something to begin.
-        self._lock = self._acquire() if self.path.exists() else -1
+        self._locks = [self._acquire()] if self.path.exists() else []
         try:
             self._begin(config)
         except BaseException:
-            if self._lock >= 0:
-                os.close(self._lock)
+            self._release()
             raise
 
     def _begin(self, config: Config) -> None:
         known = read_record(self.path) if (self.path / RECORD).exists() else {"run_id": None, "attempts": []}
-        beginning = find_beginning(config, known["run_id"])
+        saved = (self.path / METRICS_FILE).exists() and any(record["event"] == "checkpoint" for record in read_metrics(self.path))
+        beginning = find_beginning(config, known["run_id"], saved)
         self.checkpoint, self.said = beginning.checkpoint, beginning.said
-        if self._lock < 0:
+        if not self._locks:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = self._acquire()
+            self._locks.append(self._acquire())
             if (self.path / RECORD).exists():
                 raise ConfigError(
                     f"run directory {self.path}: another driver has begun a run there meanwhile; go on with it (--resume auto), or choose another --name"
                 )
         text = config_text(config)
         self.checkpoints = Checkpoints(config.checkpoints_directory, config.checkpoint.keep, text)
+        if not self.checkpoints.directory.is_relative_to(self.path):
+            self.checkpoints.directory.mkdir(parents=True, exist_ok=True)
+            self._locks.append(_lock(self.checkpoints.directory, f"checkpoint.save = {str(self.checkpoints.directory)!r}", "name another directory"))
         self.state = self._begin_attempt(beginning, known, config, hash_of(text))
         if beginning.checkpoint is not None and beginning.checkpoint.parent == self.checkpoints.directory:
+            self.checkpoints.mark_line(_line(read_record(self.path)["attempts"]))
             self.checkpoints.point_at(beginning.checkpoint.name)
         for unfinished in [*self.checkpoints.directory.glob(".step_*"), *self.checkpoints.directory.glob(".replaced.*")]:
             shutil.rmtree(unfinished)  # of an attempt that was killed while it saved
@@ -83,19 +89,15 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        os.close(self._lock)
+        self._release()
+
+    def _release(self) -> None:
+        for lock in self._locks:
+            os.close(lock)
+        self._locks = []
 
     def _acquire(self) -> int:
-        lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(lock, 32).decode() or "another process"
-            os.close(lock)
-            raise ConfigError(f"run directory {self.path} is in use by process {holder}; wait for it, or choose another --name") from None
-        os.ftruncate(lock, 0)
-        os.write(lock, str(os.getpid()).encode())
-        return lock
+        return _lock(self.path, f"run directory {self.path}", "choose another --name")
 
     def _refuse_in_use(self) -> None:
         if (self.path / ".lock").exists():
@@ -123,6 +125,29 @@ class RunDirectory:
         return state
 
 
+def _lock(directory: Path, title: str, way_out: str) -> int:
+    """Raises ConfigError if another process has it."""
+    lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(lock, 32).decode() or "another process"
+        os.close(lock)
+        raise ConfigError(f"{title} is in use by process {holder}; wait for it, or {way_out}") from None
+    os.ftruncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())
+    return lock
+
+
+def _line(attempts: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """The way to the last attempt: each attempt that it goes back to, and the version at which it was left."""
+    line, at = {}, len(attempts) - 1
+    while (before := attempts[at]["from_attempt"]) is not None:
+        line[before] = attempts[at]["version"]
+        at = before
+    return line
+
+
 def read_record(directory: Path) -> dict[str, Any]:
     """run.json: `run_id`, and `attempts`, one mapping each.
 
@@ -147,4 +172,4 @@ def replace_directory(finished: Path, final: Path) -> None:
 def _replace_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(text)
-    os.replace(temporary, path)
+    replace_synced(temporary, path)

@@ -5,6 +5,7 @@ Two processes that write one cache, or a process that is killed while it writes,
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -12,6 +13,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -116,7 +118,17 @@ def _default_root() -> Path:
         writable = os.access(root, os.W_OK)
     except OSError:
         writable = False
-    return root if writable else Path(tempfile.gettempdir()) / f"asyncrl-cache-{os.getuid()}"
+    return root if writable else _private(Path(tempfile.gettempdir()) / f"asyncrl-cache-{os.getuid()}")
+
+
+def _private(path: Path) -> Path:
+    """This folder if nobody else can write to it, else a new one: what lies in a compile cache is run."""
+    with contextlib.suppress(OSError):
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            return path
+    return Path(tempfile.mkdtemp(prefix="asyncrl-cache-"))
 
 
 def _versions() -> str:

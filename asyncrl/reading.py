@@ -116,7 +116,11 @@ class Run:
     def fates(self) -> pa.Table:
         """One row per group that has come to its end: `outcome`, `reason`, `step`, `trained_at_version`, `staleness`, `completion_tokens` (of the
         whole group, null if it was not generated to its end)."""
-        return _distinct(_read_parquet(self.directory / "fates", FATES))
+        return _distinct(self.every_fate())
+
+    def every_fate(self) -> pa.Table:
+        """The rows of `fates` as they were written. A group has several if it waited in a checkpoint that more than one attempt went on from."""
+        return _read_parquet(self.directory / "fates", FATES)
 
     def trajectories(self) -> pa.Table:
         """One row per trajectory, with its group's columns and fate.

@@ -62,15 +62,16 @@ class Beginning:
         return int(json.loads(counters.read_text())["trained_tokens"]) if counters.exists() else 0
 
 
-def find_beginning(config: Config, run_id: str | None) -> Beginning:
+def find_beginning(config: Config, run_id: str | None, saved: bool = False) -> Beginning:
     """Look where the config says. The run's own checkpoints come first; `checkpoint.load` is for a run that has none.
 
     Args:
         run_id: of the run directory, None if it is new.
+        saved: the run has saved checkpoints before.
 
     Raises:
-        ConfigError: the run has no checkpoint of its own under `resume: must`, or lacks `ckpt_step`; there is none at `checkpoint.load`; none can be read;
-            or a setting, the data or the model changed in a way that would falsify the run.
+        ConfigError: the run has no checkpoint of its own under `resume: must`, or lacks `ckpt_step`; it had some, and they are gone; there is none at
+            `checkpoint.load`; none can be read; or a setting, the data or the model changed in a way that would falsify the run.
     """
     own, load, step = config.checkpoints_directory, config.checkpoint.load, config.checkpoint.ckpt_step
     looked: tuple[str, ...] = ()
@@ -79,6 +80,11 @@ def find_beginning(config: Config, run_id: str | None) -> Beginning:
         if versions or config.resume == "must":
             # With `load`, a step that the run itself does not have was meant for its beginning.
             return _own(config, own, step if step in versions or load is None else None, run_id)
+        if saved or (own / "LATEST").exists():
+            raise ConfigError(
+                f"resume: auto would begin at version 0 again: this run has saved checkpoints, and {own} holds none that is committed; put them back, set "
+                "checkpoint.save to where they are, or start a new run under another --name"
+            )
         looked = (f"resume {config.resume}: no checkpoint in {own}",)
     elif next(iter(own.glob("step_*/COMMITTED")), None) is not None:
         raise ConfigError(f"checkpoint.save = {str(own)!r} holds checkpoints of another run; name an empty directory, or go on with it (--resume must)")
@@ -101,10 +107,10 @@ def _own(config: Config, own: Path, step: int | None, run_id: str | None) -> Beg
     except NoCheckpoint as error:
         raise ConfigError(str(error)) from None
     assert found.state is not None
-    if run_id is not None and found.state.run_id != run_id:
+    if found.state.run_id != run_id:
         raise ConfigError(
-            f"{found.checkpoint} is of another run (run_id {found.state.run_id}, not {run_id}); to go on from it set checkpoint.load = {own}, and a "
-            "checkpoint.save of your own"
+            f"{found.checkpoint} is of another run (run_id {found.state.run_id}, not {run_id or 'this new one'}); to go on from it set checkpoint.load = "
+            f"{own}, and a checkpoint.save of your own"
         )
     return found
 

@@ -239,6 +239,23 @@ def test_an_ordinal_trained_twice(run):
     assert not checks["each ordinal has one outcome"].passed and not checks["trained ordinals are distinct"].passed
 
 
+def test_an_ordinal_with_two_outcomes_in_one_attempt(run):
+    one = surviving_trained(run)[-1]
+    other = {**one, "trained_at_version": one["trained_at_version"] + 1}
+    change(run, "fates", lambda rows: [row for old in rows for row in ([old, other] if old == one else [old])])
+    checks = said(run)
+    assert not checks["each ordinal has one outcome"].passed and not checks["trained ordinals are distinct"].passed
+
+
+def test_a_group_that_was_scored_and_forgotten(run):
+    """It has its row, and nothing says what became of it."""
+    last = len(json.loads((run / "run.json").read_text())["attempts"]) - 1
+    one = next(fate for fate in surviving_trained(run) if fate["attempt"] == fate["ended_in"] == last)
+    change(run, "fates", lambda rows: [row for row in rows if row != one])
+    check = said(run)["every admitted group is accounted for"]
+    assert not check.passed and f"nobody counts as under way, and without an outcome: ({last}, {one['ordinal']})" in check.said
+
+
 def test_a_trajectory_beyond_the_bound(run):
     fate = surviving_trained(run)[-1]
     change(run, "fates", lambda rows: [{**row, "trained_at_version": row["trained_at_version"] + 9} if row == fate else row for row in rows])

@@ -244,6 +244,53 @@ def test_a_directory_is_locked_before_it_is_read(tmp_path, monkeypatch):
         assert directory.state.attempt == 1
 
 
+def test_auto_never_starts_a_run_anew_whose_checkpoints_are_gone(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        path = write(directory)
+    (path / "COMMITTED").unlink()
+    with pytest.raises(ConfigError, match=r"auto would begin at version 0 again: .*checkpoints holds none that is committed; put them back"):
+        RunDirectory(config(tmp_path, resume="auto"))
+    (path.parent / "LATEST").unlink()
+    with RunDirectory(config(tmp_path, resume="auto")) as directory:  # killed before it had saved anything
+        assert directory.state.version == 0
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"event": "checkpoint", "attempt": 0, "step": 1, "version": 1, "time": 0.0}\n')
+    for save in ({}, {"save": str(tmp_path / "mistyped")}):
+        with pytest.raises(ConfigError, match="auto would begin at version 0 again"):
+            RunDirectory(config(tmp_path, resume="auto", checkpoint=save))
+    assert not (tmp_path / "mistyped").exists()
+
+
+def test_what_was_gone_back_from_comes_last_and_the_way_to_it_comes_back(tmp_path):
+    def going_on_from(step, *versions):
+        with RunDirectory(config(tmp_path, resume="must", checkpoint={"ckpt_step": step, "keep": 9})) as directory:
+            for version in versions:
+                write(directory, replace(directory.state, version=version))
+            return directory.checkpoints.versions()
+
+    with RunDirectory(config(tmp_path, checkpoint={"keep": 9})) as directory:
+        for version in (10, 20, 30, 40):
+            write(directory, replace(directory.state, version=version))
+    assert going_on_from(10, 15, 30, 45) == [45, 30, 15, 10, 40, 20]
+    damaged = tmp_path / "run" / "checkpoints" / "step_000045" / "learner" / "weights"
+    damaged.write_text("2")
+    with RunDirectory(config(tmp_path, resume="must", checkpoint={"keep": 9})) as directory:
+        assert directory.state.version == 30, "40 was gone back from"
+    assert going_on_from(40, 41) == [41, 40, 20, 10, 45, 30, 15]
+
+
+def test_checkpoints_elsewhere_belong_to_one_run_at_a_time(tmp_path):
+    elsewhere = {"save": str(tmp_path / "elsewhere")}
+    with RunDirectory(config(tmp_path, checkpoint=elsewhere)) as directory:
+        with pytest.raises(ConfigError, match=r"checkpoint.save = .*elsewhere' is in use by process .* name another directory"):
+            RunDirectory(config(tmp_path, name="other", checkpoint=elsewhere))
+        write(directory)
+    with pytest.raises(ConfigError, match=r"is of another run .* not this new one"):
+        RunDirectory(config(tmp_path, name="third", checkpoint=elsewhere, resume="auto"))
+    (tmp_path / "run" / "run.json").unlink()
+    with pytest.raises(ConfigError, match=r"is of another run .* set checkpoint.load"):
+        RunDirectory(config(tmp_path, checkpoint=elsewhere, resume="must"))
+
+
 def test_checkpoints_elsewhere(tmp_path):
     elsewhere = {"save": str(tmp_path / "elsewhere")}
     with RunDirectory(config(tmp_path, checkpoint=elsewhere)) as directory:

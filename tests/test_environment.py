@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl import environment
 from asyncrl.config import Config
-from asyncrl.environment import CACHES, claim_caches, damaged_file, passed_on
+from asyncrl.environment import CACHES, _private, claim_caches, damaged_file, passed_on
 from asyncrl.generation.engine import engine_environment
 from asyncrl.learning.group import rank_environment
 
@@ -114,3 +114,16 @@ def test_the_users_variables_pass_through_but_no_secret(monkeypatch):
     assert given.items() <= ranks.items() and given.items() <= replicas.items()
     assert replicas["TORCH_COMPILE_DISABLE"] == "0", "what the user sets wins over what is only chosen"
     assert replicas["VLLM_PLUGINS"] == "asyncrl_weights" and ranks["DS_ACCELERATOR"] == "cpu", "and not over what asyncrl needs"
+
+
+def test_a_folder_that_others_can_write_to_is_no_place_for_caches(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "mine").mkdir(mode=0o700)
+    assert _private(tmp_path / "mine") == tmp_path / "mine" and _private(tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("open", "link", "dangling"):
+        found = _private(tmp_path / name)
+        assert found.name.startswith("asyncrl-cache-") and found.parent == tmp_path and found.stat().st_mode & 0o777 == 0o700

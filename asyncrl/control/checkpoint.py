@@ -10,14 +10,17 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from asyncrl.confined import refuse_links
 from asyncrl.control.protocols import Learner, Scored, Scores
 
-__all__ = ["Checkpoints", "NoCheckpoint", "State", "UnreadableCheckpoint", "sync_file"]
+__all__ = ["Checkpoints", "NoCheckpoint", "State", "UnreadableCheckpoint", "replace_synced", "sync_file"]
+
+ABANDONED = "ABANDONED"
+"""Marks a committed checkpoint of an attempt that was gone back from."""
 
 
 class NoCheckpoint(RuntimeError):
@@ -115,9 +118,24 @@ class Checkpoints:
 
     def point_at(self, name: str) -> None:
         """LATEST names this checkpoint from now on."""
-        _write_synced(self.directory / ".LATEST", f"{name} {_checksum_of_text(name)}")
-        os.replace(self.directory / ".LATEST", self.directory / "LATEST")
-        sync_file(self.directory)
+        (self.directory / ".LATEST").write_text(f"{name} {_checksum_of_text(name)}")
+        replace_synced(self.directory / ".LATEST", self.directory / "LATEST")
+
+    def mark_line(self, line: Mapping[int, int]) -> None:
+        """From now on the committed ones that do not lead to where the run stands come last.
+
+        Args:
+            line: attempt → version up to which the run's way went through it.
+        """
+        for path in self.newest_first():
+            try:
+                made_in = int(json.loads((path / "state.json").read_text())["attempt"])
+            except (OSError, ValueError, TypeError, KeyError):
+                continue  # damaged: it is passed over, and said
+            if _version(path) <= line.get(made_in, -1):
+                (path / ABANDONED).unlink(missing_ok=True)
+            else:
+                (path / ABANDONED).touch()
 
     def find(self, version: int | None = None) -> tuple[Path, State, list[str]]:
         """The checkpoint to go on from, every file of it checked against its manifest: that of `version`, else the one that LATEST names, else, if
@@ -157,7 +175,7 @@ class Checkpoints:
                 raise UnreadableCheckpoint(f"checkpoint {path} is damaged: MANIFEST is not what was committed")
             manifest = json.loads(text)
             listed = {name: _inside(path, name) for name in manifest}
-            if unlisted := sorted(set(_files(path)) - set(manifest) - {"MANIFEST", "COMMITTED"}):
+            if unlisted := sorted(set(_files(path)) - set(manifest) - {"MANIFEST", "COMMITTED", ABANDONED}):
                 raise UnreadableCheckpoint(f"checkpoint {path} has files that its MANIFEST does not list, first {unlisted[0]}; remove what we did not write")
             for name, expected in manifest.items():
                 if _size_and_checksum(listed[name]) != expected:
@@ -169,13 +187,12 @@ class Checkpoints:
             raise UnreadableCheckpoint(f"checkpoint {path} cannot be read ({error})") from error
 
     def newest_first(self) -> list[Path]:
-        """The committed ones: what LATEST names, then the older ones, then those that an attempt left behind which went back."""
+        """The committed ones: what LATEST names, then the older ones on the way to it, then those that were gone back from."""
         committed = sorted((path.parent for path in self.directory.glob("step_*/COMMITTED")), reverse=True)
         named = self._named()
         if named not in committed:
-            return committed
-        after = [path for path in committed if path > named]
-        return [path for path in committed if path <= named] + after
+            named = None
+        return sorted(committed, key=lambda path: (path / ABANDONED).exists() or (named is not None and path > named))
 
     def versions(self) -> list[int]:
         """Versions of the committed ones, in the order of `newest_first`."""
@@ -232,6 +249,13 @@ def sync_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_synced(temporary: Path, final: Path) -> None:
+    """Give a file that is written its final name, so that both are on the disk."""
+    sync_file(temporary)
+    os.replace(temporary, final)
+    sync_file(final.parent)
 
 
 def _write_synced(path: Path, text: str) -> None:

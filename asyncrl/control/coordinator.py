@@ -486,6 +486,9 @@ class Coordinator:
         if group.running and task is not None and task is not asyncio.current_task():
             task.cancel()
         self._count_idle()
+        if outcome != "trained":
+            self.progress.wasted_tokens += group.tokens or 0
+        self._fates.append(Fate(self._made_in(group), ordinal, outcome, reason, self.progress.attempted, trained_at, staleness, group.tokens))
         self.progress.ended[outcome] = self.progress.ended.get(outcome, 0) + 1
         self._ended_since_step[outcome] += 1
         if sum(self._ended_since_step.values()) > LOST_ROUNDS * self.schedule.staleness.groups_per_step and outcome != "trained":
@@ -495,9 +498,6 @@ class Coordinator:
                 f"no step since {sum(self._ended_since_step.values())} groups ended ({counts}; last: {reason}): nothing is left to train on; look at "
                 "fates/*.parquet, and change what it says: the prompts, the reward, algorithm.filter_zero_variance, or an engine whose log-probs are NaN"
             )
-        if outcome != "trained":
-            self.progress.wasted_tokens += group.tokens or 0
-        self._fates.append(Fate(self._made_in(group), ordinal, outcome, reason, self.progress.attempted, trained_at, staleness, group.tokens))
 
     def _flush_fates(self) -> None:
         outstanding = [ordinal for ordinal, group in self.buffer.groups.items() if group.made_in is None]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from asyncrl.control.checkpoint import replace_synced
 
 __all__ = ["FATES", "OUTSTANDING", "Fate", "FatesWriter"]
 
@@ -74,7 +75,7 @@ class FatesWriter:
         final = self.directory / f"attempt_{self.attempt:04d}-{self.files:06d}.parquet"
         temporary = final.with_name("." + final.name)
         pq.write_table(table, temporary)
-        os.replace(temporary, final)
+        replace_synced(temporary, final)
         self.files += 1
 
     def compact(self) -> None:
@@ -86,6 +87,6 @@ class FatesWriter:
         table = pa.concat_tables(tables).replace_schema_metadata(tables[-1].schema.metadata)
         temporary = files[-1].with_name("." + files[-1].name)
         pq.write_table(table, temporary)
-        os.replace(temporary, files[-1])
+        replace_synced(temporary, files[-1])
         for file in files[:-1]:
             file.unlink()

@@ -74,8 +74,14 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def refuse_open_host(host: str | None, key: str | None) -> None:
-    """Raise RuntimeError if HTTP is bound to a host that others reach, without a key. `host` None: nothing is bound."""
+def refuse_open_host(host: str | None, key: str | None, nodes: int = 1) -> None:
+    """Raise RuntimeError if HTTP is bound to a host that others reach, without a key. `host` None: nothing is bound.
+
+    Args:
+        nodes: of the cluster. On several, a key that only some of them know would be one that half of the requests need.
+    """
+    if key is None and host is not None and nodes > 1:
+        raise RuntimeError(f"this node has no {KEY_VARIABLE}, and the cluster has {nodes} nodes; set the same one on every node, where Ray is started")
     if key is None and host is not None and not is_loopback(host):
         raise RuntimeError(
             f"http_options.host = {host!r} is not loopback and {KEY_VARIABLE} is not set, so anybody could use the generators; set http_options.host: "

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import ray
 from ray import serve
 
 import asyncrl
 from asyncrl.clock import steady_time
 from asyncrl.control.protocols import EngineLoad, Manifest
+from asyncrl.data.groups import DEATHS
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica, Standing, WeightsId
 from asyncrl.generation.settings import GeneratorApp, board_name
@@ -39,6 +39,7 @@ class Generator:
         self._expected = expected_parameters(self.settings.model, self.settings.dtype)
         self._applied: dict[str, float] = {}
         self._lock = asyncio.Lock()
+        self._changes: set[asyncio.Future[None]] = set()
         sweep()
         self.engine = Engine(self.settings)
         await self.engine.start()
@@ -70,15 +71,17 @@ class Generator:
         return self.replica, await self.engine.logprobs(rows)
 
     async def apply_version(self, manifest: Manifest) -> dict[str, Any]:
-        """Fetch and apply a version, unless it is here already or a newer one of the same attempt is. Returns replica, version, timings.
+        """Fetch and apply a version, unless it is here already or a newer one of the same attempt is. Returns replica, version, timings. Whoever asked
+        may give up: a change that has begun goes on.
 
         Raises:
             ManifestError, StagingError: nothing has been changed.
             RuntimeError: the weights are lost; the replica reports itself unhealthy and is replaced.
         """
-        async with self._lock:
-            if not self._has(WeightsId(manifest.run_id, manifest.attempt, manifest.version)):
-                await self._apply(manifest)
+        change = asyncio.ensure_future(self._change(manifest))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        await asyncio.shield(change)
         return await self.status()
 
     async def status(self) -> dict[str, Any]:
@@ -134,6 +137,11 @@ class Generator:
         have = self.weights
         return have is not None and (have.run_id, have.attempt) == (wanted.run_id, wanted.attempt) and have.version >= wanted.version
 
+    async def _change(self, manifest: Manifest) -> None:
+        async with self._lock:
+            if not self._has(WeightsId(manifest.run_id, manifest.attempt, manifest.version)):
+                await self._apply(manifest)
+
     async def _apply(self, manifest: Manifest) -> None:
         tokens = self.engine.tokens_generated
         staged = await asyncio.to_thread(fetch, manifest, self._expected, self.settings.fetch_timeout_s)
@@ -150,7 +158,7 @@ class Generator:
         board = await asyncio.to_thread(find_board, self._board_name)
         try:
             manifest = await board.current.remote() if board is not None else None
-        except ray.exceptions.RayActorError:  # its job has just ended
+        except DEATHS:  # its job has just ended
             return
         if manifest is not None:
             await self.apply_version(manifest)

@@ -6,6 +6,7 @@ import asyncio
 import os
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.context import _get_global_client
@@ -24,7 +25,7 @@ class HttpGenerator(Generator):
     async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits a replica's constructor
         # Before an engine is started for a minute.
         self._key = api_key(dict(os.environ))
-        refuse_open_host(await asyncio.to_thread(_bound_host), self._key)
+        refuse_open_host(await asyncio.to_thread(_bound_host), self._key, await asyncio.to_thread(_nodes))
         await super().__init__(app)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -39,6 +40,10 @@ class HttpGenerator(Generator):
     async def encode(self, text: str) -> list[int]:
         """Token ids of a prompt. In a thread: a long one must not hold up the replica."""
         return await asyncio.to_thread(self.engine.encode, text)
+
+
+def _nodes() -> int:
+    return sum(bool(node["Alive"]) for node in ray.nodes())
 
 
 def _bound_host() -> str | None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 
+from asyncrl.control.checkpoint import replace_synced
+
 __all__ = ["FlushFiles", "compact", "write_groups"]
 
 MERGE_EVERY = 64
@@ -21,7 +23,7 @@ def write_groups(path: Path, tables: Sequence[pa.Table]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         pyarrow.parquet.write_table(_concat(tables), temporary, compression="zstd")
-        os.replace(temporary, path)
+        replace_synced(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -165,7 +165,14 @@ def test_a_disk_that_takes_no_more_keeps_the_one_before_and_nothing_half(tmp_pat
 def test_the_event_loop_is_free_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     checkpoints, asked, go_on = Checkpoints(tmp_path, keep=2), threading.Event(), threading.Event()
     commit = checkpoints._commit
-    monkeypatch.setattr(checkpoints, "_commit", lambda *arguments: (asked.set(), go_on.wait(10), commit(*arguments)))
+    told = []
+
+    def commit_when_told(*arguments):
+        asked.set()
+        told.append(go_on.wait(10))
+        commit(*arguments)
+
+    monkeypatch.setattr(checkpoints, "_commit", commit_when_told)
 
     async def both():
         writing = asyncio.create_task(checkpoints.write(State("run", 0, 1, 1, 8, ()), [], Learner(1), FakeScores(FakeRollouts())))
@@ -173,4 +180,4 @@ def test_the_event_loop_is_free_while_a_checkpoint_is_written(tmp_path, monkeypa
         go_on.set()
         return await writing
 
-    assert asyncio.run(both()).name == "step_000001"
+    assert asyncio.run(both()).name == "step_000001" and told == [True], "the loop told it to go on while it wrote"

@@ -242,12 +242,17 @@ def test_another_host_needs_a_key() -> None:
             refuse_open_host(host, None)
         refuse_open_host(host, KEY)
     refuse_open_host(None, None)
+    refuse_open_host(None, None, nodes=2)
+    refuse_open_host("127.0.0.1", KEY, nodes=2)
+    with pytest.raises(RuntimeError, match="this node has no ASYNCRL_API_KEY, and the cluster has 2 nodes"):
+        refuse_open_host("127.0.0.1", None, nodes=2)
 
 
 def test_a_replica_refuses_an_open_host_before_it_starts_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl.generation import standing
 
     monkeypatch.setattr(standing, "_bound_host", lambda: "0.0.0.0")
+    monkeypatch.setattr(standing, "_nodes", lambda: 1)
     monkeypatch.setattr(standing.Generator, "__init__", None)
     monkeypatch.delenv("ASYNCRL_API_KEY", raising=False)
     with pytest.raises(RuntimeError, match="is not loopback"):
@@ -269,6 +274,7 @@ def test_the_replica_is_what_the_routes_need(monkeypatch: pytest.MonkeyPatch) ->
     context = SimpleNamespace(app_name="standing", replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setenv("ASYNCRL_API_KEY", KEY)
     monkeypatch.setattr(standing, "_bound_host", lambda: "0.0.0.0")
+    monkeypatch.setattr(standing, "_nodes", lambda: 2)
     monkeypatch.setattr(replica, "Engine", lambda settings: engine)
     monkeypatch.setattr(replica, "expected_parameters", lambda model, dtype: {})
     monkeypatch.setattr(replica, "find_board", lambda name: None)

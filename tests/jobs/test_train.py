@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import re
 import signal
 import subprocess
@@ -132,6 +133,30 @@ def test_parts_of_a_run_are_killed_and_nothing_is_lost(start_run, shared_memory,
     ours = AutoModelForCausalLM.from_pretrained(directory / "export" / f"step_{committed + steps:06d}").state_dict()
     at_the_end = AutoModelForCausalLM.from_pretrained(directory / "hf").state_dict()
     assert ours.keys() == at_the_end.keys() and all(torch.equal(ours[name], at_the_end[name]) for name in ours)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+def test_a_run_killed_five_times_keeps_its_books(start_run, tmp_path):
+    directory, moments, killed = tmp_path / "runs" / "run", random.Random(5), []
+
+    def steps(attempt):
+        return sum(record["attempt"] == attempt for record in events(directory, "step"))
+
+    for attempt in range(5):
+        run = start_run({"max_steps": 1000}, *(["--resume", "must"] if attempt else []))
+        some = moments.randint(3, 9)
+        run.until(lambda attempt=attempt, some=some: steps(attempt) >= some, timeout_s=420)
+        run.stop(signal.SIGKILL)
+        run.wait()
+        killed.append(run)
+    until = events(directory, "step")[-1]["version"] + 10
+    last = start_run({"max_steps": until}, "--resume", "must")
+    assert last.wait(900) == 0, last.output
+    checks = audit(asyncrl.open_run(directory))
+    assert all(check.passed for check in checks), audit_text(checks)
+    assert len(read_record(directory)["attempts"]) == 6 and len([*Books(asyncrl.open_run(directory)).trained()]) == until * 4
+    assert [run.gone(180) for run in killed] == [[]] * 5 and last.gone() == []
 
 
 PHASES = {

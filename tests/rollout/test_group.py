@@ -128,7 +128,7 @@ def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path)
             gate.touch()
             for worker in rollouts.workers:
                 ray.kill(worker, no_restart=False)
-            while len(rollouts._again) < 2:
+            while len(rollouts._again) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             again = list(rollouts._again)
             await rollouts.ack([5])
