@@ -57,6 +57,22 @@ def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return copy
 
 
+def lives(process: psutil.Process) -> bool:
+    """It may end while it is looked at."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def command_line(process: psutil.Process) -> str:
+    """In one line; "" if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 class RunProcess:
     """`asyncrl train` as a process group of its own."""
 
@@ -76,7 +92,11 @@ class RunProcess:
         if self.process.poll() is None:
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 self.seen[child.pid] = child
-        return [child for child in self.seen.values() if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        return [child for child in self.seen.values() if lives(child)]
+
+    def having(self, part: str) -> list[psutil.Process]:
+        """Those of them whose command line has this in it."""
+        return [process for process in self.descendants() if part in command_line(process)]
 
     def until(self, condition: Callable[[], Any], timeout_s: float = 400) -> Any:
         """Wait until the condition holds; fail with the run's output if it ends before."""
@@ -104,11 +124,13 @@ class RunProcess:
     def gone(self, timeout_s: float = 15) -> list[str]:
         """Names of processes that outlive the run, after they had time to end."""
         _, alive = psutil.wait_procs(self.descendants(), timeout_s)
-        return [f"{process.pid} {' '.join(process.cmdline())[:80]}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        return [f"{process.pid} {command_line(process)[:80]}" for process in alive if lives(process)]
 
     def kill(self) -> None:
-        for process in [*self.descendants(), self.process]:
-            process.kill()
+        for process in self.descendants():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.kill()
         self.process.wait()
 
 

@@ -103,13 +103,14 @@ def stop_in_its_moment(fault, run, directory):
     deadline, process = time.monotonic() + 300, None
     while True:
         if process is None or not process.is_running():
-            process = next((one for one in run.descendants() if fault.process in " ".join(one.cmdline())), None)
+            process = next(iter(run.having(fault.process)), None)
         if process is not None and fault.moment(directory):
-            process.suspend()
-            time.sleep(LOOK_S)
-            if fault.moment(directory):
-                return process
-            process.resume()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may just have ended
+                process.suspend()
+                time.sleep(LOOK_S)
+                if fault.moment(directory):
+                    return process
+                process.resume()
         assert run.process.poll() is None and time.monotonic() < deadline, (
             f"{fault.name}: its moment did not come, or no process {fault.process!r}\n{run.output}"
         )
@@ -251,7 +252,7 @@ def test_eight_generators_on_one_node(start_run, shared_memory, tmp_path, engine
     engine_starts += ["one of eight"] * 8
     run = start_run({"generator.num_replicas": 8, "generator.num_cpus": 0.1, "max_steps": 40})
     run.until(lambda: newest(directory, "commit") >= 1, timeout_s=1200)
-    engines = [one for one in run.descendants() if "VLLM::" in " ".join(one.cmdline())]
+    engines = run.having("VLLM::")
     assert len(engines) == 8
     listening = [connection.laddr for one in engines for connection in one.net_connections("tcp") if connection.status == "LISTEN"]
     assert len({port for _, port in listening}) == len(listening) and {host for host, _ in listening} <= {"127.0.0.1"}

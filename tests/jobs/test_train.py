@@ -49,7 +49,7 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(start_run, shared_memory, t
     unhurried = {"function": "rewards_for_runs:unhurried", "weight": 0.0}  # so that the notebook finds the run alive
     run = start_run({"max_steps": 120, "checkpoint.every_steps": 60, "reward.functions.unhurried": unhurried, "eval.accuracy": "digits"})
     run.until(lambda: len(events(directory, "commit")) >= 3)
-    assert not any("ProxyActor" in " ".join(process.cmdline()) for process in run.descendants())  # its generator opens no HTTP port
+    assert not run.having("ProxyActor")  # its generator opens no HTTP port
     live = execute_notebook(directory, tmp_path, monkeypatch)
     versions = [int(word) for word in live.split("committed version ")[2].split(",")[0].split(" -> ")]
     assert versions[0] < versions[1], live
@@ -111,7 +111,7 @@ def test_parts_of_a_run_are_killed_and_nothing_is_lost(start_run, shared_memory,
     second = start_run({"max_steps": committed + steps}, "--resume", "must")
     for part, after in kills:
         second.until(lambda after=after: any(record["version"] > committed + after for record in events(directory, "commit")))
-        next(process for process in second.descendants() if part in " ".join(process.cmdline())).kill()
+        second.having(part)[0].kill()
     assert second.wait(900) == 0, second.output
     assert f"resuming at version {committed}" in second.output
     if kills:
@@ -160,9 +160,7 @@ def test_a_run_killed_five_times_keeps_its_books(start_run, tmp_path):
 
 
 PHASES = {
-    "engine loading": lambda run, directory: any(
-        "EngineCore" in " ".join(one.cmdline()) or "ServeReplica" in " ".join(one.cmdline()) for one in run.descendants()
-    ),
+    "engine loading": lambda run, directory: run.having("EngineCore") or run.having("ServeReplica"),
     "warm start": lambda run, directory: events(directory, "warm_start"),
     "generating": lambda run, directory: len(events(directory, "step")) >= 3,
     "mid-update": lambda run, directory: len(events(directory, "gather")) > max(3, len(events(directory, "commit"))),
@@ -244,7 +242,7 @@ def test_one_of_two_replicas_slower(times, start_run, tmp_path):
     run = start_run({"generator.num_replicas": 2, "max_steps": 40, "eval": {}})
     directory = tmp_path / "runs" / "run"
     run.until(lambda: len(events(directory, "step")) >= 3)
-    slow = next(process for process in run.descendants() if "EngineCore" in " ".join(process.cmdline()))
+    slow = run.having("EngineCore")[0]
     with contextlib.suppress(psutil.NoSuchProcess):
         while run.process.poll() is None:  # it moves in one of so many parts of its time
             slow.suspend()
