@@ -97,6 +97,16 @@ class Cluster:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["applications"]
 
+    def kill(self, part: str) -> None:
+        """End a process of the cluster whose command line has this in it."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # others come and go
+                if part in " ".join(process.cmdline()):
+                    process.kill()
+                    process.wait(30)
+                    return
+        raise AssertionError(f"no process {part!r}")
+
     def stop(self) -> None:
         if self.process.poll() is not None:
             return
@@ -251,9 +261,7 @@ def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(cluste
     assert len(cluster.applications()) == 1
 
     # Serve's proxy dies: another takes its port, and the replica behind it has not changed.
-    proxy = next(process for process in psutil.Process(cluster.process.pid).children(recursive=True) if "ray::ProxyActor" in " ".join(process.cmdline()))
-    proxy.kill()
-    proxy.wait(30)
+    cluster.kill("ray::ProxyActor")
     deadline = time.monotonic() + 120
     while not http.answers():
         assert time.monotonic() < deadline
@@ -261,9 +269,7 @@ def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(cluste
     assert stranger.ask("/health")[0] == 401
 
     # The replica dies while nothing is asked of it. What it served was nobody's any more: the one that comes instead says that it serves the checkpoint.
-    replica = next(process for process in psutil.Process(cluster.process.pid).children(recursive=True) if "ray::ServeReplica" in " ".join(process.cmdline()))
-    replica.kill()
-    replica.wait(30)
+    cluster.kill("ray::ServeReplica")
     deadline = time.monotonic() + 300
     while not http.answers():
         assert time.monotonic() < deadline
