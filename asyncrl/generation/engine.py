@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import os
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 
 from asyncrl.environment import claim_caches, passed_on
+from asyncrl.generation.ahead import AheadProcess, handed_to_vllm, import_engine
 from asyncrl.generation.protocol import EngineDied, GenerateRequest, GenerationTimeout, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.generation.stops import load_stop_set
@@ -66,8 +68,8 @@ def engine_environment(device: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """Seconds of a start: importing vLLM; its config (the model's class is inspected, in a process of its own the first time on a
-    machine); the engine's process (its own import of vLLM, the model, the cache); the first generation. And whether compile caches were damaged."""
+    """Seconds of a start: importing vLLM, here and in the engine's process at once; its config (the model's class is inspected, in a process of its own the
+    first time on a machine); the rest of the engine's process (workers, the model, the cache); the first generation. And damaged compile caches."""
 
     import_s: float
     config_s: float
@@ -127,14 +129,22 @@ class Engine:
         caches = claim_caches("generator")
         self._stacks = tempfile.TemporaryDirectory(prefix="asyncrl_stacks_")
         os.environ[STACKS] = self._stacks.name
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        imported = time.monotonic()
+        if self.app.generator.device == "cpu":
+            os.environ["LD_PRELOAD"] = _preloaded(os.environ.get("LD_PRELOAD", ""))
         before = {process.pid for process in psutil.Process().children(recursive=True)}
-        vllm_config, executor = _engine_config(self.app)
-        configured = time.monotonic()
-        # The constructor blocks for as long as the engine's process loads; the output loop has to be made by this event loop.
-        self._llm = await asyncio.to_thread(AsyncLLM, vllm_config, executor, log_stats=False, log_requests=False, stat_loggers=[self._stat_logger()])
+        with AheadProcess(import_engine) as process:
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            imported = time.monotonic()
+            vllm_config, executor = _engine_config(self.app)
+            configured = time.monotonic()
+
+            def make() -> Any:
+                with handed_to_vllm(process):
+                    return AsyncLLM(vllm_config, executor, log_stats=False, log_requests=False, stat_loggers=[self._stat_logger()])
+
+            # The constructor blocks for as long as the engine's process loads; the output loop has to be made by this event loop.
+            self._llm = await asyncio.to_thread(make)
         self.kv_cache_tokens = int(vllm_config.cache_config.num_gpu_blocks or 0) * int(vllm_config.cache_config.block_size)
         # Python's resource tracker is not the engine's: it ends with this process.
         self._processes = [
@@ -430,6 +440,18 @@ def version_spans(labels: Sequence[Any], tokens: int) -> tuple[VersionSpan, ...]
         elif label.end > label.start:
             spans.append(VersionSpan(version, label.start, label.end))
     return tuple(spans) if spans or not tokens else (VersionSpan(0, 0, tokens),)
+
+
+def _preloaded(named: str) -> str:
+    """LD_PRELOAD with the libraries that vLLM names there for an engine on CPU: torch's OpenMP, of which there must not be two, and vLLM's allocator where its
+    package has one. vLLM does so itself, but later than the engine's process starts."""
+    patterns = {"libgomp": ("torch", "lib/libgomp*.so*"), "libtcmalloc": ("vllm", "libs/libtcmalloc*.so*")}
+    libraries = [named] if named else []
+    for library, (package, pattern) in patterns.items():
+        spec = importlib.util.find_spec(package)
+        if library not in named and spec is not None and spec.origin is not None:
+            libraries = [*map(str, sorted(Path(spec.origin).parent.glob(pattern))[:1]), *libraries]
+    return ":".join(libraries)
 
 
 def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:

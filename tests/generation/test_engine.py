@@ -210,7 +210,7 @@ def test_untied_head_matches_transformers_then_dies_clean(
     # Killed without a chance to clean up, it takes its processes along.
     pid, processes = ray_cluster.get(holder.processes.remote(), timeout=60)
     started = [psutil.Process(process) for process in processes]
-    assert started
+    assert [process.cmdline()[0] for process in started] == ["VLLM::EngineCore"], "started ahead, or spawned by vLLM beside it"
     mapped = {line.split()[-1] for process in processes for line in Path(f"/proc/{process}/maps").read_text().splitlines() if "/dev/shm/" in line}
     assert mapped == set(), "a killed process would leave these"
     os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,104 @@
+"""The engine's process, started before vLLM asks for it, so that both sides of an engine import vLLM at the same time.
+
+That import is most of an engine's start, and vLLM makes one after the other. A fork of a process that has it is no way out: with torch, Ray or CUDA
+loaded it is unsafe, and in a Ray actor vLLM refuses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+__all__ = ["AheadProcess", "handed_to_vllm", "import_engine"]
+
+_handing = threading.Lock()
+
+
+class AheadProcess:
+    """A spawned process that prepares itself and then waits for what it is to run. It ends if that does not come.
+
+    To vLLM it is the multiprocessing context and the process that it makes there: `Process(...)`, `start()`, and then all that a process has.
+    As a context manager it kills the process if the block fails, or if nobody has given it work.
+    """
+
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        context = multiprocessing.get_context("spawn")
+        work, self._work = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run_what_comes, args=(prepare, work))
+        self._process.start()
+        work.close()
+        self._target: tuple[Callable[..., None], Mapping[str, Any]] | None = None
+
+    def __enter__(self) -> AheadProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None or not self._work.closed:
+            self._process.kill()
+            self._process.join()
+            self._work.close()
+
+    def Process(self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> AheadProcess:  # multiprocessing's name
+        """This process, which is to run the target.
+
+        Raises:
+            RuntimeError: it has a target already.
+        """
+        if self._target is not None:
+            raise RuntimeError("vLLM asks for a second process of the engine, and one was started ahead")
+        self._process.name = name
+        self._target = target, kwargs
+        return self
+
+    def start(self) -> None:
+        """Run the target, in the environment that the calling process has now."""
+        with contextlib.suppress(BrokenPipeError):  # It has ended, as vLLM will see by its exit code.
+            self._work.send((self._process.name, dict(os.environ)))
+            self._work.send(self._target)
+        self._work.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+
+def import_engine() -> None:
+    """What the process of an engine does first."""
+    import vllm.v1.engine.core  # noqa: F401
+    from vllm.utils.system_utils import set_process_title
+
+    # Titles lie where the process's first environment was: they can be set later only if one was before that changed.
+    set_process_title("EngineCore")
+
+
+@contextlib.contextmanager
+def handed_to_vllm(process: AheadProcess) -> Iterator[None]:
+    """Within it, an engine that vLLM makes gets this process where it would have spawned one."""
+    from vllm.v1.engine import utils
+
+    with _handing:
+        get_mp_context = utils.get_mp_context
+        get_mp_context()  # for what it sets in the environment
+        utils.get_mp_context = lambda: process
+        try:
+            yield
+        finally:
+            utils.get_mp_context = get_mp_context
+
+
+def _run_what_comes(prepare: Callable[[], None], work: Connection) -> None:
+    prepare()
+    try:
+        name, environment = work.recv()
+        os.environ.update(environment)
+        target, kwargs = work.recv()
+    except EOFError:
+        return
+    work.close()
+    multiprocessing.current_process().name = name
+    target(**kwargs)
