@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ _handing = threading.Lock()
 
 
 class AheadProcess:
-    """A spawned process that prepares itself and then waits for what it is to run. It ends if that does not come.
+    """A spawned process that prepares itself and then waits for what it is to run. It ends with the one that spawned it.
 
     To vLLM it is the multiprocessing context and the process that it makes there: `Process(...)`, `start()`, and then all that a process has.
     As a context manager it kills the process if the block fails, or if nobody has given it work.
@@ -33,6 +34,8 @@ class AheadProcess:
         self._process = context.Process(target=_run_what_comes, args=(prepare, work))
         self._process.start()
         work.close()
+        # At its end Python waits for each process that it spawned, and this one would wait for its work.
+        self._at_exit = multiprocessing.util.Finalize(None, self._process.kill, exitpriority=0)
         self._target: tuple[Callable[..., None], Mapping[str, Any]] | None = None
 
     def __enter__(self) -> AheadProcess:
@@ -43,6 +46,7 @@ class AheadProcess:
             self._process.kill()
             self._process.join()
             self._work.close()
+            self._at_exit.cancel()
 
     def Process(self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> AheadProcess:  # multiprocessing's name
         """This process, which is to run the target.
@@ -50,11 +54,16 @@ class AheadProcess:
         Raises:
             RuntimeError: it has a target already.
         """
-        if self._target is not None:
+        if self.taken:
             raise RuntimeError("vLLM asks for a second process of the engine, and one was started ahead")
         self._process.name = name
         self._target = target, kwargs
         return self
+
+    @property
+    def taken(self) -> bool:
+        """Whether it has a target."""
+        return self._target is not None
 
     def start(self) -> None:
         """Run the target, in the environment that the calling process has now."""
@@ -62,13 +71,15 @@ class AheadProcess:
             self._work.send((self._process.name, dict(os.environ)))
             self._work.send(self._target)
         self._work.close()
+        self._at_exit.cancel()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._process, name)
 
 
 def import_engine() -> None:
-    """What the process of an engine does first."""
+    """What the process of an engine does first. It imports no model and no worker: some of them read, when they are imported, variables that vLLM sets
+    while it makes its config."""
     import vllm.v1.engine.core  # noqa: F401
     from vllm.utils.system_utils import set_process_title
 
@@ -78,7 +89,11 @@ def import_engine() -> None:
 
 @contextlib.contextmanager
 def handed_to_vllm(process: AheadProcess) -> Iterator[None]:
-    """Within it, an engine that vLLM makes gets this process where it would have spawned one."""
+    """Within it, an engine that vLLM makes gets this process where it would have spawned one.
+
+    Raises:
+        RuntimeError: none was made, or vLLM spawned one after all.
+    """
     from vllm.v1.engine import utils
 
     with _handing:
@@ -89,6 +104,8 @@ def handed_to_vllm(process: AheadProcess) -> Iterator[None]:
             yield
         finally:
             utils.get_mp_context = get_mp_context
+    if not process.taken:
+        raise RuntimeError("vLLM did not take the engine's process that was started ahead: is this the version of vLLM that pyproject.toml names?")
 
 
 def _run_what_comes(prepare: Callable[[], None], work: Connection) -> None:
@@ -97,7 +114,7 @@ def _run_what_comes(prepare: Callable[[], None], work: Connection) -> None:
         name, environment = work.recv()
         os.environ.update(environment)
         target, kwargs = work.recv()
-    except EOFError:
+    except (EOFError, OSError):  # nobody is there any more
         return
     work.close()
     multiprocessing.current_process().name = name

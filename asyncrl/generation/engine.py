@@ -28,7 +28,7 @@ from asyncrl.stacks import stack_here
 from asyncrl.types import TRUNCATED, Completion, VersionSpan
 from asyncrl.weights.engine import BACKEND, OWNED, STACKS
 
-__all__ = ["PAUSE", "Engine", "engine_environment", "text_before", "version_spans"]
+__all__ = ["PAUSE", "Engine", "engine_environment", "openmp_first", "text_before", "version_spans"]
 
 PAUSE: dict[str, dict[str, Any]] = {
     "keep": {"mode": "keep", "clear_cache": False},
@@ -68,8 +68,9 @@ def engine_environment(device: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """Seconds of a start: importing vLLM, here and in the engine's process at once; its config (the model's class is inspected, in a process of its own the
-    first time on a machine); the rest of the engine's process (workers, the model, the cache); the first generation. And damaged compile caches."""
+    """Seconds of a start: importing vLLM, which the engine's process does meanwhile; its config (the model's class is inspected, in a process of its own the
+    first time on a machine); what the engine's process then still needs (its workers, the model, the cache); the first generation. And whether compile
+    caches were damaged."""
 
     import_s: float
     config_s: float
@@ -130,7 +131,7 @@ class Engine:
         self._stacks = tempfile.TemporaryDirectory(prefix="asyncrl_stacks_")
         os.environ[STACKS] = self._stacks.name
         if self.app.generator.device == "cpu":
-            os.environ["LD_PRELOAD"] = _preloaded(os.environ.get("LD_PRELOAD", ""))
+            os.environ["LD_PRELOAD"] = openmp_first(os.environ.get("LD_PRELOAD", ""))
         before = {process.pid for process in psutil.Process().children(recursive=True)}
         with AheadProcess(import_engine) as process:
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -442,16 +443,15 @@ def version_spans(labels: Sequence[Any], tokens: int) -> tuple[VersionSpan, ...]
     return tuple(spans) if spans or not tokens else (VersionSpan(0, 0, tokens),)
 
 
-def _preloaded(named: str) -> str:
-    """LD_PRELOAD with the libraries that vLLM names there for an engine on CPU: torch's OpenMP, of which there must not be two, and vLLM's allocator where its
-    package has one. vLLM does so itself, but later than the engine's process starts."""
-    patterns = {"libgomp": ("torch", "lib/libgomp*.so*"), "libtcmalloc": ("vllm", "libs/libtcmalloc*.so*")}
-    libraries = [named] if named else []
-    for library, (package, pattern) in patterns.items():
-        spec = importlib.util.find_spec(package)
-        if library not in named and spec is not None and spec.origin is not None:
-            libraries = [*map(str, sorted(Path(spec.origin).parent.glob(pattern))[:1]), *libraries]
-    return ":".join(libraries)
+def openmp_first(named: str) -> str:
+    """LD_PRELOAD with torch's OpenMP library, unless it names one: with two of them in a process, threads that are bound to cores share one. vLLM does this
+    itself (vllm-project/vllm#27369), but later than the engine's process starts."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None or any(library in named for library in ("libgomp", "libomp", "libiomp")):
+        return named
+    torch = Path(spec.origin).parent
+    found = [*torch.parent.glob("torch.libs/libgomp*.so*"), *torch.glob("lib/libgomp*.so*")]
+    return ":".join([*([named] if named else []), *map(str, found[:1])])
 
 
 def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:

@@ -1,17 +1,18 @@
 """A process that is started before its work is known. Here it runs a shell; in `test_engine` it is vLLM's engine."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
 
-from asyncrl.generation.ahead import AheadProcess
+from asyncrl.generation.ahead import AheadProcess, handed_to_vllm
+from asyncrl.generation.engine import engine_environment, openmp_first
 
 PREPARE = partial(os.chdir, "/")
 
@@ -24,7 +25,6 @@ def test_it_runs_what_it_is_given_in_the_environment_of_that_moment(tmp_path, mo
     with AheadProcess(PREPARE) as process:
         monkeypatch.setenv("ASYNCRL_TEST_LATER", "set after it was started")
         made = process.Process(**shell(f'printf %s "$ASYNCRL_TEST_LATER, in $PWD" > {tmp_path}/said'))
-        assert made is process and not (tmp_path / "said").exists()
         made.start()
         made.join(30)
     assert made.exitcode == 0 and made.name == "Shell"
@@ -66,22 +66,100 @@ def test_it_is_one_process():
         process.join(30)
 
 
-SCRIPT = """
-import json, os, sys, time
+OWNER = """
+import os, sys, threading, time
 from functools import partial
 from asyncrl.generation.ahead import AheadProcess
 
+def own():
+    with AheadProcess(partial(os.write, 1, b"ready\\n")) as process:
+        print(process.pid, flush=True)
+        time.sleep(600)
+
 if __name__ == "__main__":
-    process = AheadProcess(partial(os.chdir, "/"))
-    print(json.dumps(process.pid), flush=True)
-    time.sleep(600)
+    owner = threading.Thread(target=own, daemon=True)
+    owner.start()
+    sys.stdin.readline()
 """
 
 
-def test_it_ends_when_the_one_that_started_it_is_killed(tmp_path):
+def owned(tmp_path):
+    """A process that has one prepared, and waits for a line."""
     script = tmp_path / "owner.py"
-    script.write_text(SCRIPT)
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as owner:
-        process = psutil.Process(json.loads(owner.stdout.readline()))
+    script.write_text(OWNER)
+    owner = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = psutil.Process(int(owner.stdout.readline()))
+    assert owner.stdout.readline() == b"ready\n"
+    return owner, process
+
+
+def test_it_ends_when_the_one_that_started_it_is_killed(tmp_path):
+    owner, process = owned(tmp_path)
+    with owner:
         owner.kill()
     process.wait(30)
+
+
+def test_it_ends_when_the_one_that_started_it_ends(tmp_path):
+    owner, process = owned(tmp_path)
+    with owner:
+        owner.communicate(b"end\n", timeout=30)
+    process.wait(30)
+
+
+@pytest.fixture
+def utils(monkeypatch):
+    """vLLM's module that makes the engine's process, as far as it matters here."""
+    module = ModuleType("vllm.v1.engine.utils")
+    module.get_mp_context = lambda: "spawn"
+    parents = {name: ModuleType(name) for name in ("vllm", "vllm.v1", "vllm.v1.engine")}
+    parents["vllm.v1.engine"].utils = module
+    for name, loaded in (parents | {module.__name__: module}).items():
+        monkeypatch.setitem(sys.modules, name, loaded)
+    return module
+
+
+def test_vllm_gets_it_and_then_its_own_again(utils):
+    spawned = utils.get_mp_context
+    with AheadProcess(PREPARE) as process:
+        with handed_to_vllm(process):
+            utils.get_mp_context().Process(**shell("true")).start()
+        process.join(30)
+    assert process.exitcode == 0 and utils.get_mp_context is spawned
+    with pytest.raises(OSError, match="no memory"), AheadProcess(PREPARE) as process, handed_to_vllm(process):
+        raise OSError("no memory")
+    assert utils.get_mp_context is spawned
+
+
+def test_a_vllm_that_does_not_take_it_is_refused(utils):
+    with pytest.raises(RuntimeError, match="is this the version of vLLM"), AheadProcess(PREPARE) as process, handed_to_vllm(process):
+        pass
+    assert process.exitcode == -signal.SIGKILL
+
+
+FAILING = """
+import asyncio, psutil
+from asyncrl.generation.engine import Engine
+from asyncrl.generation.settings import GeneratorApp
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(Engine(GeneratorApp(model="/no/model")).start())
+    except Exception as error:
+        left = [p.cmdline() for p in psutil.Process().children(recursive=True) if "resource_tracker" not in str(p.cmdline())]
+        print("FAILED", type(error).__name__, left)
+"""
+
+
+def test_an_engine_that_cannot_start_leaves_no_process(tmp_path):
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    ended = subprocess.run([sys.executable, script], env=os.environ | engine_environment("cpu"), capture_output=True, text=True, timeout=300)
+    assert ended.stdout.splitlines()[-1].startswith("FAILED") and ended.stdout.splitlines()[-1].endswith("[]"), ended.stdout + ended.stderr
+
+
+def test_torchs_openmp_is_preloaded_unless_there_is_one():
+    ours = openmp_first("")
+    assert Path(ours).is_file() and "libgomp" in ours
+    assert openmp_first("/lib/libtcmalloc.so") == f"/lib/libtcmalloc.so:{ours}"
+    assert openmp_first("/opt/intel/libiomp5.so") == "/opt/intel/libiomp5.so"
