@@ -29,11 +29,11 @@ def main(arguments: list[str]) -> int:
     """Start both by turns, print the medians and their ratio, and say by the exit code whether the bar holds."""
     parser = argparse.ArgumentParser(prog="bench_startup.py")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs=2, metavar=("NAME", "MODEL"), help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs=3, metavar=("NAME", "MODEL", "FIRST"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.only:
-        name, model = options.only
-        asyncio.run({"naive": naive, "asyncrl": ours}[name](model))
+        name, model, first = options.only
+        asyncio.run({"naive": naive, "asyncrl": ours}[name](model, Path(first)))
         return 0
     from quickstart_task import make_model
 
@@ -44,20 +44,19 @@ def main(arguments: list[str]) -> int:
         make_model(Path(folder), seed=0)
         for turn in range(options.rounds):
             for name in seconds:
-                environment = os.environ | (engine_environment("cpu") if name == "asyncrl" else {})
+                environment, first = os.environ | (engine_environment("cpu") if name == "asyncrl" else {}), Path(folder) / f"first_{name}_{turn}"
+                command = [sys.executable, __file__, "--only", name, folder, str(first)]
                 begun = time.monotonic()
-                subprocess.run(
-                    [sys.executable, __file__, "--only", name, folder], check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-                )
-                seconds[name].append(time.monotonic() - begun)
+                subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                seconds[name].append(float(first.read_text()) - begun)
                 print(f"round {turn + 1}  {name:<8}{seconds[name][-1]:7.1f} s", flush=True)
     naive_s, ours_s = statistics.median(seconds["naive"]), statistics.median(seconds["asyncrl"])
     print(f"medians: naive {naive_s:.1f} s, asyncrl {ours_s:.1f} s = {ours_s / naive_s:.2f} of it (bar {BAR:g})")
     return 0 if ours_s <= BAR * naive_s else 1
 
 
-async def naive(model: str) -> None:
-    """vLLM as its documentation starts it, to the first token."""
+async def naive(model: str, first: Path) -> None:
+    """vLLM as its documentation starts it. Writes when the first token came, on the machine's monotonic clock; the shutdown does not count."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -65,28 +64,20 @@ async def naive(model: str) -> None:
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=KV_BYTES))
     async for _ in llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=1), "first"):
         break
-    _leave()
+    first.write_text(str(time.monotonic()))
+    llm.shutdown()
 
 
-async def ours(model: str) -> None:
-    """The engine of a replica, whose start ends with a first token."""
+async def ours(model: str, first: Path) -> None:
+    """The engine of a replica, whose start ends with a first token; writes when that was."""
     from asyncrl.config import GeneratorConfig
     from asyncrl.generation.engine import Engine
     from asyncrl.generation.settings import GeneratorApp
 
-    await Engine(GeneratorApp(model=model, generator=GeneratorConfig(kv_cache_memory_bytes=KV_BYTES))).start()
-    _leave()
-
-
-def _leave() -> None:
-    """End at once, with the engine's processes: how long a shutdown takes is not asked here."""
-    import psutil
-
-    children = psutil.Process().children(recursive=True)
-    for child in children:
-        child.kill()
-    psutil.wait_procs(children, 10)
-    os._exit(0)
+    engine = Engine(GeneratorApp(model=model, generator=GeneratorConfig(kv_cache_memory_bytes=KV_BYTES)))
+    await engine.start()
+    first.write_text(str(time.monotonic()))
+    await engine.stop()
 
 
 if __name__ == "__main__":
