@@ -141,7 +141,7 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
         "# placement, in slime's terms\n"
         f"  actor_num_nodes * actor_num_gpus_per_node = learner.world_size = {actors} GPUs, rollout_num_gpus = generator.num_replicas = {rollouts}{devices}\n"
         f"  decoupled needs total >= {actors} + {rollouts}{extra} = {actors + rollouts + reference}{_gpus(nodes)}\n"
-        f"  colocate  needs total >= {actors}{extra}; it is not implemented: {NOT_IMPLEMENTED['colocate']}"
+        f"  colocate  needs total >= {actors}{extra}; it is not implemented: {NOT_IMPLEMENTED['colocate'].partition(';')[0]}"
     )
 
 
