@@ -74,7 +74,7 @@ def test_fractions_add_up(rank, replica, free):
 def test_slimes_arithmetic_for_both_placements():
     text = placement_text(config(**GPUS), [node("a", 8, 4, free={"GPU": 1}), node("b", 8, 4)])
     assert "decoupled needs total >= 3 + 1 = 4: 8 registered, 5 free" in text
-    assert "colocate  needs total >= 3; it is not implemented: generators and learner always have processes of their own; remove it" in text
+    assert text.endswith("  colocate  needs total >= 3; it is not implemented: generators and learner always have processes of their own")
     reference = placement_text(config(**GPUS, algorithm={"kl_loss_coef": 0.1}))
     assert "decoupled needs total >= 3 + 1 + reference 1 = 5\n" in reference and "colocate  needs total >= 3 + reference 1;" in reference
     assert "= 0 GPUs" in placement_text(config()) and "what is on cpu takes no GPU" in placement_text(config())
