@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import itertools
 import json
 import logging
@@ -21,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
-__all__ = ["CACHES", "Caches", "claim_caches", "damaged_file", "passed_on"]
+__all__ = ["CACHES", "Caches", "claim_caches", "damaged_file", "passed_on", "preload_openmp"]
 
 logger = logging.getLogger("asyncrl")
 
@@ -56,6 +57,17 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
     started before, or elsewhere, does not know them."""
     ours = {name: value for name, value in environment.items() if name.startswith(PASSED_PREFIXES) or name in PASSED}
     return {name: value for name, value in ours.items() if name not in NEVER and not any(word in name for word in SECRET)}
+
+
+def preload_openmp(preloaded: str) -> str:
+    """This value of LD_PRELOAD with torch's OpenMP library, unless it names one: with two of them in a process, threads that are bound to cores share one.
+    vLLM does this itself (vllm-project/vllm#27369), but later than the engine's process starts."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None or any(library in preloaded for library in ("libgomp", "libomp", "libiomp")):
+        return preloaded
+    torch = Path(spec.origin).parent
+    found = [*torch.parent.glob("torch.libs/libgomp*.so*"), *torch.glob("lib/libgomp*.so*")]
+    return ":".join([*([preloaded] if preloaded else []), *map(str, found[:1])])
 
 
 def claim_caches(role: str, root: Path | None = None) -> Caches:

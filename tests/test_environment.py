@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl import environment
 from asyncrl.config import Config
-from asyncrl.environment import CACHES, _private, claim_caches, damaged_file, passed_on
+from asyncrl.environment import CACHES, _private, claim_caches, damaged_file, passed_on, preload_openmp
 from asyncrl.generation.engine import engine_environment
 from asyncrl.learning.group import rank_environment
 
@@ -127,3 +127,10 @@ def test_a_folder_that_others_can_write_to_is_no_place_for_caches(tmp_path, monk
     for name in ("open", "link", "dangling"):
         found = _private(tmp_path / name)
         assert found.name.startswith("asyncrl-cache-") and found.parent == tmp_path and found.stat().st_mode & 0o777 == 0o700
+
+
+def test_torchs_openmp_is_preloaded_unless_there_is_one():
+    ours = preload_openmp("")
+    assert os.path.isfile(ours) and "libgomp" in ours
+    assert preload_openmp("/lib/libtcmalloc.so") == f"/lib/libtcmalloc.so:{ours}"
+    assert preload_openmp("/opt/intel/libiomp5.so") == "/opt/intel/libiomp5.so"

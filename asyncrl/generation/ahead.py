@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any
 
@@ -111,11 +112,11 @@ def handed_to_vllm(process: AheadProcess) -> Iterator[None]:
 def _run_what_comes(prepare: Callable[[], None], work: Connection) -> None:
     prepare()
     try:
-        name, environment = work.recv()
-        os.environ.update(environment)
-        target, kwargs = work.recv()
+        about, task = work.recv_bytes(), work.recv_bytes()
     except (EOFError, OSError):  # nobody is there any more
         return
     work.close()
-    multiprocessing.current_process().name = name
+    multiprocessing.current_process().name, environment = ForkingPickler.loads(about)
+    os.environ.update(environment)  # before the modules of the task are imported
+    target, kwargs = ForkingPickler.loads(task)
     target(**kwargs)

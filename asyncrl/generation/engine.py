@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import itertools
 import os
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.environment import claim_caches, passed_on
+from asyncrl.environment import claim_caches, passed_on, preload_openmp
 from asyncrl.generation.ahead import AheadProcess, handed_to_vllm, import_engine
 from asyncrl.generation.protocol import EngineDied, GenerateRequest, GenerationTimeout, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
@@ -28,7 +27,7 @@ from asyncrl.stacks import stack_here
 from asyncrl.types import TRUNCATED, Completion, VersionSpan
 from asyncrl.weights.engine import BACKEND, OWNED, STACKS
 
-__all__ = ["PAUSE", "Engine", "engine_environment", "openmp_first", "text_before", "version_spans"]
+__all__ = ["PAUSE", "Engine", "engine_environment", "text_before", "version_spans"]
 
 PAUSE: dict[str, dict[str, Any]] = {
     "keep": {"mode": "keep", "clear_cache": False},
@@ -131,7 +130,7 @@ class Engine:
         self._stacks = tempfile.TemporaryDirectory(prefix="asyncrl_stacks_")
         os.environ[STACKS] = self._stacks.name
         if self.app.generator.device == "cpu":
-            os.environ["LD_PRELOAD"] = openmp_first(os.environ.get("LD_PRELOAD", ""))
+            os.environ["LD_PRELOAD"] = preload_openmp(os.environ.get("LD_PRELOAD", ""))
         before = {process.pid for process in psutil.Process().children(recursive=True)}
         with AheadProcess(import_engine) as process:
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -441,17 +440,6 @@ def version_spans(labels: Sequence[Any], tokens: int) -> tuple[VersionSpan, ...]
         elif label.end > label.start:
             spans.append(VersionSpan(version, label.start, label.end))
     return tuple(spans) if spans or not tokens else (VersionSpan(0, 0, tokens),)
-
-
-def openmp_first(named: str) -> str:
-    """LD_PRELOAD with torch's OpenMP library, unless it names one: with two of them in a process, threads that are bound to cores share one. vLLM does this
-    itself (vllm-project/vllm#27369), but later than the engine's process starts."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None or any(library in named for library in ("libgomp", "libomp", "libiomp")):
-        return named
-    torch = Path(spec.origin).parent
-    found = [*torch.parent.glob("torch.libs/libgomp*.so*"), *torch.glob("lib/libgomp*.so*")]
-    return ":".join([*([named] if named else []), *map(str, found[:1])])
 
 
 def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:

@@ -5,14 +5,13 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import psutil
 import pytest
 
 from asyncrl.generation.ahead import AheadProcess, handed_to_vllm
-from asyncrl.generation.engine import engine_environment, openmp_first
+from asyncrl.generation.engine import engine_environment
 
 PREPARE = partial(os.chdir, "/")
 
@@ -34,6 +33,18 @@ def test_it_runs_what_it_is_given_in_the_environment_of_that_moment(tmp_path, mo
 def test_an_error_of_what_it_runs_is_its_exit_code():
     with AheadProcess(PREPARE) as process:
         process.Process(**shell("exit 3")).start()
+        process.join(30)
+    assert process.exitcode == 1
+
+
+class Unreadable:
+    def __reduce__(self):
+        return os.stat, ("/no/such/file",)
+
+
+def test_work_that_cannot_be_read_there_is_an_error():
+    with AheadProcess(PREPARE) as process:
+        process.Process(target=print, name="Shell", kwargs={"file": Unreadable()}).start()
         process.join(30)
     assert process.exitcode == 1
 
@@ -156,10 +167,3 @@ def test_an_engine_that_cannot_start_leaves_no_process(tmp_path):
     script.write_text(FAILING)
     ended = subprocess.run([sys.executable, script], env=os.environ | engine_environment("cpu"), capture_output=True, text=True, timeout=300)
     assert ended.stdout.splitlines()[-1].startswith("FAILED") and ended.stdout.splitlines()[-1].endswith("[]"), ended.stdout + ended.stderr
-
-
-def test_torchs_openmp_is_preloaded_unless_there_is_one():
-    ours = openmp_first("")
-    assert Path(ours).is_file() and "libgomp" in ours
-    assert openmp_first("/lib/libtcmalloc.so") == f"/lib/libtcmalloc.so:{ours}"
-    assert openmp_first("/opt/intel/libiomp5.so") == "/opt/intel/libiomp5.so"
