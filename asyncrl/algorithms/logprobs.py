@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK_ELEMENTS", "greedy_tokens", "token_logprobs"]
+__all__ = ["CHUNK_ELEMENTS", "IDENTITY", "LogitMap", "greedy_tokens", "token_logprobs"]
 
 CHUNK_ELEMENTS = 1 << 23
 """Logits of one chunk: 32 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitMap:
+    """What a model does to its logits after the head: z → softcap * tanh(scale * z / softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    """None = no cap: z → scale * z."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The mapped logits, of the same shape."""
+        scaled = logits if self.scale == 1.0 else logits * self.scale
+        return scaled if self.softcap is None else torch.tanh(scaled / self.softcap) * self.softcap
+
+
+IDENTITY = LogitMap()
 
 
 def token_logprobs(
@@ -21,8 +39,10 @@ def token_logprobs(
     bias: Tensor | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
     entropy_gradient: bool = False,
+    logit_map: LogitMap = IDENTITY,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of `targets` [N] and entropies [N] (without gradient, unless asked for) of softmax(hidden @ weight.T / temperature), float32 nats.
+    """Log-probs of `targets` [N] and entropies [N] (without gradient, unless asked for) of
+    softmax(logit_map(hidden @ weight.T + bias) / temperature), float32 nats.
 
     `hidden` is [N, H], `weight` [V, H], `bias` [V]. With more than one chunk the logits are computed again in the backward pass, and the gradients of
     weight and bias add up over the chunks in float32, whatever their type.
@@ -34,8 +54,8 @@ def token_logprobs(
         raise ValueError(f"temperature = {temperature} has no log-probs; use one above 0")
     rows = _chunk_rows(weight, chunk_elements)
     if len(targets) <= rows:
-        return _chunk(hidden, weight, targets, temperature, bias, entropy_gradient)
-    logprobs, entropy = _Chunked.apply(hidden, weight, bias, targets, temperature, rows, entropy_gradient)  # type: ignore[no-untyped-call]
+        return _chunk(hidden, weight, targets, temperature, bias, entropy_gradient, logit_map)
+    logprobs, entropy = _Chunked.apply(hidden, weight, bias, targets, temperature, rows, entropy_gradient, logit_map)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
@@ -45,11 +65,19 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rows: int, entropy_gradient: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        rows: int,
+        entropy_gradient: bool,
+        logit_map: LogitMap,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.settings = temperature, rows, entropy_gradient
-        found = [_chunk(hidden[chunk], weight, targets[chunk], temperature, bias, False) for chunk in _chunks(len(targets), rows)]
+        ctx.settings = temperature, rows, entropy_gradient, logit_map
+        found = [_chunk(hidden[chunk], weight, targets[chunk], temperature, bias, False, logit_map) for chunk in _chunks(len(targets), rows)]
         logprobs, entropy = torch.cat([one for one, _ in found]), torch.cat([other for _, other in found])
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -58,7 +86,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         hidden, whole_weight, whole_bias, targets = ctx.saved_tensors
-        temperature, rows, entropy_gradient = ctx.settings
+        temperature, rows, entropy_gradient, logit_map = ctx.settings
         # Detached: a chunk's gradients come back here and reach no parameter by themselves.
         weight = whole_weight.detach().requires_grad_()
         bias = None if whole_bias is None else whole_bias.detach().requires_grad_()
@@ -68,14 +96,14 @@ class _Chunked(torch.autograd.Function):
         for chunk in _chunks(len(targets), rows):
             part = hidden[chunk].detach().requires_grad_()
             with torch.enable_grad():
-                results = _chunk(part, weight, targets[chunk], temperature, bias, entropy_gradient)
+                results = _chunk(part, weight, targets[chunk], temperature, bias, entropy_gradient, logit_map)
             used = 1 + entropy_gradient
             of_part, *of_head = torch.autograd.grad(results[:used], [part, *given], [gradient[chunk] for gradient in outer[:used]])
             of_hidden.append(of_part)
             for total, gradient in zip(sums, of_head, strict=True):
                 total += gradient
         of_weight, *of_bias = (total.to(tensor.dtype) for total, tensor in zip(sums, given, strict=True))
-        return torch.cat(of_hidden), of_weight, of_bias[0] if of_bias else None, None, None, None, None
+        return torch.cat(of_hidden), of_weight, of_bias[0] if of_bias else None, None, None, None, None, None
 
 
 def _chunks(total: int, rows: int) -> list[slice]:
@@ -83,22 +111,24 @@ def _chunks(total: int, rows: int) -> list[slice]:
 
 
 @torch.no_grad()
-def greedy_tokens(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, chunk_elements: int = CHUNK_ELEMENTS) -> Tensor:
+def greedy_tokens(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, chunk_elements: int = CHUNK_ELEMENTS, logit_map: LogitMap = IDENTITY) -> Tensor:
     """The most probable next token [N] for each row of `hidden` [N, H]; the lowest id wins a tie."""
     rows = _chunk_rows(weight, chunk_elements)
-    return torch.cat([_logits(hidden[at : at + rows], weight, bias).argmax(-1) for at in range(0, max(1, len(hidden)), rows)])
+    return torch.cat([_logits(hidden[at : at + rows], weight, bias, logit_map).argmax(-1) for at in range(0, max(1, len(hidden)), rows)])
 
 
 def _chunk_rows(weight: Tensor, chunk_elements: int) -> int:
     return max(1, chunk_elements // weight.shape[0])
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(hidden, weight, bias).float()
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap) -> Tensor:
+    return logit_map(torch.nn.functional.linear(hidden, weight, bias).float())
 
 
-def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    log_probs = torch.log_softmax(_logits(hidden, weight, bias) / temperature, dim=-1)
+def _chunk(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, entropy_gradient: bool, logit_map: LogitMap
+) -> tuple[Tensor, Tensor]:
+    log_probs = torch.log_softmax(_logits(hidden, weight, bias, logit_map) / temperature, dim=-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from asyncrl.algorithms.logprobs import greedy_tokens, token_logprobs
+from asyncrl.algorithms.logprobs import LogitMap, greedy_tokens, token_logprobs
 
 
 def test_entropy_has_a_gradient_only_if_asked_for() -> None:
@@ -129,3 +129,36 @@ def test_no_rows() -> None:
 def test_temperature_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="temperature = 0"):
         token_logprobs(torch.zeros(1, 5), torch.zeros(13, 5), torch.zeros(1, dtype=torch.int64), 0)
+
+
+MAPS = {"granite": LogitMap(scale=1 / 8), "cohere": LogitMap(scale=0.0625), "gemma 2": LogitMap(softcap=3.0), "both": LogitMap(2.5, 3.0)}
+
+
+@pytest.mark.parametrize("chunk_elements", [30, 10_000], ids=["chunked", "whole"])
+@pytest.mark.parametrize("name", MAPS)
+def test_mapped_logits_have_the_log_probs_and_gradients_of_plain_autograd_in_float64(name: str, chunk_elements: int) -> None:
+    """Logits reach 12, far into the soft cap of 3. The gradient is of log-probs and entropies together."""
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(7, 5), 2 * torch.randn(13, 5), torch.randn(13)
+    targets, direction, logit_map = torch.randint(0, 13, (7,)), torch.linspace(-1, 1, 7), MAPS[name]
+
+    exact = [tensor.double().requires_grad_() for tensor in (hidden, weight, bias)]
+    logits = logit_map.scale * (exact[0] @ exact[1].T + exact[2])
+    if logit_map.softcap is not None:
+        logits = logit_map.softcap * (logits / logit_map.softcap).tanh()
+    log_probs = (logits / 0.7).log_softmax(-1)
+    expected = log_probs[range(7), targets], -(log_probs.exp() * log_probs).sum(-1)
+    wanted = torch.autograd.grad((direction * (expected[0] + 0.1 * expected[1])).sum(), exact)
+
+    inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    found = token_logprobs(inputs[0], inputs[1], targets, 0.7, inputs[2], chunk_elements, True, logit_map)
+    gradients = torch.autograd.grad((direction * (found[0] + 0.1 * found[1])).sum(), inputs)
+    for one, other in zip((*found, *gradients), (*expected, *wanted), strict=True):
+        assert float((one - other).abs().max() / other.abs().max()) < 2e-6
+    assert greedy_tokens(hidden, weight, bias, chunk_elements, logit_map).tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_soft_cap_by_hand() -> None:
+    """Head 0 and 4 capped at 2: 2 tanh 2 = 1.92806; log-prob of the second: -log(1 + e^-1.92806)."""
+    found, _ = token_logprobs(torch.ones(1, 1), torch.tensor([[0.0], [4.0]]), torch.tensor([1]), 1.0, logit_map=LogitMap(softcap=2.0))
+    assert found.item() == pytest.approx(-math.log1p(math.exp(-2 * math.tanh(2))))
