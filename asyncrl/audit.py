@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from asyncrl.config import ConfigError
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
 from asyncrl.control.fates import OUTSTANDING
 from asyncrl.directory import read_record
 from asyncrl.reading import Run
+from asyncrl.runtime import parquet
 
 __all__ = ["Books", "Check", "audit", "audit_text"]
 
@@ -334,16 +334,16 @@ def _outstanding(directory: Path) -> dict[int, set[int]]:
     """Attempt → ordinals outstanding when its fates were last written."""
     found: dict[int, set[int]] = {}
     for path in sorted(directory.glob("attempt_*.parquet")):
-        metadata = pq.read_schema(path).metadata or {}
+        metadata = parquet.read_schema(path).metadata or {}
         if OUTSTANDING in metadata:
             found[int(path.name.split("-")[0].removeprefix("attempt_"))] = set(json.loads(metadata[OUTSTANDING]))
     return found
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    if missing := set(READ) - set(pq.read_schema(path).names):
+    if missing := set(READ) - set(parquet.read_schema(path).names):
         raise ConfigError(f"{path} is of an older asyncrl: it has no column {min(missing)!r}; audit it with that one")
-    table = pq.read_table(path, columns=list(READ)).combine_chunks()
+    table = parquet.read_table(path, columns=list(READ)).combine_chunks()
     lengths = _flat_lengths(table, "completion_ids")
     alike = (lengths == _flat_lengths(table, "loss_mask")) & (lengths == _flat_lengths(table, "logprobs"))
     masks = np.concatenate([[0], np.cumsum(_chunk(table, "loss_mask").flatten().flatten().to_numpy(zero_copy_only=False))])

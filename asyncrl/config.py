@@ -632,7 +632,7 @@ class Config(Section):
     @property
     def checkpoints_directory(self) -> Path:
         """Absolute directory of the checkpoints. Raises ConfigError as `run_directory`."""
-        return Path(self.checkpoint.save) if self.checkpoint.save else self.run_directory / "checkpoints"
+        return Path(self.checkpoint.save).resolve() if self.checkpoint.save else self.run_directory / "checkpoints"
 
     @property
     def run_directory(self) -> Path:

@@ -8,21 +8,28 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.confined import EscapesDirectory, refuse_links
-from asyncrl.control.checkpoint import Checkpoints, State, replace_synced
+from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.observe.metrics import METRICS_FILE, read_metrics
 from asyncrl.resume import Beginning, config_text, data_hash, find_beginning, hash_of, model_hash
+from asyncrl.runtime.files import NotAFile, append_to, make_directory, read_text, replace_text
 
-__all__ = ["RunDirectory", "read_record", "replace_directory"]
+__all__ = ["LockLost", "RunDirectory", "read_record", "replace_directory"]
 
+OURS = ("groups", "fates", "kept", "checkpoints", "logs", "hf")
+"""Folders of a run that only asyncrl writes to: no link is allowed in them at any depth."""
 RECORD = "run.json"
 """The run's id, and of each attempt where it began."""
+
+
+class LockLost(RuntimeError):
+    """Somebody removed or replaced the lock file of a run that goes on."""
 
 
 class RunDirectory:
@@ -42,6 +49,8 @@ class RunDirectory:
         self.path = config.run_directory
         try:
             refuse_links(self.path)
+            for name in OURS:
+                refuse_links(self.path / name, whole=True)
         except EscapesDirectory as error:
             raise ConfigError(str(error)) from None
         if self.path.exists() and config.resume == "never" and any(self.path.iterdir()):
@@ -61,24 +70,23 @@ class RunDirectory:
         beginning = find_beginning(config, known["run_id"], saved)
         self.checkpoint, self.said = beginning.checkpoint, beginning.said
         if not self._locks:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path)
             self._locks.append(self._acquire())
             if (self.path / RECORD).exists():
                 raise ConfigError(
                     f"run directory {self.path}: another driver has begun a run there meanwhile; go on with it (--resume auto), or choose another --name"
                 )
         text = config_text(config)
-        self.checkpoints = Checkpoints(config.checkpoints_directory, config.checkpoint.keep, text)
+        self.checkpoints = Checkpoints(config.checkpoints_directory, config.checkpoint.keep, text, self._check_locks)
         if not self.checkpoints.directory.is_relative_to(self.path):
-            self.checkpoints.directory.mkdir(parents=True, exist_ok=True)
-            self._locks.append(_lock(self.checkpoints.directory, f"checkpoint.save = {str(self.checkpoints.directory)!r}", "name another directory"))
+            make_directory(self.checkpoints.directory)
+            self._locks.append(_Lock.acquire(self.checkpoints.directory, f"checkpoint.save = {str(self.checkpoints.directory)!r}", "name another directory"))
         self.state = self._begin_attempt(beginning, known, config, hash_of(text))
         if beginning.checkpoint is not None and beginning.checkpoint.parent == self.checkpoints.directory:
             self.checkpoints.mark_line(_line(read_record(self.path)["attempts"]))
             self.checkpoints.point_at(beginning.checkpoint.name)
-        for unfinished in [*self.checkpoints.directory.glob(".step_*"), *self.checkpoints.directory.glob(".replaced.*")]:
-            shutil.rmtree(unfinished)  # of an attempt that was killed while it saved
-        _replace_text(self.path / "config.yaml", text)
+        self.checkpoints.remove_unfinished()
+        replace_text(self.path / "config.yaml", text)
 
     @property
     def logs(self) -> Path:
@@ -93,15 +101,19 @@ class RunDirectory:
 
     def _release(self) -> None:
         for lock in self._locks:
-            os.close(lock)
+            lock.release()
         self._locks = []
 
-    def _acquire(self) -> int:
-        return _lock(self.path, f"run directory {self.path}", "choose another --name")
+    def _check_locks(self) -> None:
+        for lock in self._locks:
+            lock.check()
+
+    def _acquire(self) -> _Lock:
+        return _Lock.acquire(self.path, f"run directory {self.path}", "choose another --name")
 
     def _refuse_in_use(self) -> None:
         if (self.path / ".lock").exists():
-            os.close(self._acquire())
+            self._acquire().release()
 
     def _begin_attempt(self, beginning: Beginning, known: dict[str, Any], config: Config, config_hash: str) -> State:
         """The state to begin with; run.json then says of this attempt where it began and what its bounds are."""
@@ -120,23 +132,51 @@ class RunDirectory:
             "max_staleness": config.staleness.max_staleness,
             "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
         }
-        _replace_text(self.path / RECORD, json.dumps({"run_id": run_id, "attempts": [*known["attempts"], begun]}, indent=1))
-        (self.path / "logs" / f"attempt_{attempt}").mkdir(parents=True, exist_ok=True)
+        replace_text(self.path / RECORD, json.dumps({"run_id": run_id, "attempts": [*known["attempts"], begun]}, indent=1))
+        make_directory(self.path / "logs" / f"attempt_{attempt}")
         return state
 
 
-def _lock(directory: Path, title: str, way_out: str) -> int:
-    """Raises ConfigError if another process has it."""
-    lock = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(lock, 32).decode() or "another process"
-        os.close(lock)
-        raise ConfigError(f"{title} is in use by process {holder}; wait for it, or {way_out}") from None
-    os.ftruncate(lock, 0)
-    os.write(lock, str(os.getpid()).encode())
-    return lock
+@dataclass(frozen=True, slots=True)
+class _Lock:
+    """An exclusive lock on a directory: on the file `.lock` in it, and on the directory itself, which holds when somebody removes the file."""
+
+    path: Path
+    file: int
+    directory: int
+
+    @classmethod
+    def acquire(cls, directory: Path, title: str, way_out: str) -> _Lock:
+        """Raises ConfigError if another process has it, or the file is no regular file."""
+        path = directory / ".lock"
+        try:
+            append_to(path).close()  # refuses links, pipes and devices
+        except (EscapesDirectory, NotAFile) as error:
+            raise ConfigError(str(error)) from None
+        lock = cls(path, os.open(path, os.O_RDWR | os.O_NOFOLLOW), os.open(directory, os.O_RDONLY))
+        try:
+            for descriptor in (lock.file, lock.directory):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock.file, 32).decode(errors="replace")
+            lock.release()
+            raise ConfigError(f"{title} is in use by {f'process {holder}' if holder.isdigit() else 'another process'}; wait for it, or {way_out}") from None
+        os.ftruncate(lock.file, 0)
+        os.pwrite(lock.file, str(os.getpid()).encode(), 0)
+        return lock
+
+    def check(self) -> None:
+        """Raise LockLost unless the file is still the one that was locked."""
+        try:
+            there = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            there = None
+        if there is None or not os.path.samestat(there, os.fstat(self.file)):
+            raise LockLost(f"{self.path} was removed or replaced while this run held it, so another run may write here; this one stops")
+
+    def release(self) -> None:
+        for descriptor in (self.file, self.directory):
+            os.close(descriptor)
 
 
 def _line(attempts: Sequence[Mapping[str, Any]]) -> dict[int, int]:
@@ -155,7 +195,7 @@ def read_record(directory: Path) -> dict[str, Any]:
         ConfigError: it is missing, damaged, or of an asyncrl that kept no record of its attempts.
     """
     try:
-        record: dict[str, Any] = json.loads((directory / RECORD).read_text())
+        record: dict[str, Any] = json.loads(read_text(directory / RECORD))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{directory / RECORD} cannot be read ({error}); without it nothing says where the attempts began") from None
     if not isinstance(record.get("attempts"), list):
@@ -167,9 +207,3 @@ def replace_directory(finished: Path, final: Path) -> None:
     """Give a directory that was written whole its final name; what had the name before is deleted."""
     shutil.rmtree(final, ignore_errors=True)
     os.replace(finished, final)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
-    replace_synced(temporary, path)

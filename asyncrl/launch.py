@@ -38,6 +38,7 @@ from asyncrl.rewards.scoring import RayScores
 from asyncrl.rollout.group import RayRollouts, start_rollouts
 from asyncrl.rollout.lost import LostRequests
 from asyncrl.rollout.worker import WorkerSpec
+from asyncrl.runtime.files import replace_text
 from asyncrl.stacks import stacks_as
 from asyncrl.types import Completion, Prompt
 from asyncrl.weights.board import take_lease
@@ -316,5 +317,4 @@ def _keep_logs(session: Path, target: Path) -> None:
         with contextlib.suppress(OSError):
             if file.is_file() and 0 < file.stat().st_size <= LARGEST_LOG:
                 copy = target / file.relative_to(session)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                copy.write_text(redact(file.read_text(errors="replace")))
+                replace_text(copy, redact(file.read_text(errors="replace")))

@@ -14,11 +14,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from asyncrl.config import Config, load_config
 from asyncrl.control.fates import FATES
 from asyncrl.observe.metrics import read_metrics
+from asyncrl.runtime import parquet
 from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, SPAN
 
 __all__ = ["Run", "RunNotFound", "Status", "open_run"]
@@ -158,7 +158,7 @@ def _read_parquet(directory: Path, empty: pa.Schema) -> pa.Table:
         if path.name.startswith("."):
             continue
         try:
-            tables.append(pq.read_table(path))
+            tables.append(parquet.read_table(path))
         except FileNotFoundError:  # merged into a larger file since we listed the folder
             return _read_parquet(directory, empty)
     return pa.concat_tables(tables, promote_options="permissive") if tables else empty.empty_table()

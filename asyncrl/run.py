@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from asyncrl.config import Config
 from asyncrl.control.checkpoint import State
@@ -44,6 +44,7 @@ from asyncrl.observe.watchdog import Standing, Watchdog, marks, standing
 from asyncrl.placement import check_models, wait_for_room
 from asyncrl.plan import Plan, arithmetic, make_plan
 from asyncrl.redact import RedactingFormatter, shown
+from asyncrl.runtime.files import append_to
 from asyncrl.snapshot import resolve_models
 from asyncrl.weights.check import ProbeCheck
 
@@ -355,9 +356,16 @@ def _one_line(error: BaseException) -> str:
     return text if type(error).__module__.startswith("asyncrl") or type(error) is RuntimeError else f"{type(error).__name__}: {text}"
 
 
+class _LogHandler(logging.StreamHandler[IO[str]]):
+    """Drops what cannot be written. The standard library would print a traceback for each line when the disk is full."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # the standard library's name
+        pass
+
+
 def _log_to_file(path: Path) -> None:
     """Everything that libraries log in this process goes to the file, and nothing to the terminal."""
-    handler = logging.FileHandler(path)
+    handler = _LogHandler(append_to(path))
     handler.setFormatter(RedactingFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for name in ("ray", "ray.serve"):

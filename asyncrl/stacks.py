@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from asyncrl.runtime.files import append_to
+
 __all__ = ["register_stacks", "register_stacks_as", "stack_here", "stack_of", "stacks_as"]
 
 SIGNAL = signal.SIGUSR2
@@ -28,8 +30,7 @@ def register_stacks(path: Path) -> tuple[str, int]:
     """From now on this process appends its stacks to the file when it gets SIGUSR2. Returns the ids of its node and of itself."""
     import ray
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    faulthandler.register(SIGNAL, path.open("w"), all_threads=True)  # the handler keeps the file
+    faulthandler.register(SIGNAL, append_to(path), all_threads=True)  # the handler keeps the file
     return ray.get_runtime_context().get_node_id(), os.getpid()
 
 

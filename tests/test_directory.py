@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import os
 from dataclasses import replace
 
 import pytest
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.control.protocols import Scored
-from asyncrl.directory import RunDirectory
+from asyncrl.directory import LockLost, RunDirectory
 from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
 
@@ -303,3 +304,24 @@ def test_checkpoints_elsewhere(tmp_path):
         pass
     with pytest.raises(ConfigError, match=r"is of another run .* set checkpoint.load"):
         RunDirectory(config(tmp_path, name="third", checkpoint=elsewhere, resume="auto"))
+
+
+def test_a_removed_lock_keeps_others_out_and_is_noticed(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory)
+        (directory.path / ".lock").unlink()
+        with pytest.raises(ConfigError, match="in use by another process"):
+            RunDirectory(config(tmp_path, resume="auto"))
+        with pytest.raises(LockLost, match=r"\.lock was removed or replaced"):
+            write(directory, replace(directory.state, version=1))
+        assert directory.checkpoints.versions() == [0]
+
+
+@pytest.mark.parametrize("name", [".lock", "run.json"])
+def test_a_pipe_in_the_run_directory_is_named_and_nobody_waits_for_it(tmp_path, name):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory)
+    (tmp_path / "run" / name).unlink()
+    os.mkfifo(tmp_path / "run" / name)
+    with pytest.raises(ConfigError, match=f"{name}.* is a named pipe"):
+        RunDirectory(config(tmp_path, resume="auto"))

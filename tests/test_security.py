@@ -237,13 +237,13 @@ def test_names_stay_in_the_root(tmp_path: Path, name: str) -> None:
         config(tmp_path, generator={"attach": name})
 
 
-@pytest.mark.parametrize("entry", ["", "checkpoints", "groups", "logs", "config.yaml", ".run.json", "metrics.jsonl"])
+@pytest.mark.parametrize("entry", ["", "checkpoints", "groups", "logs", "config.yaml", ".run.json", "metrics.jsonl", "logs/attempt_1", "checkpoints/.LATEST"])
 def test_a_link_does_not_lead_a_run_out_of_its_directory(tmp_path: Path, entry: str) -> None:
     outside, root = tmp_path / "outside", tmp_path / "runs"
     outside.mkdir()
     root.mkdir()
     if entry:
-        (root / "run").mkdir()
+        (root / "run" / entry).parent.mkdir(parents=True)
     (root / "run" / entry).symlink_to(outside)
     for resume in ("never", "auto"):
         with pytest.raises(ConfigError, match="is a symbolic link"):

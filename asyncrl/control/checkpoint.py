@@ -8,17 +8,22 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from asyncrl.confined import refuse_links
 from asyncrl.control.protocols import Learner, Scored, Scores
+from asyncrl.runtime.files import append_to, explain_disk_full, make_directory, open_regular, read_text, replace_text, sync_file
 
-__all__ = ["Checkpoints", "NoCheckpoint", "State", "UnreadableCheckpoint", "replace_synced", "sync_file"]
+__all__ = ["Checkpoints", "NoCheckpoint", "State", "UnreadableCheckpoint"]
 
+STEP = re.compile(r"step_\d+")
+"""Names of checkpoints. Whatever else lies beside them is somebody else's."""
+UNFINISHED = re.compile(r"\.step_\d+\.\d+|\.replaced\.step_\d+")
 ABANDONED = "ABANDONED"
 """Marks a committed checkpoint of an attempt that was gone back from."""
 
@@ -65,14 +70,22 @@ class State:
 class Checkpoints:
     """The checkpoints of one run; the last `keep` stay."""
 
-    def __init__(self, directory: Path, keep: int, config: str = "") -> None:
+    def __init__(self, directory: Path, keep: int, config: str = "", guard: Callable[[], None] = lambda: None) -> None:
         """
         Args:
             config: text of config.yaml, the resolved config.
+            guard: called before anything is written or deleted; it raises if the directory is no longer this process's alone.
         """
         self.directory = directory
         self.keep = keep
         self.config = config
+        self._guard = guard
+
+    def remove_unfinished(self) -> None:
+        """Delete what an attempt that was killed while it wrote has left."""
+        for path in self.directory.glob(".*"):
+            if UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
 
     async def write(self, state: State, waiting: Sequence[Scored], learner: Learner, scores: Scores) -> Path:
         """Write a checkpoint under a temporary name, mark it committed, rename it, and point LATEST at it. The event loop stays free meanwhile.
@@ -83,20 +96,32 @@ class Checkpoints:
         """
         final = self.directory / f"step_{state.version:06d}"
         temporary = self.directory / f".{final.name}.{os.getpid()}"
-        for left in self.directory.glob(".step_*"):  # of an attempt that was killed while it wrote
-            shutil.rmtree(left, ignore_errors=True)
-        (temporary / "learner").mkdir(parents=True)
+        self.remove_unfinished()
+        self._guard()
+        make_directory(temporary / "learner")
         try:
-            await learner.save(temporary / "learner")
-            if waiting:
-                await scores.save(waiting, temporary / "buffer.parquet")
-            await asyncio.to_thread(self._commit, temporary, final, state)
-        except Exception:  # if it is cancelled, the thread comes to its end all the same
+            with explain_disk_full(final):
+                await learner.save(temporary / "learner")
+                if waiting:
+                    await scores.save(waiting, temporary / "buffer.parquet")
+        except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+        await asyncio.to_thread(self._commit, temporary, final, state)  # a thread ends by itself if this is cancelled
         return final
 
     def _commit(self, temporary: Path, final: Path, state: State) -> None:
+        try:
+            with explain_disk_full(final):
+                self._seal(temporary, state)
+                self._guard()
+                self._put(temporary, final)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _seal(self, temporary: Path, state: State) -> None:
+        """Write what says that the checkpoint is whole, and bring every file to the disk."""
         (temporary / "config.yaml").write_text(self.config)
         _write_synced(temporary / "state.json", json.dumps(asdict(state)))
         manifest = {}
@@ -106,6 +131,9 @@ class Checkpoints:
         _write_synced(temporary / "MANIFEST", json.dumps(manifest, indent=0))
         _write_synced(temporary / "COMMITTED", f"{_checksum_of_text((temporary / 'MANIFEST').read_text())}")
         sync_file(temporary)
+
+    def _put(self, temporary: Path, final: Path) -> None:
+        """Give the checkpoint its name, point LATEST at it, and delete the oldest ones."""
         replaced = self.directory / f".replaced.{final.name}"
         shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():  # of an attempt that went back to an older one
@@ -118,8 +146,7 @@ class Checkpoints:
 
     def point_at(self, name: str) -> None:
         """LATEST names this checkpoint from now on."""
-        (self.directory / ".LATEST").write_text(f"{name} {_checksum_of_text(name)}")
-        replace_synced(self.directory / ".LATEST", self.directory / "LATEST")
+        replace_text(self.directory / "LATEST", f"{name} {_checksum_of_text(name)}")
 
     def mark_line(self, line: Mapping[int, int]) -> None:
         """From now on the committed ones that do not lead to where the run stands come last.
@@ -129,13 +156,13 @@ class Checkpoints:
         """
         for path in self.newest_first():
             try:
-                made_in = int(json.loads((path / "state.json").read_text())["attempt"])
+                made_in = int(json.loads(read_text(path / "state.json"))["attempt"])
             except (OSError, ValueError, TypeError, KeyError):
                 continue  # damaged: it is passed over, and said
             if _version(path) <= line.get(made_in, -1):
                 (path / ABANDONED).unlink(missing_ok=True)
             else:
-                (path / ABANDONED).touch()
+                append_to(path / ABANDONED).close()
 
     def find(self, version: int | None = None) -> tuple[Path, State, list[str]]:
         """The checkpoint to go on from, every file of it checked against its manifest: that of `version`, else the one that LATEST names, else, if
@@ -169,8 +196,8 @@ class Checkpoints:
         """
         try:
             refuse_links(path, whole=True)
-            text = (path / "MANIFEST").read_text()
-            marked = (path / "COMMITTED").read_text()
+            text = read_text(path / "MANIFEST")
+            marked = read_text(path / "COMMITTED")
             if marked != str(_checksum_of_text(text)):
                 raise UnreadableCheckpoint(f"checkpoint {path} is damaged: MANIFEST is not what was committed")
             manifest = json.loads(text)
@@ -180,7 +207,7 @@ class Checkpoints:
             for name, expected in manifest.items():
                 if _size_and_checksum(listed[name]) != expected:
                     raise UnreadableCheckpoint(f"checkpoint {path} is damaged: {name} is not what its MANIFEST says")
-            tree = json.loads((path / "state.json").read_text())
+            tree = json.loads(read_text(path / "state.json"))
             lists = {"finished_above": tuple(tree["finished_above"]), "evaluations_due": tuple(tree.get("evaluations_due", ()))}
             return State(**{**tree, **lists, "waiting": tuple((made_in, ordinal) for made_in, ordinal in tree.get("waiting", ()))})
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -188,7 +215,7 @@ class Checkpoints:
 
     def newest_first(self) -> list[Path]:
         """The committed ones: what LATEST names, then the older ones on the way to it, then those that were gone back from."""
-        committed = sorted((path.parent for path in self.directory.glob("step_*/COMMITTED")), reverse=True)
+        committed = sorted((path.parent for path in self.directory.glob("step_*/COMMITTED") if STEP.fullmatch(path.parent.name)), reverse=True)
         named = self._named()
         if named not in committed:
             named = None
@@ -201,7 +228,7 @@ class Checkpoints:
     def _named(self) -> Path | None:
         """What LATEST names, if it says so unharmed."""
         latest = self.directory / "LATEST"
-        name, _, checksum = latest.read_text(errors="replace").strip().partition(" ") if latest.is_file() else ("", "", "")
+        name, _, checksum = read_text(latest).strip().partition(" ") if latest.is_file() else ("", "", "")
         return self.directory / name if checksum == str(_checksum_of_text(name)) else None
 
     def _bad_pointer(self) -> list[str]:
@@ -231,7 +258,7 @@ def _files(directory: Path) -> list[str]:
 
 def _size_and_checksum(path: Path) -> list[int]:
     checksum = size = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 20):
             checksum = zlib.crc32(block, checksum)
             size += len(block)
@@ -240,22 +267,6 @@ def _size_and_checksum(path: Path) -> list[int]:
 
 def _checksum_of_text(text: str) -> int:
     return zlib.crc32(text.encode())
-
-
-def sync_file(path: Path) -> None:
-    """Bring a file, or a directory's names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_synced(temporary: Path, final: Path) -> None:
-    """Give a file that is written its final name, so that both are on the disk."""
-    sync_file(temporary)
-    os.replace(temporary, final)
-    sync_file(final.parent)
 
 
 def _write_synced(path: Path, text: str) -> None:

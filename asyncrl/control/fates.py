@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from asyncrl.control.checkpoint import replace_synced
+from asyncrl.runtime import parquet
+from asyncrl.runtime.files import make_directory
 
 __all__ = ["FATES", "OUTSTANDING", "Fate", "FatesWriter"]
 
@@ -60,7 +60,7 @@ class FatesWriter:
         self.directory = directory
         self.attempt = attempt
         self.files = 0
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
 
     def write(self, fates: Sequence[Fate], outstanding: Sequence[int] = ()) -> None:
         """One file of these fates; none for no fates.
@@ -72,10 +72,7 @@ class FatesWriter:
             return
         rows = [asdict(fate) | {"ended_in": self.attempt} for fate in fates]
         table = pa.Table.from_pylist(rows, FATES.with_metadata({OUTSTANDING: json.dumps(list(outstanding))}))
-        final = self.directory / f"attempt_{self.attempt:04d}-{self.files:06d}.parquet"
-        temporary = final.with_name("." + final.name)
-        pq.write_table(table, temporary)
-        replace_synced(temporary, final)
+        parquet.write_table(table, self.directory / f"attempt_{self.attempt:04d}-{self.files:06d}.parquet")
         self.files += 1
 
     def compact(self) -> None:
@@ -83,10 +80,8 @@ class FatesWriter:
         files = sorted(self.directory.glob(f"attempt_{self.attempt:04d}-*.parquet"))
         if len(files) < 2:
             return
-        tables = [pq.read_table(file) for file in files]
+        tables = [parquet.read_table(file) for file in files]
         table = pa.concat_tables(tables).replace_schema_metadata(tables[-1].schema.metadata)
-        temporary = files[-1].with_name("." + files[-1].name)
-        pq.write_table(table, temporary)
-        replace_synced(temporary, files[-1])
+        parquet.write_table(table, files[-1])
         for file in files[:-1]:
             file.unlink()

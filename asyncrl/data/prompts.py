@@ -7,7 +7,6 @@ before rows stream, so neither a retried read task nor a resume can change which
 from __future__ import annotations
 
 import asyncio
-import base64
 import functools
 import queue
 import threading
@@ -19,11 +18,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.json
-import pyarrow.parquet
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.data.groups import broken_stream
 from asyncrl.data.truncation import Limit, Limits, TooLong, Truncated, TruncationReport, truncate
+from asyncrl.runtime import parquet
 from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TRAJECTORY_COLUMNS, Prompt
 
 __all__ = ["PromptReport", "RayPromptSource", "check_prompts", "limits", "ordinal_to_row", "read_prompts", "read_rows", "render_prompts", "stream_ordinals"]
@@ -89,24 +88,14 @@ def read_rows(path: str, field: str = "data.train") -> pa.Table:
     if not Path(path).is_file():
         raise ConfigError(f"{field} = {path!r}: no such file; give the path of a Parquet or JSONL file")
     try:
-        if path.endswith((".parquet", ".pq")):
-            refuse_extension_types(path, field)
-        table = pyarrow.parquet.read_table(path) if path.endswith((".parquet", ".pq")) else _read_jsonl(path)
+        table = parquet.read_table(path) if path.endswith((".parquet", ".pq")) else _read_jsonl(path)
+    except parquet.ExtensionTypeError as error:
+        raise ConfigError(f"{field}: {error}") from None
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"{field} = {path!r} is neither Parquet (*.parquet) nor JSONL: {' '.join(str(error).split())}") from None
     if not table.num_rows:
         raise ConfigError(f"{field} = {path!r} has no rows; give a file with at least one prompt")
     return table
-
-
-def refuse_extension_types(path: str, field: str) -> None:
-    """Raise ConfigError if a Parquet file has columns of Arrow extension types: reading one of Ray's unpickles what the file holds, which may be code.
-
-    Looks at the stored schema's bytes, before any reader makes types of it.
-    """
-    stored = (pyarrow.parquet.read_metadata(path).metadata or {}).get(b"ARROW:schema", b"")
-    if b"ARROW:extension:name" in base64.b64decode(stored):
-        raise ConfigError(f"{field} = {path!r} has a column of an Arrow extension type, which may run code when it is read; write it with plain types")
 
 
 def _read_jsonl(path: str) -> pa.Table:

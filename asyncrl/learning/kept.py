@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
 from collections import deque
@@ -10,7 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet
+
+from asyncrl.confined import EscapesDirectory
+from asyncrl.runtime import parquet
+from asyncrl.runtime.files import make_directory
 
 __all__ = ["KEPT", "NormWatch", "culprit", "keep_batch"]
 
@@ -64,20 +66,18 @@ def keep_batch(directory: Path, moment: str, reason: str, tables: Sequence[pa.Ta
     """
     try:
         path = _write(directory, moment, reason, tables)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, EscapesDirectory, pa.ArrowException) as error:
         return f"its batch could not be kept in {directory}: {' '.join(str(error).split())}"
     return f"its batch is {path}" if path else f"its batch was not kept, there are {KEPT} of that kind"
 
 
 def _write(directory: Path, moment: str, reason: str, tables: Sequence[pa.Table]) -> Path | None:
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     there = {path.name for path in directory.glob("*.parquet")}
     if sum(re.search(rf"_{reason}(_\d+)?\.parquet$", name) is not None for name in there) >= KEPT:
         return None
     stem = f"{moment}_{reason}"
     names = (f"{stem}{f'_{number}' if number else ''}.parquet" for number in range(KEPT + 1))
     path = directory / next(name for name in names if name not in there)
-    temporary = path.with_name(f".{path.name}")
-    pyarrow.parquet.write_table(pa.concat_tables(tables, promote_options="permissive"), temporary)
-    os.replace(temporary, path)
+    parquet.write_table(pa.concat_tables(tables, promote_options="permissive"), path)
     return path

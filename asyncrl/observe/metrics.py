@@ -10,11 +10,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from asyncrl.clock import steady_time
 from asyncrl.observe.sinks import Sink
 from asyncrl.redact import redact
+from asyncrl.runtime.files import append_to, open_regular
 
 __all__ = ["METRICS_FILE", "RESERVED", "SCHEMA", "MetricsWriter", "read_metrics"]
 
@@ -35,11 +36,10 @@ class MetricsWriter:
     """
 
     def __init__(self, directory: Path, attempt: int = 0, sinks: Sequence[Sink] = ()) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         path = directory / METRICS_FILE
-        _end_last_line(path)
         self._attempt = attempt
-        self._file = path.open("a", encoding="utf-8")
+        self._file = append_to(path)
+        _end_last_line(path, self._file)
         self._sinks = sinks
 
     def write(self, event: str, step: int, version: int, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,13 +93,10 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"{path}, line {number} is no JSON record ({error.msg}); remove that line") from None
 
 
-def _end_last_line(path: Path) -> None:
+def _end_last_line(path: Path, appending: IO[str]) -> None:
     """Cut off a line that a killed attempt left half-written."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+    with open_regular(path) as file:
+        appending.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _items(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet
 
-from asyncrl.control.checkpoint import replace_synced
+from asyncrl.runtime import parquet
 
 __all__ = ["FlushFiles", "compact", "write_groups"]
 
@@ -20,12 +18,7 @@ MERGED_BYTES = 64 << 20
 
 def write_groups(path: Path, tables: Sequence[pa.Table]) -> None:
     """Write one complete Parquet file: under a temporary name in the same directory, then renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        pyarrow.parquet.write_table(_concat(tables), temporary, compression="zstd")
-        replace_synced(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    parquet.write_table(_concat(tables), path)
 
 
 class FlushFiles:
@@ -69,7 +62,7 @@ def compact(directory: Path) -> int:
 
 def _merge(files: Sequence[Path]) -> None:
     if len(files) > 1:
-        write_groups(files[-1], [_once(_concat([pyarrow.parquet.read_table(path) for path in files]))])
+        write_groups(files[-1], [_once(_concat([parquet.read_table(path) for path in files]))])
         for path in files[:-1]:
             path.unlink()
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet
 import ray
 import ray.exceptions
 
@@ -34,6 +33,8 @@ from asyncrl.rewards.files import FlushFiles, compact, write_groups
 from asyncrl.rewards.garbled import has_loop, unprintable
 from asyncrl.rewards.score import score_table
 from asyncrl.rewards.source import rewarded_groups
+from asyncrl.runtime import parquet
+from asyncrl.runtime.files import make_directory
 from asyncrl.types import TRUNCATED, table_to_ipc
 
 __all__ = ["RayScores", "scored_summary"]
@@ -86,7 +87,7 @@ class RayScores:
             reference: the actor of the reference policy; None = there is none.
             stacks: as of `stream_blocks`.
         """
-        groups_directory.mkdir(parents=True, exist_ok=True)
+        make_directory(groups_directory)
         self._config, self._attempt, self._workers, self._rollouts = config, attempt, list(workers), rollouts
         self._directory, self._reference, self._stacks = groups_directory, reference, stacks
         self._loop = asyncio.get_running_loop()
@@ -125,7 +126,7 @@ class RayScores:
         return await asyncio.to_thread(self._load, path)
 
     def _load(self, path: Path) -> list[Scored]:
-        groups = pyarrow.parquet.read_table(path)
+        groups = parquet.read_table(path)
         stream, names = ray.put(table_to_ipc(groups)), list(self._config.reward.functions)
         return [scored_summary(groups.slice(place, 1), (stream, place), names) for place in range(groups.num_rows)]
 

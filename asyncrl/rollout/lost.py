@@ -7,7 +7,9 @@ import os
 import time
 from pathlib import Path
 
+from asyncrl.confined import EscapesDirectory
 from asyncrl.generation.protocol import GenerateRequest
+from asyncrl.runtime.files import append_to
 
 __all__ = ["LostRequests"]
 
@@ -46,8 +48,7 @@ class LostRequests:
             "min_version": None if request.min_weights is None else request.min_weights.version,
         }
         try:
-            self._path.parent.mkdir(exist_ok=True)
-            with self._path.open("a") as file:
+            with append_to(self._path) as file:
                 file.write(json.dumps(row) + "\n")
-        except OSError:
+        except (OSError, EscapesDirectory):
             return

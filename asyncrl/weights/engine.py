@@ -32,8 +32,11 @@ def _register_stacks(folder: str) -> None:
     import faulthandler
     import os
     import signal
+    from pathlib import Path
 
-    faulthandler.register(signal.SIGUSR2, open(f"{folder}/{os.getpid()}.txt", "w"), all_threads=True)  # noqa: SIM115  # the handler keeps the file
+    from asyncrl.runtime.files import append_to
+
+    faulthandler.register(signal.SIGUSR2, append_to(Path(folder).resolve() / f"{os.getpid()}.txt"), all_threads=True)  # the handler keeps the file
 
 
 def _bars_without_semaphore() -> None:

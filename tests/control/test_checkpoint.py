@@ -1,7 +1,9 @@
 """Committed or not there: what a resume finds."""
 
 import asyncio
+import errno
 import json
+import os
 import threading
 import zlib
 
@@ -9,6 +11,7 @@ import pytest
 
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
 from asyncrl.control.protocols import Scored
+from asyncrl.runtime.files import DiskFull
 from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
 GROUP = Scored(9, 1, None, 4, (0.0, 1.0), {"exact": 0.5}, 2, 0)
@@ -181,3 +184,53 @@ def test_the_event_loop_is_free_while_a_checkpoint_is_written(tmp_path, monkeypa
         return await writing
 
     assert asyncio.run(both()).name == "step_000001" and told == [True], "the loop told it to go on while it wrote"
+
+
+def test_rotation_deletes_checkpoints_and_nothing_else(tmp_path):
+    """Whatever else lies there is somebody else's, also under a name that begins alike."""
+    others = ["step_backup", "step_1x", ".step_000001.copy", ".step_000009", ".replaced.by_hand", "step_000001_kept"]
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for name in others:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "COMMITTED").write_text("mine")
+    (tmp_path / ".step_000001.4711").mkdir()
+    for version in (1, 2, 3):
+        write(checkpoints, version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, "LATEST", "step_000003"])
+    assert checkpoints.versions() == [3]
+
+
+@pytest.mark.parametrize("part", ["learner", "buffer.parquet", "MANIFEST"])
+def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path, monkeypatch, part):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Full(Learner):
+        async def save(self, directory):
+            await super().save(directory)
+            if part == "learner":
+                full()
+
+    if part == "buffer.parquet":
+        monkeypatch.setattr(FakeScores, "save", full)
+    if part == "MANIFEST":
+        monkeypatch.setattr("asyncrl.control.checkpoint._write_synced", full)
+    with pytest.raises(DiskFull, match=r"step_000002 cannot be written: [\d,]+ bytes are free on its file system"):
+        write(checkpoints, 2, Full(1), waiting=[GROUP])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step_000001"] and checkpoints.find()[1].version == 1
+
+
+def test_a_pipe_in_place_of_a_file_is_damage_and_nobody_waits_for_it(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    path = write(checkpoints, 1)
+    for name in ("state.json", "MANIFEST", "learner/weights"):
+        whole = (path / name).read_bytes()
+        (path / name).unlink()
+        os.mkfifo(path / name)
+        with pytest.raises(UnreadableCheckpoint, match="is a named pipe"):
+            checkpoints.find()
+        (path / name).unlink()
+        (path / name).write_bytes(whole)

@@ -70,7 +70,7 @@ def test_batches_are_kept_whole_under_names_of_their_own_and_not_without_end(tmp
 
 def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("a file where the folder should be")
-    assert re.match(r"its batch could not be kept in .*kept: .*File exists", keep_batch(tmp_path / "kept", "version_000001", "spike", TABLES))
+    assert re.match(r"its batch could not be kept in .*kept: .*is a file, not a directory", keep_batch(tmp_path / "kept", "version_000001", "spike", TABLES))
     unlike = [pa.table({"ordinal": [3]}), pa.table({"ordinal": ["three"]})]
     said = keep_batch(tmp_path / "other", "version_000001", "spike", unlike)
     assert said.startswith("its batch could not be kept in ") and "\n" not in said

@@ -1,0 +1,188 @@
+"""The one way to open a run's files: no link is followed, and only regular files are opened."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from asyncrl.confined import EscapesDirectory
+
+__all__ = ["DiskFull", "NotAFile", "append_to", "explain_disk_full", "make_directory", "open_regular", "read_text", "replace_text", "replacing", "sync_file"]
+
+DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class NotAFile(OSError):
+    """A directory, pipe, socket or device is where a file should be, or a file where a directory should be. The message names it."""
+
+
+class DiskFull(OSError):
+    """The file system of a file has no room left. The message names the file and the free bytes."""
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and its parents; those that exist stay.
+
+    Raises:
+        EscapesDirectory: a component of the path is a symbolic link.
+    """
+    os.close(_directory(path))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new binary file that takes the place of `path` when the block ends without an error. Both the content and the name are then on the disk.
+
+    Raises:
+        EscapesDirectory: a component of the path's directory is a symbolic link.
+        NotAFile: a directory or a device has this name.
+        DiskFull: no room is left. Nothing of the new file stays.
+    """
+    parent = _directory(path.parent)
+    temporary = f".{path.name}.{os.getpid()}"
+    try:
+        _refuse_other_kinds(path, parent)
+        with explain_disk_full(path):
+            try:
+                with suppress(FileNotFoundError):  # of an earlier process with this number
+                    os.unlink(temporary, dir_fd=parent)
+                descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=parent)
+                with os.fdopen(descriptor, "wb") as file:
+                    yield file
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+                sync_file(path.parent)
+            except BaseException:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=parent)
+                raise
+    finally:
+        os.close(parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Give a file this content, as `replacing` does."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def append_to(path: Path) -> IO[str]:
+    """A text file opened for appending, and made if it is missing.
+
+    Raises:
+        EscapesDirectory: the file, or a component of its path, is a symbolic link.
+        NotAFile: something else than a regular file has this name.
+    """
+    parent = _directory(path.parent)
+    try:
+        _refuse_other_kinds(path, parent)
+        return os.fdopen(_open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, parent), "a", encoding="utf-8")
+    finally:
+        os.close(parent)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file opened for reading.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        NotAFile: something else has this name. Opening a pipe would wait for a writer.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_a_file(path)
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a regular file; bytes that are not UTF-8 become U+FFFD. Raises as `open_regular`."""
+    with open_regular(path) as file:
+        return file.read().decode(errors="replace")
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file, or a directory's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def explain_disk_full(path: Path) -> Iterator[None]:
+    """Raise DiskFull in place of the system's error when no room is left."""
+    try:
+        yield
+    except DiskFull:
+        raise
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        there = next(place for place in (path, *path.parents) if place.exists())
+        free = shutil.disk_usage(there).free
+        raise DiskFull(error.errno, f"{path} cannot be written: {free:,} bytes are free on its file system; free some room, or use another one") from None
+
+
+def _directory(path: Path) -> int:
+    """A descriptor of the directory, reached without following a link. Missing directories are made."""
+    at = os.open("/", DIRECTORY)
+    reached = Path("/")
+    for part in Path(os.path.abspath(path)).parts[1:]:
+        reached /= part
+        try:
+            below = _below(at, part, reached)
+        finally:
+            os.close(at)
+        at = below
+    return at
+
+
+def _below(at: int, part: str, reached: Path) -> int:
+    try:
+        try:
+            return os.open(part, DIRECTORY, dir_fd=at)
+        except FileNotFoundError:
+            with explain_disk_full(reached), suppress(FileExistsError):  # another process made it
+                os.mkdir(part, dir_fd=at)
+            return os.open(part, DIRECTORY, dir_fd=at)
+    except NotADirectoryError:
+        raise (_a_link(reached) if reached.is_symlink() else NotAFile(errno.ENOTDIR, f"{reached} is a file, not a directory; remove it")) from None
+
+
+def _open(path: Path, flags: int, parent: int) -> int:
+    try:
+        return os.open(path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=parent)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _a_link(path) from None
+        raise
+
+
+def _refuse_other_kinds(path: Path, parent: int) -> None:
+    """Raise for anything but a regular file, or nothing, under this name."""
+    with suppress(FileNotFoundError):
+        mode = os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_mode
+        if stat.S_ISLNK(mode):
+            raise _a_link(path)
+        if not stat.S_ISREG(mode):
+            raise _not_a_file(path)
+
+
+def _a_link(path: Path) -> EscapesDirectory:
+    return EscapesDirectory(f"{path} is a symbolic link, so what is written there would go elsewhere; put a real file or directory in its place")
+
+
+def _not_a_file(path: Path) -> NotAFile:
+    kinds = ((path.is_dir, "a directory"), (path.is_fifo, "a named pipe"), (path.is_socket, "a socket"))
+    kind = next((name for check, name in kinds if check()), "a device")
+    return NotAFile(errno.EINVAL, f"{path} is {kind}, not a file; remove it")

@@ -1,0 +1,96 @@
+"""The one way to read and write Parquet: no file runs code, and damaged pages are errors.
+
+pyarrow turns a column of a registered Arrow extension type into that type while it reads the footer, and some types unpickle what the file holds.
+So the footer's bytes are searched before pyarrow sees them.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from asyncrl.runtime.files import open_regular, replacing
+
+__all__ = ["ExtensionTypeError", "read_schema", "read_table", "write_table"]
+
+MAGIC = b"PAR1"
+TAIL = 8
+"""Bytes after the footer: its length, little-endian, and the magic."""
+LARGEST_FOOTER = 1 << 30
+
+STORED_SCHEMA = re.compile(rb"[A-Za-z0-9+/]{64,}={0,2}")
+"""What can be a stored Arrow schema: text in base64."""
+EXTENSION = b"ARROW:extension:name"
+
+
+class ExtensionTypeError(ValueError):
+    """A file has columns of an Arrow extension type, which may run code when they are read. The message names the file."""
+
+
+def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of a Parquet file, every page checked where the file has checksums.
+
+    Raises:
+        ExtensionTypeError: a column is of an Arrow extension type.
+        pa.ArrowInvalid, OSError: the file is not whole, is no Parquet, or is no regular file.
+    """
+    with _opened(path) as file:
+        return pa.parquet.read_table(file, columns=list(columns) if columns is not None else None, page_checksum_verification=True)
+
+
+def read_schema(path: str | Path) -> pa.Schema:
+    """The schema of a Parquet file, with its metadata. Raises as `read_table`."""
+    with _opened(path) as file:
+        return pa.parquet.read_schema(file)
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write one complete Parquet file with page checksums: under a temporary name in the same directory, then renamed.
+
+    Raises:
+        EscapesDirectory, NotAFile, DiskFull: see `asyncrl.runtime.files.replacing`.
+    """
+    with replacing(path) as file:
+        pa.parquet.write_table(table, file, compression="zstd", write_page_checksum=True)
+
+
+def _opened(path: str | Path) -> BinaryIO:
+    """The file, after its footer was searched for extension types."""
+    file = open_regular(Path(path))
+    try:
+        if _has_extension_type(_footer(file, path)):
+            raise ExtensionTypeError(f"{path} has a column of an Arrow extension type, which may run code when it is read; write it with plain types")
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _footer(file: BinaryIO, path: str | Path) -> bytes:
+    size = file.seek(0, 2)
+    if size < TAIL + len(MAGIC):
+        raise pa.ArrowInvalid(f"{path} has {size} bytes, too few for a Parquet file")
+    file.seek(size - TAIL)
+    tail = file.read(TAIL)
+    length = int.from_bytes(tail[:4], "little")
+    if tail[4:] != MAGIC or length > min(size - TAIL, LARGEST_FOOTER):
+        raise pa.ArrowInvalid(f"{path} does not end as a Parquet file does: it is another kind of file, or was cut off")
+    file.seek(size - TAIL - length)
+    return file.read(length)
+
+
+def _has_extension_type(footer: bytes) -> bool:
+    """Whether any base64 text of the footer holds an Arrow schema with an extension type. The text may begin anywhere in a run of such characters."""
+    for run in STORED_SCHEMA.findall(footer):
+        for start in range(4):
+            text = run[start:].rstrip(b"=")
+            if EXTENSION in base64.b64decode(text[: len(text) // 4 * 4]):
+                return True
+    return False
