@@ -159,7 +159,7 @@ def packed_step(path: str, threads: int):
     from asyncrl.learning.batches import micro_batch, token_example
     from asyncrl.learning.policy import load_policy
 
-    policy = load_policy(path, torch.float32, 1.0).train()
+    policy = load_policy(path, torch.float32, 1.0)
     optimizer = _adamw(policy)
 
     def step(rows: list, learning_rate: float) -> float:

@@ -159,7 +159,7 @@ def _layers(variant: str, sizes: argparse.Namespace):
         vocab_size=1000, hidden_size=sizes.hidden, intermediate_size=3 * sizes.hidden, num_hidden_layers=sizes.layers, num_attention_heads=sizes.hidden // 64,
         num_key_value_heads=sizes.hidden // 64, head_dim=64, max_position_embeddings=SEGMENT, attn_implementation=register_attention(),
     )  # fmt: skip
-    policy = Policy(Qwen3ForCausalLM(shape), 1.0).train()
+    policy = Policy(Qwen3ForCausalLM(shape), 1.0)
     if variant == "checkpointed":
         checkpoint_activations(policy)
     ids = torch.randint(0, 1000, (1, sizes.tokens))

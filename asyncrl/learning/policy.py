@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Self
+
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.algorithms.logprobs import greedy_tokens, token_logprobs
 from asyncrl.learning.attention import Segments, register_attention
@@ -29,6 +34,12 @@ class Policy(nn.Module):
         """Beside the model, so that it is neither published nor exported."""
         self.temperature, self.entropy_gradient, self.sequence_group = temperature, entropy_gradient, sequence_group
         self.backbone_name = model.base_model_prefix
+        self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in eval mode, whatever `mode` is: the log-probs that are trained must be those that generators and checks compute. Dropout, noise in a
+        router and layers left out at random are not part of the policy."""
+        return super().train(False)
 
     def forward(self, batch: MicroBatch, temperature: float | None = None, greedy: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """(log-probs [N] with gradient, entropy [N], with gradient if `entropy_gradient`, values [N] of the value head, or nothing) of the batch's
@@ -99,9 +110,6 @@ def load_policy(
     model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=register_attention(), **safe)
     if model._is_stateful or not model._supports_attention_backend:
         raise ValueError(f"model.path = {path!r}: {type(model).__name__} carries a state or an attention of its own along the row; {WAY_OUT}")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     return Policy(model, temperature, entropy_gradient, values, sequence_group)
 
 
@@ -116,12 +124,15 @@ def _check_attended(model: PreTrainedModel, segments: Segments) -> None:
 
 
 def checkpoint_activations(policy: Policy) -> None:
-    """In training, keep only each layer's input and compute the layer again in the backward pass.
+    """Keep only each layer's input and compute the layer again in the backward pass. transformers does so in train mode alone, where a policy never is.
 
     Raises:
-        ValueError: transformers cannot checkpoint this model.
+        ValueError: transformers names no layers of this model that can be computed again.
     """
-    if not policy.model.supports_gradient_checkpointing:
+    found = {name: module for name, module in policy.model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+    layers = [module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)]
+    if not layers or not policy.model.supports_gradient_checkpointing:
         raise ValueError(f"learner.gradient_checkpointing: true is not possible with {type(policy.model).__name__}; set it to false")
-    # The reentrant kind passes no keyword tensors, and needs an input with a gradient: the embeddings of token ids have none.
-    policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in layers:
+        # The reentrant kind passes no keyword tensors, and needs an input with a gradient: the embeddings of token ids have none.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

@@ -271,7 +271,6 @@ class LearnerRank:
         plan = self._plan(examples)
         sums = StepSums(self.device)
         mine = plan.micro_batches[self.data_rank]
-        self.engine.train()
         for number, indices in enumerate(mine):
             self.engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
             batch = micro_batch(examples, indices, self.device, weights, self.applied)
@@ -310,7 +309,6 @@ class LearnerRank:
     def _forward_all(self, rows: Sequence[TokenRow], temperature: float = 1.0, greedy: bool = False) -> dict[int, np.ndarray]:
         examples = [token_example(row) for row in rows]
         plan = self._plan(examples)
-        self.engine.eval()
         found: dict[int, np.ndarray] = {}
         for indices in plan.micro_batches[self.data_rank]:
             batch = micro_batch(examples, indices, self.device)

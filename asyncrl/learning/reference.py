@@ -38,7 +38,7 @@ class Reference:
         self.config = config
         self.device = torch.device("cuda" if config.learner.device == "cuda" else "cpu")
         dtype = torch.bfloat16 if config.learner.bf16 else torch.float32
-        self.policy = load_policy(config.reference_path, dtype, config.rollout.temperature).to(self.device).eval()
+        self.policy = load_policy(config.reference_path, dtype, config.rollout.temperature).to(self.device)
         check_isolation(self.policy, self.policy.model.config.get_text_config().vocab_size, self.device, dtype, config.reference_path)
 
     def ready(self) -> None:

@@ -118,7 +118,7 @@ def start_engine(
     else:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay)
     engine, _, _, _ = deepspeed.initialize(model=policy, optimizer=optimizer, config=chosen)
-    engine.eval()
+    engine.eval()  # where the policy is, and stays
     check_isolation(engine, policy.model.config.get_text_config().vocab_size, engine.device, policy.model.dtype, path)
     return engine, sharded
 

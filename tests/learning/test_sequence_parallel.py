@@ -82,14 +82,17 @@ def test_a_shared_row_gives_the_whole_rows_results_and_gradients() -> None:
 def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], dict[str, Any]]:
     """On each rank: largest differences (of gradients: against the largest) between a policy whose rows the ranks share and the same policy alone."""
     from asyncrl.learning.batches import micro_batch
-    from asyncrl.learning.policy import Policy
+    from asyncrl.learning.policy import Policy, checkpoint_activations
 
     group = SequenceGroup.join(world_size)
     found = {}
-    for model, settings in MODELS.items():
+    for model, chosen in MODELS.items():
+        settings = {name: value for name, value in chosen.items() if name != "checkpointing"}
         for name, lengths in LENGTHS.items():
             batch = micro_batch(examples(lengths), range(len(lengths)), "cpu")
             alone, shared = (Policy(small_model(**settings), 0.9, entropy_gradient=True, values=True, sequence_group=taken) for taken in (None, group))
+            if "checkpointing" in chosen:
+                checkpoint_activations(shared)
             outcomes = []
             for policy in (alone, shared):
                 torch.nn.init.ones_(policy.value_head.weight)
@@ -123,7 +126,7 @@ def examples(lengths: tuple[int, ...]) -> list[Any]:
     return made
 
 
-def small_model(llama: bool = False, checkpointing: bool = False, **settings: Any) -> Any:
+def small_model(llama: bool = False, **settings: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     from asyncrl.learning.attention import register_attention
@@ -131,10 +134,7 @@ def small_model(llama: bool = False, checkpointing: bool = False, **settings: An
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8, "num_attention_heads": 4}
     config, kind = (LlamaConfig, LlamaForCausalLM) if llama else (Qwen3Config, Qwen3ForCausalLM)
-    model = kind(config(**sizes | settings, initializer_range=0.2, attn_implementation=register_attention()))
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+    return kind(config(**sizes | settings, initializer_range=0.2, attn_implementation=register_attention()))
 
 
 @pytest.fixture(scope="module")
