@@ -411,20 +411,45 @@ class WeightsConfig(Section):
     """Tokens sampled for each probe, as far as the model's context and the learner's token cap go."""
 
 
+class EvalSet(Section):
+    """One evaluation set: prompts, and how they are sampled."""
+
+    data: str | None = None
+    """Its prompts: a Parquet or JSONL file like data.train. Default: eval.data. `{runs_root}` in it is replaced."""
+    n: int = Field(default=1, gt=0)
+    """Completions of each prompt. Above 1, avg@n and pass@k are reported as well, for k = 1, 2, 4, … and n."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature; 0 = greedy. Default: rollout.temperature."""
+    max_completion_length: int | None = Field(default=None, gt=0)
+    """Longest completion, in tokens; data.max_length does not bound it then. Default: as in rollouts."""
+    max_prompts: int | None = Field(default=None, gt=0)
+    """Its prompts: the first so many of the file. Default: eval.max_prompts."""
+
+
 class EvalConfig(Section):
     data: str | None = None
-    """Held-out prompts: a Parquet or JSONL file like data.train. None = no evaluation."""
+    """Held-out prompts: a Parquet or JSONL file like data.train. They are the sets `greedy` (temperature 0) and `sampled` (rollout.temperature).
+    None = no evaluation, unless there are `sets`."""
+    sets: dict[str, EvalSet] = {}
+    """Name → further set. Metrics are `eval/<name>_...`."""
     every_steps: int = Field(default=0, ge=0)
     """Evaluate every so many steps. 0 = before and after only."""
     max_prompts: int = Field(default=1024, gt=0)
     """Prompts of one evaluation: the first so many of the file."""
     accuracy: str | None = None
     """Name of the reward function whose mean is called accuracy. Default: the first one of reward.functions."""
+    pass_threshold: float = 1.0
+    """A completion passes (pass@k) if that reward is this or more."""
 
     @property
     def evaluates(self) -> bool:
         """Whether there is anything to evaluate on."""
-        return self.data is not None
+        return self.data is not None or bool(self.sets)
+
+    @property
+    def draws_several(self) -> bool:
+        """Whether a set has several completions of each prompt."""
+        return any(one.n > 1 for one in self.sets.values())
 
 
 class CheckpointConfig(Section):
@@ -542,6 +567,9 @@ class Config(Section):
                 if (section, name) in MODELS and is_hub_name(path):
                     continue
                 located[section] = {**fields, name: str(Path(path).expanduser().absolute())}
+        evaluation = located.get("eval")
+        if isinstance(evaluation, dict) and isinstance(evaluation.get("sets"), dict):
+            located["eval"] = {**evaluation, "sets": {name: _located_set(one, root) for name, one in evaluation["sets"].items()}}
         return located
 
     @field_validator("name")
@@ -583,6 +611,21 @@ class Config(Section):
         longest = self.data.max_prompt_length
         return longest if self.data.max_length is None else min(longest, self.data.max_length - 1)
 
+    @property
+    def evaluation_sets(self) -> dict[str, EvalSet]:
+        """Name → set, in the order in which they are evaluated: eval.data's two, then eval.sets. Everything but max_completion_length is filled in."""
+        sets = {"greedy": EvalSet(temperature=0.0), "sampled": EvalSet()} if self.eval.data is not None else {}
+        return {
+            name: one.model_copy(
+                update={
+                    "data": one.data or self.eval.data,
+                    "temperature": self.rollout.temperature if one.temperature is None else one.temperature,
+                    "max_prompts": one.max_prompts or self.eval.max_prompts,
+                }
+            )
+            for name, one in (sets | self.eval.sets).items()
+        }
+
     def completion_room(self, prompt_tokens: int) -> int:
         """Tokens that the completion of a prompt of so many tokens may have."""
         longest = self.rollout.max_completion_length
@@ -595,8 +638,9 @@ class Config(Section):
 
     @property
     def longest_request(self) -> int:
-        """Tokens of the longest request to a generator: a trajectory, or a probe of the log-prob check."""
-        return max(self.longest_trajectory, self.longest_prompt + self.probe_tokens)
+        """Tokens of the longest request to a generator: a trajectory, a probe of the log-prob check, or an evaluation's."""
+        longest = max((one.max_completion_length or 0 for one in self.eval.sets.values()), default=0)
+        return max(self.longest_trajectory, self.longest_prompt + max(self.probe_tokens, longest))
 
     @property
     def probe_tokens(self) -> int:
@@ -649,6 +693,13 @@ class Config(Section):
                 '--runtime-env-json \'{"env_vars": {"ASYNCRL_RUNS": "/absolute/path"}}\''
             )
         return directory
+
+
+def _located_set(one: Any, root: Path) -> Any:
+    """An evaluation set's settings with its path made absolute."""
+    if not isinstance(one, dict) or not isinstance(one.get("data"), str):
+        return one
+    return {**one, "data": str(Path(one["data"].replace("{runs_root}", str(root))).expanduser().absolute())}
 
 
 def is_hub_name(path: str) -> bool:
@@ -737,5 +788,5 @@ def _refuse_unknown_overrides(overrides: list[str]) -> None:
     known = set(field_names())
     for word in overrides:
         name = word.removeprefix("--").split("=", 1)[0]
-        if word.startswith("--") and name not in known and not name.startswith("reward.functions."):
+        if word.startswith("--") and name not in known and not name.startswith(("reward.functions.", "eval.sets.")):
             raise ConfigError(explain_unknown(name, field_names()))

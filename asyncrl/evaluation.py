@@ -1,73 +1,257 @@
-"""Evaluation: greedy and sampled accuracy on held-out prompts, at one committed version."""
+"""Evaluation: sets of held-out prompts, completed at one committed version, scored by the isolated reward and kept as Parquet."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from asyncrl.config import Config
-from asyncrl.generation.protocol import Generate, GenerateRequest, WeightsId
-from asyncrl.types import TRUNCATED, Completion, Prompt
+import pyarrow as pa
 
-__all__ = ["Evaluator"]
+from asyncrl.algorithms.pass_at_k import pass_at_k
+from asyncrl.config import Config, EvalSet
+from asyncrl.generation.protocol import Generate, GenerateRequest, GenerationTimeout, WeightsId
+from asyncrl.rewards.files import write_groups
+from asyncrl.types import SPAN, TRUNCATED, Completion, Prompt, reward_parts_type
 
-CONCURRENCY = 128
-"""Requests under way at once."""
+__all__ = ["COLUMNS", "STATUSES", "Answer", "Evaluator", "Score", "answers_table", "measure"]
+
+logger = logging.getLogger("asyncrl")
+
+Score = Callable[[Prompt, Sequence[Completion]], Awaitable[Mapping[str, Sequence[float | None]]]]
+"""Raw rewards of completions of one prompt: name of the reward function → one for each completion."""
+
+STATUSES = ("ok", "unscored", "late", "failed")
+"""`ok`: the reward that is called accuracy scored it. `unscored`: that reward returned None. `late`: no answer by rollout.deadline_s. `failed`: the
+request failed otherwise."""
+
+COLUMNS: dict[str, pa.DataType] = {
+    "set": pa.string(),
+    "attempt": pa.int32(),
+    "version": pa.int32(),
+    "ordinal": pa.int64(),
+    "index": pa.int32(),
+    "status": pa.string(),
+    "reason": pa.string(),
+    "accuracy": pa.float32(),
+    "prompt_text": pa.string(),
+    "prompt_ids": pa.list_(pa.int32()),
+    "completion": pa.string(),
+    "completion_ids": pa.list_(pa.int32()),
+    "logprobs": pa.list_(pa.float32()),
+    "versions": pa.list_(SPAN),
+    "finish_reason": pa.string(),
+    "replica": pa.string(),
+}
+"""Columns of evaluations/*.parquet, beside `reward_parts`: one row for each completion asked for. `ordinal` is the prompt's row in its file, `index` the
+completion's place among the prompt's n; what did not come is null."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion asked for: what came of it."""
+
+    completion: Completion | None
+    """None: late or failed."""
+    status: str
+    reason: str = ""
+    """Why nothing came."""
+    replica: str | None = None
+    parts: Mapping[str, float | None] = field(default_factory=dict)
+    """Name of the reward function → reward, None where it gave none."""
 
 
 class Evaluator:
-    """Completes every prompt once greedily and once sampled, and scores both by the isolated reward."""
+    """Completes every prompt of every set, n times each. A completion that is late or fails counts and is reported; it ends nothing."""
 
-    def __init__(self, config: Config, generate: Generate, score: Any, prompts: Sequence[Prompt], run_id: str, attempt: int) -> None:
+    def __init__(
+        self, config: Config, generate: Generate, score: Score, prompts: Mapping[str, Sequence[Prompt]], run_id: str, attempt: int, directory: Path
+    ) -> None:
+        """
+        Args:
+            prompts: of each file that a set of `config.evaluation_sets` names.
+            directory: where the completions are kept.
+        """
         self.config, self.generate, self.score = config, generate, score
-        self.prompts, self.run_id, self.attempt = prompts, run_id, attempt
+        self.prompts, self.run_id, self.attempt, self.directory = prompts, run_id, attempt, directory
 
     async def __call__(self, version: int) -> dict[str, float]:
-        """Metrics `eval/greedy_*` and `eval/sampled_*`: accuracy, mean of every reward part, completion tokens, truncated ratio.
+        """Metrics of all sets as `eval/<set>_<name>` (see `measure`); `eval/accuracy` and `eval/prompts` of the first set; over all `eval/failed_ratio`
+        (late ones included) and `eval/seconds`.
 
         Raises:
-            RuntimeError: a completion was not made by `version` alone.
+            RewardError: a reward failed under policy `fail`.
         """
         clock = asyncio.get_running_loop().time
         started = clock()
-        metrics: dict[str, float] = {"eval/prompts": float(len(self.prompts))}
-        for name, temperature in (("greedy", 0.0), ("sampled", self.config.rollout.temperature)):
-            completions = await self._complete(temperature, version)
-            metrics |= {f"eval/{name}_{key}": value for key, value in (await self._measure(completions)).items()}
+        sets = self.config.evaluation_sets
+        metrics: dict[str, float] = {}
+        statuses: Counter[str] = Counter()
+        for name, settings in sets.items():
+            answers = await self._answers(settings, version)
+            found = measure(answers, list(self.config.reward.functions), self.config.accuracy, self.config.eval.pass_threshold)
+            metrics.setdefault("eval/accuracy", found["accuracy"])
+            metrics.setdefault("eval/prompts", found["prompts"])
+            metrics |= {f"eval/{name}_{key}": value for key, value in found.items()}
+            statuses.update(answer.status for siblings in answers for answer in siblings)
+            await asyncio.to_thread(self._keep, name, settings, version, answers)
+        metrics["eval/failed_ratio"] = (statuses["late"] + statuses["failed"]) / statuses.total()
         metrics["eval/seconds"] = clock() - started
         return metrics
 
-    async def _complete(self, temperature: float, version: int) -> list[Completion]:
-        room = asyncio.Semaphore(CONCURRENCY)
+    def _prompts(self, settings: EvalSet) -> Sequence[Prompt]:
+        assert settings.data is not None
+        return self.prompts[settings.data][: settings.max_prompts]
 
-        async def one(index: int, prompt: Prompt) -> Completion:
-            request = GenerateRequest(
-                prompt.token_ids,
-                n=1,
-                max_tokens=self.config.completion_room(len(prompt.token_ids)),
-                temperature=temperature,
-                seed=self.config.seed + index,
-                deadline_s=self.config.rollout.deadline_s,
-                min_weights=WeightsId(self.run_id, self.attempt, version),
-            )
-            async with room:
-                completion = (await self.generate.generate(request)).completions[0]
-            if any(span.version != version for span in completion.versions):
-                raise RuntimeError(f"evaluation at version {version} got a completion of versions {completion.versions}")
-            return completion
-
+    async def _answers(self, settings: EvalSet, version: int) -> list[list[Answer]]:
+        """Of each prompt in order, n answers."""
+        generator = self.config.generator
+        room = asyncio.Semaphore(generator.max_num_seqs * generator.num_replicas)
+        prompts = self._prompts(settings)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(index, prompt)) for index, prompt in enumerate(self.prompts)]
+            tasks = [group.create_task(self._siblings(settings, version, index, room)) for index in range(len(prompts))]
         return [task.result() for task in tasks]
 
-    async def _measure(self, completions: Sequence[Completion]) -> dict[str, float]:
-        parts = await self.score(self.prompts, completions)
-        count = len(completions)
-        means = {name: sum(value or 0.0 for value in values) / count for name, values in parts.items()}
-        return {
-            "accuracy": means[self.config.accuracy],
-            **means,
-            "completion_tokens": sum(len(completion.token_ids) for completion in completions) / count,
-            "truncated_ratio": sum(completion.finish_reason in TRUNCATED for completion in completions) / count,
-        }
+    async def _siblings(self, settings: EvalSet, version: int, index: int, room: asyncio.Semaphore) -> list[Answer]:
+        """The n answers of one prompt, scored together as one group."""
+        prompts = self._prompts(settings)
+        prompt = prompts[index]
+        requests = [self._request(settings, version, prompt, self.config.seed + index + sample * len(prompts)) for sample in range(settings.n)]
+        answers = await asyncio.gather(*(self._answer(request, version, room) for request in requests))
+        completed = [place for place, answer in enumerate(answers) if answer.completion is not None]
+        if completed:
+            parts = await self.score(prompt, [answers[place].completion for place in completed])  # type: ignore[misc]  # none of these is None
+            for at, place in enumerate(completed):
+                answers[place] = self._scored(answers[place], {name: values[at] for name, values in parts.items()})
+        return answers
+
+    def _request(self, settings: EvalSet, version: int, prompt: Prompt, seed: int) -> GenerateRequest:
+        """What ends a completion is the same as in rollouts."""
+        config, rollout = self.config, self.config.rollout
+        assert settings.temperature is not None
+        return GenerateRequest(
+            prompt.token_ids,
+            n=1,
+            max_tokens=settings.max_completion_length or config.completion_room(len(prompt.token_ids)),
+            temperature=settings.temperature,
+            seed=seed,
+            deadline_s=rollout.deadline_s,
+            min_weights=WeightsId(self.run_id, self.attempt, version),
+            ignore_eos=rollout.ignore_eos,
+            repetition=rollout.repetition,
+        )
+
+    async def _answer(self, request: GenerateRequest, version: int, room: asyncio.Semaphore) -> Answer:
+        try:
+            async with room:
+                generated = await self.generate.generate(request)
+        except GenerationTimeout as error:
+            return Answer(None, "late", _one_line(error))
+        except Exception as error:  # whatever an engine, a replica or Ray raises: one completion of many
+            return Answer(None, "failed", f"{type(error).__name__}: {_one_line(error)}")
+        completion = generated.completions[0]
+        if any(span.version != version for span in completion.versions):
+            return Answer(None, "failed", f"made by versions {[span.version for span in completion.versions]}, not {version} alone", generated.replica)
+        return Answer(completion, "ok", replica=generated.replica)
+
+    def _scored(self, answer: Answer, parts: Mapping[str, float | None]) -> Answer:
+        status = "unscored" if parts[self.config.accuracy] is None else "ok"
+        return Answer(answer.completion, status, replica=answer.replica, parts=parts)
+
+    def _keep(self, name: str, settings: EvalSet, version: int, answers: Sequence[Sequence[Answer]]) -> None:
+        """Write the completions, and name the first that did not come in the log."""
+        lost = [answer for siblings in answers for answer in siblings if answer.completion is None]
+        if lost:
+            logger.warning("evaluation set %s at version %d: %d completions were late or failed; the first: %s", name, version, len(lost), lost[0].reason)
+        self.directory.mkdir(exist_ok=True)
+        table = answers_table(name, self.attempt, version, self._prompts(settings), answers, list(self.config.reward.functions), self.config.accuracy)
+        write_groups(self.directory / f"attempt_{self.attempt:04d}-version_{version:08d}-{name}.parquet", [table])
+
+
+def measure(answers: Sequence[Sequence[Answer]], rewards: Sequence[str], accuracy: str, pass_threshold: float) -> dict[str, float]:
+    """What the answers to a set's prompts come to; `answers` has n of each prompt.
+
+    Returns:
+        prompts: how many.
+        accuracy: mean of the reward named `accuracy` over the completions that it scored; one that was late or failed counts as 0.
+        NAME of each of `rewards`: mean over the completions that it scored.
+        scored, unscored_ratio, late_ratio, failed_ratio: completions that `accuracy` scored, and shares of all that were asked for.
+        completion_tokens, truncated_ratio: over the completions that came.
+        avg_at_N, pass_at_K: with n above 1, means over prompts; k = 1, 2, 4, … and n. A completion without a score is left out, and so is a prompt that
+            has fewer than k left; one that was late or failed does not pass.
+        NaN: there is nothing to average.
+    """
+    asked = [answer for siblings in answers for answer in siblings]
+    came = [answer for answer in asked if answer.completion is not None]
+    statuses = Counter(answer.status for answer in asked)
+    judged = [_judged(siblings, accuracy) for siblings in answers]
+    found = {
+        **{name: _mean(value for answer in came if (value := answer.parts.get(name)) is not None) for name in rewards},
+        "prompts": float(len(answers)),
+        "accuracy": _mean(value for values in judged for value in values),
+        "scored": float(statuses["ok"]),
+        **{f"{status}_ratio": statuses[status] / len(asked) for status in STATUSES[1:]},
+        "completion_tokens": _mean(len(answer.completion.token_ids) for answer in came if answer.completion),
+        "truncated_ratio": _mean(answer.completion.finish_reason in TRUNCATED for answer in came if answer.completion),
+    }
+    n = max(len(siblings) for siblings in answers)
+    if n > 1:
+        found[f"avg_at_{n}"] = _mean(_mean(values) for values in judged if values)
+        for k in _ks(n):
+            found[f"pass_at_{k}"] = _mean(pass_at_k(len(v), sum(value >= pass_threshold for value in v), k) for v in judged if len(v) >= k)
+    return found
+
+
+def _judged(siblings: Sequence[Answer], accuracy: str) -> list[float]:
+    """The accuracy of one prompt's completions; what did not come is 0, what has no score is left out."""
+    values = [0.0 if answer.completion is None else answer.parts[accuracy] for answer in siblings]
+    return [value for value in values if value is not None]
+
+
+def _ks(n: int) -> list[int]:
+    """1, 2, 4, … below n, and n."""
+    return [*(1 << power for power in range((n - 1).bit_length())), n]
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return math.fsum(listed) / len(listed) if listed else math.nan
+
+
+def answers_table(
+    name: str, attempt: int, version: int, prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]], rewards: Sequence[str], accuracy: str
+) -> pa.Table:
+    """The rows of evaluations/*.parquet: `answers` has n of each prompt, in order."""
+    places = [(prompt, index, answer) for prompt, siblings in zip(prompts, answers, strict=True) for index, answer in enumerate(siblings)]
+    came = [answer.completion for _, _, answer in places]
+    columns = {
+        "set": [name] * len(places),
+        "attempt": [attempt] * len(places),
+        "version": [version] * len(places),
+        "ordinal": [prompt.ordinal for prompt, _, _ in places],
+        "index": [index for _, index, _ in places],
+        "status": [answer.status for _, _, answer in places],
+        "reason": [answer.reason or None for _, _, answer in places],
+        "accuracy": [answer.parts.get(accuracy) for _, _, answer in places],
+        "prompt_text": [prompt.text for prompt, _, _ in places],
+        "prompt_ids": [prompt.token_ids for prompt, _, _ in places],
+        "completion": [one and one.text for one in came],
+        "completion_ids": [one and one.token_ids for one in came],
+        "logprobs": [one and one.logprobs for one in came],
+        "versions": [one and [{"version": s.version, "start": s.start, "end": s.end} for s in one.versions] for one in came],
+        "finish_reason": [one and one.finish_reason for one in came],
+        "replica": [answer.replica for _, _, answer in places],
+    }
+    arrays = {column: pa.array(columns[column], kind) for column, kind in COLUMNS.items()}
+    parts = [{reward: answer.parts.get(reward) for reward in rewards} if answer.completion else None for _, _, answer in places]
+    arrays["reward_parts"] = pa.array(parts, reward_parts_type(rewards).value_type)
+    return pa.table(arrays)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -66,7 +66,8 @@ class Stations:
     rollouts: RayRollouts
     scores: RayScores
     pool: RewardPool
-    held_out: list[Prompt]
+    evaluation_prompts: dict[str, list[Prompt]]
+    """Of each file that an evaluation set names."""
     kv_cache_tokens: int
     """Tokens that one replica's KV cache holds."""
     startup: dict[str, Any]
@@ -82,7 +83,8 @@ class Stations:
     @property
     def probe_prompts(self) -> list[Sequence[int]]:
         """Prompts of the log-prob check, the same ones in every attempt."""
-        prompts = self.held_out or read_prompts(self.config.data.train, self.config, self.config.weights.probe_prompts, "data.train")
+        held_out = next(iter(self.evaluation_prompts.values()), None)
+        prompts = held_out or read_prompts(self.config.data.train, self.config, self.config.weights.probe_prompts, "data.train")
         return [prompt.token_ids for prompt in prompts[: self.config.weights.probe_prompts]]
 
     async def say(self, stage: str) -> tuple[Any, str]:
@@ -98,15 +100,20 @@ class Stations:
             return tuple(one["tokens_generated"] for one in found), "; ".join(said) or "no replica answers"
         return None, "; ".join(await stacks_as(self.stacks, stage)) or f"no process of the {stage} stream is left; see {self.stacks.parent}"
 
-    async def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> dict[str, list[float | None]]:
-        """Raw rewards of one completion per prompt, name by name."""
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[float | None]]:
+        """Raw rewards of completions of one prompt, name by name."""
         texts = [completion.text for completion in completions]
         ids = [completion.token_ids for completion in completions]
-        return await score_completions(self.pool, [prompt.text for prompt in prompts], texts, ids, [prompt.columns for prompt in prompts])
+        return await score_completions(self.pool, [prompt.text], texts, ids, [prompt.columns], n=len(completions))
 
 
-def _held_out(config: Config) -> list[Prompt]:
-    return read_prompts(config.eval.data, config, config.eval.max_prompts) if config.eval.data else []
+def _evaluation_prompts(config: Config) -> dict[str, list[Prompt]]:
+    """The prompts of each file that is evaluated on, as many as any of its sets takes."""
+    most: dict[str, int] = {}
+    for one in config.evaluation_sets.values():
+        assert one.data is not None and one.max_prompts is not None
+        most[one.data] = max(most.get(one.data, 0), one.max_prompts)
+    return {path: read_prompts(path, config, limit) for path, limit in most.items()}
 
 
 @contextmanager
@@ -206,7 +213,7 @@ async def launch(
         startup |= await _generator_facts(handle, status)
         weights = ServeWeightSync(handle, board, config.weights.push_timeout_s)
         _closing(stack, "announcements", functools.partial(_cancel, asyncio.create_task(weights.keep_announced())))
-        held_out, kv_cache_tokens = _held_out(config), status["kv_cache_tokens"]
+        held_out, kv_cache_tokens = _evaluation_prompts(config), status["kv_cache_tokens"]
         yield Stations(config, context, learner, generate(), weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup, stacks)
 
 

@@ -136,8 +136,7 @@ def make_plan(config: Config) -> Plan:
         _check_reference(config)
     report = check_prompts(config)
     truncation = {"data.train": report.truncation}
-    if config.eval.data is not None:
-        truncation["eval.data"] = check_prompts(config, config.eval.data, "eval.data").truncation
+    truncation |= _check_evaluation(config, context)
     if config.warm_start.data is not None:
         _check_pieces(config, context)
         truncation |= {f"supervised rows of {field}": rows for field, rows in _check_warm_start(config, config.warm_start.data).items()}
@@ -160,6 +159,25 @@ def make_plan(config: Config) -> Plan:
             f"need {plan.shared_memory_needed >> 20} MiB; lower generator.num_replicas or enlarge /dev/shm"
         )
     return plan
+
+
+def _check_evaluation(config: Config, context: int) -> dict[str, TruncationReport]:
+    """What the limits do to each file that is evaluated on. The longest request of each set must fit the model."""
+    from asyncrl.data.prompts import check_prompts
+
+    reports: dict[str, TruncationReport] = {}
+    fields = {"eval.data": config.eval.data} | {f"eval.sets.{name}.data": one.data for name, one in config.eval.sets.items()}
+    for field, path in fields.items():
+        if path is not None:
+            reports[field] = check_prompts(config, path, field).truncation
+    for name, one in config.eval.sets.items():
+        longest = config.longest_prompt + (one.max_completion_length or 0)
+        if longest > context:
+            raise ConfigError(
+                f"eval.sets.{name}.max_completion_length = {one.max_completion_length} and the longest prompt of {config.longest_prompt} tokens are above the "
+                f"model's context of {context}; lower it"
+            )
+    return reports
 
 
 def _check_heads(config: Config) -> None:

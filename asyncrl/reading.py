@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from asyncrl.config import Config, load_config
 from asyncrl.control.fates import FATES
+from asyncrl.evaluation import COLUMNS as ANSWERS
 from asyncrl.observe.metrics import read_metrics
 from asyncrl.runtime import parquet
 from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, SPAN
@@ -121,6 +122,11 @@ class Run:
     def every_fate(self) -> pa.Table:
         """The rows of `fates` as they were written. A group has several if it waited in a checkpoint that more than one attempt went on from."""
         return _read_parquet(self.directory / "fates", FATES)
+
+    def evaluations(self) -> pa.Table:
+        """One row for each completion that an evaluation asked for: `set`, `version`, `ordinal` (row of the set's file), `index` (among its n completions),
+        `status` (ok, unscored, late, failed), `reason`, `accuracy`, `reward_parts`, the completion's text, tokens, log-probs and version spans."""
+        return _read_parquet(self.directory / "evaluations", pa.schema([*ANSWERS.items()]))
 
     def trajectories(self) -> pa.Table:
         """One row per trajectory, with its group's columns and fate.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,10 @@ WARM_START = (
     "target_column", "completion_policy", "packing_strategy", "min_accuracy", "max_accuracy", "learning_rate", "batch_size", "check_every_steps", "max_steps"
 )  # fmt: skip
 """What is said of a warm start beside its data."""
+
+SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
+OWN_SETS = ("greedy", "sampled")
+"""The evaluation sets that eval.data stands for."""
 
 ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("algorithm.eps_clip", "algorithm.clips", (True,), "algorithm.loss: ppo, gspo or cispo and an old_policy other than learner"),
@@ -38,7 +43,8 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ),
     ("generator.gpu_memory_utilization", "generator.device", ("cuda",), "generator.device: cuda"),
     ("generator.kv_cache_memory_bytes", "generator.device", ("cpu",), "generator.device: cpu"),
-    ("eval.max_prompts", "eval.evaluates", (True,), "eval.data"),
+    ("eval.max_prompts", "eval.evaluates", (True,), "eval.data or eval.sets"),
+    ("eval.pass_threshold", "eval.draws_several", (True,), "a set of eval.sets with n above 1"),
     ("model.revision", "model.on_hub", (True,), "the name of a model on the hub in model.path"),
     ("observe.project", "observe.has_sinks", (True,), "observe.sinks"),
     ("reward.overlong_penalty", "reward.penalises_length", (True,), "reward.overlong_buffer above 0"),
@@ -109,10 +115,25 @@ def _arithmetic_holds(config: Config) -> None:
     if config.warm_start.data is not None and config.eval.data is None:
         raise ValueError(f"warm_start.data = {config.warm_start.data!r} needs eval.data: its accuracy there ends the warm start; name a held-out file")
     _pieces_are_cut(config)
-    if config.eval.every_steps and config.eval.data is None:
-        raise ValueError(f"eval.every_steps = {config.eval.every_steps} has nothing to evaluate on; set eval.data, or leave it out")
+    if config.eval.every_steps and not config.eval.evaluates:
+        raise ValueError(f"eval.every_steps = {config.eval.every_steps} has nothing to evaluate on; set eval.data or eval.sets, or leave it out")
+    _sets_can_be_evaluated(config)
     if config.eval.accuracy is not None and config.eval.accuracy not in config.reward.functions:
         raise ValueError(f"eval.accuracy = {config.eval.accuracy!r} is not one of reward.functions {sorted(config.reward.functions)}; name one")
+
+
+def _sets_can_be_evaluated(config: Config) -> None:
+    for name, one in config.eval.sets.items():
+        field = f"eval.sets.{name}"
+        if not SET_NAME.fullmatch(name) or name in OWN_SETS:
+            raise ValueError(
+                f"{field}: a set's name is 1 to 32 letters, digits, '_' or '-', starting with a letter or digit, and not one of eval.data's own sets "
+                f"{', '.join(OWN_SETS)}; choose another"
+            )
+        if one.data is None and config.eval.data is None:
+            raise ValueError(f"{field} has no prompts; set {field}.data, or eval.data")
+        if one.temperature == 0 and one.n > 1:
+            raise ValueError(f"{field}.n = {one.n} at temperature 0 would give the same completion {one.n} times; set n: 1, or a temperature above 0")
 
 
 def _pieces_are_cut(config: Config) -> None:

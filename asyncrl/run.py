@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -241,8 +241,9 @@ async def _restored(directory: RunDirectory, stations: Stations) -> list[Scored]
 def _coordinator(config: Config, state: State, restored: list[Scored], directory: RunDirectory, stations: Stations, recorder: RunRecorder) -> Coordinator:
     generate = stations.generate
     evaluate = None
-    if stations.held_out:
-        evaluate = Evaluator(config, generate, stations.score, stations.held_out, state.run_id, state.attempt)
+    if stations.evaluation_prompts:
+        kept = directory.path / "evaluations"
+        evaluate = Evaluator(stations.config, generate, stations.score, stations.evaluation_prompts, state.run_id, state.attempt, kept)
     check = ProbeCheck(
         generate,
         stations.learner,
@@ -308,15 +309,25 @@ def _announce(plan: Plan, directory: RunDirectory, resume: str) -> None:
 def _print_summary(summary: Summary, resume: str) -> None:
     print(f"\ndone in {duration(summary.seconds)}: " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in summary.phases.items() if seconds >= 1))
     if summary.before and summary.after:
-        for kind in ("greedy", "sampled"):
-            before, after = (evaluation[f"eval/{kind}_accuracy"] for evaluation in (summary.before, summary.after))
-            print(f"held-out {kind} accuracy  {before:.1%} → {after:.1%}   ({after - before:+.1%} on {summary.after['eval/prompts']:.0f} prompts)")
+        print("\n".join(_accuracies(summary.before, summary.after)))
     path = summary.directory
     print(f"model          {path / 'hf'}   (loads in transformers and vLLM)")
     print(f"trajectories   {path / 'groups'}/*.parquet, fates in {path / 'fates'}/*.parquet")
     print(f"metrics        {path / 'metrics.jsonl'}, tensorboard --logdir {path / 'tensorboard'}")
     print(f"train longer   {re.sub(r' --max_steps[ =]+[0-9]+', '', resume)} --max_steps N")
     print(f"look inside    ASYNCRL_RUN={path} jupyter lab notebooks/01_quickstart.ipynb")
+
+
+def _accuracies(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
+    """A line for each set: accuracy before and after."""
+    lines = []
+    for name in [name for name in last if name.startswith("eval/") and name.endswith("_accuracy")]:
+        before, after = first.get(name), last[name]
+        title = name.removeprefix("eval/").removesuffix("_accuracy")
+        prompts = last.get(f"eval/{title}_prompts")
+        if before is not None and after is not None and prompts is not None:
+            lines.append(f"held-out {title} accuracy  {before:.1%} → {after:.1%}   ({after - before:+.1%} on {prompts:.0f} prompts)")
+    return lines
 
 
 def _way_on(directory: RunDirectory, resume: str) -> str:

@@ -5,6 +5,7 @@
 No Ray, no Serve, no published weights: only the files in `hf/`. Exit code 1 if the two accuracies are not the same.
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -74,10 +75,11 @@ def greedy_answers(config: Config, model: Path, prompts: list[Prompt]) -> list[t
 
 
 def accuracy(config: Config, prompts: list[Prompt], answers: list[tuple[str, list[int]]]) -> float:
-    """Mean of the reward that the config calls accuracy."""
+    """Mean of the reward that the config calls accuracy, over the answers that it scores."""
     function = config.reward.functions[config.accuracy].function
     rewards = [call_reward(function, [prompt.text], [text], [ids], dict(prompt.columns))[0] for prompt, (text, ids) in zip(prompts, answers, strict=True)]
-    return sum(reward or 0.0 for reward in rewards) / len(rewards)
+    scored = [reward for reward in rewards if reward is not None]
+    return sum(scored) / len(scored) if scored else math.nan
 
 
 if __name__ == "__main__":

@@ -57,6 +57,26 @@ def test_max_length_bounds_prompt_and_completion_together(tmp_path):
     assert (config.longest_trajectory, config.longest_prompt, config.completion_room(20), config.longest_request) == (28, 20, 8, 84)
 
 
+def test_evaluation_sets_take_what_they_do_not_say_from_the_rest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load(tmp_path).evaluation_sets == {}
+    sets = {"long": {"n": 4, "max_completion_length": 90}, "other": {"data": "{runs_root}/o.parquet", "temperature": 0.6, "max_prompts": 7}}
+    config = load(tmp_path, {"eval": {"data": "e.parquet", "sets": sets}, "rollout.temperature": 0.8, "runs_root": str(tmp_path / "all")})
+    found = {name: (one.data, one.n, one.temperature, one.max_completion_length, one.max_prompts) for name, one in config.evaluation_sets.items()}
+    held_out = str(tmp_path / "e.parquet")
+    assert found == {
+        "greedy": (held_out, 1, 0.0, None, 1024),
+        "sampled": (held_out, 1, 0.8, None, 1024),
+        "long": (held_out, 4, 0.8, 90, 1024),
+        "other": (str(tmp_path / "all" / "o.parquet"), 1, 0.6, None, 7),
+    }
+    assert list(found) == ["greedy", "sampled", "long", "other"]
+    assert config.longest_request == 20 + 90, "the engines must take the longest completion of any set"
+    assert [*load(tmp_path, {"eval.sets": {"other": {"data": "o"}}}).evaluation_sets] == ["other"]
+    given = load(tmp_path, {"eval.data": "e"}, ["--eval.sets", '{"long": {"n": 4}}'])
+    assert given.eval.sets["long"].n == 4
+
+
 WARM = {"warm_start.data": "w", "eval.data": "e"}
 
 
@@ -205,6 +225,13 @@ def test_command_line_wins_over_yaml(tmp_path):
         ({"learner.offload_optimizer": "nvme"}, "learner.offload_optimizer = 'nvme': input should be 'none' or 'cpu'"),
         ({"reward.functions.exact.function": "no colon"}, "reward.functions.exact.function = 'no colon'"),
         ({"eval.accuracy": "wrong"}, r"eval.accuracy = 'wrong' is not one of reward.functions \['exact'\]"),
+        ({"eval.sets": {"greedy": {"data": "d"}}}, "eval.sets.greedy: a set's name is .* not one of eval.data's own sets greedy, sampled; choose another"),
+        ({"eval.sets": {"a/b": {"data": "d"}}}, "eval.sets.a/b: a set's name is 1 to 32 letters"),
+        ({"eval.sets": {"math": {"n": 4}}}, "eval.sets.math has no prompts; set eval.sets.math.data, or eval.data"),
+        ({"eval.sets": {"math": {"data": "d", "n": 4, "temperature": 0}}}, "eval.sets.math.n = 4 at temperature 0 .* set n: 1, or a temperature above 0"),
+        ({"eval.sets": {"math": {"data": "d", "k": 4}}}, "eval.sets.math.k is unknown"),
+        ({"eval.data": "d", "eval.pass_threshold": 0.5}, "eval.pass_threshold = 0.5 acts only with a set of eval.sets with n above 1"),
+        ({"eval.every_steps": 5}, "eval.every_steps = 5 has nothing to evaluate on; set eval.data or eval.sets"),
         ({"model": {}}, "model.path is missing; set it"),
     ],
 )

@@ -1,41 +1,64 @@
-"""Evaluation asks for what the config allows each prompt."""
+"""Evaluation: what is asked for, what of it counts, and what is kept."""
 
 import asyncio
+import math
+
+import pyarrow.parquet as pq
+import pytest
+from small_config import SMALL
 
 from asyncrl.config import Config
-from asyncrl.evaluation import Evaluator
+from asyncrl.evaluation import Answer, Evaluator, measure
+from asyncrl.generation.protocol import GenerationTimeout
 from asyncrl.testing import FakeGenerate
-from asyncrl.types import Prompt
+from asyncrl.types import Completion, Prompt, VersionSpan
+
+REWARD = {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}}
+PROMPTS = [Prompt(0, 0, "p", (1,) * 2), Prompt(1, 0, "p", (1,) * 6)]
 
 
 class Recording(FakeGenerate):
-    def __init__(self):
-        super().__init__()
-        self.requests = []
+    """Keeps the requests; `fails(request)` gives what one raises, or None."""
+
+    def __init__(self, fails=lambda request: None, **settings):
+        super().__init__(**settings)
+        self.requests, self.fails, self.running, self.most = [], fails, 0, 0
 
     async def generate(self, request):
         self.requests.append(request)
-        return await super().generate(request)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            if error := self.fails(request):
+                raise error
+            return await super().generate(request)
+        finally:
+            self.running -= 1
 
 
-async def score(prompts, completions):
-    return {"exact": [1.0] * len(prompts)}
+async def all_right(prompt, completions):
+    return {"exact": [1.0] * len(completions)}
 
 
-def test_a_completion_ends_at_max_length_with_its_prompt():
-    config = Config.model_validate(
-        {
-            "name": "evaluation",
-            "max_steps": 1,
-            "model": {"path": "unused"},
-            "data": {"train": "unused", "max_prompt_length": 6, "max_length": 9},
-            "rollout": {"max_completion_length": 5},
-            "reward": {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}},
-        }
-    )
+def config_of(evaluation, **changes):
+    return Config.model_validate({**SMALL, "reward": REWARD, "eval": evaluation, **changes})
+
+
+def evaluate(tmp_path, config, generate, score=all_right, prompts=PROMPTS, version=0):
+    sets = config.evaluation_sets.values()
+    evaluator = Evaluator(config, generate, score, {one.data: prompts for one in sets}, "run", 1, tmp_path / "evaluations")
+    return asyncio.run(evaluator(version))
+
+
+def rows(tmp_path, name):
+    [path] = (tmp_path / "evaluations").glob(f"*-{name}.parquet")
+    return pq.read_table(path).to_pylist()
+
+
+def test_a_completion_ends_at_max_length_with_its_prompt(tmp_path):
+    changes = {"data": {"train": "unused", "max_prompt_length": 6, "max_length": 9}, "rollout": {"max_completion_length": 5}}
     generate = Recording()
-    prompts = [Prompt(0, 0, "p", (1,) * 2), Prompt(1, 0, "p", (1,) * 6)]
-    metrics = asyncio.run(Evaluator(config, generate, score, prompts, "run", 1)(0))
+    metrics = evaluate(tmp_path, config_of({"data": "unused"}, **changes), generate)
     assert sorted((len(request.prompt_ids), request.max_tokens, request.temperature) for request in generate.requests) == [
         (2, 5, 0.0),
         (2, 5, 1.0),
@@ -43,3 +66,91 @@ def test_a_completion_ends_at_max_length_with_its_prompt():
         (6, 3, 1.0),
     ]
     assert (metrics["eval/prompts"], metrics["eval/greedy_accuracy"], metrics["eval/sampled_accuracy"]) == (2.0, 1.0, 1.0)
+
+
+def test_completions_end_as_in_rollouts(tmp_path):
+    rollout = {"max_completion_length": 8, "repetition_stop": 5, "repetition_ngram": 3}
+    generate = Recording()
+    evaluate(tmp_path, config_of({"data": "d"}, rollout=rollout), generate)
+    assert {request.repetition for request in generate.requests} == {(3, 5)}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (GenerationTimeout("no answer within 3 s"), "late", "no answer within 3 s"),
+        (RuntimeError("Traceback\n  CUDA error\n"), "failed", "RuntimeError: CUDA error"),
+    ],
+)
+def test_one_completion_that_does_not_come_counts_as_wrong_and_is_reported(tmp_path, error, status, reason):
+    prompts = [Prompt(ordinal, 0, "p", (ordinal + 1,)) for ordinal in range(8)]
+    generate = Recording(fails=lambda request: error if request.prompt_ids == (4,) and request.temperature == 0 else None)
+    metrics = evaluate(tmp_path, config_of({"data": "d"}), generate, prompts=prompts)
+    assert metrics["eval/greedy_accuracy"] == 7 / 8 and metrics["eval/greedy_exact"] == 1.0 and metrics["eval/sampled_accuracy"] == 1.0
+    assert metrics[f"eval/greedy_{status}_ratio"] == 1 / 8 and metrics["eval/greedy_scored"] == 7
+    assert metrics["eval/failed_ratio"] == 1 / 16
+    lost = rows(tmp_path, "greedy")[3]
+    assert (lost["status"], lost["reason"], lost["completion"], lost["completion_ids"], lost["accuracy"]) == (status, reason, None, None, None)
+
+
+def test_a_completion_of_another_version_counts_as_failed(tmp_path):
+    metrics = evaluate(tmp_path, config_of({"data": "d"}), Recording(version=4), version=3)
+    assert metrics["eval/greedy_failed_ratio"] == 1.0 and metrics["eval/greedy_accuracy"] == 0.0
+    assert rows(tmp_path, "greedy")[0]["reason"] == "made by versions [4], not 3 alone"
+
+
+def test_what_the_reward_does_not_score_is_unscored_and_not_wrong(tmp_path):
+    async def score(prompt, completions):
+        return {"exact": [None if prompt.ordinal == 0 else 1.0 for _ in completions]}
+
+    metrics = evaluate(tmp_path, config_of({"data": "d"}), Recording(), score)
+    assert (metrics["eval/greedy_accuracy"], metrics["eval/greedy_scored"], metrics["eval/greedy_unscored_ratio"]) == (1.0, 1.0, 0.5)
+    assert [row["status"] for row in rows(tmp_path, "greedy")] == ["unscored", "ok"]
+
+
+def test_sets_have_their_own_prompts_number_temperature_and_length(tmp_path):
+    sets = {"math": {"n": 4, "temperature": 0.6, "max_completion_length": 30, "max_prompts": 1}, "plain": {"data": "other"}}
+    generate = Recording()
+
+    async def score(prompt, completions):
+        return {"exact": [float(place == 2) for place in range(len(completions))]}
+
+    metrics = evaluate(tmp_path, config_of({"data": "d", "sets": sets}), generate, score)
+    math_requests = [request for request in generate.requests if request.temperature == 0.6]
+    assert [(request.prompt_ids, request.max_tokens, request.n) for request in math_requests] == [((1, 1), 30, 1)] * 4
+    assert len({request.seed for request in math_requests}) == 4, "equal seeds give equal samples"
+    assert [metrics[f"eval/math_{name}"] for name in ("avg_at_4", "pass_at_1", "pass_at_2", "pass_at_4")] == [0.25, 0.25, 0.5, 1.0]
+    assert metrics["eval/plain_prompts"] == 2.0 and not any("plain_pass" in name or "greedy_avg" in name for name in metrics)
+    kept = rows(tmp_path, "math")
+    assert [(row["ordinal"], row["index"], row["accuracy"]) for row in kept] == [(0, 0, 0.0), (0, 1, 0.0), (0, 2, 1.0), (0, 3, 0.0)]
+    first = kept[0]
+    assert (first["set"], first["attempt"], first["version"], first["prompt_ids"]) == ("math", 1, 0, [1, 1])
+    assert first["versions"] == [{"version": 0, "start": 0, "end": len(first["completion_ids"])}] and len(first["logprobs"]) == len(first["completion_ids"])
+    assert first["reward_parts"] == {"exact": 0.0}
+
+
+def answer(accuracy, status="ok"):
+    completion = None if status in ("late", "failed") else Completion((3,), (-0.1,), (VersionSpan(0, 0, 1),), "stop")
+    return Answer(completion, status, parts={} if completion is None else {"right": accuracy})
+
+
+def test_pass_at_k_leaves_out_what_has_no_score_and_counts_what_did_not_come():
+    answers = [
+        [answer(1.0), answer(0.4), answer(None, "unscored"), answer(None, "late")],
+        [answer(0.0), answer(None, "unscored"), answer(None, "unscored"), answer(None, "unscored")],
+        [answer(None, "unscored")] * 4,
+    ]
+    found = measure(answers, ["right"], "right", pass_threshold=0.5)
+    assert found["accuracy"] == pytest.approx(1.4 / 4) and found["right"] == pytest.approx(1.4 / 3) and found["scored"] == 3.0
+    assert found["avg_at_4"] == pytest.approx((1.4 / 3 + 0.0) / 2)
+    assert found["pass_at_1"] == pytest.approx((1 / 3 + 0) / 2)
+    assert found["pass_at_2"] == pytest.approx(2 / 3), "the second prompt has one sample left"
+    assert math.isnan(found["pass_at_4"])
+
+
+def test_as_many_requests_run_at_once_as_the_replicas_take(tmp_path):
+    prompts = [Prompt(ordinal, 0, "p", (ordinal + 1,)) for ordinal in range(40)]
+    for replicas in (1, 3):
+        generate = Recording(latency=0.01)
+        evaluate(tmp_path, config_of({"data": "d"}, generator={"max_num_seqs": 4, "num_replicas": replicas}), generate, prompts=prompts)
+        assert generate.most == 4 * replicas

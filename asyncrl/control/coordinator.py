@@ -470,7 +470,7 @@ class Coordinator:
                 self.evaluations_due = {due for due in self.evaluations_due if due > version}
             if self.parts.evaluate is not None:
                 metrics = await self.parts.evaluate(version)
-                self.progress.accuracy = metrics.get("eval/greedy_accuracy", self.progress.accuracy)
+                self.progress.accuracy = metrics.get("eval/accuracy", self.progress.accuracy)
                 self.parts.recorder.record("evaluation", self.progress.attempted, version, metrics)
             async with self._changing():
                 self.evaluating = False

@@ -1,4 +1,4 @@
-"""Healthy ranges of step metrics, and one line for each that is left. docs/metrics.md says more about each."""
+"""Healthy ranges of metrics, and one line for each that is left. docs/metrics.md says more about each."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ RANGES = {
     "rollout/loop_ratio": Range(0.0, 0.1, f"{GIBBERISH} rollout.repetition_stop ends loops"),
     "rollout/unprintable_ratio": Range(0.0, 0.01, GIBBERISH),
     "reward/zero_variance_ratio": Range(0.0, 0.9, "hardly any group teaches anything: use harder or easier prompts, or algorithm.filter_zero_variance"),
+    "eval/failed_ratio": Range(0.0, 0.0, "completions were late or failed and count as wrong; evaluations/*.parquet has each one's status and reason"),
     "time/event_loop_lag_s": Range(0.0, 2.0, "the driver has too little CPU"),
 }
-"""Step metric → its healthy range."""
+"""Metric of a step or an evaluation → its healthy range."""
 
 
 def alarms(metrics: Mapping[str, Any]) -> list[str]:

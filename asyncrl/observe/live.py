@@ -30,12 +30,12 @@ class RunRecorder:
         self._alarmed: set[str] = set()
 
     def record(self, event: str, step: int, version: int, metrics: Any) -> None:
-        """Write the record, show what the table has of it, raise the alarms of a step."""
+        """Write the record, show what the table has of it, raise the alarms of a step or an evaluation."""
         if event == "step":
             metrics = {**metrics, "time/event_loop_lag_s": self.live.take_lag()}
         self.writer.write(event, step, version, metrics)
         self.live.recorded(event, metrics)
-        if event == "step":
+        if event in ("step", "evaluation"):
             self._raise_alarms(step, version, metrics)
         if event == "kept_batch":
             self.live.note(f"step {step}: {metrics['note']}")
@@ -92,7 +92,7 @@ class Live:
     def recorded(self, event: str, metrics: Any) -> None:
         """Take from a record what the table shows."""
         if event == "evaluation":
-            self.progress.held_out_accuracy = metrics.get("eval/greedy_accuracy")
+            self.progress.held_out_accuracy = metrics.get("eval/accuracy")
         if event == "step":
             self.progress.accuracy = metrics.get(f"reward/{self.config.accuracy}")
         if event == "startup" and any(value for name, value in metrics.items() if name.endswith("caches_removed")):

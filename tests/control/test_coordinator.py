@@ -282,7 +282,7 @@ def test_evaluates_before_after_and_in_between_at_one_version():
         await asyncio.sleep(0.005)
         assert coordinator.progress.committed == before == version
         seen.append(version)
-        return {"eval/greedy_accuracy": 0.5}
+        return {"eval/accuracy": 0.5}
 
     coordinator = make(steps=12, evaluate=evaluate, evaluate_every=4)
     progress = run(coordinator)
@@ -363,7 +363,7 @@ def test_a_smaller_bound_or_batch_drops_what_cannot_be_trained_in_time_and_goes_
 
 def test_an_evaluation_that_was_due_and_not_done_is_done_by_the_next_attempt():
     async def evaluate(version):
-        return {"eval/greedy_accuracy": 0.5}
+        return {"eval/accuracy": 0.5}
 
     state = State("run", 1, 4, 4, 16, (), evaluations_due=(), last_marked=3)
     coordinator = make(steps=7, state=state, evaluate=evaluate, evaluate_every=4)

@@ -73,10 +73,15 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(start_run, shared_memory, t
     assert truncation["truncation/data.train/used"] == truncation["truncation/data.train/rows"] > 0
     assert [record["version"] for record in finished.records("evaluation")] == [0, 120]
     assert pq.read_table(next((directory / "groups").glob("*.parquet"))).num_rows > 0
+    evaluated = finished.evaluations().to_pylist()
+    assert Counter((row["set"], row["version"], row["status"]) for row in evaluated) == {
+        (name, at, "ok"): 16 for name in ("greedy", "sampled") for at in (0, 120)
+    }
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["LATEST", "step_000060", "step_000120"]
     documented = (ROOT / "docs" / "metrics.md").read_text()
     for record in metrics.read_metrics(directory):
-        own = [re.sub(r"(reward/|eval/greedy_|eval/sampled_)(digits|unhurried)$", r"\1<name>", name) for name in set(record) - {*metrics.RESERVED}]
+        own = [re.sub("^eval/(greedy|sampled)_", "eval/<set>_", name) for name in set(record) - {*metrics.RESERVED}]
+        own = [re.sub("(reward/|eval/<set>_)(digits|unhurried)$", r"\1<name>", name) for name in own]
         own = [re.sub("^truncation/[^/]+/", "truncation/<file>/", name) for name in own]
         assert not [name for name in own if f"`{name}`" not in documented], record["event"]
     executions = (directory / "logs" / "attempt_0" / "ray" / "ray-data" / "ray-data.log").read_text()

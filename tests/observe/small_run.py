@@ -40,7 +40,7 @@ def write_small_run(directory: Path, steps: int = 6) -> Path:
     (directory / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     fates, noise = FatesWriter(directory / "fates", attempt=0), random.Random(0)
     with MetricsWriter(directory) as metrics:
-        metrics.write("evaluation", 0, 0, {"eval/greedy_accuracy": 0.5})
+        metrics.write("evaluation", 0, 0, {"eval/accuracy": 0.5, "eval/greedy_accuracy": 0.5})
         for step in range(1, steps + 1):
             born = max(0, step - 2)
             groups = [small_group(2 * step + place, born) for place in range(2)]
@@ -56,5 +56,5 @@ def write_small_run(directory: Path, steps: int = 6) -> Path:
             metrics.write("commit", step, step, {"weights/replicas": 1})
         pq.write_table(groups_to_table([small_group(100, 3), small_group(101, 3)]), directory / "groups" / "attempt_0-000099.parquet")
         fates.write([Fate(0, 100, "dropped", "stale", steps)])
-        metrics.write("evaluation", steps, steps, {"eval/greedy_accuracy": 0.9})
+        metrics.write("evaluation", steps, steps, {"eval/accuracy": 0.9, "eval/greedy_accuracy": 0.9})
     return directory

@@ -1,0 +1,27 @@
+"""How often at least one of k samples passes, estimated from n samples of each prompt."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["pass_at_k"]
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """Unbiased estimate of the probability that at least one of k samples of a prompt passes: 1 - C(n - passed, k) / C(n, k).
+
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. Integers until the last division, so nothing cancels.
+
+    Args:
+        n: samples of the prompt.
+        passed: those of them that pass.
+
+    Raises:
+        ValueError: k is not between 1 and n, or `passed` not between 0 and n.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@k of {n} samples needs k from 1 to {n}, not {k}")
+    if not 0 <= passed <= n:
+        raise ValueError(f"{passed} of {n} samples cannot have passed")
+    drawn = math.comb(n, k)
+    return (drawn - math.comb(n - passed, k)) / drawn
