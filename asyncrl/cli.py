@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.config import ConfigError, command_line, load_config
-from asyncrl.redact import shown
+from asyncrl.redact import print_shown
 
 __all__ = ["main"]
 
@@ -44,10 +44,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(on_a_run(known))
     if known.help or known.config is None:
         if not known.help:
-            print("asyncrl: CONFIG is missing: give the path of a YAML file, such as jobs/quickstart.yaml", file=sys.stderr)
+            print_shown("asyncrl: CONFIG is missing: give the path of a YAML file, such as jobs/quickstart.yaml", file=sys.stderr)
             sys.exit(2)
         if known.command == "plan":
-            print(f"asyncrl plan CONFIG --cluster: {CLUSTER}\n")
+            print_shown(f"asyncrl plan CONFIG --cluster: {CLUSTER}\n")
         command_line(["--help"], {}, exit_on_error=True)
     sys.exit(run(known.command, known.config, overrides, on_cluster=getattr(known, "cluster", False)))
 
@@ -64,23 +64,23 @@ def run(command: str, path: str, overrides: list[str], on_cluster: bool = False)
 
             config = resolve_models(config)
             plan = make_plan(config)
-            print(plan.text(), flush=True)
+            print_shown(plan.text())
             if on_cluster:
                 from asyncrl.placement import plan_on_cluster
 
-                print(flush=True)
+                print_shown()
                 if code := plan_on_cluster(config, plan.weights_bytes):
                     return code
             # It imports DeepSpeed, which takes seconds: the rest can be read meanwhile.
             from asyncrl.learning.estimate import memory_text
 
-            print(f"\n{memory_text(config)}")
+            print_shown(f"\n{memory_text(config)}")
             return 0
         from asyncrl.run import command_name, train
 
         return train(config, resume_command=[command_name(), "train", path, *overrides])
     except ConfigError as error:
-        print(f"asyncrl: {shown(str(error))}", file=sys.stderr)
+        print_shown(f"asyncrl: {error}", file=sys.stderr)
         return 2
 
 
@@ -94,11 +94,11 @@ def on_a_run(known: argparse.Namespace) -> int:
             from asyncrl.audit import audit, audit_text
 
             checks = audit(directory)
-            print(audit_text(checks))
+            print_shown(audit_text(checks))
             return 0 if all(check.passed for check in checks) else 1
         return _export(directory.checkpoints_directory, directory.directory, known.step, known.out)
     except (RunNotFound, ConfigError) as error:
-        print(f"asyncrl: {error}", file=sys.stderr)
+        print_shown(f"asyncrl: {error}", file=sys.stderr)
         return 2
 
 
@@ -108,7 +108,7 @@ def _export(checkpoints: Path, run_directory: Path, step: int | None, out: str |
     path = find_checkpoint(checkpoints, step)
     target = Path(out).absolute() if out else run_directory / "export" / path.name
     export_checkpoint(path, target)
-    print(f"{path} → {target}   (loads in transformers and vLLM)")
+    print_shown(f"{path} → {target}   (loads in transformers and vLLM)")
     return 0
 
 

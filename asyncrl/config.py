@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from asyncrl.names import explain_unknown
 from asyncrl.redact import redact_tree
 from asyncrl.rules import check_rules
+from asyncrl.runtime.yaml_files import read_yaml
 
 __all__ = ["TASK_CPUS", "Config", "ConfigError", "is_hub_name", "load_config"]
 
@@ -718,9 +719,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         ConfigError: the file cannot be read, or a field is unknown, missing or has a value that cannot be used.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text())
+        tree = read_yaml(Path(path))
     except OSError as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read ({error.strerror}); give the path of a YAML file") from None
+        raise ConfigError(f"config {str(path)!r} cannot be read ({error.strerror or error}); give the path of a YAML file") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"config {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):

@@ -20,6 +20,7 @@ from asyncrl.config import Config, ConfigError
 from asyncrl.environment import passed_on
 from asyncrl.holders import holders_by_node
 from asyncrl.learning.group import PlacementError, resource_table
+from asyncrl.redact import print_shown
 from asyncrl.room import Node, cluster_text, logical_cpus, placement_text, run_needs, shortages
 from asyncrl.snapshot import Snapshot, difference, in_cache, look, read_snapshot
 
@@ -109,13 +110,13 @@ def plan_on_cluster(config: Config, version_bytes: int) -> int:
     """
     with _connected():
         wanted, nodes = run_needs(config, version_bytes), cluster_nodes(True)
-        print(asyncio.run(_tables(config, version_bytes, nodes)))
+        print_shown(asyncio.run(_tables(config, version_bytes, nodes)))
     if short := shortages(wanted, nodes, "registered"):
-        print(f"  this run can never fit here: {'; '.join(short)}")
+        print_shown(f"  this run can never fit here: {'; '.join(short)}")
         return 1
     short = shortages(wanted, nodes, "free")
     wait = f"  not now: {'; '.join(short)}; `asyncrl train` would wait up to placement_timeout_s = {config.placement_timeout_s:g} s"
-    print(wait if short else "  nothing speaks against placing this run now")
+    print_shown(wait if short else "  nothing speaks against placing this run now")
     return 0
 
 

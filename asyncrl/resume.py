@@ -13,6 +13,7 @@ import yaml
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
+from asyncrl.runtime.yaml_files import parse_yaml, read_yaml
 from asyncrl.snapshot import HASHED
 
 __all__ = ["Beginning", "config_changes", "config_text", "find_beginning", "hash_of"]
@@ -121,8 +122,8 @@ def _found(config: Config, directory: Path, step: int | None) -> Beginning:
         path, state, passed_over = Checkpoints(directory, keep=1).find(step)
     except UnreadableCheckpoint as error:
         raise ConfigError(str(error)) from None
-    before = yaml.safe_load((path / "config.yaml").read_text()) if (path / "config.yaml").exists() else {}
-    changes = config_changes(before, yaml.safe_load(config_text(config))) if before else {}
+    before = read_yaml(path / "config.yaml") if (path / "config.yaml").exists() else {}
+    changes = config_changes(before, parse_yaml(config_text(config))) if before else {}
     _refuse_falsifying(path, changes, state, config)
     lines = [f"passed over: {reason}" for reason in passed_over]
     lines += [f"found {path} (version {state.version}, {len(state.waiting)} groups waiting)"]

@@ -43,7 +43,7 @@ from asyncrl.observe.sinks import open_sinks
 from asyncrl.observe.watchdog import Standing, Watchdog, marks, standing
 from asyncrl.placement import check_models, wait_for_room
 from asyncrl.plan import Plan, arithmetic, make_plan
-from asyncrl.redact import RedactingFormatter, shown
+from asyncrl.redact import RedactingFormatter, print_shown, shown
 from asyncrl.runtime.files import append_to
 from asyncrl.snapshot import resolve_models
 from asyncrl.weights.check import ProbeCheck
@@ -94,18 +94,20 @@ def train(config: Config, resume_command: Sequence[str], after: Callable[[Config
                 summary = asyncio.run(_interruptible(_train(config, plan, directory)))
                 break
             except (asyncio.CancelledError, KeyboardInterrupt):
-                print(f"\ninterrupted; {_way_on(directory, resume)}", file=sys.stderr)
+                print_shown(f"\ninterrupted; {_way_on(directory, resume)}", file=sys.stderr)
                 return 130
             except Exception as error:
                 logging.getLogger("asyncrl").error("the run failed", exc_info=error)
                 if directory.checkpoints.newest_first()[:1] not in ([], [directory.checkpoint]):
                     restarts_left = config.max_restarts
-                print(f"\nasyncrl: {_one_line(error)}\n  full log: {directory.logs / 'driver.log'}", file=sys.stderr)
+                print_shown(f"\nasyncrl: {_one_line(error)}\n  full log: {directory.logs / 'driver.log'}", file=sys.stderr)
                 if not isinstance(error, PartDied) or restarts_left == 0:
-                    print(f"  {_way_on(directory, resume)}", file=sys.stderr)
+                    print_shown(f"  {_way_on(directory, resume)}", file=sys.stderr)
                     return 1
         restarts_left -= 1
-        print(f"  a new attempt begins by itself (max_restarts = {config.max_restarts}; {restarts_left} left without a new checkpoint)\n", file=sys.stderr)
+        print_shown(
+            f"  a new attempt begins by itself (max_restarts = {config.max_restarts}; {restarts_left} left without a new checkpoint)\n", file=sys.stderr
+        )
         config = config.model_copy(update={"resume": "auto"})
         if config.checkpoint.load is None:  # with it, the step is that of the beginning
             config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"ckpt_step": None})})
@@ -131,7 +133,7 @@ def _catch_signals(task: asyncio.Future[Any]) -> None:
 def _stop(task: asyncio.Future[Any]) -> None:
     """A second signal does not cut short the clean-up that the first has begun."""
     if isinstance(task, asyncio.Task) and task.cancelling():
-        print("\nasyncrl: already stopping; the parts get a few seconds each to end", file=sys.stderr)
+        print_shown("\nasyncrl: already stopping; the parts get a few seconds each to end", file=sys.stderr)
     else:
         task.cancel()
 
@@ -149,7 +151,7 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
         recorder = RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live)
         try:
             live.phase("looking for room on the cluster")
-            print(await wait_for_room(config, plan.weights_bytes, live.note), flush=True)
+            print_shown(await wait_for_room(config, plan.weights_bytes, live.note))
             await check_models(config)
             live.phase("starting generators and learner")
 
@@ -300,22 +302,24 @@ def _summary(directory: RunDirectory, seconds: float, phases: dict[str, float]) 
 def _announce(plan: Plan, directory: RunDirectory, resume: str) -> None:
     state = directory.state
     begin = f"resuming at version {state.version} from {directory.checkpoint}" if directory.checkpoint else "a new start at version 0"
-    print("\n".join([f"run {plan.config.name}, attempt {state.attempt}: {begin}", *(f"  {line}" for line in directory.said)]))
-    print(arithmetic(plan.config))
-    print(plan.prompts_text())
-    print(f"run directory  {directory.path}\nif it stops    {resume}\n", flush=True)
+    print_shown("\n".join([f"run {plan.config.name}, attempt {state.attempt}: {begin}", *(f"  {line}" for line in directory.said)]))
+    print_shown(arithmetic(plan.config))
+    print_shown(plan.prompts_text())
+    print_shown(f"run directory  {directory.path}\nif it stops    {resume}\n")
 
 
 def _print_summary(summary: Summary, resume: str) -> None:
-    print(f"\ndone in {duration(summary.seconds)}: " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in summary.phases.items() if seconds >= 1))
+    print_shown(
+        f"\ndone in {duration(summary.seconds)}: " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in summary.phases.items() if seconds >= 1)
+    )
     if summary.before and summary.after:
-        print("\n".join(_accuracies(summary.before, summary.after)))
+        print_shown("\n".join(_accuracies(summary.before, summary.after)))
     path = summary.directory
-    print(f"model          {path / 'hf'}   (loads in transformers and vLLM)")
-    print(f"trajectories   {path / 'groups'}/*.parquet, fates in {path / 'fates'}/*.parquet")
-    print(f"metrics        {path / 'metrics.jsonl'}, tensorboard --logdir {path / 'tensorboard'}")
-    print(f"train longer   {re.sub(r' --max_steps[ =]+[0-9]+', '', resume)} --max_steps N")
-    print(f"look inside    ASYNCRL_RUN={path} jupyter lab notebooks/01_quickstart.ipynb")
+    print_shown(f"model          {path / 'hf'}   (loads in transformers and vLLM)")
+    print_shown(f"trajectories   {path / 'groups'}/*.parquet, fates in {path / 'fates'}/*.parquet")
+    print_shown(f"metrics        {path / 'metrics.jsonl'}, tensorboard --logdir {path / 'tensorboard'}")
+    print_shown(f"train longer   {re.sub(r' --max_steps[ =]+[0-9]+', '', resume)} --max_steps N")
+    print_shown(f"look inside    ASYNCRL_RUN={path} jupyter lab notebooks/01_quickstart.ipynb")
 
 
 def _accuracies(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:

@@ -15,11 +15,11 @@ from typing import Any
 
 import filelock
 import httpx2
-import yaml
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RevisionResolutionError
 
 from asyncrl.config import Config, ConfigError, is_hub_name
+from asyncrl.runtime.yaml_files import read_yaml
 
 __all__ = ["Snapshot", "difference", "fetch", "in_cache", "look", "read_snapshot", "resolve_models"]
 
@@ -100,7 +100,7 @@ def _commit_before(config: Config) -> str | None:
     known = config.run_directory / "config.yaml"
     if config.resume == "never" or not known.exists():
         return None
-    place = in_cache(yaml.safe_load(known.read_text())["model"]["path"])
+    place = in_cache(read_yaml(known)["model"]["path"])
     return place["commit"] if place is not None and f"{place['owner']}/{place['name']}" == config.model.path else None
 
 

@@ -302,6 +302,43 @@ def test_a_dataset_runs_no_code(tmp_path: Path, marker: Path) -> None:
             read_rows(str(path)).to_pylist()
 
 
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{this}: &{this} [{', '.join([f'*{before}'] * 10)}]\n" for before, this in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (BOMB, "its aliases stand for more than 100,000 values"),
+        ("name: &a [*a]\n", "an alias stands inside what it names"),
+        ("name: " + "[" * 2000 + "]" * 2000, "deep inside one another"),
+        ("name: " + "[" * 100 + "]" * 100, "more than 64 deep"),
+        ("# " + "x" * (5 << 20), "characters, above"),
+    ],
+    ids=["bomb", "endless", "too deep to parse", "too deep", "too long"],
+)
+def test_a_yaml_file_stands_for_no_more_than_it_says(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        load_config(path)
+    with pytest.raises(ConfigError, match=reason):
+        _ = open_run(tmp_path).config
+
+
+def test_yaml_aliases_that_repeat_a_little_are_fine(tmp_path: Path) -> None:
+    from asyncrl.runtime.yaml_files import parse_yaml
+
+    assert parse_yaml("a: &a {x: 1}\nb: [*a, *a]\nc: {<<: *a, y: 2}") == {"a": {"x": 1}, "b": [{"x": 1}, {"x": 1}], "c": {"x": 1, "y": 2}}
+
+
+def test_a_config_that_is_a_pipe_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match="is a named pipe"):
+        load_config(tmp_path / "config.yaml")
+
+
 def test_import_paths_come_from_the_config_alone(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that names a function, in every column that might be taken for one, is given to the reward as data."""
     from asyncrl.data.prompts import check_columns, read_rows
@@ -381,6 +418,28 @@ def test_what_looks_like_a_secret_goes(text: str) -> None:
     assert not any(part in redact(text) for part in ("hunter22", "abcdef"))
 
 
+@pytest.mark.parametrize("name", ["PGPASSWORD", "DB_PWD", "GITHUB_PAT", "API_KEY_2", "TOKEN1", "SMTP_PASS", "clientSecret", "WANDB_API_KEY"])
+@pytest.mark.parametrize("value", ["hunter2", "a+b/c", "4711", 'say "so"\\now', "schlüssel", "it's here"])
+def test_variables_of_these_names_are_secret_in_every_form(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    for text in (f"with {value}.", json.dumps({"x": value}), repr(value), yaml.safe_dump({"x": value}), json.dumps(value, ensure_ascii=False)):
+        assert f"[redacted {name}]" in redact(text) and value not in redact(text), text
+    assert redact_tree({name: "anything"}) == {name: "[redacted]"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PWD", "work"), ("OLDPWD", "work"), ("MY_TOKEN", "true"), ("X_KEY", "k"), ("TOKENIZERS", "work"), ("PATH_X", "work")]
+)
+def test_other_variables_stay(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    assert redact(f"a {value} b") == f"a {value} b"
+
+
+def test_a_short_secret_goes_only_as_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DB_PWD", "run")
+    assert redact("running run, rerun") == "running [redacted DB_PWD], rerun"
+
+
 def test_secrets_go_by_their_names_and_nothing_else_does() -> None:
     assert redact_tree({"api_key": "x", "wandb": {"token": "y"}, "monkey": "z", "tokens": ["a"]}) == {
         "api_key": "[redacted]",
@@ -416,6 +475,20 @@ def test_an_error_that_quotes_model_text_moves_no_terminal(capsys: pytest.Captur
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree(tmp_path, prompt=HOSTILE)))
     assert cli.run("plan", str(tmp_path / "config.yaml"), [HOSTILE]) == 2
     assert harmless(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("command", ["plan", "audit", "export"])
+def test_names_of_files_and_columns_move_no_terminal(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from asyncrl import cli
+
+    root = tmp_path / "a\x1b[2Jb"
+    root.mkdir()
+    pq.write_table(pa.table({"c\x1b[2J": ["x"]}), root / "train.parquet")
+    (root / "config.yaml").write_text(yaml.safe_dump(tree(root)))
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, str(root / "config.yaml") if command == "plan" else str(root)])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and ("�[2J" in printed.err or r"\x1b[2J" in printed.err) and harmless(printed.out + printed.err)
 
 
 def test_model_text_is_no_html() -> None:

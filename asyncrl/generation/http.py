@@ -9,6 +9,7 @@ Knows no Serve: what answers is a small protocol, so that the routes can be trie
 
 import hmac
 import ipaddress
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -26,6 +27,9 @@ __all__ = ["KEY_VARIABLE", "Served", "api_key", "close_own_routes", "is_loopback
 
 KEY_VARIABLE = "ASYNCRL_API_KEY"
 """Environment variable with the bearer key, in the process that answers."""
+
+HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s\[\]:@/]+)(?::[0-9]{1,5})?")
+"""A Host header: a name or address, and perhaps a port. Nothing may follow the brackets of an IPv6 address."""
 
 LARGEST_BODY = 4 << 20
 """Bytes of a request's body."""
@@ -144,7 +148,7 @@ class Guard:
         if self.key is None:
             # A page in a browser on this machine could reach us under a name of its own that it points here.
             hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
-            if len(hosts) == 1 and is_loopback(_host_name(hosts[0])):
+            if len(hosts) == 1 and (named := HOST.fullmatch(hosts[0])) is not None and is_loopback(named["name"]):
                 return None
             return ApiError(403, f"without {KEY_VARIABLE} only requests to a loopback address are answered; set a key", "forbidden_host")
         given = [value for name, value in headers if name == b"authorization"]
@@ -169,11 +173,6 @@ class OwnRoutesClosed:
 def close_own_routes() -> list[Middleware]:
     """For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=asyncrl.generation.http.close_own_routes, in the environment of `ray start`."""
     return [Middleware(OwnRoutesClosed)]
-
-
-def _host_name(host: str) -> str:
-    """A Host header without its port."""
-    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
 
 
 def _bounded(receive: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:

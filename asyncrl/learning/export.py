@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from asyncrl.config import ConfigError, load_config
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, UnreadableCheckpoint
 from asyncrl.learning.checkpoint import TAG
+from asyncrl.redact import print_shown
 from asyncrl.weights.gather import TORCH_DTYPES
 
 __all__ = ["export_checkpoint", "find_checkpoint"]
@@ -36,7 +37,7 @@ def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
     except (NoCheckpoint, UnreadableCheckpoint) as error:
         raise ConfigError(str(error).replace("; start with --resume never or auto", "")) from None
     for reason in passed_over:
-        print(f"passed over: {reason}")
+        print_shown(f"passed over: {reason}")
     return path
 
 

@@ -198,7 +198,7 @@ def test_without_a_key_a_name_that_points_to_loopback_is_refused() -> None:
     app = routes(served(), None)
     for host in ("127.0.0.1:8000", "localhost", "[::1]:8000"):
         assert ask(app, "GET", "/health", headers={"host": host})[0] == 200, host
-    for host in ("evil.example:8000", "127.0.0.1.evil.example", "localhost@evil.example", ""):
+    for host in ("evil.example:8000", "127.0.0.1.evil.example", "localhost@evil.example", "", "[::1]evil.com", "[::1].evil.com:80", "[::1", "127.0.0.1:80x"):
         assert ask(app, "GET", "/health", headers={"host": host})[0] == 403, host
 
 

@@ -1,0 +1,63 @@
+"""YAML as data alone, of a bounded size after its aliases are expanded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.runtime.files import read_text
+
+__all__ = ["parse_yaml", "read_yaml"]
+
+LARGEST_TEXT = 4 << 20
+"""Characters of a file."""
+MOST_NODES = 100_000
+"""Keys, values, lists and mappings of a file with every alias expanded. A few lines of nested aliases would otherwise stand for billions."""
+DEEPEST = 64
+"""Lists and mappings inside one another."""
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds. Raises as `read_text` and `parse_yaml`."""
+    return parse_yaml(read_text(path))
+
+
+def parse_yaml(text: str) -> Any:
+    """Plain values, lists and mappings.
+
+    Raises:
+        yaml.YAMLError: this is no YAML, makes objects, or is too large, too deep or endless with its aliases expanded.
+    """
+    if len(text) > LARGEST_TEXT:
+        raise yaml.YAMLError(f"it has {len(text):,} characters, above {LARGEST_TEXT:,}")
+    try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise _too_deep() from None
+    if tree is not None:
+        _expanded(tree, {}, 0)
+    return yaml.safe_load(text)
+
+
+def _expanded(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
+    """How many nodes stand for this one when every alias is a copy. `known` has None for a node that is being counted."""
+    if depth > DEEPEST:
+        raise _too_deep()
+    if id(node) in known:
+        count = known[id(node)]
+        if count is None:
+            raise yaml.YAMLError("an alias stands inside what it names, so it would never end; write the value out")
+        return count
+    known[id(node)] = None
+    parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value if isinstance(node, yaml.SequenceNode) else []
+    total = 1 + sum(_expanded(part, known, depth + 1) for part in parts)
+    if total > MOST_NODES:
+        raise yaml.YAMLError(f"its aliases stand for more than {MOST_NODES:,} values; write out what is needed")
+    known[id(node)] = total
+    return total
+
+
+def _too_deep() -> yaml.YAMLError:
+    return yaml.YAMLError(f"lists and mappings lie more than {DEEPEST} deep inside one another; use fewer levels")
