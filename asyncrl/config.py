@@ -303,8 +303,9 @@ class CorrectionConfig(Section):
 
 class AlgorithmConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"] = "grpo"
-    """GRPO: (r - mean) / std of the group. dr_grpo: r - mean. rloo: r - mean of the others. maxrl: (r - mean) / mean. reinforce_plus_plus: r, normalised
-    over the step; its baseline variant: r - mean, normalised over the step. gae: per token, by a value head on the learner, normalised over the step."""
+    """GRPO: (r - mean) / std of the group, the population's std (verl and TRL take the sample's). dr_grpo: r - mean. rloo: r - mean of the others. maxrl:
+    (r - mean) / mean. reinforce_plus_plus: r, normalised over the step; its baseline variant: r - mean, normalised over the step. gae: per token, by a
+    value head on the learner, normalised over the step."""
     loss: Literal["ppo", "gspo", "cispo", "sapo", "dppo", "reinforce"] = "ppo"
     """PPO's clipped ratio per token; GSPO's per trajectory; CISPO's clipped weight; SAPO's soft gate; DPPO's mask by probability difference; plain
     REINFORCE."""
@@ -337,13 +338,14 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Bonus for the entropy of each token's distribution, in units of the loss per nat."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Take this times the trajectory's KL divergence from the reference policy, summed over its tokens, from the reward. With advantage: dr_grpo, rloo or
-    reinforce_plus_plus_baseline: a division by the rewards' std would undo the coefficient. Not beside kl_loss_coef or filter_zero_variance."""
+    """Take this times the trajectory's KL divergence from the reference policy, summed over its tokens, from the reward. With kl_estimator: k1, the only
+    one whose gradient is then the divergence's. With advantage: dr_grpo, rloo or reinforce_plus_plus_baseline: a division by the rewards' std would undo
+    the coefficient. Not beside kl_loss_coef or filter_zero_variance."""
     kl_loss_coef: float = Field(default=0.0, ge=0)
     """Add this times the KL divergence from the reference policy, aggregated as the loss is, to the loss."""
     kl_estimator: Literal["k1", "k2", "k3", "low_var"] = "k3"
     """With l = log π_ref / π: -l, l²/2, e^l - 1 - l, or that and at most 10. In the loss, each token counts π_learner / π_behaviour times, at most
-    correction.cap."""
+    correction.cap. In the reward (kl_coef): k1."""
     ref_load: str | None = None
     """Hugging Face checkpoint directory of the reference policy, or its name on the hub; frozen. Default: model.path. `{runs_root}` in it is replaced."""
     ref_num_cpus: float = Field(default=0.2, ge=0)

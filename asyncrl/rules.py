@@ -236,6 +236,11 @@ def _algorithm_holds(config: Config) -> None:
             f"algorithm.advantage: maxrl is defined for rewards of 0 and above; reward.overlong_buffer, kl_coef or a negative weight ({negative}) can make "
             "them negative: leave those out, or use grpo or rloo"
         )
+    if algorithm.kl_coef and algorithm.kl_estimator != "k1":
+        raise ValueError(
+            f"algorithm.kl_coef = {algorithm.kl_coef:g} with kl_estimator: {algorithm.kl_estimator}: as a reward only k1 has the gradient of the divergence "
+            "(k3's vanishes near the reference); set algorithm.kl_estimator: k1, or use kl_loss_coef in place of kl_coef"
+        )
     if config.reward.overlong_buffer > config.rollout.max_completion_length:
         raise ValueError(
             f"reward.overlong_buffer = {config.reward.overlong_buffer} is above rollout.max_completion_length = {config.rollout.max_completion_length}; "

@@ -145,6 +145,8 @@ def test_the_length_policy_acts_on_prompts_that_fill_max_length_and_on_supervise
         ({"old_policy": "learner", "correction": {"truncation": "token"}, "eps_clip": 0.1}, "an old_policy other than learner"),
         ({"kl_coef": 0.1, "kl_loss_coef": 0.1}, "two places for one term; set one of them to 0"),
         ({"ref_load": "somewhere"}, "has no KL term to serve"),
+        ({"advantage": "rloo", "kl_coef": 0.1}, r"kl_coef = 0.1 with kl_estimator: k3: as a reward only k1 .* set algorithm.kl_estimator: k1"),
+        ({"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k2"}, "as a reward only k1"),
         ({"advantage": "maxrl", "kl_coef": 0.1}, "maxrl is defined for rewards of 0 and above"),
         ({"correction": {"normalise": True}}, "no weights to divide"),
         ({"tau_positive": 2.0}, r"algorithm\.tau_positive = 2\.0 acts only with algorithm\.loss: sapo; leave it out"),

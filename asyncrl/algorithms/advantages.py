@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 
-__all__ = ["STD_FLOOR", "Advantage", "batch_normalised", "group_advantages", "soft_overlong_penalty", "standardised"]
+__all__ = ["STD_FLOOR", "Advantage", "batch_normalised", "group_advantages", "moments_over_ranks", "soft_overlong_penalty", "standardised"]
 
 STD_FLOOR = 1e-6
 """Added to a standard deviation, and to MaxRL's mean, so that equal rewards give zero advantages and no division by zero."""
@@ -18,7 +18,8 @@ Advantage = Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "
 def group_advantages(rewards: Sequence[float | None], usable: Sequence[bool], method: Advantage) -> list[float | None]:
     """Advantage of each trajectory of one group; None where it is not usable. Only the n usable trajectories enter the statistics.
 
-    grpo: (r - mean) / (std + 1e-6), population std (DeepSeekMath, arXiv:2402.03300, eq. 3 and section 4.1.2).
+    grpo: (r - mean) / (std + 1e-6), population std (DeepSeekMath, arXiv:2402.03300, eq. 3 and section 4.1.2). verl and TRL divide by the sample std,
+    so that their advantages are sqrt((n - 1) / n) times these.
     dr_grpo: r - mean (arXiv:2503.20783, section 3.2).
     rloo: r - mean of the others = n / (n - 1) · (r - mean) (arXiv:2402.14740, section 3.2).
     maxrl: (r - mean) / (mean + 1e-6), for rewards of 0 and above (arXiv:2602.02710, section 3).
@@ -70,11 +71,23 @@ def batch_normalised(advantages: Sequence[float], tokens: Sequence[int]) -> list
     return list(((values - mean) / (std + STD_FLOOR)).tolist())
 
 
-def standardised(values: np.ndarray, total: float, total_of_squares: float, count: float) -> np.ndarray:
-    """(A - mean) / (std + 1e-6), with mean and std of all `count` token advantages of the step, from their sums over micro-batches and ranks (the
-    whitening of PPO's advantages: Andrychowicz et al. 2020, arXiv:2006.05990, choice C67)."""
+def moments_over_ranks(values: np.ndarray, summed: Callable[[np.ndarray], np.ndarray]) -> tuple[float, float]:
+    """Mean and population std of all ranks' values, in two passes: E[v²] - E[v]² would lose the std of values far from 0.
+
+    Args:
+        values: this rank's, any number of them.
+        summed: adds up a float64 array over all ranks; called twice on every rank.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    total, count = summed(np.array([values.sum(), len(values)]))
     mean = total / count
-    std = max(total_of_squares / count - mean**2, 0.0) ** 0.5
+    (squares,) = summed(np.array([((values - mean) ** 2).sum()]))
+    return float(mean), float(np.sqrt(squares / count))
+
+
+def standardised(values: np.ndarray, mean: float, std: float) -> np.ndarray:
+    """(A - mean) / (std + 1e-6), with mean and std of all token advantages of the step (the whitening of PPO's advantages: Andrychowicz et al. 2020,
+    arXiv:2006.05990, choice C67)."""
     return np.asarray((values - mean) / (std + STD_FLOOR))
 
 

@@ -16,13 +16,13 @@ from asyncrl.algorithms.kl import LOG_RATIO_LIMIT, LOW_VAR_LIMIT, KLEstimator
 __all__ = [
     "LOG_RATIO_LIMIT",
     "band_mask",
+    "importance_weights",
     "kl_estimate",
     "off_policy_sequence_mask",
     "rejection_mask",
     "sequence_max",
     "sequence_mean",
     "sequence_sum",
-    "truncated",
 ]
 
 Level = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
@@ -44,14 +44,13 @@ def sequence_max(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
     return values.new_full((sequences,), -torch.inf).scatter_reduce(0, sequence, values, "amax")
 
 
-def truncated(log_weight: Tensor, sequence: Tensor, sequences: int, level: Literal["token", "sequence"], cap: float) -> Tensor:
-    """Truncated importance weights [N]: min(w, cap), with w = exp(log_weight) per token, or the product over the whole trajectory for each of
-    its tokens (Ionides 2008, Truncated Importance Sampling; TIS for LLMs: Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training").
+def importance_weights(log_weight: Tensor, sequence: Tensor, sequences: int, level: Literal["token", "sequence"]) -> Tensor:
+    """Importance weights [N]: exp(log_weight) per token, or the product over the whole trajectory for each of its tokens. Cut at a cap they are truncated
+    importance sampling (Ionides 2008; for LLMs: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
     """
     if level == "sequence":
         log_weight = sequence_sum(log_weight, sequence, sequences)[sequence]
-    return log_weight.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
+    return log_weight.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def band_mask(log_ratio: Tensor, low: float, high: float) -> Tensor:
@@ -69,7 +68,7 @@ def kl_estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
         return -clamped
     if estimator == "k2":
         return clamped.square() / 2
-    k3 = clamped.exp() - 1 - clamped
+    k3 = clamped.expm1() - clamped  # exp(l) - 1 is rounded at 1e-7 in float32, which is k3 itself at l = 5e-4
     return k3.clamp(max=LOW_VAR_LIMIT) if estimator == "low_var" else k3
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from asyncrl.algorithms.corrections import (
     LOG_RATIO_LIMIT,
     band_mask,
+    importance_weights,
     kl_estimate,
     off_policy_sequence_mask,
     rejection_mask,
     sequence_max,
     sequence_mean,
-    truncated,
 )
 from asyncrl.algorithms.values import value_loss
 from asyncrl.config import AlgorithmConfig, CorrectionConfig
@@ -106,19 +106,26 @@ class PolicyTokens:
 def token_weights(
     lengths: Sequence[int], aggregation: Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "fixed"], fixed_length: int
 ) -> list[float]:
-    """Weight of each loss token of each trajectory, from the loss tokens of all S trajectories of the step (N in all).
+    """Weight of each loss token of each trajectory, from the loss tokens of all trajectories of the step (N in all). S counts the trajectories that have
+    a loss token; one without has weight 0.
 
     token_mean: 1 / N (DAPO, arXiv:2503.14476, eq. 8). sequence_mean_token_mean: 1 / (S · its length) (GRPO, arXiv:2402.03300, eq. 3).
     sequence_mean_token_sum: 1 / S. fixed: 1 / (S · fixed_length) (Dr.GRPO, arXiv:2503.20783, with the longest completion allowed).
     """
-    count, tokens = len(lengths), sum(lengths)
-    if not tokens:
-        return []
-    if aggregation == "token_mean":
-        return [1 / tokens] * count
-    if aggregation == "sequence_mean_token_mean":
-        return [1 / (count * length) for length in lengths]
-    return [1 / (count * (fixed_length if aggregation == "fixed" else 1))] * count
+    count, tokens = sum(length > 0 for length in lengths), sum(lengths)
+
+    def of_token(length: int) -> float:
+        match aggregation:
+            case "token_mean":
+                return 1 / tokens
+            case "sequence_mean_token_mean":
+                return 1 / (count * length)
+            case "sequence_mean_token_sum":
+                return 1 / count
+            case "fixed":
+                return 1 / (count * fixed_length)
+
+    return [of_token(length) if length else 0.0 for length in lengths]
 
 
 def ppo_clip(log_ratio: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, dual_clip: float | None = None) -> tuple[Tensor, Tensor]:
@@ -201,7 +208,9 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
     log_ratio = (logprobs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     surrogate, clipped = _surrogate(tokens, log_ratio, algorithm)
     raw = (logprobs - behaviour).detach()
-    weight = truncated_weights(tokens, algorithm) / mean_weight
+    uncut = _importance_weights(tokens, algorithm)
+    cap = algorithm.correction.cap
+    weight = uncut.clamp(max=cap) / mean_weight
     masks = _masks(raw, tokens, algorithm.correction)
     kept = ~torch.stack(list(masks.values())).any(0)
     loss = (tokens.weights * torch.where(kept, weight * surrogate, torch.zeros_like(surrogate))).sum()
@@ -228,7 +237,7 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
             weight=weight.sum(),
             masked=(~kept).sum(),
             **{f"masked_{reason}": mask.sum() for reason, mask in masks.items()},
-            capped=(weight * mean_weight >= algorithm.correction.cap).sum() if algorithm.correction.truncation != "none" else 0.0,
+            capped=(uncut > cap).sum(),
             kl_k1=kl_estimate(full, "k1").sum(),
             kl_k3=kl_estimate(full, "k3").sum(),
             kl_reference=kl.detach().sum(),
@@ -250,11 +259,16 @@ def _expectation_weight(log_ratio: Tensor, algorithm: AlgorithmConfig) -> Tensor
 
 
 def truncated_weights(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> Tensor:
-    """Weights [N] for the way from the behaviour policy to the surrogate's old policy, without gradient."""
+    """Weights [N] for the way from the behaviour policy to the surrogate's old policy, at most correction.cap, without gradient."""
+    return _importance_weights(tokens, algorithm).clamp(max=algorithm.correction.cap)
+
+
+def _importance_weights(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> Tensor:
+    """The same before the cap; 1 without truncation."""
     if algorithm.correction.truncation == "none":
         return torch.ones_like(tokens.behaviour_logprobs)
     way = (_old_logprobs(tokens, algorithm.old_policy) - tokens.behaviour_logprobs).detach()
-    return truncated(way, tokens.sequence, tokens.sequences, algorithm.correction.truncation, algorithm.correction.cap)
+    return importance_weights(way, tokens.sequence, tokens.sequences, algorithm.correction.truncation)
 
 
 def supervised_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, LossSums]:

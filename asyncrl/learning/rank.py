@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import batch_normalised, standardised
+from asyncrl.algorithms.advantages import batch_normalised, moments_over_ranks, standardised
 from asyncrl.algorithms.losses import LossSums, policy_loss, supervised_loss, token_weights, truncated_weights
 from asyncrl.config import Config
 from asyncrl.control.protocols import NOT_FINITE, NOTHING_TO_LEARN, Manifest, StepResult
@@ -194,18 +194,22 @@ class LearnerRank:
         algorithm = self.config.algorithm
         plan = self._plan(examples)
         found = list(examples)
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        mine = [np.zeros(0)]
         for indices in plan.micro_batches[self.data_rank]:
             batch = micro_batch(examples, indices, self.device)
             with explained(batch, self.config):
                 _, _, values = self.engine(batch, None)
             for index, part in zip(batch.order, values.cpu().double().split(list(batch.counts)) if batch.counts else (), strict=True):
                 found[index] = with_values(examples[index], part.numpy(), algorithm.gamma, algorithm.gae_lambda)
-                advantages = np.asarray(found[index].advantage)[found[index].loss_mask]
-                sums += torch.tensor([advantages.sum(), (advantages**2).sum(), len(advantages)], dtype=torch.float64, device=self.device)
+                mine.append(np.asarray(found[index].advantage)[found[index].loss_mask])
+        mean, std = moments_over_ranks(np.concatenate(mine), self._summed_over_ranks)
+        return [replace(example, advantage=standardised(np.asarray(example.advantage), mean, std)) for example in found]
+
+    def _summed_over_ranks(self, values: np.ndarray) -> np.ndarray:
+        """Sum of these float64 values over all ranks (a collective)."""
+        sums = torch.from_numpy(values).to(self.device)
         dist.all_reduce(sums)
-        moments = [float(value) for value in sums]
-        return [replace(example, advantage=standardised(np.asarray(example.advantage), *moments)) for example in found]
+        return sums.cpu().numpy()
 
     @torch.no_grad()
     def _mean_weight(self, examples: list[Example]) -> float:

@@ -89,7 +89,7 @@ def _held_to_reference(
     """The rewards less kl_coef times the trajectory's KL divergence from the reference. Log-probs that are no numbers are left to the status."""
     held: list[float | None] = []
     for reward, ours, theirs in zip(rewards, logprobs, reference, strict=True):
-        kl = reward_kl(ours, theirs, algorithm.kl_estimator)
+        kl = reward_kl(ours, theirs)
         held.append(None if reward is None else reward - algorithm.kl_coef * (kl if math.isfinite(kl) else 0.0))
     return held
 

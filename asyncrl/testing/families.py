@@ -68,7 +68,7 @@ class Family:
         from transformers import AutoModelForCausalLM
 
         with _seeded(seed):
-            model = AutoModelForCausalLM.from_config(self.config(**changes), dtype=torch.float32, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(self.config(**changes), dtype=torch.float32, trust_remote_code=False)  # type: ignore[no-untyped-call]
             _stir(model)
         return model.eval()
 
@@ -108,7 +108,7 @@ def byte_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")  # type: ignore[no-untyped-call]
 
 
 def _config(model_type: str, settings: Mapping[str, Any]) -> Any:
@@ -157,8 +157,8 @@ def _made(title: str, name: str, of: str = "", text: Mapping[str, Any] | None = 
 
 SLIDING = ["sliding_attention", "full_attention"]
 LINEAR = ["linear_attention", "full_attention"]
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-DEEPSEEK = {
+MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 2,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -174,8 +174,8 @@ DEEPSEEK = {
     "topk_group": 1,
     "routed_scaling_factor": 2.5,
 }
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 8}
-DELTA = {
+MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 8}
+DELTA: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
@@ -184,9 +184,9 @@ DELTA = {
     "layer_types": LINEAR,
     "head_dim": 32,
 }
-GRANITE = {"embedding_multiplier": 2.0, "logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1}
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-GEMMA4 = {
+GRANITE: dict[str, Any] = {"embedding_multiplier": 2.0, "logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1}
+VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+GEMMA4: dict[str, Any] = {
     "head_dim": 32,
     "global_head_dim": 32,
     "layer_types": [*SLIDING, *SLIDING],

@@ -1,9 +1,12 @@
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 
-from asyncrl.algorithms.advantages import batch_normalised, group_advantages, soft_overlong_penalty
+from asyncrl.algorithms.advantages import batch_normalised, group_advantages, moments_over_ranks, soft_overlong_penalty, standardised
 
 
 def test_grpo_on_hand_computed_numbers() -> None:
@@ -33,6 +36,39 @@ def test_reinforce_plus_plus_is_normalised_over_the_step() -> None:
     # Over tokens: 1 once, 4 three times (mean 3.25, variance (2.25² + 3 · 0.75²) / 4).
     std = math.sqrt((2.25**2 + 3 * 0.75**2) / 4)
     assert batch_normalised([1.0, 4.0], [1, 3]) == pytest.approx([-2.25 / std, 0.75 / std], rel=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, 1e9])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_advantages_far_from_zero_are_standardised_over_ranks(offset: float, dtype: type) -> None:
+    """Three ranks, one of which has no token. The std of values around 1e9 is lost in E[v²] - E[v]²."""
+    values = np.random.default_rng(0).integers(-8, 9, 60).astype(np.float64) * 64 + offset
+    parts = [part.astype(dtype) for part in np.split(values, [17, 17])]
+    waiting, given = threading.Barrier(len(parts)), [np.zeros(0)] * len(parts)
+
+    def rank(index: int) -> np.ndarray:
+        def summed(own: np.ndarray) -> np.ndarray:
+            given[index] = own
+            waiting.wait(30)
+            total = np.sum(given, axis=0)
+            waiting.wait(30)
+            return total
+
+        return standardised(parts[index].astype(np.float64), *moments_over_ranks(parts[index], summed))
+
+    with ThreadPoolExecutor(len(parts)) as threads:
+        found = np.concatenate(list(threads.map(rank, range(len(parts)))))
+    known = np.concatenate(parts).astype(np.float64)
+    np.testing.assert_allclose(found, (known - known.mean()) / (known.std() + 1e-6), rtol=1e-7)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_grpo_divides_by_the_std_of_the_population(n: int) -> None:
+    """And so is sqrt(n / (n - 1)) times what verl and TRL have, as docs/coming_from.md says."""
+    rewards = torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    theirs = (rewards - rewards.mean()) / rewards.std()
+    ours = group_advantages(rewards.tolist(), [True] * n, "grpo")
+    assert ours == pytest.approx((theirs * math.sqrt(n / (n - 1))).tolist(), rel=1e-4)
 
 
 def test_soft_overlong_penalty_falls_linearly() -> None:

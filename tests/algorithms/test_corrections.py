@@ -7,13 +7,13 @@ import torch
 
 from asyncrl.algorithms.corrections import (
     band_mask,
+    importance_weights,
     kl_estimate,
     off_policy_sequence_mask,
     rejection_mask,
     sequence_max,
     sequence_mean,
     sequence_sum,
-    truncated,
 )
 
 SEQUENCE = torch.tensor([0, 0, 1])
@@ -28,10 +28,16 @@ def test_sums_means_and_maxima_over_trajectories() -> None:
     assert sequence_mean(values, SEQUENCE, 3).tolist() == [2.0, -2.0, 0.0]
 
 
-def test_truncated_weights() -> None:
-    assert truncated(LOG_RATIO, SEQUENCE, 2, "token", 2.5).tolist() == pytest.approx([2.0, 0.5, 2.5])
-    assert truncated(LOG_RATIO, SEQUENCE, 2, "sequence", 2.5).tolist() == pytest.approx([1.0, 1.0, 2.5])
-    assert truncated(torch.tensor([1000.0]), torch.tensor([0]), 1, "token", 1e30).isfinite().all()
+def test_importance_weights() -> None:
+    assert importance_weights(LOG_RATIO, SEQUENCE, 2, "token").clamp(max=2.5).tolist() == pytest.approx([2.0, 0.5, 2.5])
+    assert importance_weights(LOG_RATIO, SEQUENCE, 2, "sequence").clamp(max=2.5).tolist() == pytest.approx([1.0, 1.0, 2.5])
+    assert importance_weights(torch.tensor([1000.0]), torch.tensor([0]), 1, "token").isfinite().all()
+
+
+@pytest.mark.parametrize("log_ratio", [1e-3, 3e-4, -1e-4])
+def test_k3_of_close_policies_is_not_rounded_away(log_ratio: float) -> None:
+    exact = math.expm1(log_ratio) - log_ratio
+    assert kl_estimate(torch.tensor([log_ratio]), "k3").item() == pytest.approx(exact, rel=2e-3)
 
 
 def test_band_mask_is_two_sided() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -242,6 +243,12 @@ def test_aggregations_on_hand_computed_numbers() -> None:
     assert token_weights([], "token_mean", 10) == []
 
 
+@pytest.mark.parametrize("aggregation", get_args(get_type_hints(token_weights)["aggregation"]))
+def test_a_trajectory_without_a_loss_token_changes_no_weight(aggregation) -> None:
+    assert token_weights([0, 2, 0, 6], aggregation, 10) == [0.0, *token_weights([2, 6], aggregation, 10)[:1], 0.0, *token_weights([2, 6], aggregation, 10)[1:]]
+    assert token_weights([0, 0], aggregation, 10) == [0.0, 0.0]
+
+
 def test_a_huge_log_ratio_stays_finite_and_nan_does_not_hide() -> None:
     behaviour = tensor(-500.0, 0.0)
     loss, sums = policy_loss(tokens(tensor(0.0, -500.0), behaviour, tensor(-1, 1)), algorithm())
@@ -280,6 +287,21 @@ def test_normalised_weights_have_mean_one() -> None:
     loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, 1, 1)), chosen, mean_weight=weights.mean().item())
     assert sums.weight.item() == pytest.approx(3.0)
     assert gradient(loss, learner) == pytest.approx([-1.5 * 0.75, -0.5 * 0.75, -2.0 * 0.75])
+
+
+@pytest.mark.parametrize("mean_weight", [0.3 + 0.1 * part for part in range(30)])
+def test_every_weight_that_the_cap_cuts_is_counted_whatever_the_mean_is(mean_weight) -> None:
+    chosen = algorithm(loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 1.7, "normalise": True})
+    learner, behaviour = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-2.0, -1.0, -2.7])
+    ones = torch.ones(3)
+    given = PolicyTokens(learner, behaviour, ones, ones, torch.zeros(3, dtype=torch.int64), 1, torch.zeros(3))
+    assert policy_loss(given, chosen, mean_weight=mean_weight)[1].capped == 2
+
+
+def test_a_weight_that_the_cap_leaves_whole_is_not_counted() -> None:
+    chosen = algorithm(loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 1.0})
+    known = tokens(log(0.5, 0.5), log(0.5, 0.4), tensor(1, 1))
+    assert policy_loss(known, chosen)[1].capped == 1
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
