@@ -74,6 +74,14 @@ class DataConfig(Section):
     """Column with the prompt: a string, or a list of chat messages ({role, content})."""
     apply_chat_template: bool = False
     """Render string prompts as one user message through the tokenizer's chat template. Chat messages always are."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as `enable_thinking: false`. One that the template does not know is refused."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """System message put before every chat. Refused where a chat has one of its own, or the template leaves system messages out."""
+    tools: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    """JSON schemas of functions that the chat template shows in every prompt. A prompt with tools of its own (tools_column) shows those alone."""
+    tools_column: str | None = None
+    """Column with each prompt's tools: a list of JSON schemas, or the same as JSON text; null or empty = those of `tools`."""
     max_prompt_length: int = Field(default=512, gt=0)
     """Longest prompt, in tokens."""
     prompt_policy: Literal["truncate", "drop", "error"] = "error"
@@ -104,10 +112,18 @@ class RolloutConfig(Section):
     """Longest completion, in tokens (data.max_length may end it earlier). Required: nothing else ends a model that never stops."""
     temperature: float = Field(default=1.0, ge=0.01)
     """Sampling temperature. Log-probs are those of the distribution sampled from, on both sides."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the most probable tokens that together have this probability. 1 = from all. Below 1 the generator's log-probs are renormalised over
+    the kept tokens and the learner's are not: only for objectives that compare the two nowhere, without a ratio, correction or KL."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from this many most probable tokens. 0 = from all. Otherwise as top_p."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Sample from tokens of at least this times the most probable one's probability. 0 = from all. Otherwise as top_p."""
     rollout_stop: list[str] = []
-    """Further stop strings, beyond EOS and the chat end token. Each must be one token of the tokenizer."""
+    """Further strings that end a completion, beyond EOS and the chat end token: a special token, or any string, of however many tokens. The tokens
+    that spell it stay in the completion and are trained on. The text that rewards get goes up to it."""
     rollout_stop_token_ids: list[int] = []
-    """Further stop token ids."""
+    """Further stop token ids. What such a token spells stays in the text that rewards get."""
     ignore_eos: bool = False
     """Go on past EOS to max_completion_length (for measurements)."""
     repetition_stop: int | None = Field(default=None, ge=2)
@@ -123,6 +139,11 @@ class RolloutConfig(Section):
     """Rollout worker processes."""
     deadline_s: float = Field(default=300.0, gt=0)
     """Seconds after which a group's generation, retries included, fails."""
+
+    @property
+    def kept_tokens(self) -> dict[str, Any]:
+        """top_p, top_k and min_p, as a request has them."""
+        return {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
 
     @property
     def repetition(self) -> tuple[int, int] | None:
@@ -385,6 +406,15 @@ class AlgorithmConfig(Section):
         if self.loss == "reinforce" or self.old_policy != "behaviour":
             return self.correction.truncation != "none"
         return True
+
+    @property
+    def compares_behaviour(self) -> str | None:
+        """What in the objective holds the generator's log-probs against other ones; None if nothing does."""
+        if self.old_policy != "learner":
+            return f"the ratio of loss: {self.loss} against old_policy: {self.old_policy}"
+        if self.correction.truncation != "none" or self.correction.masks:
+            return "the correction"
+        return "the KL term" if self.has_reference else None
 
 
 class StalenessConfig(Section):

@@ -27,6 +27,12 @@ RENAMED = {
     "recompute_granularity": "learner.gradient_checkpointing",
     "prompt_data": "data.train",
     "input_key": "data.prompt_column",
+    "apply_chat_template_kwargs": "data.chat_template_kwargs",
+    "tool_key": "data.tools_column",
+    "system_message": "data.system_prompt",
+    "stop": "rollout.rollout_stop",
+    "stop_strings": "rollout.rollout_stop",
+    "stop_token_ids": "rollout.rollout_stop_token_ids",
     "hf_checkpoint": "model.path",
     "model_name_or_path": "model.path",
     "save_interval": "checkpoint.every_steps",
@@ -65,10 +71,8 @@ RENAMED = {
 
 NOT_IMPLEMENTED = {
     "activation_offloading": "activations stay where the model is; remove it, and use learner.gradient_checkpointing",
+    "chat_template_path": "the chat template is the one of model.path's tokenizer; put it there as chat_template.jinja, and remove this",
     "colocate": "generators and learner always have processes of their own; remove it",
-    "top_p": "the learner cannot reproduce a truncated distribution, so the ratio would be wrong; remove it, and use rollout.temperature",
-    "top_k": "the learner cannot reproduce a truncated distribution, so the ratio would be wrong; remove it, and use rollout.temperature",
-    "min_p": "the learner cannot reproduce a truncated distribution, so the ratio would be wrong; remove it, and use rollout.temperature",
 }
 """Names known from elsewhere that nothing here implements → the way out."""
 

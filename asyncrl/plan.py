@@ -16,6 +16,8 @@ from asyncrl.learning.supported import refusal, uniform_rope_tokens
 from asyncrl.observe.sinks import missing_packages
 from asyncrl.room import Part, logical_cpus, placement_text
 from asyncrl.rules import length_text
+from asyncrl.text.stops import Stops, load_stops
+from asyncrl.text.tokenizer import load_tokenizer, refuse_lossy
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import PromptReport
@@ -50,7 +52,7 @@ class Plan:
     prompts: PromptReport
     truncation: dict[str, TruncationReport]
     """What the limits do to each file."""
-    stops: dict[int, tuple[str, ...]]
+    stops: Stops
 
     @property
     def shared_memory_needed(self) -> int:
@@ -108,13 +110,16 @@ class Plan:
         """What the limits cut and left out, the first prompt as the model sees it, and what ends a completion."""
         report = self.prompts
         ids = ", ".join(map(str, report.first_ids[:24])) + (", …" if len(report.first_ids) > 24 else "")
-        stops = ", ".join(f"{token} ({', '.join(sources)})" for token, sources in self.stops.items())
+        stops = ", ".join(f"{token} ({', '.join(sources)})" for token, sources in self.stops.tokens.items())
+        if self.stops.strings:
+            stops += f"; stop strings {', '.join(map(repr, self.stops.strings))}"
         repetition = self.config.rollout.repetition
         loop = f"; so does an n-gram of up to {repetition[0]} tokens {repetition[1]} times in a row" if repetition else ""
+        notes = "".join(f"  {note}\n" for note in report.notes)
         truncation = "".join(f"  {field}: {rows.text()}\n" for field, rows in self.truncation.items())
         return (
             f"# prompts\n{truncation}  longest prompt {report.longest} tokens; columns for the reward: {', '.join(report.columns) or 'none'}\n"
-            f"  first prompt {report.first_text!r}\n  its token ids {ids}\n  stop token ids {stops}{loop}"
+            f"{notes}  first prompt {report.first_text!r}\n  its token ids {ids}\n  stop token ids {stops}{loop}"
         )
 
 
@@ -124,8 +129,7 @@ def make_plan(config: Config) -> Plan:
     Raises:
         ConfigError: the model or data cannot be read, a length does not fit, a reward has no module, or shared memory is too small.
     """
-    from asyncrl.data.prompts import check_prompts, load_tokenizer
-    from asyncrl.generation.stops import load_stop_set
+    from asyncrl.data.prompts import check_prompts
     from asyncrl.rewards.contract import RewardError, find_reward
 
     _ = config.run_directory  # refuses a place that would be lost; before a path below it is looked for
@@ -149,7 +153,9 @@ def make_plan(config: Config) -> Plan:
         raise ConfigError(f"observe.sinks names {missing[0]}, which is not installed; pip install 'asyncrl[{missing[0]}]', or take it out")
     rollout = config.rollout
     try:
-        stops = load_stop_set(config.model.path, load_tokenizer(config.model.path), rollout.rollout_stop, rollout.rollout_stop_token_ids)
+        tokenizer = load_tokenizer(config.model.path)
+        refuse_lossy(tokenizer, config.model.path)
+        stops = load_stops(config.model.path, tokenizer, rollout.rollout_stop, rollout.rollout_stop_token_ids)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     plan = Plan(config, logical_cpus(config), weights_bytes(config), shutil.disk_usage("/dev/shm").free, context, report, truncation, stops)
@@ -193,8 +199,6 @@ def _check_heads(config: Config) -> None:
 
 def _check_reference(config: Config) -> None:
     """The reference must read the same tokens as the model."""
-    from asyncrl.data.prompts import load_tokenizer
-
     model_context(config, config.reference_path, "algorithm.ref_load")
     if config.algorithm.ref_load is not None and load_tokenizer(config.algorithm.ref_load).get_vocab() != load_tokenizer(config.model.path).get_vocab():
         raise ConfigError(

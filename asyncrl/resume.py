@@ -22,6 +22,10 @@ FIXED = {
     "seed": "data order and sampling follow from it",
     "data.prompt_column": "ordinals stand for the prompts that were read",
     "data.apply_chat_template": "ordinals stand for the prompts that were read",
+    "data.chat_template_kwargs": "ordinals stand for the prompts that were read",
+    "data.system_prompt": "ordinals stand for the prompts that were read",
+    "data.tools": "ordinals stand for the prompts that were read",
+    "data.tools_column": "ordinals stand for the prompts that were read",
     "data.shuffle": "data order follows from it",
     "data.max_prompt_length": "it decides which prompts are used, and ordinals count those",
     "data.prompt_policy": "it decides which prompts are used, and ordinals count those",
@@ -150,8 +154,8 @@ def _refuse_falsifying(path: Path, changes: Mapping[str, tuple[Any, Any]], state
     """Raises ConfigError."""
     fix = "set it back, or start a new run under another --name (asyncrl export gives it these weights)"
     for name, (old, new) in changes.items():
-        if name in FIXED:
-            raise ConfigError(f"{name} = {_short(new)}, but {path} was made with {_short(old)}, and {FIXED[name]}; {fix}")
+        if (fixed := next((one for one in FIXED if name == one or name.startswith(f"{one}.")), None)) is not None:
+            raise ConfigError(f"{name} = {_short(new)}, but {path} was made with {_short(old)}, and {FIXED[fixed]}; {fix}")
         if name == "algorithm.advantage" and "gae" in (old, new):
             raise ConfigError(f"{name} = {new}, but {path} was made with {old}, and only one of them has a value head; {fix}")
     if state.seed != config.seed:

@@ -63,6 +63,7 @@ def check_rules(config: Config) -> None:
     """Raise ValueError for the first rule that does not hold."""
     _arithmetic_holds(config)
     _algorithm_holds(config)
+    _kept_tokens_fit(config)
     _everything_acts(config)
 
 
@@ -176,6 +177,17 @@ def _everything_acts(config: Config) -> None:
         value = getattr(owner, name)
         if value != type(owner).model_fields[name].default and attrgetter(other)(config) not in values:
             raise ValueError(f"{setting} = {value!r} acts only with {how}; leave it out, or set that")
+
+
+def _kept_tokens_fit(config: Config) -> None:
+    """Log-probs over the kept tokens meet none over all of them."""
+    compares = config.algorithm.compares_behaviour
+    for name, value in config.rollout.kept_tokens.items():
+        if compares is not None and value != type(config.rollout).model_fields[name].default:
+            raise ValueError(
+                f"rollout.{name} = {value:g}: the generator's log-probs are then renormalised over the kept tokens, the learner's are over all, and {compares} "
+                "compares the two; leave it out, or set algorithm.loss: reinforce and old_policy: learner, without correction and KL"
+            )
 
 
 def _algorithm_holds(config: Config) -> None:

@@ -16,13 +16,15 @@ from pathlib import Path
 sys.path[:0] = [os.getcwd(), str(Path(__file__).resolve().parents[1])]
 
 from asyncrl.config import Config
-from asyncrl.data.prompts import load_tokenizer, read_prompts
+from asyncrl.data.prompts import read_prompts
 from asyncrl.generation.engine import engine_environment
-from asyncrl.generation.stops import load_stop_set
 from asyncrl.plan import model_context
 from asyncrl.reading import RunNotFound, open_run
 from asyncrl.rewards.contract import RewardError, call_reward
+from asyncrl.text.stops import load_stops, text_before
+from asyncrl.text.tokenizer import decode, load_tokenizer
 from asyncrl.types import Prompt
+from asyncrl.weights.engine import TOKENIZER_MODE
 
 ALLOWED_DIFFERENCE = 0.002
 """Two engines in float32 may break a tie of two tokens differently, now and then."""
@@ -64,14 +66,17 @@ def greedy_answers(config: Config, model: Path, prompts: list[Prompt]) -> list[t
     from vllm import LLM, SamplingParams
 
     context = min(config.longest_request + 1, model_context(config))
-    stops = load_stop_set(str(model), load_tokenizer(str(model)), config.rollout.rollout_stop, config.rollout.rollout_stop_token_ids)
+    tokenizer = load_tokenizer(str(model))
+    stops = load_stops(str(model), tokenizer, config.rollout.rollout_stop, config.rollout.rollout_stop_token_ids)
     cache = {"kv_cache_memory_bytes": config.generator.kv_cache_memory_bytes} if config.generator.device == "cpu" else {}
-    engine = LLM(str(model), dtype=config.model.dtype, max_model_len=context, max_num_seqs=config.generator.max_num_seqs, enforce_eager=True, **cache)
+    settings = {"dtype": config.model.dtype, "max_model_len": context, "max_num_seqs": config.generator.max_num_seqs, "enforce_eager": True}
+    engine = LLM(str(model), tokenizer_mode=TOKENIZER_MODE, **settings, **cache)
     rooms = [config.completion_room(len(prompt.token_ids)) for prompt in prompts]
-    sampling = [SamplingParams(temperature=0.0, max_tokens=room, stop_token_ids=list(stops)) for room in rooms]
+    sampling = [SamplingParams(temperature=0.0, max_tokens=room, stop_token_ids=list(stops.tokens), stop=list(stops.strings)) for room in rooms]
     outputs = engine.generate([{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts], sampling, use_tqdm=False)
     engine.llm_engine.engine_core.shutdown()
-    return [(output.outputs[0].text, list(output.outputs[0].token_ids)) for output in outputs]
+    answers = [list(output.outputs[0].token_ids) for output in outputs]
+    return [(text_before(decode(tokenizer, ids), stops.strings), ids) for ids in answers]
 
 
 def accuracy(config: Config, prompts: list[Prompt], answers: list[tuple[str, list[int]]]) -> float:

@@ -3,6 +3,7 @@ shards, written with the public libraries alone."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,13 @@ def save_llama(directory: Path, layers: int = 2, **changes: Any) -> Path:
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=[2, SPECIAL.index(END)], pad_token_id=0)
     model.save_pretrained(directory, max_shard_size="150KB")
     tokenizer().save_pretrained(directory)
+    return directory
+
+
+def claim_llama_class(directory: Path) -> Path:
+    """Name `LlamaTokenizerFast` in the checkpoint, as DeepSeek's do: transformers then makes a sentencepiece tokenizer of the byte-level vocabulary."""
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}))
     return directory
 
 

@@ -77,6 +77,8 @@ def test_evaluation_sets_take_what_they_do_not_say_from_the_rest(tmp_path, monke
     assert given.eval.sets["long"].n == 4
 
 
+REINFORCE = {"algorithm.loss": "reinforce", "algorithm.old_policy": "learner", "staleness.max_staleness": 0}
+"""An objective that asks for no log-prob of the generator's."""
 WARM = {"warm_start.data": "w", "eval.data": "e"}
 
 
@@ -184,6 +186,17 @@ def test_over_sampling_needs_drop(tmp_path):
         load(tmp_path, {"staleness.over_sampling": 4})
 
 
+def test_cut_distributions_go_with_an_objective_that_compares_no_log_probs(tmp_path):
+    config = load(tmp_path, {**REINFORCE, "rollout.top_p": 0.9, "rollout.top_k": 50, "rollout.min_p": 0.05})
+    assert config.algorithm.compares_behaviour is None and config.rollout.kept_tokens == {"top_p": 0.9, "top_k": 50, "min_p": 0.05}
+    load(tmp_path, {**REINFORCE, "algorithm.loss": "ppo", "algorithm.allow_uncorrected": True, "staleness.max_staleness": 2, "rollout.top_p": 0.9})
+
+
+def test_a_templates_variables_may_come_from_the_command_line(tmp_path):
+    config = load(tmp_path, {"data.apply_chat_template": True}, ["--data.chat_template_kwargs", '{"enable_thinking": false}'])
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
+
+
 def test_command_line_wins_over_yaml(tmp_path):
     config = load(tmp_path, {"rollout.temperature": 0.7}, ["--rollout.temperature", "0.5", "--rollout.rollout_stop_token_ids", "[3,4]", "--resume", "auto"])
     assert (config.rollout.temperature, config.rollout.rollout_stop_token_ids, config.resume) == (0.5, [3, 4], "auto")
@@ -217,9 +230,15 @@ def test_command_line_wins_over_yaml(tmp_path):
         ({"rollout.temperature": 0}, r"rollout.temperature = 0: input should be greater than or equal to 0.01"),
         ({"rollout.temperature": float("inf")}, "rollout.temperature = inf: input should be a finite number"),
         ({"reward.functions.exact.weight": float("nan")}, "weight = nan: input should be a finite number"),
-        ({"rollout.top_p": 0.9}, "rollout.top_p is not implemented: the learner cannot reproduce a truncated distribution"),
-        ({"rollout_top_k": 5}, "rollout_top_k is not implemented: the learner cannot reproduce"),
-        ({"rollout.min_p": 0.1}, "rollout.min_p is not implemented: the learner cannot reproduce"),
+        ({"rollout.top_p": 0.9}, "rollout.top_p = 0.9: .*renormalised over the kept tokens.* the ratio of loss: ppo against old_policy: behaviour compares"),
+        ({"rollout_top_k": 5}, r"did you mean rollout\.top_k\?"),
+        ({"rollout.top_k": 5, **REINFORCE, "algorithm.correction.truncation": "token"}, "rollout.top_k = 5: .*, and the correction compares the two"),
+        ({"rollout.top_k": 5, **REINFORCE, "algorithm.correction.mask_above": 4.0}, "the correction compares the two"),
+        ({"rollout.min_p": 0.1, **REINFORCE, "algorithm.kl_loss_coef": 0.1}, "rollout.min_p = 0.1: .*, and the KL term compares the two; leave it out, or"),
+        ({"rollout.top_p": 0}, "rollout.top_p = 0: input should be greater than 0"),
+        ({"stop": ["x"]}, "here it is rollout.rollout_stop"),
+        ({"data.apply_chat_template_kwargs": {}}, "here it is data.chat_template_kwargs"),
+        ({"tool_key": "tools"}, "here it is data.tools_column"),
         ({"rollout.n_samples_per_prompt": 1}, "n_samples_per_prompt = 1 leaves advantage: grpo nothing to compare"),
         ({"learner.ds3_gather_for_generation": True}, "learner.ds3_gather_for_generation = True: .*buckets of weights.bucket_bytes.*; set it to false"),
         ({"ds3_gather_for_generation": False}, r"did you mean learner\.ds3_gather_for_generation\?"),

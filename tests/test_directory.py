@@ -119,6 +119,15 @@ def test_a_step_that_is_asked_for_is_gone_on_from_and_stays_the_newest(tmp_path)
         ({"learner": {"world_size": 2}}, "learner.world_size = 2, but .* holds the shards of that many ranks"),
         ({"algorithm": {"advantage": "gae"}}, "only one of them has a value head"),
         ({"data": {"train": "train.parquet", "max_prompt_length": 21}}, "ordinals count those"),
+        *(
+            ({"data": {"train": "train.parquet", "max_prompt_length": 20, **changed}}, f"data.{name} = .*prompts that were read")
+            for name, changed in (
+                ("system_prompt", {"system_prompt": "Be brief."}),
+                ("chat_template_kwargs.enable_thinking", {"chat_template_kwargs": {"enable_thinking": False}}),
+                ("tools", {"tools": [{"type": "function"}]}),
+                ("tools_column", {"tools_column": "tools"}),
+            )
+        ),
     ],
 )
 def test_changes_that_would_falsify_the_run_are_refused(tmp_path, changes, message):

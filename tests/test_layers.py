@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "asyncrl"
 LAYERS = {
-    0: ["clock", "config", "confined", "environment", "names", "redact", "rules", "runtime", "types"],
+    0: ["clock", "config", "confined", "environment", "names", "redact", "rules", "runtime", "text", "types"],
     1: ["algorithms", "data.balance", "data.blocks", "data.packing", "data.truncation", "control.staleness"],
     2: ["control", "generation.protocol"],
     3: ["stacks", "data", "generation", "rollout", "rewards", "learning", "weights"],

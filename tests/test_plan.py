@@ -87,6 +87,50 @@ def test_shows_what_ranks_that_share_rows_take_together(write):
     assert "max_tokens_per_gpu 14 * sequence_parallel_size 2 = 28 tokens" in text and "world_size 4 / sequence_parallel_size 2 = 2" in text
 
 
+def test_shows_what_template_stops_and_bos_do(write, llama_model, tmp_path):
+    changes = {"model.path": str(llama_model), "rollout.rollout_stop": [" plus", "<|user|>"]}
+    text = make_plan(load_config(write({**changes, "data.max_prompt_length": 40}, ["<s><|user|>1 + 2 =<|end|><|assistant|>", "30 - 4 ="]))).prompts_text()
+    assert "1 of 2 prompts begin with BOS themselves: it is not added again" in text and "\n  its token ids 1, 3, " in text
+    assert "3 (rollout_stop '<|user|>')" in text and "; stop strings ' plus'" in text
+    changes |= {"data.apply_chat_template": True, "data.system_prompt": "Be brief.", "data.max_prompt_length": 80}
+    text = make_plan(load_config(write(changes))).prompts_text()
+    assert "\n  system prompt of 9 characters\n  first prompt '<s><|system|>Be brief.<|end|><|user|>1 + 2 =<|end|><|assistant|>'\n" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.chat_template_kwargs": {"enable_thinking": False}}, "data.train = '.*': data.chat_template_kwargs: .* knows no enable_thinking"),
+        ({"data.tools": [{"type": "function", "function": {"name": "add"}}]}, "data.train = '.*': data.tools or data.tools_column: .* leaves tools out"),
+        ({"data.tools_column": "tools"}, r"data.tools_column = 'tools' is not a column of data.train = .*\['prompt', 'answer'\]"),
+        ({"data.system_prompt": "Be brief.", "data.apply_chat_template": False}, "data.system_prompt acts on chats"),
+    ],
+)
+def test_what_the_template_ignores_is_refused(write, llama_model, changes, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        make_plan(load_config(write({"model.path": str(llama_model), "data.apply_chat_template": True, **changes})))
+    assert "\n" not in str(error.value)
+
+
+def test_tools_of_a_column_are_in_the_prompts_and_reach_the_reward(write, llama_model, tmp_path):
+    model = shutil.copytree(llama_model, tmp_path / "tools")
+    (model / "chat_template.jinja").write_text("{{ tools | tojson }}" + (llama_model / "chat_template.jinja").read_text())
+    path = write({"model.path": str(model), "data.apply_chat_template": True, "data.tools_column": "tools", "data.max_prompt_length": 80})
+    table = pq.read_table(tmp_path / "train.parquet")
+    pq.write_table(table.append_column("tools", pa.array(['[{"name": "add"}]', None])), tmp_path / "train.parquet")
+    text = make_plan(load_config(path)).prompts_text()
+    assert '\n  1 tool\n  first prompt \'[{"name": "add"}]<s>' in text and "columns for the reward: answer, tools" in text
+
+
+def test_a_tokenizer_that_does_not_give_text_back_is_refused(write, llama_model, tmp_path):
+    model = shutil.copytree(llama_model, tmp_path / "no_decoder")
+    tree = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps(tree | {"decoder": None}))
+    with pytest.raises(ConfigError, match=r"model.path = '.*no_decoder': its tokenizer does not decode what it encodes: .*; check pre_tokenizer") as error:
+        make_plan(load_config(write({"model.path": str(model)})))
+    assert "\n" not in str(error.value)
+
+
 def test_shows_what_ends_a_loop(write):
     assert "n-gram" not in make_plan(load_config(write())).prompts_text()
     assert "; so does an n-gram of up to 16 tokens 20 times in a row" in make_plan(load_config(write({"rollout.repetition_stop": 20}))).prompts_text()
@@ -139,7 +183,7 @@ def test_two_ranks_and_two_replicas_fit_two_cpus(write):
             None,
             "warm_start.data = .*: the completion of row 0 has 2 tokens, above rollout.max_completion_length = 1",
         ),
-        ({"rollout.rollout_stop": ["12"]}, None, "rollout.rollout_stop '12' is 2 tokens"),
+        ({"rollout.rollout_stop": ["Ä"]}, None, "rollout.rollout_stop 'Ä' never shows in a text"),
         ({"name": "../up"}, None, "name = '../up'"),
         ({"rollout.num_steps_per_rollout": 3}, None, "does not divide"),
         ({"learner.world_size": 3, "learner.sequence_parallel_size": 3}, None, "size = 3 does not divide the 4 attention heads of .*; use one of 1, 2, 4"),
@@ -218,5 +262,5 @@ def test_a_model_that_packed_rows_cannot_train_is_refused_by_its_config(write, t
 def test_a_bpe_tokenizer_with_a_chat_template_and_two_ends(write, llama_model):
     plan = make_plan(load_config(write({"model.path": str(llama_model), "data.apply_chat_template": True})))
     assert plan.prompts.first_text == "<s><|user|>1 + 2 =<|end|><|assistant|>" and plan.prompts.first_ids.count(1) == 1
-    assert plan.stops == {2: ("generation config", "tokenizer EOS"), 5: ("chat end token", "generation config")}
+    assert plan.stops.tokens == {2: ("generation config", "tokenizer EOS"), 5: ("chat end token", "generation config")}
     assert plan.weights_bytes == sum(file.stat().st_size for file in llama_model.glob("*.safetensors"))

@@ -119,8 +119,8 @@ def model_with_code(tmp_path: Path, tiny_model: Path, marker: Path) -> Path:
 def test_a_models_own_code_does_not_run(model_with_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from asyncrl.data.prompts import load_tokenizer
     from asyncrl.learning.policy import load_policy
+    from asyncrl.text.tokenizer import load_tokenizer
 
     monkeypatch.setattr("builtins.input", lambda *text: "y")  # transformers asks, unless it is told
     with pytest.raises(ValueError):

@@ -23,9 +23,11 @@ from asyncrl.config import Config, ConfigError
 from asyncrl.data.groups import broken_stream
 from asyncrl.data.truncation import Limit, Limits, TooLong, Truncated, TruncationReport, truncate
 from asyncrl.runtime import parquet
+from asyncrl.text.template import Rendered, Template, TemplateError
+from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
 from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TRAJECTORY_COLUMNS, Prompt
 
-__all__ = ["PromptReport", "RayPromptSource", "check_prompts", "limits", "ordinal_to_row", "read_prompts", "read_rows", "render_prompts", "stream_ordinals"]
+__all__ = ["PromptReport", "RayPromptSource", "check_prompts", "limits", "ordinal_to_row", "read_prompts", "read_rows", "render_rows", "stream_ordinals"]
 
 TOKENS = pa.list_(pa.int32())
 ROWS_PER_BLOCK = 32
@@ -57,6 +59,8 @@ class PromptReport:
     """Other columns, which reach the reward."""
     kept: tuple[int, ...] | None
     """Row indices that are used; None = all."""
+    notes: tuple[str, ...] = ()
+    """What template, system prompt, tools and BOS did to them, in words."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -109,48 +113,34 @@ def check_columns(table: pa.Table, config: Config, path: str, field: str) -> Non
     column = config.data.prompt_column
     if column not in table.column_names:
         raise ConfigError(f"data.prompt_column = {column!r} is not a column of {path!r}, which has {table.column_names}; name one of them")
+    if config.data.tools_column not in (None, *table.column_names):
+        raise ConfigError(
+            f"data.tools_column = {config.data.tools_column!r} is not a column of {field} = {path!r}, which has {table.column_names}; name one of them"
+        )
     taken = sorted(TAKEN_COLUMNS & set(table.column_names) - {column})
     if taken:
         raise ConfigError(f"{field} = {path!r} has columns {taken}, names that asyncrl uses; rename them")
 
 
-@functools.lru_cache(maxsize=2)
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a Hugging Face checkpoint directory."""
-    if (Path(path) / "tokenizer.json").exists():
-        # Holds all that a fast tokenizer does. AutoTokenizer would import torch: seconds, in every process that reads or writes text.
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+def template_of(config: Config) -> Template:
+    """How the run's prompts become text and tokens."""
+    data = config.data
+    return Template(config.model.path, data.apply_chat_template, data.chat_template_kwargs, data.system_prompt, data.tools)
 
 
-def render_prompts(values: Sequence[Any], config: Config) -> tuple[list[str], list[list[int]]]:
-    """Texts and token ids of prompts: strings as they are (special tokens as the tokenizer adds them), chat messages through the template.
+def render_rows(table: pa.Table, config: Config, first_row: int = 0) -> Rendered:
+    """The prompts of a table as the model sees them.
 
     Raises:
-        ConfigError: a value is neither, or a template is needed and the tokenizer has none.
+        TemplateError: a prompt cannot be rendered.
     """
-    tokenizer = load_tokenizer(config.model.path)
-    chat = config.data.apply_chat_template or not all(isinstance(value, str) for value in values)
-    texts = list(values)
-    if chat:
-        messages = [_messages(value, config) for value in values]
-        if not tokenizer.chat_template:
-            raise ConfigError(f"model.path = {config.model.path!r}: its tokenizer has no chat template; use string prompts and data.apply_chat_template: false")
-        texts = [tokenizer.apply_chat_template(chat_messages, tokenize=False, add_generation_prompt=True) for chat_messages in messages]
-    # A template writes its own BOS.
-    return texts, tokenizer(texts, add_special_tokens=not chat)["input_ids"]
+    return template_of(config).render(*_values(table, config), first_row=first_row)
 
 
-def _messages(value: Any, config: Config) -> list[dict[str, str]]:
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if isinstance(value, list) and value and all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in value):
-        return value
-    raise ConfigError(f"data.prompt_column = {config.data.prompt_column!r} holds {str(value)[:80]!r}: neither a string nor chat messages with role and content")
+def _values(table: pa.Table, config: Config) -> tuple[list[Any], list[Any] | None]:
+    """The prompts of a table, and their tools if it has any."""
+    column = config.data.tools_column
+    return table[config.data.prompt_column].to_pylist(), table[column].to_pylist() if column is not None else None
 
 
 def check_prompts(config: Config, path: str | None = None, field: str = "data.train") -> PromptReport:
@@ -164,14 +154,18 @@ def check_prompts(config: Config, path: str | None = None, field: str = "data.tr
     check_columns(table, config, path, field)
     column = config.data.prompt_column
     kept: list[int] = []
-    longest, first, truncation = 0, None, TruncationReport()
+    longest, first, own_bos, truncation = 0, None, 0, TruncationReport()
+    notes: list[str] = []
     for start in range(0, table.num_rows, ROWS_PER_CHECK):
-        texts, ids = render_prompts(table[column].slice(start, ROWS_PER_CHECK).to_pylist(), config)
-        refuse_empty(ids, start, path, field)
+        block = table.slice(start, ROWS_PER_CHECK)
         try:
-            texts, truncated = truncate_prompts(texts, ids, config, start)
-        except TooLong as error:
+            rendered = render_rows(block, config, start)
+            notes = notes or template_of(config).check(*_values(block, config))
+            refuse_empty(rendered.ids, start, path, field)
+            texts, truncated = truncate_prompts(rendered.texts, rendered.ids, config, start)
+        except (TooLong, TemplateError) as error:
             raise ConfigError(f"{field} = {path!r}: {error}") from None
+        own_bos += rendered.own_bos
         truncation += truncated.report
         if texts:
             kept += (truncated.kept + start).tolist()
@@ -182,7 +176,9 @@ def check_prompts(config: Config, path: str | None = None, field: str = "data.tr
         way_out = "set data.length_side: keep_end, which cuts prompts at their start" if cut_away else "set its policy to truncate"
         raise ConfigError(f"{field} = {path!r}: no prompt is left ({truncation.text()}); raise the limit, or {way_out}")
     others = tuple(name for name in table.column_names if name != column)
-    return PromptReport(len(kept), truncation, longest, *first, others, tuple(kept) if len(kept) < table.num_rows else None)
+    if own_bos:
+        notes.append(f"{own_bos} of {table.num_rows} prompts begin with BOS themselves: it is not added again")
+    return PromptReport(len(kept), truncation, longest, *first, others, tuple(kept) if len(kept) < table.num_rows else None, tuple(notes))
 
 
 def refuse_empty(ids: Sequence[Sequence[int]], first_row: int, path: str, field: str) -> None:
@@ -217,7 +213,7 @@ def truncate_prompts(texts: Sequence[str], ids: Sequence[Sequence[int]], config:
     truncated = truncate(pa.array(ids, TOKENS), {}, limits(config), first_row)
     used = [texts[row] for row in truncated.kept]
     for place in np.flatnonzero(truncated.cut):
-        used[place] = load_tokenizer(config.model.path).decode(truncated.prompts[place].as_py(), clean_up_tokenization_spaces=False)
+        used[place] = decode_prompt(load_tokenizer(config.model.path), truncated.prompts[place].as_py())
     return used, truncated
 
 
@@ -244,11 +240,11 @@ def _render_table(table: pa.Table, config: Config) -> pa.Table:
     Raises:
         ConfigError: a row is not used after all, so that its ordinal would be missing.
     """
-    column = config.data.prompt_column
-    texts, truncated = truncate_prompts(*render_prompts(table[column].to_pylist(), config), config)
+    rendered = render_rows(table, config)
+    texts, truncated = truncate_prompts(rendered.texts, rendered.ids, config)
     if truncated.report.used < table.num_rows:
         raise ConfigError(f"prompts are no longer those that were checked before the run ({truncated.report.text()}); give the file as it was, or start again")
-    table = table.drop_columns([column])
+    table = table.drop_columns([config.data.prompt_column])
     return table.append_column("prompt_text", pa.array(texts, pa.string())).append_column("prompt_ids", truncated.prompts)
 
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from asyncrl.config import Config, ConfigError
-from asyncrl.data.prompts import ROWS_PER_CHECK, TOKENS, check_columns, limits, load_tokenizer, read_rows, refuse_empty, render_prompts
+from asyncrl.data.prompts import ROWS_PER_CHECK, TOKENS, check_columns, limits, read_rows, refuse_empty, render_rows
 from asyncrl.data.truncation import TooLong, TruncationReport, truncate
+from asyncrl.text.template import TemplateError
+from asyncrl.text.tokenizer import load_tokenizer
 
 __all__ = ["Row", "read_supervised", "supervised_rows"]
 
@@ -37,12 +39,12 @@ def read_supervised(config: Config, path: str, field: str) -> tuple[list[Row], T
     report = TruncationReport()
     for start in range(0, table.num_rows, ROWS_PER_CHECK):
         block = table.slice(start, ROWS_PER_CHECK)
-        _, prompts = render_prompts(block[config.data.prompt_column].to_pylist(), config)
-        refuse_empty(prompts, start, path, field)
-        targets = _targets(block[column].to_pylist(), config)
         try:
+            prompts = render_rows(block, config, start).ids
+            refuse_empty(prompts, start, path, field)
+            targets = _targets(block[column].to_pylist(), config)
             truncated = truncate(pa.array(prompts, TOKENS), {"completion": pa.array(targets, TOKENS)}, limits(config, targets=True, split=split), start)
-        except TooLong as error:
+        except (TooLong, TemplateError) as error:
             raise ConfigError(f"{field} = {path!r}: {error}") from None
         rows += zip(truncated.prompts.to_pylist(), truncated.completions["completion"].to_pylist(), strict=True)
         report += truncated.report

@@ -11,10 +11,10 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from asyncrl.config import Config
-from asyncrl.data.prompts import load_tokenizer
 from asyncrl.generation.app import wait_for_generators
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.generation.stops import load_stop_set
+from asyncrl.text.stops import load_stops
+from asyncrl.text.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.weights.manifest import expected_parameters, fingerprint
 
 __all__ = ["AttachError", "attached_config", "check_fits"]
@@ -59,10 +59,13 @@ def check_fits(config: Config, name: str, app: GeneratorApp, status: Mapping[str
         raise AttachError(f"{title} has other parameters than model.path = {config.model.path!r}; deploy it with the same model")
     if status["max_model_len"] < tokens:
         raise AttachError(f"{title} takes {status['max_model_len']} tokens, the run's longest request has {tokens}; raise the application's max_model_len")
-    rollout = config.rollout
-    stops = load_stop_set(config.model.path, load_tokenizer(config.model.path), rollout.rollout_stop, rollout.rollout_stop_token_ids)
-    if set(stops) != set(status["stops"]):
+    tokenizer, rollout = load_tokenizer(config.model.path), config.rollout
+    if status["tokenizer"] != tokenizer_fingerprint(tokenizer):
+        raise AttachError(f"{title} has another tokenizer than model.path = {config.model.path!r}; deploy it with the same model")
+    stops = load_stops(config.model.path, tokenizer, rollout.rollout_stop, rollout.rollout_stop_token_ids)
+    ours, theirs = [(sorted(one.tokens), sorted(one.strings)) for one in (stops, status["stops"])]
+    if ours != theirs:
         raise AttachError(
-            f"{title} ends completions at tokens {sorted(status['stops'])}, the run at {sorted(stops)}; give the application the same tokenizer, "
+            f"{title} ends completions at tokens {theirs[0]} and strings {theirs[1]}, the run at {ours[0]} and {ours[1]}; give the application the same "
             "rollout_stop and rollout_stop_token_ids"
         )

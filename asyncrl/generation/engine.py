@@ -22,12 +22,13 @@ from asyncrl.environment import claim_caches, passed_on, preload_openmp
 from asyncrl.generation.ahead import AheadProcess, handed_to_vllm, import_engine
 from asyncrl.generation.protocol import EngineDied, GenerateRequest, GenerationTimeout, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.generation.stops import load_stop_set
 from asyncrl.stacks import stack_here
+from asyncrl.text.stops import Stops, load_stops, text_before
+from asyncrl.text.tokenizer import decode, encode_prompts, load_tokenizer, refuse_lossy, tokenizer_fingerprint
 from asyncrl.types import TRUNCATED, Completion, VersionSpan
-from asyncrl.weights.engine import BACKEND, OWNED, STACKS
+from asyncrl.weights.engine import BACKEND, OWNED, STACKS, TOKENIZER_MODE
 
-__all__ = ["PAUSE", "Engine", "engine_environment", "text_before", "version_spans"]
+__all__ = ["PAUSE", "Engine", "engine_environment", "version_spans"]
 
 PAUSE: dict[str, dict[str, Any]] = {
     "keep": {"mode": "keep", "clear_cache": False},
@@ -89,7 +90,9 @@ class Engine:
         """Why the weights are in an unknown state, if an update failed after it had begun."""
         self.tokens_at_pause: tuple[int, ...] = ()
         """Tokens that each unfinished completion had when the last update paused it."""
-        self.stops: dict[int, tuple[str, ...]] = {}
+        self.stops = Stops({})
+        """What ends every completion, beside a request's own strings."""
+        self.tokenizer_fingerprint = ""
         self.load: LoadTimes | None = None
         self.kv_use = 0.0
         """Share of the KV cache's blocks in use after the last engine step outside an update, 0 to 1."""
@@ -153,14 +156,20 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-        tokenizer = self._llm.get_tokenizer()
-        self.stops = load_stop_set(self.app.model, tokenizer, self.app.rollout_stop, self.app.rollout_stop_token_ids)
+        refuse_lossy(self._tokenizer, self.app.model, self._llm.get_tokenizer())
+        self.tokenizer_fingerprint = tokenizer_fingerprint(self._tokenizer)
+        self.stops = load_stops(self.app.model, self._tokenizer, self.app.rollout_stop, self.app.rollout_stop_token_ids)
         loaded = time.monotonic()
         self._open.set()
-        await self.generate(GenerateRequest(prompt_ids=(next(iter(self.stops), 0),), n=1, max_tokens=1, temperature=0.0, ignore_eos=True))
+        await self.generate(GenerateRequest(prompt_ids=(next(iter(self.stops.tokens), 0),), n=1, max_tokens=1, temperature=0.0, ignore_eos=True))
         times = (imported - begun, configured - imported, loaded - configured, time.monotonic() - loaded)
         self.load = LoadTimes(*times, caches_removed=float(caches.damaged is not None))
         return self.load
+
+    @property
+    def _tokenizer(self) -> Any:
+        """The one that the run's prompts are encoded with; vLLM has it as well."""
+        return load_tokenizer(self.app.model)
 
     @property
     def tokens_generated(self) -> int:
@@ -199,12 +208,12 @@ class Engine:
                 outputs = await self._run(request)
         except TimeoutError:
             raise GenerationTimeout(f"{request.n} completions of up to {request.max_tokens} tokens were not done in {request.deadline_s:g} s") from None
-        tokenizer = self._llm.get_tokenizer()
-        return tuple(_completion(output, tokenizer, request.stop) for output in outputs)
+        strings = _strings(request, self.stops)
+        return tuple(_completion(output, self._tokenizer, strings) for output in outputs)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, special tokens as the tokenizer adds them."""
-        return list(self._llm.get_tokenizer().encode(text))
+        """Token ids of a prompt, special tokens as in a run's plain prompts."""
+        return encode_prompts(self._tokenizer, [text])[0][0]
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, ...]]:
         """Log-probs (nats, temperature 1) of each row's second ids, given its first.
@@ -465,6 +474,7 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls="asyncrl.weights.held.HeldWeights",
         trust_remote_code=False,
+        tokenizer_mode=TOKENIZER_MODE,
         load_format="safetensors",
         **length,
         **device,
@@ -478,23 +488,32 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
     return config, Executor.get_class(config)
 
 
-def _sampling(request: GenerateRequest, stops: Mapping[int, Any]) -> Any:
+def _strings(request: GenerateRequest, stops: Stops) -> tuple[str, ...]:
+    """The stop strings of a request: its own, and unless it ignores ends those of the engine."""
+    return tuple(dict.fromkeys((*request.stop, *(() if request.ignore_eos else stops.strings))))
+
+
+def _sampling(request: GenerateRequest, stops: Stops) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
     ngram, times = request.repetition or (0, 0)
+    strings = _strings(request, stops)
     return SamplingParams(
         n=request.n,
         max_tokens=request.max_tokens,
         temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
         seed=request.seed,
         ignore_eos=request.ignore_eos,
-        stop_token_ids=[] if request.ignore_eos else list(stops),
+        stop_token_ids=[] if request.ignore_eos else list(stops.tokens),
         repetition_detection=RepetitionDetectionParams(max_pattern_size=ngram, min_count=times) if ngram else None,
-        stop=list(request.stop),
+        stop=list(strings),
         logprobs=0,
         flat_logprobs=True,
-        detokenize=bool(request.stop),  # vLLM looks for strings in the text alone
+        detokenize=bool(strings),  # vLLM looks for strings in the text alone
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -516,10 +535,5 @@ def _completion(output: Any, tokenizer: Any, stop: Sequence[str]) -> Completion:
         logprobs=tuple(output.logprobs.logprobs),
         versions=version_spans(output.weight_versions or (), len(ids)),
         finish_reason=output.finish_reason,
-        text=text_before(tokenizer.decode(ids, skip_special_tokens=True), stop),
+        text=text_before(decode(tokenizer, ids), stop),
     )
-
-
-def text_before(text: str, stop: Sequence[str]) -> str:
-    """The text up to the first of the stop strings; the whole of it without one."""
-    return text[: min((place for one in stop if (place := text.find(one)) >= 0), default=len(text))]

@@ -41,7 +41,13 @@ class GenerateRequest:
     repetition: tuple[int, int] | None = None
     """End a completion whose last tokens are one n-gram of at most so many tokens, so many times in a row. None = never."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion. The tokens that spell one stay in it, the text goes up to it."""
+    """Strings that end a completion, beside the generator's own. The tokens that spell one stay in it, the text goes up to it."""
+    top_p: float = 1.0
+    """Sample from the most probable tokens that together have this probability. 1 = from all. Log-probs are then those among the kept tokens."""
+    top_k: int = 0
+    """Sample from this many most probable tokens. 0 = from all."""
+    min_p: float = 0.0
+    """Sample from tokens of at least this times the most probable one's probability. 0 = from all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class Generator:
 
     async def status(self) -> dict[str, Any]:
         """Replica id, weights, process id, seconds of the start and of the last update, tokens generated so far, tokens that the KV cache holds,
-        completions given up by length, stop tokens, longest request, settings, checksum of the parameters' names and shapes."""
+        completions given up by length, stops, fingerprint of the tokenizer, longest request, settings, checksum of the parameters' names and shapes."""
         return {
             "replica": self.replica,
             "weights": self.weights,
@@ -100,6 +100,7 @@ class Generator:
             "kv_cache_tokens": self.engine.kv_cache_tokens,
             "aborted": tuple(self.engine.aborted),
             "stops": self.engine.stops,
+            "tokenizer": self.engine.tokenizer_fingerprint,
             "max_model_len": self.engine.max_model_len,
             "app": self.settings.model_dump(),
             "parameters": fingerprint(self._expected),

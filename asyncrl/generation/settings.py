@@ -26,7 +26,7 @@ class GeneratorApp(Section):
     seed: int = 0
     """Seed of the engine; a request's own seed wins."""
     rollout_stop: list[str] = Field(default_factory=list)
-    """Further stop strings, each one token of the tokenizer."""
+    """Further stop strings: a special token, or any string that a text can show."""
     rollout_stop_token_ids: list[int] = Field(default_factory=list)
     """Further stop token ids."""
     http: bool = False

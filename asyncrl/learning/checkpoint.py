@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
+from asyncrl.text.tokenizer import save_tokenizer
 from asyncrl.weights.gather import TORCH_DTYPES, gather_buckets, weight_layout
 
 __all__ = ["export_hf", "load_rank", "save_rank"]
@@ -89,4 +90,4 @@ def export_hf(
     config.save_pretrained(directory)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(tokenizer_source, trust_remote_code=False).save_pretrained(directory)
+    save_tokenizer(tokenizer_source, directory)

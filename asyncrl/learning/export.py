@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config import ConfigError, load_config
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, UnreadableCheckpoint
 from asyncrl.learning.checkpoint import TAG
 from asyncrl.redact import print_shown
+from asyncrl.text.tokenizer import save_tokenizer
 from asyncrl.weights.gather import TORCH_DTYPES
 
 __all__ = ["export_checkpoint", "find_checkpoint"]
@@ -69,5 +70,5 @@ def export_checkpoint(path: Path, target: Path) -> None:
     temporary = target.with_name(f".{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)
-    AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False).save_pretrained(temporary)
+    save_tokenizer(config.model.path, temporary)
     os.replace(temporary, target)

@@ -45,6 +45,10 @@ class LostRequests:
             "seed": request.seed,
             "ignore_eos": request.ignore_eos,
             "repetition": request.repetition,
+            "stop": request.stop,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "min_p": request.min_p,
             "min_version": None if request.min_weights is None else request.min_weights.version,
         }
         try:

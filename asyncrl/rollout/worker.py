@@ -136,6 +136,7 @@ class RolloutWorker:
             min_weights=WeightsId(self._run_id, self._attempt, self._committed),
             ignore_eos=rollout.ignore_eos,
             repetition=rollout.repetition,
+            **rollout.kept_tokens,
         )
 
     def _group(self, prompt: Prompt, generated: Generated) -> Group:

@@ -1,7 +1,11 @@
-"""Entry point that vLLM loads in every process of an engine, so it imports nothing at the top: our weight backend, and an end with the parent."""
+"""Entry point that vLLM loads in every process of an engine, so it imports nothing at the top: our weight backend, our tokenizer, and an end with
+the parent."""
 
 BACKEND = "asyncrl_staged"
 """Name of the backend, for `WeightTransferConfig(backend=...)`."""
+
+TOKENIZER_MODE = "asyncrl"
+"""Value of vLLM's tokenizer_mode that makes it use the run's own tokenizer."""
 
 OWNED = "ASYNCRL_OWNS_ENGINE"
 """Environment variable that marks the engines that asyncrl starts; other uses of vLLM in the same environment are left alone."""
@@ -11,16 +15,20 @@ STACKS = "ASYNCRL_STACKS"
 
 
 def register() -> None:
-    """Register the backend; a second call changes nothing."""
+    """Register backend and tokenizer; a second call changes nothing."""
     import os
 
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.tokenizers.registry import TokenizerRegistry
 
     try:
         WeightTransferEngineFactory.register_engine(BACKEND, "asyncrl.weights.apply", "StagedWeights")
     except ValueError:
         # vLLM loads its plugins more than once in one process, and refuses a name that it knows.
         return
+    TokenizerRegistry.register(TOKENIZER_MODE, "asyncrl.generation.tokenizer", "EngineTokenizer")
+    RENDERER_REGISTRY.register(TOKENIZER_MODE, "vllm.renderers.hf", "HfRenderer")
     if os.environ.get(OWNED):
         _end_with_parent()
         _bars_without_semaphore()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.data.prompts import load_tokenizer
 from asyncrl.generation.attach import AttachError, check_fits
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.generation.stops import load_stop_set
 from asyncrl.placement import needed
+from asyncrl.text.stops import load_stops
+from asyncrl.text.tokenizer import load_tokenizer, tokenizer_fingerprint
 from asyncrl.weights.manifest import expected_parameters, fingerprint
 
 
@@ -31,8 +31,9 @@ def config(model: Path, **rollout: Any) -> Config:
 
 
 def status(model: Path, dtype: str = "float32") -> dict[str, Any]:
-    stops = load_stop_set(model, load_tokenizer(str(model)))
-    return {"parameters": fingerprint(expected_parameters(model, dtype)), "max_model_len": 100, "stops": stops}
+    tokenizer = load_tokenizer(str(model))
+    facts = {"stops": load_stops(model, tokenizer), "tokenizer": tokenizer_fingerprint(tokenizer)}
+    return {"parameters": fingerprint(expected_parameters(model, dtype)), "max_model_len": 100, **facts}
 
 
 def test_generators_of_the_same_model_fit(tiny_model: Path) -> None:
@@ -45,7 +46,15 @@ def test_what_does_not_fit_is_named(tiny_model: Path, untied_model: Path) -> Non
         (config(tiny_model), app.model_copy(update={"dtype": "bfloat16"}), status(tiny_model), 85, "holds bfloat16, the run publishes model.dtype = 'float32'"),
         (config(tiny_model), app, status(untied_model), 85, "has other parameters than model.path = "),
         (config(tiny_model), app, status(tiny_model), 101, "takes 100 tokens, the run's longest request has 101"),
-        (config(tiny_model, rollout_stop_token_ids=[7]), app, status(tiny_model), 85, r"ends completions at tokens \[2\], the run at \[2, 7\]"),
+        (
+            config(tiny_model, rollout_stop_token_ids=[7]),
+            app,
+            status(tiny_model),
+            85,
+            r"ends completions at tokens \[2\] and strings \[\], the run at \[2, 7\]",
+        ),
+        (config(tiny_model, rollout_stop=["12"]), app, status(tiny_model), 85, r"ends completions .* the run at \[2\] and \['12'\]"),
+        (config(tiny_model), app, status(tiny_model) | {"tokenizer": "another"}, 85, "has another tokenizer than model.path"),
     ):
         with pytest.raises(AttachError, match=f"generator.attach = 'standing' {text}"):
             check_fits(run, "standing", held, standing, tokens)

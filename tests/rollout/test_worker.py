@@ -12,13 +12,15 @@ from asyncrl.types import Prompt, groups_from_table, table_from_ipc
 PROMPT = Prompt(5, 0, "1+2=", (4, 5, 6), {"answer": "3"})
 
 
-def make_config(data=None, **rollout):
+def make_config(data=None, algorithm=None, staleness=None, **rollout):
     return Config.model_validate(
         {
             "name": "worker",
             "max_steps": 1,
             "model": {"path": "unused"},
             "data": {"train": "unused", **(data or {})},
+            "algorithm": algorithm or {},
+            "staleness": staleness or {},
             "rollout": {"n_samples_per_prompt": 4, "max_completion_length": 8, **rollout},
             "reward": {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}},
         }
@@ -63,6 +65,13 @@ def test_a_completion_ends_at_max_length_with_its_prompt(max_length, most):
     generate = Recording()
     asyncio.run(make_worker(generate, data={"max_length": max_length}).rollout(PROMPT, 0))
     assert [request.max_tokens for request in generate.requests] == [most]
+
+
+def test_a_request_keeps_the_tokens_that_the_config_keeps():
+    generate = Recording()
+    config = make_config(top_p=0.9, top_k=50, min_p=0.05, algorithm={"loss": "reinforce", "old_policy": "learner"}, staleness={"max_staleness": 0})
+    asyncio.run(RolloutWorker(WorkerSpec(config, "run", 2, lambda: generate)).rollout(PROMPT, 0))
+    assert [(one.top_p, one.top_k, one.min_p) for one in generate.requests] == [(0.9, 50, 0.05)]
 
 
 def test_a_retry_asks_for_the_version_committed_by_then():

@@ -52,6 +52,20 @@ def test_refuses_past_the_tolerance():
         asyncio.run(versions(check(1e-3), 0))
 
 
+def test_probes_are_sampled_from_the_whole_distribution():
+    """Whatever the rollouts keep of it: the learner's log-probs are over all tokens."""
+
+    requests = []
+
+    class Recording(Consistent):
+        async def generate(self, request):
+            requests.append(request)
+            return await super().generate(request)
+
+    asyncio.run(versions(check(generate=Recording()), 0))
+    assert [(one.top_p, one.top_k, one.min_p, one.stop, one.ignore_eos) for one in requests] == [(1.0, 0, 0.0, (), True)] * 2
+
+
 class OneOff(Consistent):
     """Two replicas, of which one scores with other weights."""
 

@@ -1,0 +1,87 @@
+"""What ends a completion, and why. `asyncrl plan` shows it, since a missing stop only shows up as answers that never end.
+
+A completion ends at a stop token, or as soon as its text holds a stop string. All tokens that were sampled stay in it, with
+their log-probs, and are trained on: those that spell a stop string as well, so that the policy learns to write it. The text,
+which rewards read, goes up to the stop string.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.text.tokenizer import decode
+
+__all__ = ["Stops", "chat_end_token", "load_stops", "make_stops", "text_before"]
+
+MARKER = "x"
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What ends a completion. The engine holds it for every request: rollouts, evaluation and HTTP alike."""
+
+    tokens: dict[int, tuple[str, ...]]
+    """Stop token id → the sources that name it, in order of id."""
+    strings: tuple[str, ...] = ()
+    """Stop strings: looked for in the text, however many tokens spell them."""
+
+
+def load_stops(model: str | Path, tokenizer: Any, rollout_stop: Sequence[str] = (), rollout_stop_token_ids: Sequence[int] = ()) -> Stops:
+    """`make_stops` with the EOS ids of the checkpoint's generation_config.json, if it has one."""
+    path = Path(model) / "generation_config.json"
+    eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return make_stops(tokenizer, eos_ids, rollout_stop, rollout_stop_token_ids)
+
+
+def make_stops(tokenizer: Any, generation_eos: Sequence[int], rollout_stop: Sequence[str] = (), rollout_stop_token_ids: Sequence[int] = ()) -> Stops:
+    """The stop tokens of model and settings, and the stop strings. A string that is one special token becomes that token, since no text shows it.
+
+    Raises:
+        ValueError: a stop string is empty, one that the tokenizer cannot write, or holds a special token among others; or an id is outside the vocabulary.
+    """
+    special = {text: _special_token(tokenizer, text) for text in dict.fromkeys(rollout_stop)}
+    found: list[tuple[int | None, str]] = [(token, "generation config") for token in generation_eos]
+    found += [(tokenizer.eos_token_id, "tokenizer EOS"), (chat_end_token(tokenizer), "chat end token")]
+    found += [(token, f"rollout_stop {text!r}") for text, token in special.items()]
+    found += [(token, "rollout_stop_token_ids") for token in rollout_stop_token_ids]
+    sources: dict[int, tuple[str, ...]] = {}
+    for token, source in sorted((t, s) for t, s in found if t is not None):
+        if not 0 <= token < len(tokenizer):
+            raise ValueError(f"stop token id {token} ({source}) is outside the vocabulary of {len(tokenizer)} tokens; remove it")
+        sources[token] = (*sources.get(token, ()), source)
+    return Stops(sources, tuple(text for text, token in special.items() if token is None))
+
+
+def chat_end_token(tokenizer: Any) -> int | None:
+    """The special token that ends an assistant's turn in the chat template; None without a template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    turns = [{"role": "user", "content": MARKER}, {"role": "assistant", "content": MARKER}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    tail = tokenizer.encode(text[text.rindex(MARKER) + len(MARKER) :], add_special_tokens=False)
+    return next((token for token in tail if token in tokenizer.all_special_ids), None)
+
+
+def text_before(text: str, strings: Sequence[str]) -> str:
+    """The text up to the first of the stop strings; the whole of it without one."""
+    return text[: min((place for one in strings if (place := text.find(one)) >= 0), default=len(text))]
+
+
+def _special_token(tokenizer: Any, text: str) -> int | None:
+    """The special token that the string is; None for one that a text can show."""
+    if not text:
+        raise ValueError("rollout.rollout_stop holds an empty string, which would stop at once; remove it")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) == 1 and ids[0] in tokenizer.all_special_ids and ids[0] != tokenizer.unk_token_id:
+        return int(ids[0])
+    if text not in decode(tokenizer, tokenizer.encode(MARKER + text, add_special_tokens=False)):
+        raise ValueError(
+            f"rollout.rollout_stop {text!r} never shows in a text of this tokenizer (its tokens: {tokenizer.convert_ids_to_tokens(ids)}); name a special "
+            "token alone, or another string"
+        )
+    return None

@@ -1,0 +1,193 @@
+"""Prompts as the model sees them: plain strings, or chats through the model's template with a system prompt, tools and its own switches."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from asyncrl.text.tokenizer import encode_prompts, load_tokenizer
+
+__all__ = ["Rendered", "Template", "TemplateError"]
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class TemplateError(ValueError):
+    """A prompt cannot be rendered, or a setting has no effect on the template. One line with the setting or the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Prompts as the model sees them."""
+
+    texts: list[str]
+    ids: list[list[int]]
+    own_bos: int = 0
+    """Plain prompts that began with BOS already, and did not get a second one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """How a run turns a value of its prompt column into text and tokens. Settings are those of the section `data`."""
+
+    model: str
+    """Checkpoint directory."""
+    apply: bool = False
+    """Render string prompts as one user message. Chat messages always are."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template, such as enable_thinking."""
+    system_prompt: str | None = None
+    """Put before the messages of every prompt."""
+    tools: Tools | None = None
+    """JSON schemas of functions, for every prompt that brings none."""
+
+    def render(self, values: Sequence[Any], tools: Sequence[Any] | None = None, first_row: int = 0) -> Rendered:
+        """Texts and token ids of prompts.
+
+        Args:
+            values: strings, or lists of chat messages.
+            tools: of each prompt: a list of JSON schemas, the same as JSON text, or None.
+            first_row: number of the first value, for messages.
+
+        Raises:
+            TemplateError: a value is neither, the tokenizer has no template, or the template refuses a chat.
+        """
+        tokenizer = load_tokenizer(self.model)
+        each = tools or [None] * len(values)
+        chats = [self._is_chat(value) for value in values]
+        for row, value in enumerate(values):
+            if chats[row]:
+                self._messages(value, first_row + row)
+        if any(chats) and not tokenizer.chat_template:
+            raise TemplateError(
+                f"model.path = {self.model!r}: its tokenizer has no chat template; use string prompts and data.apply_chat_template: false, without "
+                "data.system_prompt, chat_template_kwargs and tools"
+            )
+        if not all(chats):
+            self._refuse_without_chat(each)
+        self._refuse_rendered(tokenizer, values, first_row)
+        texts = [
+            self._text(tokenizer, value, own, row) if chat else value for row, (value, own, chat) in enumerate(zip(values, each, chats, strict=True), first_row)
+        ]
+        ids: list[list[int]] = [[] for _ in texts]
+        own_bos = 0
+        for rendered in (True, False):  # a template writes its own BOS
+            rows = [row for row, chat in enumerate(chats) if chat is rendered]
+            encoded, begun = encode_prompts(tokenizer, [texts[row] for row in rows], rendered)
+            own_bos += begun
+            for row, one in zip(rows, encoded, strict=True):
+                ids[row] = one
+        return Rendered(texts, ids, own_bos)
+
+    def check(self, values: Sequence[Any], tools: Sequence[Any] | None = None) -> list[str]:
+        """What the settings do to the first chat among these prompts (the first with tools, if any has), in words.
+
+        Raises:
+            TemplateError: the template ignores one of them, so that it would do nothing.
+        """
+        each = tools or [None] * len(values)
+        chats = [(value, own) for value, own in zip(values, each, strict=True) if self._is_chat(value)]
+        if not chats:
+            return []
+        tokenizer = load_tokenizer(self.model)
+        value, own = next(((value, own) for value, own in chats if own), chats[0])
+        taken = sorted(set(self.kwargs) & set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"})
+        if taken:
+            raise TemplateError(f"data.chat_template_kwargs = {dict(self.kwargs)!r}: {taken[0]} is not a variable of a template; leave it out")
+        whole = self._text(tokenizer, value, own, 0)
+        notes = []
+        if self.system_prompt is not None:
+            if whole == replace(self, system_prompt=None)._text(tokenizer, value, own, 0):
+                raise TemplateError(f"data.system_prompt: the chat template of model.path = {self.model!r} leaves system messages out; remove it")
+            notes.append(f"system prompt of {len(self.system_prompt)} characters")
+        schemas = self._tools(own, 0)
+        if schemas:
+            if whole == replace(self, tools=None)._text(tokenizer, value, None, 0):
+                raise TemplateError(
+                    f"data.tools or data.tools_column: the chat template of model.path = {self.model!r} leaves tools out; remove them, or use a model whose "
+                    "template has them"
+                )
+            notes.append(f"{len(schemas)} {'tool' if len(schemas) == 1 else 'tools'}")
+        for name, setting in self.kwargs.items():
+            alone = replace(self, kwargs={key: kept for key, kept in self.kwargs.items() if key != name})
+            acts = whole != alone._text(tokenizer, value, own, 0)
+            if not acts and not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template(tools=schemas)):
+                raise TemplateError(
+                    f"data.chat_template_kwargs: the chat template of model.path = {self.model!r} knows no {name}, so it would do nothing; remove it"
+                )
+            notes.append(f"{name} = {setting!r}" + ("" if acts else " (which changes nothing in this prompt)"))
+        return notes
+
+    def _is_chat(self, value: Any) -> bool:
+        return self.apply or not isinstance(value, str)
+
+    def _refuse_without_chat(self, tools: Sequence[Any]) -> None:
+        settings = {
+            "data.system_prompt": self.system_prompt,
+            "data.chat_template_kwargs": self.kwargs,
+            "data.tools": self.tools,
+            "data.tools_column": any(tools),
+        }
+        if given := [name for name, setting in settings.items() if setting]:
+            raise TemplateError(f"{given[0]} acts on chats, and these prompts are plain strings; set data.apply_chat_template: true, or leave it out")
+
+    def _refuse_rendered(self, tokenizer: Any, values: Sequence[Any], first_row: int) -> None:
+        """Refuse string prompts that a template has rendered already: they begin with the special token that a rendering begins with."""
+        if not (self.apply and any(isinstance(value, str) for value in values)):
+            return
+        opening = tokenizer.encode(self._text(tokenizer, "x", None, first_row)[:256], add_special_tokens=False)[:1]
+        if not opening or opening[0] not in tokenizer.all_special_ids:
+            return
+        token = tokenizer.convert_ids_to_tokens(opening[0])
+        for row, value in enumerate(values, first_row):
+            if isinstance(value, str) and value.startswith(token):
+                raise TemplateError(
+                    f"row {row} begins with {token!r}, as a rendered template does, and would be rendered twice; set data.apply_chat_template: false"
+                )
+
+    def _text(self, tokenizer: Any, value: Any, own_tools: Any, row: int) -> str:
+        from jinja2 import TemplateError as RefusedByTemplate
+
+        messages = self._messages(value, row)
+        try:
+            text: str = tokenizer.apply_chat_template(messages, tools=self._tools(own_tools, row), tokenize=False, add_generation_prompt=True, **self.kwargs)
+        except (RefusedByTemplate, TypeError, KeyError, AttributeError) as error:
+            said = " ".join(str(error).split())[:200]
+            raise TemplateError(f"row {row}: the chat template of model.path = {self.model!r} refuses the chat ({said}); correct the messages") from None
+        return text
+
+    def _messages(self, value: Any, row: int) -> list[dict[str, Any]]:
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+            raise TemplateError(f"row {row} holds {str(value)[:80]!r}: neither a string nor chat messages with role and content")
+        if self.system_prompt is None:
+            return messages
+        if messages[0]["role"] == "system":
+            raise TemplateError(f"row {row} has a system message of its own, and data.system_prompt is set; remove one of them")
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def _tools(self, own: Any, row: int) -> list[Any] | None:
+        """The prompt's own tools, else those of the settings; None without any."""
+        try:
+            schemas = json.loads(own) if isinstance(own, str) else own
+        except ValueError as error:
+            raise TemplateError(f"row {row}: its tools are no JSON ({error}); give a list of JSON schemas") from None
+        schemas = schemas or self.tools
+        if schemas is not None and not (isinstance(schemas, Sequence) and all(isinstance(schema, Mapping) for schema in schemas)):
+            raise TemplateError(f"row {row}: its tools are {str(schemas)[:80]!r}; give a list of JSON schemas")
+        return [_without_nulls(schema) for schema in schemas] if schemas else None
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str) and ("content" in message or "tool_calls" in message)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A JSON schema without the fields that Arrow filled with None because another row's schema has them."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,59 @@
+"""What ends a completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from asyncrl.text.stops import Stops, chat_end_token, load_stops, make_stops, text_before
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> AutoTokenizer:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def test_union_with_sources(tokenizer: AutoTokenizer, tiny_model: Path) -> None:
+    assert load_stops(tiny_model, tokenizer) == Stops({2: ("generation config", "tokenizer EOS")})
+    assert make_stops(tokenizer, [1, 2], ["<bos>"], [5]).tokens == {
+        1: ("generation config", "rollout_stop '<bos>'"),
+        2: ("generation config", "tokenizer EOS"),
+        5: ("rollout_stop_token_ids",),
+    }
+
+
+def test_a_stop_string_may_be_any_number_of_tokens(tokenizer: AutoTokenizer) -> None:
+    """A special token shows in no text, so it ends a completion as a token; every other string does so wherever the text holds it."""
+    stops = make_stops(tokenizer, [], ["\n", "ab c", "<pad>", "ab c"])
+    assert stops.strings == ("\n", "ab c")
+    assert stops.tokens == {0: ("rollout_stop '<pad>'",), 2: ("tokenizer EOS",)}
+
+
+def test_spaces_at_the_edges_of_a_stop_string_are_kept(llama_model: Path) -> None:
+    """A tokenizer may drop the space before a text's first word, and not within a text."""
+    assert make_stops(AutoTokenizer.from_pretrained(llama_model), [], [" plus", ".\n\n", "日本"]).strings == (" plus", ".\n\n", "日本")
+
+
+def test_chat_end_token(tokenizer: AutoTokenizer) -> None:
+    assert chat_end_token(tokenizer) is None
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    assert make_stops(tokenizer, []).tokens[chat_end_token(tokenizer)] == ("chat end token",)
+
+
+def test_what_cannot_stop(tokenizer: AutoTokenizer) -> None:
+    with pytest.raises(ValueError, match="'Ä' never shows in a text"):
+        make_stops(tokenizer, [], ["Ä"])
+    with pytest.raises(ValueError, match=r"'<eos>\\n' never shows in a text of this tokenizer \(its tokens: \['<eos>', '\\n'\]\); name a special token alone"):
+        make_stops(tokenizer, [], ["<eos>\n"])
+    with pytest.raises(ValueError, match="empty string, which would stop at once"):
+        make_stops(tokenizer, [], [""])
+    with pytest.raises(ValueError, match=r"id 999 .* outside the vocabulary"):
+        make_stops(tokenizer, [], [], [999])
+
+
+def test_a_text_ends_before_the_first_stop_string() -> None:
+    assert text_before("1+2=3\nab", ["ab", "\n", "x"]) == "1+2=3"
+    assert text_before("1+2=3", ["x"]) == text_before("1+2=3", []) == "1+2=3"

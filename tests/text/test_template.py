@@ -1,0 +1,133 @@
+"""Prompts as the model sees them: chats, a system prompt, tools, a template's own switches; and settings that a template ignores."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_checkpoint import BOS, END
+
+from asyncrl.text.template import Template, TemplateError
+from asyncrl.text.tokenizer import load_tokenizer
+
+FULL = (
+    "{{ bos_token }}{% if tools %}<|user|>tools: {{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') + '<|end|>' }}"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}call {{ c.function.name }}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+NO_SYSTEM = "{{ bos_token }}{% for m in messages if m.role != 'system' %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}<|assistant|>"
+STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + NO_SYSTEM
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+CHAT = [{"role": "user", "content": "3+4="}]
+
+
+@pytest.fixture
+def model(llama_model: Path, tmp_path: Path) -> Any:
+    """`model(template)`: the checkpoint with this chat template; without one for None."""
+
+    def make(template: str | None = FULL) -> str:
+        directory = shutil.copytree(llama_model, tmp_path / f"model_{len(list(tmp_path.iterdir()))}")
+        file = directory / "tokenizer_config.json"
+        tree = json.loads(file.read_text())
+        tree.pop("chat_template", None)
+        file.write_text(json.dumps(tree))
+        (directory / "chat_template.jinja").unlink(missing_ok=True)
+        if template is not None:
+            (directory / "chat_template.jinja").write_text(template)
+        return str(directory)
+
+    return make
+
+
+def test_settings_are_in_every_prompt_and_said(model: Any) -> None:
+    template = Template(model(), True, {"enable_thinking": False}, "Be brief.", [ADD])
+    rendered = template.render(["3+4=", CHAT])
+    schema = json.dumps([ADD])
+    assert rendered.texts == [f"{BOS}<|user|>tools: {schema}{END}<|system|>Be brief.{END}<|user|>3+4={END}<|assistant|><think></think>"] * 2
+    assert all(ids.count(1) == 1 for ids in rendered.ids)
+    assert template.check(["3+4="]) == ["system prompt of 9 characters", "1 tool", "enable_thinking = False"]
+    assert Template(model(), True).check(["3+4="]) == []
+
+
+def test_a_variable_may_have_the_value_that_the_template_takes_anyway(model: Any) -> None:
+    notes = Template(model(), True, {"enable_thinking": True}).check(["3+4="])
+    assert notes == ["enable_thinking = True (which changes nothing in this prompt)"]
+
+
+def test_a_prompts_own_tools_stand_in_for_those_of_the_settings(model: Any) -> None:
+    double = {"type": "function", "function": {"name": "double", "parameters": None}}
+    template = Template(model(), tools=[ADD])
+    own, text, none, empty = template.render([CHAT] * 4, [[double], json.dumps([double]), None, []]).texts
+    assert '"name": "double"' in own and "parameters" not in own, "a field that Arrow filled with None is none"
+    assert '"name": "double"' in text and '"name": "add"' not in own + text
+    assert none == empty and '"name": "add"' in none
+    without = Template(template.model)
+    assert without.check([CHAT, CHAT], [None, [double]]) == ["1 tool"] and without.render([CHAT], [None]).texts[0].startswith(f"{BOS}<|user|>3")
+
+
+def test_a_chat_with_tool_calls_keeps_its_shape(model: Any) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 3}}}]}
+    [text] = Template(model()).render([[*CHAT, call, {"role": "tool", "content": "7"}]]).texts
+    assert text == f"{BOS}<|user|>3+4={END}<|assistant|>{END}call add<|tool|>7{END}<|assistant|>"
+
+
+def test_strings_and_chats_are_told_apart_one_by_one(model: Any) -> None:
+    """What a prompt becomes must not depend on those that share its block."""
+    template = Template(model())
+    alone = [template.render([value]) for value in ("3+4=", CHAT, f"{BOS}3+4=")]
+    together = template.render(["3+4=", CHAT, f"{BOS}3+4="])
+    assert together.texts == [one.texts[0] for one in alone] and together.ids == [one.ids[0] for one in alone]
+    assert together.own_bos == 1 and [ids.count(1) for ids in together.ids] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("jinja", "settings", "message"),
+    [
+        (NO_SYSTEM, {"system_prompt": "Be brief."}, "data.system_prompt: the chat template of model.path = .* leaves system messages out"),
+        (STRICT, {"system_prompt": "Be brief."}, r"row 0: the chat template of .* refuses the chat \(System role not supported\)"),
+        (NO_SYSTEM, {"tools": [ADD]}, "data.tools or data.tools_column: the chat template of .* leaves tools out"),
+        (NO_SYSTEM, {"kwargs": {"enable_thinking": False}}, "data.chat_template_kwargs: the chat template of .* knows no enable_thinking"),
+        (FULL, {"kwargs": {"add_generation_prompt": False}}, "add_generation_prompt is not a variable of a template"),
+        (FULL, {"kwargs": {"thinking": 1}}, "knows no thinking, so it would do nothing; remove it"),
+    ],
+)
+def test_what_a_template_ignores_is_refused(model: Any, jinja: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TemplateError, match=message) as error:
+        Template(model(jinja), True, **settings).check(["3+4="])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "message"),
+    [
+        ({"system_prompt": "Be brief."}, ["3+4="], "data.system_prompt acts on chats, and these prompts are plain strings; set data.apply_chat_template: true"),
+        ({"tools": [ADD]}, ["3+4=", CHAT], "data.tools acts on chats"),
+        ({"kwargs": {"enable_thinking": False}}, ["3+4="], "data.chat_template_kwargs acts on chats"),
+        ({"system_prompt": "Be brief."}, [CHAT, [{"role": "system", "content": "Be long."}, *CHAT]], "row 8 has a system message of its own"),
+        ({"apply": True}, ["3+4=", f"{BOS}<|user|>3+4={END}"], "row 8 begins with '<s>', as a rendered template does, and would be rendered twice"),
+        ({}, [CHAT, []], r"row 8 holds '\[\]': neither a string nor chat messages"),
+        ({}, [CHAT, [{"role": "user"}]], "row 8 holds .*: neither a string nor chat messages"),
+        ({}, [CHAT, None], "row 8 holds 'None': neither a string nor chat messages"),
+    ],
+)
+def test_prompts_that_do_not_go_with_the_settings(model: Any, settings: dict[str, Any], values: list[Any], message: str) -> None:
+    with pytest.raises(TemplateError, match=message):
+        Template(model(), **settings).render(values, first_row=7)
+
+
+@pytest.mark.parametrize("tools", ["no json", "{}1", '"add"', 7, ["add"]])
+def test_tools_that_are_none(model: Any, tools: Any) -> None:
+    with pytest.raises(TemplateError, match="row 3: its tools are"):
+        Template(model()).render([CHAT], [tools], first_row=3)
+
+
+def test_a_model_without_a_template(model: Any) -> None:
+    bare = model(None)
+    assert load_tokenizer(bare).chat_template is None
+    assert Template(bare).render(["3+4="]).texts == ["3+4="]
+    with pytest.raises(TemplateError, match="its tokenizer has no chat template; use string prompts"):
+        Template(bare, system_prompt="Be brief.").render([CHAT])

@@ -1,0 +1,106 @@
+"""One tokenizer for prompts, completions, the engine and the exported model."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_checkpoint import BOS, EOS, claim_llama_class
+from transformers import AutoTokenizer
+
+from asyncrl.text.tokenizer import (
+    ROUND_TRIP_TEXTS,
+    TokenizerError,
+    decode,
+    encode_prompts,
+    load_tokenizer,
+    refuse_lossy,
+    save_tokenizer,
+    tokenizer_fingerprint,
+)
+
+
+@pytest.fixture
+def misnamed(llama_model: Path, tmp_path: Path) -> Path:
+    """A byte-level BPE that calls itself LlamaTokenizerFast."""
+    return claim_llama_class(shutil.copytree(llama_model, tmp_path / "misnamed"))
+
+
+def changed(model: Path, target: Path, **changes: Any) -> Path:
+    """A copy of the checkpoint with other parts in its tokenizer.json."""
+    shutil.copytree(model, target)
+    tree = json.loads((target / "tokenizer.json").read_text())
+    (target / "tokenizer.json").write_text(json.dumps(tree | changes))
+    return target
+
+
+def test_text_survives_both_ways_whatever_class_the_checkpoint_names(misnamed: Path, llama_model: Path) -> None:
+    ours, theirs = load_tokenizer(str(misnamed)), AutoTokenizer.from_pretrained(misnamed)
+    for text in ROUND_TRIP_TEXTS:
+        assert decode(ours, ours.encode(text, add_special_tokens=False)) == text
+    assert theirs.decode(ours.encode("What is 2", add_special_tokens=False)) == "WhatĠisĠ2", "transformers' own class does what it did"
+    assert tokenizer_fingerprint(ours) == tokenizer_fingerprint(load_tokenizer(str(llama_model))) != tokenizer_fingerprint(theirs)
+
+
+def test_two_sides_that_differ_are_refused_by_name(misnamed: Path) -> None:
+    ours, theirs = load_tokenizer(str(misnamed)), AutoTokenizer.from_pretrained(misnamed)
+    refuse_lossy(ours, str(misnamed), ours)
+    with pytest.raises(
+        TokenizerError, match=r"model.path = '.*misnamed': the engine's tokenizer decodes what the prompts' encodes: 'What is 2 plus 40\?' comes"
+    ) as error:
+        refuse_lossy(ours, str(misnamed), theirs)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_without_its_decoder_is_refused(llama_model: Path, tiny_model: Path, tmp_path: Path) -> None:
+    for model in (llama_model, tiny_model):
+        refuse_lossy(load_tokenizer(str(model)), "whole")
+        broken = changed(model, tmp_path / model.name, decoder=None)
+        with pytest.raises(TokenizerError, match="its tokenizer does not decode what it encodes: 'What is 2 plus 40"):
+            refuse_lossy(load_tokenizer(str(broken)), str(broken))
+
+
+def test_what_a_tokenizer_normalizes_is_no_loss(llama_model: Path, tmp_path: Path) -> None:
+    lower = changed(llama_model, tmp_path / "lower", normalizer={"type": "Lowercase"})
+    refuse_lossy(load_tokenizer(str(lower)), str(lower))
+
+
+def test_spaces_before_punctuation_stay(llama_model: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """`clean_up_tokenization_spaces` in a checkpoint's config joins them, unless it is told not to."""
+    model = shutil.copytree(tiny_model, tmp_path / "tidy")
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"clean_up_tokenization_spaces": True}))
+    tokenizer = load_tokenizer(str(model))
+    ids = tokenizer.encode("1 , 2 . a")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "1, 2. a" and decode(tokenizer, ids) == "1 , 2 . a"
+
+
+def test_a_prompt_that_begins_with_bos_has_one(llama_model: Path) -> None:
+    tokenizer = load_tokenizer(str(llama_model))
+    ids, own = encode_prompts(tokenizer, ["3+4=", f"{BOS}<|user|>3+4=", ""])
+    assert own == 1 and [one.count(tokenizer.bos_token_id) for one in ids] == [1, 1, 1] and ids[1] == ids[1][:1] + tokenizer.encode("<|user|>3+4=")[1:]
+    assert encode_prompts(tokenizer, [f"{BOS}a"], rendered=True) == ([tokenizer.encode("a")], 0)
+    assert encode_prompts(tokenizer, []) == ([], 0)
+
+
+def test_a_prompt_does_not_end_with_an_end_that_the_tokenizer_adds(llama_model: Path, tmp_path: Path) -> None:
+    tree = json.loads((llama_model / "tokenizer.json").read_text())["post_processor"]
+    tree["single"].append({"SpecialToken": {"id": EOS, "type_id": 0}})
+    tree["special_tokens"][EOS] = {"id": EOS, "ids": [2], "tokens": [EOS]}
+    tokenizer = load_tokenizer(str(changed(llama_model, tmp_path / "ends", post_processor=tree)))
+    assert tokenizer.encode("3+4=")[-1] == 2
+    (plain, asked), _ = encode_prompts(tokenizer, ["3+4=", f"3+4={EOS}"])
+    assert plain == tokenizer.encode("3+4=")[:-1] and asked[:-1] == [*plain, 2]
+
+
+def test_the_files_are_put_as_they_are(misnamed: Path, tmp_path: Path) -> None:
+    target = tmp_path / "exported"
+    target.mkdir()
+    save_tokenizer(str(misnamed), target)
+    names = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert {file.name for file in target.iterdir()} == names
+    assert filecmp.cmpfiles(misnamed, target, names, shallow=False)[0] == [*names]
