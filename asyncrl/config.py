@@ -453,6 +453,13 @@ class EvalSet(Section):
     """Completions of each prompt. Above 1, avg@n and pass@k are reported as well, for k = 1, 2, 4, … and n."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature; 0 = greedy. Default: rollout.temperature."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the most probable tokens that together have this probability. 1 = from all. Default: rollout.top_p. Nothing is trained here, so any
+    objective allows it; the log-probs that are kept are those among the kept tokens."""
+    top_k: int | None = Field(default=None, ge=0)
+    """Sample from this many most probable tokens. 0 = from all. Default: rollout.top_k."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Sample from tokens of at least this times the most probable one's probability. 0 = from all. Default: rollout.min_p."""
     max_completion_length: int | None = Field(default=None, gt=0)
     """Longest completion, in tokens; data.max_length does not bound it then. Default: as in rollouts."""
     max_prompts: int | None = Field(default=None, gt=0)
@@ -652,7 +659,10 @@ class Config(Section):
             name: one.model_copy(
                 update={
                     "data": one.data or self.eval.data,
-                    "temperature": self.rollout.temperature if one.temperature is None else one.temperature,
+                    **{
+                        setting: getattr(self.rollout if getattr(one, setting) is None else one, setting)
+                        for setting in ("temperature", "top_p", "top_k", "min_p")
+                    },
                     "max_prompts": one.max_prompts or self.eval.max_prompts,
                 }
             )

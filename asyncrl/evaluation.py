@@ -132,7 +132,7 @@ class Evaluator:
     def _request(self, settings: EvalSet, version: int, prompt: Prompt, seed: int) -> GenerateRequest:
         """What ends a completion is the same as in rollouts."""
         config, rollout = self.config, self.config.rollout
-        assert settings.temperature is not None
+        assert settings.temperature is not None and settings.top_p is not None and settings.top_k is not None and settings.min_p is not None
         return GenerateRequest(
             prompt.token_ids,
             n=1,
@@ -143,6 +143,9 @@ class Evaluator:
             min_weights=WeightsId(self.run_id, self.attempt, version),
             ignore_eos=rollout.ignore_eos,
             repetition=rollout.repetition,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
         )
 
     async def _answer(self, request: GenerateRequest, version: int, room: asyncio.Semaphore) -> Answer:

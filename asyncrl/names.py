@@ -58,6 +58,8 @@ RENAMED = {
     "eval_prompt_data": "eval.sets",
     "n_samples_per_eval_prompt": "eval.sets",
     "eval_temperature": "eval.sets",
+    "eval_top_p": "eval.sets",
+    "eval_top_k": "eval.sets",
     "eval_max_response_len": "eval.sets",
     "use_dynamic_batch_size": "nothing: dynamic batching is always on, capped by learner.max_tokens_per_gpu",
     "packing": "nothing: packing is always on",

@@ -133,6 +133,8 @@ def _sets_can_be_evaluated(config: Config) -> None:
             )
         if one.data is None and config.eval.data is None:
             raise ValueError(f"{field} has no prompts; set {field}.data, or eval.data")
+        if one.temperature == 0 and (cut := [name for name in ("top_p", "top_k", "min_p") if getattr(one, name) is not None]):
+            raise ValueError(f"{field}.{cut[0]} acts on nothing at temperature 0, which takes the most probable token; leave one of them out")
         if one.temperature == 0 and one.n > 1:
             raise ValueError(f"{field}.n = {one.n} at temperature 0 would give the same completion {one.n} times; set n: 1, or a temperature above 0")
 

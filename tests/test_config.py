@@ -236,6 +236,8 @@ def test_command_line_wins_over_yaml(tmp_path):
         ({"rollout.top_k": 5, **REINFORCE, "algorithm.correction.mask_above": 4.0}, "the correction compares the two"),
         ({"rollout.min_p": 0.1, **REINFORCE, "algorithm.kl_loss_coef": 0.1}, "rollout.min_p = 0.1: .*, and the KL term compares the two; leave it out, or"),
         ({"rollout.top_p": 0}, "rollout.top_p = 0: input should be greater than 0"),
+        ({"eval.sets": {"cut": {"data": "o", "temperature": 0, "top_k": 5}}}, "eval.sets.cut.top_k acts on nothing at temperature 0"),
+        ({"eval_top_p": 0.9}, "here it is eval.sets"),
         ({"stop": ["x"]}, "here it is rollout.rollout_stop"),
         ({"data.apply_chat_template_kwargs": {}}, "here it is data.chat_template_kwargs"),
         ({"tool_key": "tools"}, "here it is data.tools_column"),

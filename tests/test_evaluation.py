@@ -75,6 +75,21 @@ def test_completions_end_as_in_rollouts(tmp_path):
     assert {request.repetition for request in generate.requests} == {(3, 5)}
 
 
+def test_a_set_may_cut_the_distribution_beside_any_objective(tmp_path):
+    """Nothing is trained on its log-probs. What a set does not say is as in the rollouts."""
+    sets = {"cut": {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}}
+    generate = Recording()
+    evaluate(tmp_path, config_of({"data": "d", "sets": sets}), generate)
+    found = {(one.temperature, one.top_p, one.top_k, one.min_p) for one in generate.requests}
+    assert found == {(0.0, 1.0, 0, 0.0), (1.0, 1.0, 0, 0.0), (0.6, 0.95, 20, 0.1)}
+    changes = {"algorithm": {"loss": "reinforce", "old_policy": "learner"}, "staleness": {"max_staleness": 0}}
+    changes["rollout"] = {"max_completion_length": 8, "top_p": 0.9}
+    generate = Recording()
+    (tmp_path / "as_rollouts").mkdir()
+    evaluate(tmp_path / "as_rollouts", config_of({"data": "d"}, **changes), generate)
+    assert {one.top_p for one in generate.requests} == {0.9}
+
+
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
