@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import psutil
 
 from asyncrl.environment import claim_caches, passed_on, preload_openmp
 from asyncrl.generation.ahead import AheadProcess, handed_to_vllm, import_engine
-from asyncrl.generation.protocol import EngineDied, GenerateRequest, GenerationTimeout, StaleReplica
+from asyncrl.generation.protocol import EngineDied, GenerateRequest, GenerationTimeout, InvalidRequest, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.stacks import stack_here
 from asyncrl.text.stops import Stops, load_stops, text_before
@@ -41,6 +42,9 @@ QUIET_STEPS = 2
 """Engine steps after which what vLLM had to say of the completions that it took up again has been said: the next step is scheduled while one runs."""
 UNREAD_S = 1.0
 """Seconds in which an answer that has come is read, before an engine counts as one that does not answer."""
+
+REASON_LENGTH = 400
+"""Characters of vLLM's words on a request that it refuses: they may repeat the request."""
 
 STOP_TIMEOUT_S = 10.0
 """Seconds that vLLM's processes get to end by themselves."""
@@ -191,21 +195,31 @@ class Engine:
         """Token ids that the model knows: those below this."""
         return int(self._llm.model_config.get_vocab_size())
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token; for a tokenizer of bytes, its bytes, which are no fewer."""
+        return max(map(len, self._llm.get_tokenizer().get_vocab()))
+
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """n completions of one prompt.
 
         Raises:
             GenerationTimeout: not done `deadline_s` seconds from now; aborted.
             StaleReplica: the engine was lost in an update.
-            ValueError: the prompt leaves no room for max_tokens in the model's context.
+            InvalidRequest: the prompt leaves no room for max_tokens in the model's context, or vLLM refuses the request.
         """
+        from vllm.exceptions import VLLMClientError
+
         longest = len(request.prompt_ids) + request.max_tokens
         if longest > self.max_model_len:
-            raise ValueError(f"prompt of {len(request.prompt_ids)} tokens + max_tokens = {request.max_tokens} is above max_model_len = {self.max_model_len}")
+            asked = f"prompt of {len(request.prompt_ids)} tokens + max_tokens = {request.max_tokens}"
+            raise InvalidRequest(f"{asked} is above max_model_len = {self.max_model_len}")
         try:
             async with asyncio.timeout(request.deadline_s):
                 await self._open.wait()
                 outputs = await self._run(request)
+        except (ValueError, VLLMClientError) as error:  # vLLM's own checks of a request
+            raise InvalidRequest(" ".join(str(error).split())[:REASON_LENGTH]) from error
         except TimeoutError:
             raise GenerationTimeout(f"{request.n} completions of up to {request.max_tokens} tokens were not done in {request.deadline_s:g} s") from None
         strings = _strings(request, self.stops)

@@ -7,6 +7,7 @@ Knows no Serve: what answers is a small protocol, so that the routes can be trie
 
 # No postponed annotations here: FastAPI reads those of the routes.
 
+import asyncio
 import hmac
 import ipaddress
 import re
@@ -21,7 +22,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
 
 from asyncrl.generation.openai import ApiError, ServedModel, answer, check_name, model_list, parse, to_request, weights
-from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTimeout, StaleReplica, Standing
+from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTimeout, InvalidRequest, StaleReplica, Standing
 
 __all__ = ["KEY_VARIABLE", "Served", "api_key", "close_own_routes", "is_loopback", "refuse_open_host", "routes"]
 
@@ -32,7 +33,14 @@ HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s\[\]:@/]+)(?::[0-9]{1,5})?")
 """A Host header: a name or address, and perhaps a port. Nothing may follow the brackets of an IPv6 address."""
 
 LARGEST_BODY = 4 << 20
-"""Bytes of a request's body."""
+"""Bytes of a request's body; less for a model that takes less."""
+
+ENCODES_AT_ONCE = 2
+"""Texts that are tokenized at once: each takes a core, and many times its size in memory."""
+
+
+CLIENT_LEFT = 499
+"""Status of an answer that nobody reads, as nginx logs it."""
 
 
 class Served(Protocol):
@@ -97,14 +105,19 @@ def routes(served: Served, key: str | None) -> FastAPI:
     """The application. With a key every path wants it, unknown ones too; without, only requests addressed to loopback are answered."""
     app = FastAPI(title="asyncrl", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     started = int(time.time())
+    encoding = asyncio.Semaphore(ENCODES_AT_ONCE)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> JSONResponse:
-        body = parse(await _json(request))
+        body = parse(await _json(request), served.model)
         check_name(body, served.model)
-        ids = await served.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        if isinstance(body.prompt, str):
+            async with encoding:
+                ids = await served.encode(body.prompt)
+        else:
+            ids = body.prompt
         asked = to_request(body, ids, served.model)
-        generated = await served.generate(asked)
+        generated = await _while_connected(request, served.generate(asked))
         return JSONResponse(answer(generated, asked, served.model, await served.standing(), f"cmpl-{uuid.uuid4().hex}", int(time.time())))
 
     @app.get("/v1/models")
@@ -122,27 +135,28 @@ def routes(served: Served, key: str | None) -> FastAPI:
     app.add_exception_handler(ApiError, lambda request, error: _refusal(error))
     app.add_exception_handler(StarletteHTTPException, lambda request, error: _refusal(_as_api_error(error)))
     app.add_exception_handler(StaleReplica, lambda request, error: _refusal(ApiError(503, "no replica can answer now; try again", "unavailable")))
+    app.add_exception_handler(InvalidRequest, lambda request, error: _refusal(ApiError(400, str(error), "invalid_value")))
     app.add_exception_handler(GenerationTimeout, lambda request, error: _refusal(ApiError(504, f"{error}; ask for less", "timeout")))
     app.add_exception_handler(Exception, lambda request, error: _refusal(ApiError(500, "the generator failed; see its log", "internal_error")))
-    app.add_middleware(Guard, key=key)
+    app.add_middleware(Guard, key=key, largest_body=min(LARGEST_BODY, served.model.largest_body))
     return app
 
 
 class Guard:
     """In front of everything: the key, or without one the host that a request is addressed to; and the size of its body."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], key: str | None) -> None:
-        self.app, self.key = app, key
+    def __init__(self, app: Callable[..., Awaitable[None]], key: str | None, largest_body: int = LARGEST_BODY) -> None:
+        self.app, self.key, self.largest_body = app, key, largest_body
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
-        elif (refusal := self._refuse(scope["headers"])) is not None:
+        elif (refusal := self._refuse(scope["headers"]) or self._refuse_large(scope["headers"])) is not None:
             await _refusal(refusal)(scope, receive, send)
         else:
-            await self.app(scope, _bounded(receive), send)
+            await self.app(scope, _bounded(receive, self.largest_body), send)
 
     def _refuse(self, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
         if self.key is None:
@@ -155,6 +169,13 @@ class Guard:
         scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         right = hmac.compare_digest(token.strip(), self.key.encode())
         return None if right and scheme.lower() == b"bearer" else ApiError(401, "a bearer key is needed: Authorization: Bearer KEY", "invalid_api_key")
+
+    def _refuse_large(self, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
+        """By what the client says of the body's size, before any of it is read."""
+        sizes = [value for name, value in headers if name == b"content-length"]
+        if any(size.isdigit() and int(size[:20]) > self.largest_body for size in sizes):
+            return ApiError(413, f"the body is above {self.largest_body:,} bytes; send less", "refused")
+        return None
 
 
 class OwnRoutesClosed:
@@ -175,7 +196,27 @@ def close_own_routes() -> list[Middleware]:
     return [Middleware(OwnRoutesClosed)]
 
 
-def _bounded(receive: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
+async def _while_connected(request: Request, work: Awaitable[Generated]) -> Generated:
+    """The work's result. It is cancelled as soon as the client is gone, so that its KV cache is free for others."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError(CLIENT_LEFT, "the client has left", "client_left")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    message = await request.receive()
+    while message["type"] != "http.disconnect":
+        message = await request.receive()
+
+
+def _bounded(receive: Callable[[], Awaitable[Any]], largest: int) -> Callable[[], Awaitable[Any]]:
     """`receive`, up to the largest body."""
     size = 0
 
@@ -183,8 +224,8 @@ def _bounded(receive: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[An
         nonlocal size
         message = await receive()
         size += len(message.get("body", b""))
-        if size > LARGEST_BODY:
-            raise HTTPException(413, f"the body is above {LARGEST_BODY >> 20} MiB; send less")
+        if size > largest:
+            raise HTTPException(413, f"the body is above {largest:,} bytes; send less")
         return message
 
     return counted

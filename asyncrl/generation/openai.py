@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from asyncrl.generation.protocol import Generated, GenerateRequest, Standing
 from asyncrl.types import Completion
@@ -16,6 +16,9 @@ __all__ = ["ApiError", "CompletionBody", "ServedModel", "answer", "model_list", 
 
 MOST_COMPLETIONS = 128
 """Completions of one HTTP request."""
+
+OTHER_FIELDS = 64 << 10
+"""Bytes of a body beside the prompt."""
 
 LARGEST_SEED = 1 << 53
 """JSON numbers above it lose digits in some clients."""
@@ -52,6 +55,18 @@ class ServedModel:
     """Longest prompt plus completion, in tokens."""
     vocabulary: int
     """Token ids are below this."""
+    longest_token: int
+    """Characters of the longest token."""
+
+    @property
+    def most_characters(self) -> int:
+        """Characters that `max_model_len` tokens can stand for. A longer text is refused before it is tokenized."""
+        return self.max_model_len * self.longest_token
+
+    @property
+    def largest_body(self) -> int:
+        """Bytes of a request with the longest text in JSON, six for each character, or with the longest list of token ids."""
+        return OTHER_FIELDS + max(6 * self.most_characters, (len(str(self.vocabulary)) + 2) * self.max_model_len)
 
 
 class CompletionBody(BaseModel):
@@ -67,7 +82,7 @@ class CompletionBody(BaseModel):
     """Completions."""
     max_tokens: int = Field(default=16, ge=1)
     """Longest completion, in tokens."""
-    temperature: float = Field(default=1.0, ge=0, le=10)
+    temperature: float = Field(default=1.0, ge=0, le=2)
     """0 = greedy. Else at least 0.01."""
     seed: int | None = Field(default=None, ge=0, lt=LARGEST_SEED)
     """Of the first completion; each further one has the next."""
@@ -88,20 +103,27 @@ class CompletionBody(BaseModel):
             raise ValueError("an empty string would stop at once; leave it out")
         return stop
 
+    @model_validator(mode="after")
+    def greedy_is_one_answer(self) -> Self:
+        if self.temperature == 0 and self.n > 1:
+            raise ValueError("n: temperature 0 gives one answer only; ask for n = 1, or sample")
+        return self
+
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-def parse(tree: Any) -> CompletionBody:
-    """The body, checked.
+def parse(tree: Any, model: ServedModel) -> CompletionBody:
+    """The body, checked. What no model of this length takes is refused before anything works through it.
 
     Raises:
         ApiError: 400, with the first field that is wrong.
     """
     if not isinstance(tree, dict):
         raise ApiError(400, f"the body is a JSON {type(tree).__name__}; send an object with model and prompt", "invalid_body")
+    _refuse_long(tree.get("prompt"), model)
     try:
         json.dumps(tree, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -110,6 +132,15 @@ def parse(tree: Any) -> CompletionBody:
         return CompletionBody.model_validate(tree)
     except ValidationError as error:
         raise _explain(dict(error.errors(include_url=False)[0])) from None
+
+
+def _refuse_long(prompt: Any, model: ServedModel) -> None:
+    if isinstance(prompt, str) and len(prompt) > model.most_characters:
+        held = f"the {model.most_characters:,} that {model.max_model_len} tokens of {model.name!r} can hold"
+        raise ApiError(400, f"prompt has {len(prompt):,} characters, above {held}; shorten it", "context_length_exceeded", "prompt")
+    if isinstance(prompt, list) and len(prompt) >= model.max_model_len:
+        text = f"prompt of {len(prompt):,} tokens leaves no room in the {model.max_model_len} that {model.name!r} takes; shorten it"
+        raise ApiError(400, text, "context_length_exceeded", "prompt")
 
 
 def to_request(body: CompletionBody, prompt_ids: Sequence[int], model: ServedModel) -> GenerateRequest:
@@ -187,4 +218,6 @@ def _explain(item: dict[str, Any]) -> ApiError:
     if item["type"] == "missing":
         return ApiError(400, f"{field} is missing; set it", "missing_parameter", field)
     message = item["msg"].removeprefix("Value error, ")
+    if field is None:  # of several fields together: it names the first itself
+        return ApiError(400, message, "invalid_value", message.partition(":")[0])
     return ApiError(400, f"{field}: {message[0].lower()}{message[1:]}", "invalid_value", field)

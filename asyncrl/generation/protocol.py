@@ -9,7 +9,7 @@ from typing import Protocol
 from asyncrl.control.protocols import EngineLoad
 from asyncrl.types import Completion
 
-__all__ = ["EngineDied", "Generate", "GenerateRequest", "Generated", "GenerationTimeout", "StaleReplica", "Standing", "WeightsId"]
+__all__ = ["EngineDied", "Generate", "GenerateRequest", "Generated", "GenerationTimeout", "InvalidRequest", "StaleReplica", "Standing", "WeightsId"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,10 @@ class StaleReplica(Exception):
 
 class EngineDied(StaleReplica):
     """The engine ended under the request; its replica will be replaced."""
+
+
+class InvalidRequest(ValueError):
+    """The engine does not take the request; the message says why, in the engine's words."""
 
 
 class GenerationTimeout(Exception):

@@ -35,7 +35,7 @@ class HttpGenerator(Generator):
     @property
     def model(self) -> ServedModel:
         """What requests are checked against."""
-        return ServedModel(self.settings.model_name, self.engine.max_model_len, self.engine.vocabulary)
+        return ServedModel(self.settings.model_name, self.engine.max_model_len, self.engine.vocabulary, self.engine.longest_token)
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a prompt. In a thread: a long one must not hold up the replica."""

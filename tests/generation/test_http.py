@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 
 from asyncrl.generation.http import LARGEST_BODY, api_key, close_own_routes, is_loopback, refuse_open_host, routes
 from asyncrl.generation.openai import ServedModel
-from asyncrl.generation.protocol import GenerationTimeout, StaleReplica, Standing, WeightsId
+from asyncrl.generation.protocol import GenerationTimeout, InvalidRequest, StaleReplica, Standing, WeightsId
 from asyncrl.testing import FakeServed
 
 KEY = "correct-horse-battery"
-MODEL = ServedModel("tiny", max_model_len=64, vocabulary=200)
+MODEL = ServedModel("tiny", max_model_len=64, vocabulary=200, longest_token=4)
 BODY = {"model": "tiny", "prompt": [5, 6, 14], "max_tokens": 8, "seed": 1}
 
 
@@ -43,8 +44,10 @@ def ask(app: Any, method: str, path: str, body: Any = None, headers: dict[str, s
     }
     sent: list[dict[str, Any]] = []
 
+    parts = [{"type": "http.request", "body": content, "more_body": False}]
+
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": content, "more_body": False}
+        return parts.pop() if parts else await asyncio.Event().wait()  # the client stays
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
@@ -65,7 +68,7 @@ def test_a_completion_has_token_ids_logprobs_and_the_weights_that_made_it() -> N
     replica = served()
     replica.version = 7
     replica.held = Standing(WeightsId("abc", 1, 7), "run 'first'")
-    status, answer, _ = ask(routes(replica, None), "POST", "/v1/completions", {**BODY, "n": 3, "temperature": 0, "stop": ["\n", "."]})
+    status, answer, _ = ask(routes(replica, None), "POST", "/v1/completions", {**BODY, "n": 3, "temperature": 0.5, "stop": ["\n", "."]})
     assert status == 200
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     for choice in answer["choices"]:
@@ -77,7 +80,7 @@ def test_a_completion_has_token_ids_logprobs_and_the_weights_that_made_it() -> N
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": made, "total_tokens": 3 + made}
     assert answer["weights"] == {"run_id": "abc", "attempt": 1, "version": 7} and answer["lease"] == "run 'first'"
     (request,) = replica.requests
-    assert (request.prompt_ids, request.n, request.max_tokens, request.temperature, request.seed) == ((5, 6, 14), 3, 8, 0.0, 1)
+    assert (request.prompt_ids, request.n, request.max_tokens, request.temperature, request.seed) == ((5, 6, 14), 3, 8, 0.5, 1)
     assert request.stop == ("\n", ".") and request.min_weights is None
 
 
@@ -111,6 +114,10 @@ def test_models_and_health_say_whose_weights_answer() -> None:
         ({"model": "other"}, 404, "model_not_found", "use 'tiny'"),
         ({"prompt": list(range(60))}, 400, "context_length_exceeded", "prompt of 60 tokens and max_tokens 8 are above the 64"),
         ({"prompt": "x" * 60}, 400, "context_length_exceeded", "shorten one"),
+        ({"prompt": "x" * 257}, 400, "context_length_exceeded", "257 characters, above the 256 that 64 tokens of 'tiny' can hold"),
+        ({"prompt": [5] * 64}, 400, "context_length_exceeded", "leaves no room in the 64"),
+        ({"n": 2, "temperature": 0}, 400, "invalid_value", "temperature 0 gives one answer only"),
+        ({"temperature": 2.1}, 400, "invalid_value", "temperature: "),
         ({"prompt": []}, 400, "invalid_value", "prompt is empty"),
         ({"prompt": ""}, 400, "invalid_value", "prompt is empty"),
         ({"prompt": [5, 200]}, 400, "invalid_value", "outside 0 to 199"),
@@ -151,7 +158,7 @@ def test_bad_input_is_refused_in_openais_form(change: dict[str, Any], status: in
         (b"{", {}, 400),
         (b"[1]", {}, 400),
         (b"\xff\xfe", {}, 400),
-        (b"[" * 100_000, {}, 400),
+        (b"[" * 50_000, {}, 400),
         (b'{"model": "tiny"}', {}, 400),
         (json.dumps(BODY).encode(), {"content-type": "text/plain"}, 415),
         (b" " * (LARGEST_BODY + 1), {}, 413),
@@ -226,6 +233,110 @@ def test_failures_of_the_generator(failure: Exception, status: int) -> None:
     assert (got, answer["error"]["type"]) == (status, "server_error") and "secret inside" not in json.dumps(answer)
 
 
+def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
+    replica = served()
+    replica.failure = InvalidRequest("temperature must be at most 2")
+    got, answer, _ = ask(routes(replica, None), "POST", "/v1/completions", BODY)
+    assert (got, answer["error"]["type"], answer["error"]["message"]) == (400, "invalid_request_error", "temperature must be at most 2")
+
+
+def scope_of(method: str, path: str, **headers: str) -> dict[str, Any]:
+    given = {"host": "127.0.0.1", "content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    fields = [(name.encode(), value.encode()) for name, value in given.items()]
+    return {"type": "http", "method": method, "path": path, "headers": fields, "query_string": b""}
+
+
+async def status_of(app: Any, method: str, path: str, body: Any = None, left: asyncio.Event | None = None) -> int:
+    """The status of one request among several; the client leaves when `left` is set."""
+    sent: list[dict[str, Any]] = []
+    parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if parts:
+            return parts.pop()
+        await (left or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await app(scope_of(method, path), receive, send)
+    return int(sent[0]["status"])
+
+
+def test_a_large_body_is_refused_by_what_its_headers_say() -> None:
+    """Before a byte of it is read: a client may send the rest slowly, or never."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("the body was read")
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(routes(served(), None)(scope_of("POST", "/v1/completions", content_length=str(64 << 30)), receive, send))
+    assert sent[0]["status"] == 413
+
+
+def test_many_long_texts_neither_fill_the_memory_nor_hold_up_health() -> None:
+    """Texts that no model of this length takes are refused before they are tokenized. Of the others two are tokenized at once."""
+    model = ServedModel("tiny", max_model_len=4096, vocabulary=200, longest_token=8)
+    body = {"model": "tiny", "max_tokens": 8}
+
+    class Slow(FakeServed):
+        def __init__(self) -> None:
+            super().__init__(model)
+            self.go_on, self.encoding, self.most, self.encoded = asyncio.Event(), 0, 0, 0
+
+        async def encode(self, text: str) -> list[int]:
+            self.encoding += 1
+            self.most = max(self.most, self.encoding)
+            await self.go_on.wait()
+            self.encoding -= 1
+            self.encoded += 1
+            return [5]
+
+    async def scenario() -> None:
+        replica = Slow()
+        app = routes(replica, None)
+        too_long = [status_of(app, "POST", "/v1/completions", {**body, "prompt": "x" * size}) for size in [1 << 17] * 6 + [4_000_000] * 6]
+        assert await asyncio.gather(*too_long) == [400] * 6 + [413] * 6 and replica.most == 0
+        long = [asyncio.create_task(status_of(app, "POST", "/v1/completions", {**body, "prompt": "x" * 32_000})) for _ in range(12)]
+        while replica.encoding < 2:  # noqa: ASYNC110  # the requests go on meanwhile
+            await asyncio.sleep(0)
+        assert await status_of(app, "GET", "/health") == 200 and replica.encoded == 0
+        replica.go_on.set()
+        assert await asyncio.gather(*long) == [200] * 12 and (replica.most, replica.encoded) == (2, 12)
+
+    tracemalloc.start()
+    try:
+        asyncio.run(scenario())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20, f"{peak:,} bytes, most of them the 27 MB of the requests themselves"
+
+
+def test_a_client_that_leaves_ends_its_generation() -> None:
+    class Endless(FakeServed):
+        ended = False
+
+        async def generate(self, request: Any) -> Any:
+            left.set()
+            try:
+                return await asyncio.Event().wait()
+            finally:
+                self.ended = True
+
+    async def scenario() -> None:
+        replica = Endless(MODEL)
+        assert await asyncio.wait_for(status_of(routes(replica, None), "POST", "/v1/completions", BODY, left), 10) == 499
+        assert replica.ended
+
+    left = asyncio.Event()
+    asyncio.run(scenario())
+
+
 def test_a_broken_generator_is_not_healthy() -> None:
     replica = served()
     replica.failure = RuntimeError("the update of version 3 failed")
@@ -269,7 +380,7 @@ def test_the_replica_is_what_the_routes_need(monkeypatch: pytest.MonkeyPatch) ->
     async def generate(request: Any) -> Any:
         return (await FakeServed(MODEL).generate(request)).completions
 
-    engine = SimpleNamespace(start=nothing, check=nothing, encode=lambda text: [5, 6], generate=generate, max_model_len=64, vocabulary=200)
+    engine = SimpleNamespace(start=nothing, check=nothing, encode=lambda text: [5, 6], generate=generate, max_model_len=64, vocabulary=200, longest_token=4)
     vars(engine).update({"kv_use": 0.0, "waiting": 0, "preemptions": 0, "aborted": [], "aborted_tokens": 0})
     context = SimpleNamespace(app_name="standing", replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setenv("ASYNCRL_API_KEY", KEY)
