@@ -146,6 +146,11 @@ class RolloutConfig(Section):
         return {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
 
     @property
+    def cuts_distribution(self) -> bool:
+        """Whether rollouts sample from some tokens alone."""
+        return (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0)
+
+    @property
     def repetition(self) -> tuple[int, int] | None:
         """(Longest n-gram in tokens, times in a row) that end a completion; None = nothing does."""
         return None if self.repetition_stop is None else (self.repetition_ngram, self.repetition_stop)

@@ -40,6 +40,7 @@ from asyncrl.rollout.lost import LostRequests
 from asyncrl.rollout.worker import WorkerSpec
 from asyncrl.runtime.files import replace_text
 from asyncrl.stacks import stacks_as
+from asyncrl.text.tokenizer import refuse_another_tokenizer
 from asyncrl.types import Completion, Prompt
 from asyncrl.weights.board import take_lease
 from asyncrl.weights.push import ServeWeightSync
@@ -210,6 +211,7 @@ async def launch(
         startup = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
         startup |= {f"startup/learner_{name}": seconds for name, seconds in learner.startup.items()}
         status = await handle.status.remote()
+        refuse_another_tokenizer(config.model.path, status["tokenizer"])
         startup |= await _generator_facts(handle, status)
         weights = ServeWeightSync(handle, board, config.weights.push_timeout_s)
         _closing(stack, "announcements", functools.partial(_cancel, asyncio.create_task(weights.keep_announced())))

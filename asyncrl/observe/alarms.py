@@ -44,11 +44,20 @@ RANGES = {
 }
 """Metric of a step or an evaluation → its healthy range."""
 
+OF_RATIO = {"ess", "chi2", "ratio_mean", "kl_k3"}
+"""Those of the learner's probability over the generator's, which are of two distributions where rollouts sample from some tokens alone."""
 
-def alarms(metrics: Mapping[str, Any]) -> list[str]:
-    """One line for each metric outside its range; metrics that are missing, NaN or not numbers are passed over."""
+
+def alarms(metrics: Mapping[str, Any], cut: bool = False) -> list[str]:
+    """One line for each metric outside its range; metrics that are missing, NaN or not numbers are passed over.
+
+    Args:
+        cut: rollouts sample from some tokens alone (top_p, top_k, min_p), so OF_RATIO says nothing of staleness.
+    """
     lines = []
     for name, healthy in RANGES.items():
+        if cut and name in OF_RATIO:
+            continue
         value = metrics.get(name)
         if isinstance(value, int | float) and not math.isnan(value) and not healthy.low <= value <= healthy.high:
             span = f"{healthy.low:g} to {healthy.high:g}" if healthy.high != healthy.low else f"{healthy.low:g}"

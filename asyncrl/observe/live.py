@@ -42,7 +42,7 @@ class RunRecorder:
 
     def _raise_alarms(self, step: int, version: int, metrics: Any) -> None:
         """Every alarm goes to the metrics; a person is told of each metric once."""
-        for line in alarms(metrics):
+        for line in alarms(metrics, self.live.config.rollout.cuts_distribution):
             name = line.split(" ")[0]
             if name not in self._alarmed:
                 self.live.note(f"step {step}: {line}")

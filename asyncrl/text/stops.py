@@ -18,6 +18,9 @@ from asyncrl.text.tokenizer import decode
 __all__ = ["Stops", "chat_end_token", "load_stops", "make_stops", "text_before"]
 
 MARKER = "x"
+"""Stands before a stop string, whose first space a tokenizer would drop at a text's beginning."""
+ANSWER = "42, of course"
+"""Stands for an assistant's turn: in no template's own text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +61,19 @@ def make_stops(tokenizer: Any, generation_eos: Sequence[int], rollout_stop: Sequ
 
 
 def chat_end_token(tokenizer: Any) -> int | None:
-    """The special token that ends an assistant's turn in the chat template; None without a template."""
+    """The special token that ends an assistant's turn in the chat template; None without a template, or if it renders no such turn."""
+    from jinja2 import TemplateError
+
     if not getattr(tokenizer, "chat_template", None):
         return None
-    turns = [{"role": "user", "content": MARKER}, {"role": "assistant", "content": MARKER}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    tail = tokenizer.encode(text[text.rindex(MARKER) + len(MARKER) :], add_special_tokens=False)
-    return next((token for token in tail if token in tokenizer.all_special_ids), None)
+    turns = [{"role": "user", "content": ANSWER}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except TemplateError:  # one that wants more than two turns have
+        return None
+    _, found, tail = text.rpartition(ANSWER)
+    ids = tokenizer.encode(tail, add_special_tokens=False) if found else []
+    return next((token for token in ids if token in tokenizer.all_special_ids), None)
 
 
 def text_before(text: str, strings: Sequence[str]) -> str:

@@ -120,6 +120,12 @@ class Template:
                     f"data.chat_template_kwargs: the chat template of model.path = {self.model!r} knows no {name}, so it would do nothing; remove it"
                 )
             notes.append(f"{name} = {setting!r}" + ("" if acts else " (which changes nothing in this prompt)"))
+        another_day = replace(self, kwargs={**self.kwargs, "strftime_now": lambda form: form})
+        if whole != another_day._text(tokenizer, value, own, 0):
+            notes.append(
+                "the template writes today's date, so prompts change from day to day: fix it by data.chat_template_kwargs (such as date_string) or "
+                "data.system_prompt"
+            )
         return notes
 
     def _is_chat(self, value: Any) -> bool:
@@ -157,7 +163,8 @@ class Template:
             text: str = tokenizer.apply_chat_template(messages, tools=self._tools(own_tools, row), tokenize=False, add_generation_prompt=True, **self.kwargs)
         except (RefusedByTemplate, TypeError, KeyError, AttributeError) as error:
             said = " ".join(str(error).split())[:200]
-            raise TemplateError(f"row {row}: the chat template of model.path = {self.model!r} refuses the chat ({said}); correct the messages") from None
+            way_out = "correct the messages" + (", or leave out data.system_prompt" if self.system_prompt is not None else "")
+            raise TemplateError(f"row {row}: the chat template of model.path = {self.model!r} refuses the chat ({said}); {way_out}") from None
         return text
 
     def _messages(self, value: Any, row: int) -> list[dict[str, Any]]:

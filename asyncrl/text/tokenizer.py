@@ -21,6 +21,7 @@ __all__ = [
     "decode_prompt",
     "encode_prompts",
     "load_tokenizer",
+    "refuse_another_tokenizer",
     "refuse_lossy",
     "save_tokenizer",
     "tokenizer_fingerprint",
@@ -120,3 +121,12 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     ids = [tokenizer.encode(text) for text in ROUND_TRIP_TEXTS]
     facts = [sorted(tokenizer.get_vocab().items()), ids, [decode(tokenizer, one) for one in ids], sorted(tokenizer.all_special_ids)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def refuse_another_tokenizer(path: str, fingerprint: str) -> None:
+    """Raise TokenizerError if a generator's tokenizer has another fingerprint than the one at `path`."""
+    if fingerprint != tokenizer_fingerprint(load_tokenizer(path)):
+        raise TokenizerError(
+            f"model.path = {path!r}: the generators read and write text with another tokenizer than prompts are encoded with; give every node the same "
+            "files and the same version of transformers"
+        )

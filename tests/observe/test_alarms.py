@@ -29,3 +29,8 @@ def test_every_range_is_explained():
 def test_the_list_of_metrics_with_an_alarm_is_whole():
     listed = DOCS[DOCS.index("An `alarm` event") : DOCS.index("leaves its range")]
     assert set(re.findall(r"`([a-z_0-9/]+)`", listed)) - {"alarm"} == set(RANGES)
+
+
+def test_what_compares_two_distributions_raises_no_alarm_where_one_of_them_is_cut():
+    metrics = {"ess": 0.25, "chi2": -0.1, "ratio_mean": 0.7, "kl_k3": 0.3, "rollout/truncated_ratio": 0.8}
+    assert len(alarms(metrics)) == 5 and len(alarms(metrics, cut=True)) == 1

@@ -43,6 +43,21 @@ def test_chat_end_token(tokenizer: AutoTokenizer) -> None:
     assert make_stops(tokenizer, []).tokens[chat_end_token(tokenizer)] == ("chat end token",)
 
 
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("{% for m in messages %}{{ m.content }}<|context_end|>{% endfor %}", "<|context_end|>"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", None),
+        ("{{ raise_exception('three turns are wanted') }}", None),
+    ],
+    ids=["an x in the end token", "no end token", "a template that refuses"],
+)
+def test_the_end_of_an_assistants_turn_in_odd_templates(tokenizer: AutoTokenizer, template: str, end: str | None) -> None:
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|context_end|>"]})
+    tokenizer.chat_template = template
+    assert chat_end_token(tokenizer) == (None if end is None else tokenizer.convert_tokens_to_ids(end))
+
+
 def test_what_cannot_stop(tokenizer: AutoTokenizer) -> None:
     with pytest.raises(ValueError, match="'Ä' never shows in a text"):
         make_stops(tokenizer, [], ["Ä"])

@@ -58,6 +58,16 @@ def test_a_variable_may_have_the_value_that_the_template_takes_anyway(model: Any
     assert notes == ["enable_thinking = True (which changes nothing in this prompt)"]
 
 
+def test_a_template_that_writes_todays_date_is_said(model: Any) -> None:
+    """As Llama 3.2's does: a run over midnight, or one that is resumed, would train on other prompts than were checked."""
+    dated = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}Today Date: {{ date_string }}" + FULL
+    path = model(dated)
+    [note] = Template(path, True).check(["3+4="])
+    assert note.startswith("the template writes today's date, so prompts change from day to day")
+    fixed = Template(path, True, {"date_string": "26 Jul 2024"})
+    assert fixed.check(["3+4="]) == ["date_string = '26 Jul 2024'"] and fixed.render(["3+4="]).texts[0].startswith("Today Date: 26 Jul 2024")
+
+
 def test_a_prompts_own_tools_stand_in_for_those_of_the_settings(model: Any) -> None:
     double = {"type": "function", "function": {"name": "double", "parameters": None}}
     template = Template(model(), tools=[ADD])

@@ -18,6 +18,7 @@ from asyncrl.text.tokenizer import (
     decode,
     encode_prompts,
     load_tokenizer,
+    refuse_another_tokenizer,
     refuse_lossy,
     save_tokenizer,
     tokenizer_fingerprint,
@@ -54,6 +55,12 @@ def test_two_sides_that_differ_are_refused_by_name(misnamed: Path) -> None:
     ) as error:
         refuse_lossy(ours, str(misnamed), theirs)
     assert "\n" not in str(error.value)
+
+
+def test_generators_with_another_tokenizer_are_refused(misnamed: Path) -> None:
+    refuse_another_tokenizer(str(misnamed), tokenizer_fingerprint(load_tokenizer(str(misnamed))))
+    with pytest.raises(TokenizerError, match=r"model.path = '.*misnamed': the generators read and write text with another tokenizer"):
+        refuse_another_tokenizer(str(misnamed), tokenizer_fingerprint(AutoTokenizer.from_pretrained(misnamed)))
 
 
 def test_a_tokenizer_without_its_decoder_is_refused(llama_model: Path, tiny_model: Path, tmp_path: Path) -> None:
