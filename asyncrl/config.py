@@ -485,6 +485,9 @@ class EvalConfig(Section):
     """Name of the reward function whose mean is called accuracy. Default: the first one of reward.functions."""
     pass_threshold: float = 1.0
     """A completion passes (pass@k) if that reward is this or more."""
+    in_flight: bool = False
+    """Evaluate over changing versions: updates go on, and a completion may have tokens of several. False: every completion is of one version. With two or
+    more replicas one of them keeps it while training goes on with the others; with a single replica, updates wait for the evaluation."""
 
     @property
     def evaluates(self) -> bool:

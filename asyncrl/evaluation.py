@@ -16,7 +16,7 @@ from asyncrl.algorithms.pass_at_k import pass_at_k
 from asyncrl.config import Config, EvalSet
 from asyncrl.generation.protocol import Generate, GenerateRequest, GenerationTimeout, WeightsId
 from asyncrl.rewards.files import write_groups
-from asyncrl.types import SPAN, TRUNCATED, Completion, Prompt, reward_parts_type
+from asyncrl.types import SPAN, TRUNCATED, Completion, Prompt, VersionSpan, reward_parts_type
 
 __all__ = ["COLUMNS", "STATUSES", "Answer", "Evaluator", "Score", "answers_table", "measure"]
 
@@ -64,6 +64,19 @@ class Answer:
     parts: Mapping[str, float | None] = field(default_factory=dict)
     """Name of the reward function → reward, None where it gave none."""
 
+    @property
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """Which versions made it."""
+        return () if self.completion is None else self.completion.versions
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What answers: a version, on one replica that is held at it (None: on all)."""
+
+    version: int
+    replica: str | None
+
 
 class Evaluator:
     """Completes every prompt of every set, n times each. A completion that is late or fails counts and is reported; it ends nothing."""
@@ -79,9 +92,12 @@ class Evaluator:
         self.config, self.generate, self.score = config, generate, score
         self.prompts, self.run_id, self.attempt, self.directory = prompts, run_id, attempt, directory
 
-    async def __call__(self, version: int) -> dict[str, float]:
-        """Metrics of all sets as `eval/<set>_<name>` (see `measure`); `eval/accuracy` and `eval/prompts` of the first set; over all `eval/failed_ratio`
-        (late ones included) and `eval/seconds`.
+    async def __call__(self, version: int, replica: str | None = None) -> dict[str, float]:
+        """Evaluate the version on the replica that is held at it; without one, on all replicas, which stay at the version or (eval.in_flight) move on.
+
+        Returns:
+            Metrics of all sets as `eval/<set>_<name>` (see `measure`); `eval/accuracy` and `eval/prompts` of the first set; over all `eval/failed_ratio`
+            (late ones included), `eval/newest_version` of their tokens, and `eval/seconds`.
 
         Raises:
             RewardError: a reward failed under policy `fail`.
@@ -91,15 +107,18 @@ class Evaluator:
         sets = self.config.evaluation_sets
         metrics: dict[str, float] = {}
         statuses: Counter[str] = Counter()
+        newest = version
         for name, settings in sets.items():
-            answers = await self._answers(settings, version)
+            answers = await self._answers(settings, _Place(version, replica))
             found = measure(answers, list(self.config.reward.functions), self.config.accuracy, self.config.eval.pass_threshold)
             metrics.setdefault("eval/accuracy", found["accuracy"])
             metrics.setdefault("eval/prompts", found["prompts"])
             metrics |= {f"eval/{name}_{key}": value for key, value in found.items()}
             statuses.update(answer.status for siblings in answers for answer in siblings)
+            newest = max([newest, *(span.version for siblings in answers for answer in siblings for span in answer.spans)])
             await asyncio.to_thread(self._keep, name, settings, version, answers)
         metrics["eval/failed_ratio"] = (statuses["late"] + statuses["failed"]) / statuses.total()
+        metrics["eval/newest_version"] = float(newest)
         metrics["eval/seconds"] = clock() - started
         return metrics
 
@@ -107,29 +126,29 @@ class Evaluator:
         assert settings.data is not None
         return self.prompts[settings.data][: settings.max_prompts]
 
-    async def _answers(self, settings: EvalSet, version: int) -> list[list[Answer]]:
-        """Of each prompt in order, n answers."""
+    async def _answers(self, settings: EvalSet, place: _Place) -> list[list[Answer]]:
+        """Of each prompt in order, n answers. As many requests are under way as the engines that answer run at once."""
         generator = self.config.generator
-        room = asyncio.Semaphore(generator.max_num_seqs * generator.num_replicas)
+        room = asyncio.Semaphore(generator.max_num_seqs * (generator.num_replicas if place.replica is None else 1))
         prompts = self._prompts(settings)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._siblings(settings, version, index, room)) for index in range(len(prompts))]
+            tasks = [group.create_task(self._siblings(settings, place, index, room)) for index in range(len(prompts))]
         return [task.result() for task in tasks]
 
-    async def _siblings(self, settings: EvalSet, version: int, index: int, room: asyncio.Semaphore) -> list[Answer]:
+    async def _siblings(self, settings: EvalSet, place: _Place, index: int, room: asyncio.Semaphore) -> list[Answer]:
         """The n answers of one prompt, scored together as one group."""
         prompts = self._prompts(settings)
         prompt = prompts[index]
-        requests = [self._request(settings, version, prompt, self.config.seed + index + sample * len(prompts)) for sample in range(settings.n)]
-        answers = await asyncio.gather(*(self._answer(request, version, room) for request in requests))
-        completed = [place for place, answer in enumerate(answers) if answer.completion is not None]
+        requests = [self._request(settings, place, prompt, self.config.seed + index + sample * len(prompts)) for sample in range(settings.n)]
+        answers = await asyncio.gather(*(self._answer(request, place.version, room) for request in requests))
+        completed = [(index, answer.completion) for index, answer in enumerate(answers) if answer.completion is not None]
         if completed:
-            parts = await self.score(prompt, [answers[place].completion for place in completed])  # type: ignore[misc]  # none of these is None
-            for at, place in enumerate(completed):
-                answers[place] = self._scored(answers[place], {name: values[at] for name, values in parts.items()})
+            parts = await self.score(prompt, [completion for _, completion in completed])
+            for at, (index, _) in enumerate(completed):
+                answers[index] = self._scored(answers[index], {name: values[at] for name, values in parts.items()})
         return answers
 
-    def _request(self, settings: EvalSet, version: int, prompt: Prompt, seed: int) -> GenerateRequest:
+    def _request(self, settings: EvalSet, place: _Place, prompt: Prompt, seed: int) -> GenerateRequest:
         """What ends a completion is the same as in rollouts."""
         config, rollout = self.config, self.config.rollout
         assert settings.temperature is not None and settings.top_p is not None and settings.top_k is not None and settings.min_p is not None
@@ -140,12 +159,13 @@ class Evaluator:
             temperature=settings.temperature,
             seed=seed,
             deadline_s=rollout.deadline_s,
-            min_weights=WeightsId(self.run_id, self.attempt, version),
+            min_weights=WeightsId(self.run_id, self.attempt, place.version),
             ignore_eos=rollout.ignore_eos,
             repetition=rollout.repetition,
             top_p=settings.top_p,
             top_k=settings.top_k,
             min_p=settings.min_p,
+            replica=place.replica,
         )
 
     async def _answer(self, request: GenerateRequest, version: int, room: asyncio.Semaphore) -> Answer:
@@ -157,7 +177,7 @@ class Evaluator:
         except Exception as error:  # whatever an engine, a replica or Ray raises: one completion of many
             return Answer(None, "failed", f"{type(error).__name__}: {_one_line(error)}")
         completion = generated.completions[0]
-        if any(span.version != version for span in completion.versions):
+        if not self.config.eval.in_flight and any(span.version != version for span in completion.versions):
             return Answer(None, "failed", f"made by versions {[span.version for span in completion.versions]}, not {version} alone", generated.replica)
         return Answer(completion, "ok", replica=generated.replica)
 

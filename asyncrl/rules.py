@@ -44,6 +44,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("generator.gpu_memory_utilization", "generator.device", ("cuda",), "generator.device: cuda"),
     ("generator.kv_cache_memory_bytes", "generator.device", ("cpu",), "generator.device: cpu"),
     ("eval.max_prompts", "eval.evaluates", (True,), "eval.data or eval.sets"),
+    ("eval.in_flight", "eval.evaluates", (True,), "eval.data or eval.sets"),
     ("eval.pass_threshold", "eval.draws_several", (True,), "a set of eval.sets with n above 1"),
     ("model.revision", "model.on_hub", (True,), "the name of a model on the hub in model.path"),
     ("observe.project", "observe.has_sinks", (True,), "observe.sinks"),

@@ -278,6 +278,7 @@ def _coordinator(config: Config, state: State, restored: list[Scored], directory
         checkpoint_every=config.checkpoint.every_steps,
         check_every=config.weights.check_every_versions,
         evaluate_every=config.eval.every_steps,
+        evaluate_in_flight=config.eval.in_flight,
     )
     return Coordinator(parts, schedule, state, restored)
 

@@ -44,10 +44,10 @@ def config_of(evaluation, **changes):
     return Config.model_validate({**SMALL, "reward": REWARD, "eval": evaluation, **changes})
 
 
-def evaluate(tmp_path, config, generate, score=all_right, prompts=PROMPTS, version=0):
+def evaluate(tmp_path, config, generate, score=all_right, prompts=PROMPTS, version=0, replica=None):
     sets = config.evaluation_sets.values()
     evaluator = Evaluator(config, generate, score, {one.data: prompts for one in sets}, "run", 1, tmp_path / "evaluations")
-    return asyncio.run(evaluator(version))
+    return asyncio.run(evaluator(version, replica))
 
 
 def rows(tmp_path, name):
@@ -163,9 +163,17 @@ def test_pass_at_k_leaves_out_what_has_no_score_and_counts_what_did_not_come():
     assert math.isnan(found["pass_at_4"])
 
 
-def test_as_many_requests_run_at_once_as_the_replicas_take(tmp_path):
+@pytest.mark.parametrize(("replicas", "held", "most"), [(1, None, 4), (3, None, 12), (3, "c", 4)])
+def test_as_many_requests_run_at_once_as_the_replicas_that_answer_take(tmp_path, replicas, held, most):
     prompts = [Prompt(ordinal, 0, "p", (ordinal + 1,)) for ordinal in range(40)]
-    for replicas in (1, 3):
-        generate = Recording(latency=0.01)
-        evaluate(tmp_path, config_of({"data": "d"}, generator={"max_num_seqs": 4, "num_replicas": replicas}), generate, prompts=prompts)
-        assert generate.most == 4 * replicas
+    generate = Recording(latency=0.01)
+    evaluate(tmp_path, config_of({"data": "d"}, generator={"max_num_seqs": 4, "num_replicas": replicas}), generate, prompts=prompts, replica=held)
+    assert generate.most == most
+    assert {(request.replica, request.min_weights.version) for request in generate.requests} == {(held, 0)}
+
+
+def test_in_flight_the_versions_may_change_and_are_kept(tmp_path):
+    metrics = evaluate(tmp_path, config_of({"data": "d", "in_flight": True}), Recording(version=4), version=3)
+    assert (metrics["eval/failed_ratio"], metrics["eval/newest_version"]) == (0.0, 4.0)
+    first = rows(tmp_path, "greedy")[0]
+    assert (first["version"], first["status"], first["versions"]) == (3, "ok", [{"version": 4, "start": 0, "end": len(first["completion_ids"])}])

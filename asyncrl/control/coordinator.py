@@ -8,6 +8,9 @@
 | publishing | a gathered version  | a committed version                             | replicas                       | when the last one is committed |
 | evaluation | a committed version | evaluation metrics                              | its own prompts                | after the last one, if due    |
 
+An evaluation takes one of several replicas for itself: that one keeps its version while publishing goes on to the others. With a single replica,
+publishing waits for the evaluation, unless `evaluate_in_flight` lets versions change under it.
+
 A loop that never ends by itself and does so all the same is an error. Everything runs on one event loop and nothing here
 imports Ray, vLLM or DeepSpeed: on fakes a whole run takes milliseconds.
 """
@@ -52,6 +55,8 @@ class Schedule:
     check_every: int = 0
     """Versions between two log-prob checks; 0 = none but the one at start."""
     evaluate_every: int = 0
+    evaluate_in_flight: bool = False
+    """Evaluate over changing versions: no replica is held for an evaluation, and none holds publishing up."""
 
 
 class Recorder(Protocol):
@@ -76,8 +81,19 @@ class LogprobCheck(Protocol):
         ...
 
 
-Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
-"""Evaluate the committed version given; every completion has that version."""
+Evaluate = Callable[[int, str | None], Awaitable[Mapping[str, float]]]
+"""Evaluate the committed version given, on the replica that is held at it (None: on all of them)."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnderEvaluation:
+    """The version that is evaluated just now."""
+
+    version: int
+    replica: str | None = None
+    """The replica that keeps it; None: none does."""
+    holds_flips: bool = True
+    """Whether nothing is published meanwhile."""
 
 
 @dataclass(slots=True)
@@ -139,7 +155,7 @@ class Coordinator:
         self.progress = Progress(phase="publishing", version=state.version, attempted=state.steps_attempted)
         self.skipped_in_row = state.skipped_in_row
         self.in_publication: Manifest | None = None
-        self.evaluating = False
+        self.evaluation: UnderEvaluation | None = None
         self.learning_done = False
         self.publishing_done = False
         self.evaluations_due = {0} if state.version == 0 else set(state.evaluations_due)
@@ -215,12 +231,15 @@ class Coordinator:
                     self._end(prompt.ordinal, "failed", str(error))
             return
         async with self._changing():
-            # An evaluation loads the engines too: what they say meanwhile is not of the rollouts.
-            if self.parts.concurrency is not None and finished.load is not None and not self.evaluating:
+            if self.parts.concurrency is not None and finished.load is not None and not self._shared(finished.load.replica):
                 self.parts.concurrency.observe(finished.load, self.buffer.running)
             self.progress.generated_tokens += finished.tokens
             self.buffer.finished(prompt.ordinal, finished.begun, finished.tokens)
             self._count_idle()
+
+    def _shared(self, replica: str) -> bool:
+        """Whether an evaluation loads this replica too: what its engine says meanwhile is not of the rollouts alone."""
+        return self.evaluation is not None and self.evaluation.replica in (None, replica)
 
     # scoring: groups → scored groups in the buffer. Waits for rewards. Never ends by itself.
 
@@ -416,7 +435,7 @@ class Coordinator:
 
     async def _publishing(self) -> None:
         while True:
-            async with self._when(lambda: not self.evaluating and (self.in_publication is not None or self.learning_done)):
+            async with self._when(lambda: not self.flips_held and (self.in_publication is not None or self.learning_done)):
                 manifest = self.in_publication
             if manifest is None:
                 break
@@ -465,15 +484,37 @@ class Coordinator:
             async with self._when(lambda: (self._evaluation_due() and self.in_publication is None) or self.publishing_done):
                 if not self._evaluation_due():
                     return
-                self.evaluating = True
                 version = self.progress.committed
-                self.evaluations_due = {due for due in self.evaluations_due if due > version}
+                self.evaluation = UnderEvaluation(version)
             if self.parts.evaluate is not None:
-                metrics = await self.parts.evaluate(version)
-                self.progress.accuracy = metrics.get("eval/accuracy", self.progress.accuracy)
-                self.parts.recorder.record("evaluation", self.progress.attempted, version, metrics)
+                await self._evaluate(self.parts.evaluate, version)
             async with self._changing():
-                self.evaluating = False
+                self.evaluation = None
+                self.evaluations_due = {due for due in self.evaluations_due if due > version}
+
+    async def _evaluate(self, evaluate: Evaluate, version: int) -> None:
+        async with self._replica_at(version) as replica:
+            metrics = await evaluate(version, replica)
+        self.progress.accuracy = metrics.get("eval/accuracy", self.progress.accuracy)
+        self.parts.recorder.record("evaluation", self.progress.attempted, version, metrics)
+
+    @asynccontextmanager
+    async def _replica_at(self, version: int) -> AsyncIterator[str | None]:
+        """Let a replica keep the version, and the others go on; None: all of them have the version, or will not keep it. Nothing follows the last one."""
+        in_flight, last = self.schedule.evaluate_in_flight, version >= self.schedule.max_steps
+        replica = None if in_flight or last else await self.parts.weights.hold(version)
+        try:
+            async with self._changing():
+                self.evaluation = UnderEvaluation(version, replica, holds_flips=replica is None and not in_flight)
+            yield replica
+        finally:
+            if replica is not None:
+                await self.parts.weights.release(replica)
+
+    @property
+    def flips_held(self) -> bool:
+        """Whether publishing waits for an evaluation."""
+        return self.evaluation is not None and self.evaluation.holds_flips
 
     def _evaluation_due(self) -> bool:
         return any(due <= self.progress.committed for due in self.evaluations_due)

@@ -229,7 +229,7 @@ class Learner(Protocol):
 
 
 class WeightSync(Protocol):
-    """Brings one version to all replicas."""
+    """Brings one version to all replicas, but one that is held for an evaluation."""
 
     async def push(self, manifest: Manifest) -> PushReport:
         """Return when every routable replica has applied the version.
@@ -237,4 +237,17 @@ class WeightSync(Protocol):
         Raises:
             RuntimeError: no replica applied it in time.
         """
+        ...
+
+    async def hold(self, version: int) -> str | None:
+        """Let one replica keep `version`, the committed one, until `release`: it takes no newer version and only requests that name it, and no push
+        counts it. Call it while nothing is being pushed.
+
+        Returns:
+            The replica's id. None: fewer than two replicas have the version, so that none can be spared.
+        """
+        ...
+
+    async def release(self, replica: str) -> None:
+        """The replica takes the newest version, and counts again. One that has died meanwhile is no error."""
         ...

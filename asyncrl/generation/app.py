@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ray import serve
-from ray.serve.config import ProxyLocation
+from ray.serve.config import ProxyLocation, RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
 
@@ -18,6 +18,7 @@ from asyncrl.generation.broadcast import ask_all
 from asyncrl.generation.engine import engine_environment
 from asyncrl.generation.protocol import EngineDied, Generated, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
 from asyncrl.generation.replica import Generator
+from asyncrl.generation.router import VersionRouter
 from asyncrl.generation.settings import GeneratorApp
 
 __all__ = ["ServeGenerate", "application", "begin_generators", "build_app", "end_generators", "start_generators", "stop_generators", "wait_for_generators"]
@@ -29,6 +30,9 @@ MAX_ONGOING_REQUESTS = 100_000
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
 """Seconds between two tries of a request that no replica could take: doubled from the first to the longest."""
+
+ROUTING_S = 1.0
+"""Seconds after which Serve asks a replica again whether it is held. Until then it may still get requests, and refuses those for newer weights."""
 
 LOGPROBS_DEADLINE_S = 300.0
 """Seconds that scoring the probes may take. A replica that has not answered after half of them is left out."""
@@ -53,6 +57,7 @@ def build_app(args: GeneratorApp) -> serve.Application:
         num_replicas=generator.num_replicas,
         ray_actor_options=options,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        request_router_config=RequestRouterConfig(request_router_class=VersionRouter, request_routing_stats_period_s=ROUTING_S),
         # An event loop on a starved machine answers late: Serve replaces a replica after three checks in a row without an answer.
         health_check_period_s=5,
         health_check_timeout_s=generator.stall_timeout_s / 3,
@@ -132,7 +137,8 @@ class ServeGenerate:
         self._handle, self._lost = handle, lost
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        """Raises GenerationTimeout when no replica has answered after `request.deadline_s` seconds."""
+        """Raises GenerationTimeout when no replica has answered after `request.deadline_s` seconds. A request that names a replica is sent once: raises
+        StaleReplica, or Ray's own error, if that one cannot answer."""
 
         async def once(left: float) -> Generated:
             response = self._handle.generate.remote(replace(request, deadline_s=left))
@@ -146,7 +152,7 @@ class ServeGenerate:
                 self._lost(request, error)
                 raise
 
-        generated: Generated = await self._ask(request.deadline_s, once)
+        generated: Generated = await self._ask(request.deadline_s, once, UNABLE if request.replica is None else ())
         return generated
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
@@ -174,15 +180,15 @@ class ServeGenerate:
         answers = await ask_all(self._handle, "stacks", timeout_s=STATUS_S)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    async def _ask(self, deadline_s: float, call: Callable[[float], Any]) -> Any:
-        """The first answer to `call(seconds left)`."""
+    async def _ask(self, deadline_s: float, call: Callable[[float], Any], retried: tuple[type[BaseException], ...] = UNABLE) -> Any:
+        """The first answer to `call(seconds left)`; what it raises of `retried` makes it try again."""
         deadline = time.monotonic() + deadline_s
         pause, reason = FIRST_RETRY_S, ""
         while (remaining := deadline - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(remaining):
                     return await call(remaining)
-            except UNABLE as error:
+            except retried as error:
                 reason = f"; last answer: {type(error).__name__}: {error}".splitlines()[0]
             except TimeoutError:
                 break

@@ -48,6 +48,8 @@ class GenerateRequest:
     """Sample from this many most probable tokens. 0 = from all."""
     min_p: float = 0.0
     """Sample from tokens of at least this times the most probable one's probability. 0 = from all."""
+    replica: str | None = None
+    """Id of the only replica that may answer, and with no other weights than `min_weights`: it is held at them for an evaluation. None = any replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Generated:
 
 
 class StaleReplica(Exception):
-    """The replica is below the version asked for and cannot catch up: ask another."""
+    """The replica has not the version asked for and cannot have it now: ask another."""
 
 
 class EngineDied(StaleReplica):

@@ -17,6 +17,7 @@ from asyncrl.control.protocols import EngineLoad, Manifest
 from asyncrl.data.groups import DEATHS
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica, Standing, WeightsId
+from asyncrl.generation.router import HELD
 from asyncrl.generation.settings import GeneratorApp, board_name
 from asyncrl.weights.board import find_board, lease_holder
 from asyncrl.weights.manifest import ManifestError, expected_parameters, fingerprint
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Generator:
-    """One replica. Serve runs all its methods on one event loop; `apply_version` is the only one that changes it."""
+    """One replica. Serve runs all its methods on one event loop; only `apply_version` and catching up change it."""
 
     async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits a replica's constructor
         self.settings = GeneratorApp.model_validate(app)
@@ -36,6 +37,8 @@ class Generator:
         self.replica = context.replica_id.unique_id
         self._board_name = board_name(context.app_name)
         self.weights: WeightsId | None = None
+        self.held = False
+        """Whether this replica keeps its weights for an evaluation: it takes no newer ones of their run and attempt."""
         self._expected = expected_parameters(self.settings.model, self.settings.dtype)
         self._applied: dict[str, float] = {}
         self._lock = asyncio.Lock()
@@ -53,10 +56,12 @@ class Generator:
         """Answer with weights at least as new as the request asks for.
 
         Raises:
-            StaleReplica: this replica cannot have them now.
+            StaleReplica: this replica cannot have them now, or is not the one that the request names.
             GenerationTimeout: not done by the request's deadline.
         """
-        if not self._has(request.min_weights):
+        if request.replica is not None:
+            self._refuse_unless_exact(request)
+        elif not self._has(request.min_weights):
             await self._catch_up_for(request.min_weights)
         started_at = steady_time()
         completions = await self.engine.generate(request)
@@ -70,26 +75,47 @@ class Generator:
             await self._catch_up_for(min_weights)
         return self.replica, await self.engine.logprobs(rows)
 
-    async def apply_version(self, manifest: Manifest) -> dict[str, Any]:
-        """Fetch and apply a version, unless it is here already or a newer one of the same attempt is. Returns replica, version, timings. Whoever asked
-        may give up: a change that has begun goes on.
+    async def apply_version(self, manifest: Manifest, held: str | None = None) -> dict[str, Any]:
+        """Fetch and apply a version, unless it is here already, a newer one of the same attempt is, or this replica is held. Returns `status`. Whoever
+        asked may give up: a change that has begun goes on.
+
+        Args:
+            held: the replica that an evaluation holds. Any other one is held no more, whatever it was told before.
 
         Raises:
             ManifestError, StagingError: nothing has been changed.
             RuntimeError: the weights are lost; the replica reports itself unhealthy and is replaced.
         """
-        change = asyncio.ensure_future(self._change(manifest))
-        self._changes.add(change)
-        change.add_done_callback(self._changes.discard)
-        await asyncio.shield(change)
+        if held != self.replica:
+            self.held = False
+        await self._take(manifest)
         return await self.status()
 
+    async def hold(self, replica: str, weights: WeightsId) -> bool:
+        """Keep these weights until `release`. False: this is another replica, or it has other weights."""
+        if replica != self.replica or self.weights != weights or self._lock.locked():
+            return False
+        self.held = True
+        return True
+
+    async def release(self, replica: str) -> None:
+        """Be held no more, and take the newest version. Nothing on another replica."""
+        if replica == self.replica and self.held:
+            self.held = False
+            await self._catch_up()
+
+    def record_routing_stats(self) -> dict[str, bool]:
+        """What Serve tells every router of this replica (see `VersionRouter`)."""
+        return {HELD: self.held}
+
     async def status(self) -> dict[str, Any]:
-        """Replica id, weights, process id, seconds of the start and of the last update, tokens generated so far, tokens that the KV cache holds,
-        completions given up by length, stops, fingerprint of the tokenizer, longest request, settings, checksum of the parameters' names and shapes."""
+        """Replica id, weights, whether an evaluation holds it, process id, seconds of the start and of the last update, tokens generated so far, tokens
+        that the KV cache holds, completions given up by length, stops, fingerprint of the tokenizer, longest request, settings, checksum of the
+        parameters' names and shapes."""
         return {
             "replica": self.replica,
             "weights": self.weights,
+            "held": self.held,
             "pid": os.getpid(),
             "package": os.path.dirname(asyncrl.__file__),
             "broken": self.engine.broken,
@@ -127,6 +153,8 @@ class Generator:
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         await self.engine.check()
+        if self.held and await asyncio.to_thread(find_board, self._board_name) is None:
+            self.held = False  # the job that held it has ended without a word
 
     async def __del__(self) -> None:
         # Serve awaits this once, before it ends the replica's process.
@@ -138,8 +166,22 @@ class Generator:
         have = self.weights
         return have is not None and (have.run_id, have.attempt) == (wanted.run_id, wanted.attempt) and have.version >= wanted.version
 
+    def _refuse_unless_exact(self, request: GenerateRequest) -> None:
+        if request.replica != self.replica or request.min_weights != self.weights:
+            raise StaleReplica(f"replica {request.replica} was to answer with {request.min_weights}; it is gone, or has other weights (here: {self.weights})")
+
+    async def _take(self, manifest: Manifest) -> None:
+        change = asyncio.ensure_future(self._change(manifest))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        await asyncio.shield(change)
+
     async def _change(self, manifest: Manifest) -> None:
         async with self._lock:
+            ours = self.weights is not None and (self.weights.run_id, self.weights.attempt) == (manifest.run_id, manifest.attempt)
+            if self.held and ours:
+                return
+            self.held = False
             if not self._has(WeightsId(manifest.run_id, manifest.attempt, manifest.version)):
                 await self._apply(manifest)
 
@@ -162,9 +204,11 @@ class Generator:
         except DEATHS:  # its job has just ended
             return
         if manifest is not None:
-            await self.apply_version(manifest)
+            await self._take(manifest)
 
     async def _catch_up_for(self, wanted: WeightsId | None) -> None:
+        if self.held:
+            raise StaleReplica(f"replica {self.replica} is held at {self.weights} for an evaluation, and the request asks for {wanted}")
         try:
             await self._catch_up()
         except (ManifestError, StagingError, RuntimeError) as error:

@@ -42,7 +42,7 @@ def marks(coordinator: Coordinator) -> tuple[Any, ...]:
         buffer.ready,
         buffer.running,
         ended,
-        coordinator.evaluating,
+        coordinator.evaluation,
     )
 
 
@@ -53,8 +53,9 @@ def standing(coordinator: Coordinator) -> Standing:
     unscored = len(buffer) - buffer.running - buffer.ready - training
     if training:
         return Standing("learning", f"a step on {training} groups at version {progress.version}")
-    if coordinator.evaluating:
-        return Standing("evaluation", f"completions of the held-out prompts at version {progress.committed}")
+    evaluation = coordinator.evaluation
+    if evaluation is not None and (evaluation.holds_flips or coordinator.publishing_done):
+        return Standing("evaluation", f"completions of the held-out prompts at version {evaluation.version}")
     if coordinator.in_publication is not None:
         return Standing("publishing", f"the replicas to apply version {coordinator.in_publication.version}; {progress.committed} is committed")
     if coordinator.gathered < progress.version:

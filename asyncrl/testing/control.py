@@ -51,15 +51,43 @@ class FakePrompts:
 
 
 class FakeReplicas:
-    """Generator replicas as far as versions go: each holds one, never goes back, and catches up from the board like a real one."""
+    """Generator replicas as far as versions go: each holds one, never goes back, and catches up from the board like a real one. One of them may be held
+    for an evaluation."""
 
     def __init__(self, count: int = 1) -> None:
         self.versions = [-1] * count
         self.board = -1
         """The newest version announced."""
+        self.held: int | None = None
+        """The replica that keeps its version."""
+
+    @property
+    def free(self) -> list[int]:
+        """Those that take requests and versions: all but the one that is held."""
+        return [replica for replica in range(len(self.versions)) if replica != self.held]
+
+    def route(self, ordinal: int) -> int:
+        """The replica that a group goes to."""
+        return self.free[ordinal % len(self.free)]
+
+    def hold(self, version: int) -> int | None:
+        """Hold one that has the version, unless it is the only one."""
+        if self.held is not None:
+            raise AssertionError(f"replica {self.held} is held already")
+        able = [replica for replica, its in enumerate(self.versions) if its == version]
+        self.held = able[-1] if len(able) > 1 else None
+        return self.held
+
+    def release(self, replica: int) -> None:
+        """It catches up, unless it has died meanwhile."""
+        if self.held == replica:
+            self.held = None
+            self.apply(replica, self.board)
 
     def apply(self, replica: int, version: int) -> None:
         """The replica holds at least this version from now on."""
+        if replica == self.held and version > self.versions[replica]:
+            raise AssertionError(f"replica {replica} is held at version {self.versions[replica]}, and was given {version}")
         self.versions[replica] = max(self.versions[replica], version)
 
     def serve(self, replica: int, committed: int) -> int:
@@ -71,12 +99,13 @@ class FakeReplicas:
         return self.versions[replica]
 
     def restart(self, replica: int) -> None:
-        """A new process takes the replica's place."""
+        """A new process takes the replica's place; nobody holds it."""
         self.versions[replica] = -1
+        self.held = None if self.held == replica else self.held
 
 
 class FakeRollouts:
-    """Groups of `tokens(ordinal)` tokens; finished ones wait in `outbox` for `FakeScores`. Ordinal o goes to replica o modulo their number.
+    """Groups of `tokens(ordinal)` tokens; finished ones wait in `outbox` for `FakeScores`. Ordinal o goes to free replica o modulo their number.
 
     `latency(ordinal)` in seconds of the event loop's clock; `fails(ordinal)` gives a reason or None; a replica that `dies(ordinal)` restarts
     and makes the group again. A latency above `deadline_s` fails the group. `kv_use(ordinal)` is what the engine says when the group is done.
@@ -111,22 +140,24 @@ class FakeRollouts:
         return finished
 
     async def _generate(self, ordinal: int) -> Finished:
-        begun = self._serve(ordinal)
+        replica, begun = self._serve(ordinal)
         latency = self.latency(ordinal)
         await asyncio.sleep(min(latency, self.deadline_s))
         if reason := "deadline" if latency > self.deadline_s else self.fails(ordinal):
             raise RolloutFailed(reason)
         if self.replicas is not None and self.dies(ordinal):
-            self.replicas.restart(ordinal % len(self.replicas.versions))
-            begun = self._serve(ordinal)
+            self.replicas.restart(replica)
+            replica, begun = self._serve(ordinal)
             await asyncio.sleep(latency)
-        load = None if self.kv_use is None else EngineLoad("fake", self.kv_use(ordinal), 0, 0)
+        load = None if self.kv_use is None else EngineLoad(f"fake {replica}", self.kv_use(ordinal), 0, 0)
         return Finished(ordinal, begun, self.tokens(ordinal), load)
 
-    def _serve(self, ordinal: int) -> int:
+    def _serve(self, ordinal: int) -> tuple[int, int]:
+        """The replica that makes the group, and its version."""
         if self.replicas is None:
-            return self.newest_committed
-        return self.replicas.serve(ordinal % len(self.replicas.versions), self.newest_committed)
+            return 0, self.newest_committed
+        replica = self.replicas.route(ordinal)
+        return replica, self.replicas.serve(replica, self.newest_committed)
 
     def committed(self, version: int) -> None:
         if version < self.newest_committed:
@@ -246,7 +277,7 @@ class FakeLearner:
 
 
 class FakeWeightSync:
-    """Brings a version to every replica after `latency(version)`, but to those that `lags(replica, version)` (never the first): they are
+    """Brings a version to every replica that is not held after `latency(version)`, but to those that `lags(replica, version)` (never the first): they are
     unroutable until they catch up. `fails(version, attempt)` makes a push raise, after half of the replicas have it."""
 
     def __init__(
@@ -266,17 +297,26 @@ class FakeWeightSync:
         if self.applied and version <= self.applied[-1]:
             raise AssertionError(f"version {version} was pushed after {self.applied[-1]}")
         replicas.board = version
-        behind = [replica for replica in range(1, len(replicas.versions)) if self.lags(replica, version)]
+        behind = [replica for replica in replicas.free[1:] if self.lags(replica, version)]
         for replica in range(len(replicas.versions)):
             await asyncio.sleep(self.latency(version) / len(replicas.versions))
             attempt = self.attempts.get(version, 0) + 1
             if 2 * replica >= len(replicas.versions) - 1 and self.fails(version, attempt):
                 self.attempts[version] = attempt
                 raise RuntimeError(f"push of version {version} failed")
-            if replica not in behind:
+            if replica not in behind and replica != replicas.held:
                 replicas.apply(replica, version)
         self.applied.append(version)
-        return PushReport(version, {f"fake {replica}": {"pause_s": 0.0} for replica in range(len(replicas.versions))}, tuple(map(str, behind)))
+        return PushReport(version, {f"fake {replica}": {"pause_s": 0.0} for replica in replicas.free}, tuple(map(str, behind)))
+
+    async def hold(self, version: int) -> str | None:
+        if not self.applied or version != self.applied[-1]:
+            raise AssertionError(f"version {version} was to be held, and {self.applied} were applied")
+        replica = self.replicas.hold(version)
+        return None if replica is None else f"fake {replica}"
+
+    async def release(self, replica: str) -> None:
+        self.replicas.release(int(replica.removeprefix("fake ")))
 
 
 class FakeCheckpoints:

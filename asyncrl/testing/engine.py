@@ -56,7 +56,7 @@ class FakeEngine(FakeRollouts):
         self._stepping: asyncio.Task[None] | None = None
 
     async def _generate(self, ordinal: int) -> Finished:
-        begun, done = self._serve(ordinal), asyncio.Event()
+        (_, begun), done = self._serve(ordinal), asyncio.Event()
         lengths = [self.lengths(ordinal, index) for index in range(self.samples)]
         self._groups[ordinal] = self.samples, done
         self._queue.extend(_Completion(ordinal, length, self.prompt_tokens) for length in lengths)

@@ -12,6 +12,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from asyncrl.control.protocols import Manifest, PushReport
 from asyncrl.generation.broadcast import ask_all
+from asyncrl.generation.protocol import WeightsId
 from asyncrl.weights.fingerprint import difference_text, published_fingerprints
 from asyncrl.weights.manifest import ManifestError
 
@@ -49,10 +50,12 @@ class ServeWeightSync:
         self._last: Manifest | None = None
         self._waited_for: set[str] = set()
         """Replicas that the last push waited for in vain. The next one does not."""
+        self._holding: str | None = None
+        """The replica that keeps its version for an evaluation. Every push repeats it, so that a replica which missed a word is not held for ever."""
 
     async def push(self, manifest: Manifest) -> PushReport:
         """Return when every live replica has applied the version, or `push_timeout_s` has passed and at least one has. Those that were waited for in vain
-        the last time are not waited for again.
+        the last time are not waited for again, and the one that is held is not at all.
 
         Replicas that start meanwhile take it from the board and are counted once they answer.
 
@@ -81,6 +84,28 @@ class ServeWeightSync:
         self._waited_for = set(behind)
         return PushReport(manifest.version, acknowledged, behind)
 
+    async def hold(self, version: int) -> str | None:
+        """Let one replica keep the version that was pushed last, until `release`. None: fewer than two have it, or Serve does not answer."""
+        if self._last is None or self._last.version != version:
+            return None
+        weights = WeightsId(self._last.run_id, self._last.attempt, version)
+        with contextlib.suppress(*NO_ANSWER):
+            answers = await ask_all(self._handle, "status", timeout_s=STATUS_S)
+            able = sorted(answer["replica"] for answer in answers if not isinstance(answer, BaseException) and answer["weights"] == weights)
+            if len(able) > 1:
+                self._holding = able[-1]
+                if True in await ask_all(self._handle, "hold", self._holding, weights, timeout_s=STATUS_S):
+                    return self._holding
+        self._holding = None
+        return None
+
+    async def release(self, replica: str) -> None:
+        """The replica takes the newest version, and counts again. It need not live; one that does not hear it learns it from the next push."""
+        if self._holding == replica:
+            self._holding = None
+        with contextlib.suppress(*NO_ANSWER):
+            await ask_all(self._handle, "release", replica, timeout_s=STATUS_S)
+
     async def keep_announced(self) -> None:
         """Tell the board the newest version again and again, until cancelled: one whose process died is started empty, and a replica that starts then would
         find nothing before the next version."""
@@ -108,7 +133,7 @@ class ServeWeightSync:
         if self._last is None:
             raise RuntimeError("no version has been pushed yet")
         answers = await ask_all(self._handle, "fingerprints", timeout_s=FINGERPRINTS_S)
-        held = dict(answer for answer in answers if not isinstance(answer, BaseException))
+        held = dict(answer for answer in answers if not isinstance(answer, BaseException) and answer[0] != self._holding)
         if not held:
             raise RuntimeError(f"no replica said what it holds: {answers[0] if answers else 'none is up'}")
         buckets = await asyncio.to_thread(ray.get, list(self._last.buckets))
@@ -118,19 +143,19 @@ class ServeWeightSync:
     async def _broadcast(self, manifest: Manifest, timeout_s: float) -> list[BaseException]:
         """Ask every live replica to apply the version; return what went wrong."""
         try:
-            answers = await ask_all(self._handle, "apply_version", manifest, timeout_s=timeout_s)
+            answers = await ask_all(self._handle, "apply_version", manifest, self._holding, timeout_s=timeout_s)
         except NO_ANSWER as error:
             return [error]
         return [answer for answer in answers if isinstance(answer, BaseException)]
 
     async def _survey(self, manifest: Manifest) -> tuple[dict[str, dict[str, float]], tuple[str, ...]] | None:
-        """Live replicas at (or above) the version with their timings, and the others: ids of those below it, `SILENT` for each that does not answer.
-        None if none is up just now: what was known before stands."""
+        """Live replicas at (or above) the version with their timings, and the others: ids of those below it, `SILENT` for each that does not answer; the
+        one that is held is neither. None if none is up just now: what was known before stands."""
         try:
             answers = await ask_all(self._handle, "status", timeout_s=STATUS_S)
         except NO_ANSWER:
             return None
-        live = [answer for answer in answers if not isinstance(answer, BaseException)]
+        live = [answer for answer in answers if not isinstance(answer, BaseException) and answer["replica"] != self._holding]
         at = {answer["replica"]: answer["applied"] for answer in live if _has(answer["weights"], manifest)}
         silent = [SILENT for answer in answers if isinstance(answer, TimeoutError)]
         return at, (*(answer["replica"] for answer in live if answer["replica"] not in at), *silent)

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TESTS = ["tests/control/test_staleness.py", "tests/control/test_coordinator.py", "tests/control/test_coordinator_properties.py"]
+TESTS = [
+    "tests/control/test_staleness.py",
+    "tests/control/test_coordinator.py",
+    "tests/control/test_concurrency.py::test_what_engines_say_during_an_evaluation_moves_nothing",
+    "tests/control/test_coordinator_properties.py",
+]
 """The quick ones first: each mutant ends at the first test that notices it."""
 
 
@@ -56,7 +61,19 @@ MUTANTS = [
     Mutant("a group that is scored may still fail", COORDINATOR, "if group is not None and group.scored is None:", "if group is not None:"),
     Mutant("the limit on running groups is ignored", COORDINATOR, "and not self.parts.concurrency.may_run(self.buffer.running)", "and False"),
     Mutant("one group more than the limit runs", CONCURRENCY, "return running < int(self.limit)", "return running <= int(self.limit)"),
-    Mutant("publishes during an evaluation", COORDINATOR, "lambda: not self.evaluating and (self.in_publication", "lambda: (self.in_publication"),
+    Mutant("publishes during an evaluation", COORDINATOR, "lambda: not self.flips_held and (self.in_publication", "lambda: (self.in_publication"),
+    Mutant("an evaluation takes no replica of its own", COORDINATOR, "else await self.parts.weights.hold(version)", "else None"),
+    Mutant("the last evaluation takes a replica of its own", COORDINATOR, "None if in_flight or last else", "None if in_flight else"),
+    Mutant("publishing waits although a replica keeps the version", COORDINATOR, "holds_flips=replica is None and not in_flight", "holds_flips=not in_flight"),
+    Mutant("publishing waits for an evaluation in flight", COORDINATOR, "holds_flips=replica is None and not in_flight", "holds_flips=replica is None"),
+    Mutant("the replica of an evaluation is never let go", COORDINATOR, "await self.parts.weights.release(replica)", "pass"),
+    Mutant(
+        "an evaluation under way is not due",
+        COORDINATOR,
+        "                self.evaluation = UnderEvaluation(version)\n",
+        "                self.evaluation = UnderEvaluation(version)\n                self.evaluations_due = set()\n",
+    ),
+    Mutant("an evaluation's load moves the limit on groups", COORDINATOR, "and not self._shared(finished.load.replica)", "and True"),
     Mutant("a second copy is scored again", COORDINATOR, "if scored.ordinal not in self.buffer:\n            return", "if False:\n            return"),
     Mutant("a second copy changes a scored group", BUFFER, "if group is not None and group.scored is None:", "if group is not None:"),
     Mutant("a checkpoint counts on unwritten fates", COORDINATOR, "self._flush_fates()  # the checkpoint", "pass  # the checkpoint"),

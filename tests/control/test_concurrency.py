@@ -127,7 +127,7 @@ def test_what_engines_say_during_an_evaluation_moves_nothing():
 
     rollouts = Busy(latency=lambda ordinal: 1.0)
 
-    async def evaluate(version):
+    async def evaluate(version, replica):
         rollouts.evaluating = True
         await asyncio.sleep(20.0)
         rollouts.evaluating = False

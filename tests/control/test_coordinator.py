@@ -12,7 +12,18 @@ from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.protocols import WAYS_OUT, RolloutFailed, Scored
 from asyncrl.control.staleness import Staleness
-from asyncrl.testing import FakeLearner, FakeLogprobCheck, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
+from asyncrl.testing import (
+    FakeCheckpoints,
+    FakeLearner,
+    FakeLogprobCheck,
+    FakePrompts,
+    FakeRecorder,
+    FakeReplicas,
+    FakeRollouts,
+    FakeScores,
+    FakeWeightSync,
+    VirtualTimeLoop,
+)
 
 NEW = State("run", 0, 0, 0, 0, ())
 
@@ -277,7 +288,7 @@ def test_a_push_that_fails_again_ends_the_run_with_its_cause():
 def test_evaluates_before_after_and_in_between_at_one_version():
     seen = []
 
-    async def evaluate(version):
+    async def evaluate(version, replica):
         before = coordinator.progress.committed
         await asyncio.sleep(0.005)
         assert coordinator.progress.committed == before == version
@@ -287,6 +298,89 @@ def test_evaluates_before_after_and_in_between_at_one_version():
     coordinator = make(steps=12, evaluate=evaluate, evaluate_every=4)
     progress = run(coordinator)
     assert seen[0] == 0 and seen[-1] == 12 and len(seen) >= 3 and progress.accuracy == 0.5
+
+
+class Counting(FakeLearner):
+    """Counts the seconds in which it works."""
+
+    worked = 0.0
+
+    async def _work(self):
+        await super()._work()
+        self.worked += self.latency
+
+
+def evaluated(replicas, seconds=100.0, **settings):
+    """A run that evaluates for so many virtual seconds at first, in the middle and at last; the coordinator, and of each evaluation the version, the
+    replica, and the seconds in which the learner did nothing."""
+    seen, learner, fake = [], Counting(4, latency=0.5, max_staleness=2), FakeReplicas(replicas)
+
+    async def evaluate(version, replica):
+        worked = learner.worked
+        await asyncio.sleep(seconds)
+        seen.append((version, replica, seconds - (learner.worked - worked)))
+        return {"eval/accuracy": 0.5}
+
+    coordinator = make(
+        steps=400,
+        max_staleness=2,
+        rollouts=FakeRollouts(latency=lambda _: 0.2, replicas=fake),
+        learner=learner,
+        weights=FakeWeightSync(latency=lambda _: 0.1, replicas=fake),
+        evaluate=evaluate,
+        evaluate_every=200,
+        **settings,
+    )
+    on_virtual_time(coordinator)
+    return coordinator, seen
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_an_evaluation_on_one_of_several_replicas_does_not_hold_the_learner_up(replicas):
+    coordinator, seen = evaluated(replicas)
+    assert seen[0][:2] == (0, f"fake {replicas - 1}") and seen[-1][:2] == (400, None)
+    assert len(seen) == 3 and all(replica is not None for version, replica, _ in seen[:-1])
+    waited = [seconds for _, _, seconds in seen[:-1]]
+    assert all(seconds <= 0.05 * 100 for seconds in waited), waited
+    assert coordinator.parts.weights.replicas.held is None
+
+
+def test_an_evaluation_on_the_only_replica_holds_flips():
+    _, seen = evaluated(1)
+    assert [replica for _, replica, _ in seen] == [None] * 3
+    assert all(seconds > 0.9 * 100 for _, _, seconds in seen[:-1])
+
+
+def test_an_evaluation_in_flight_holds_nothing():
+    coordinator, seen = evaluated(1, evaluate_in_flight=True)
+    assert [replica for _, replica, _ in seen] == [None] * 3
+    assert all(seconds <= 0.05 * 100 for _, _, seconds in seen[:-1])
+    assert coordinator.progress.committed == 400
+
+
+def test_the_replica_of_an_evaluation_is_let_go_when_that_fails():
+    async def evaluate(version, replica):
+        raise RuntimeError("a reward failed")
+
+    replicas = FakeReplicas(2)
+    coordinator = make(weights=FakeWeightSync(replicas=replicas), rollouts=FakeRollouts(replicas=replicas), evaluate=evaluate)
+    with pytest.raises(RuntimeError, match="a reward failed"):
+        run(coordinator)
+    assert replicas.held is None
+
+
+def test_an_evaluation_under_way_is_due_in_a_checkpoint():
+    async def evaluate(version, replica):
+        await asyncio.sleep(1.0 if version == 3 else 0.0)
+        return {}
+
+    checkpoints, replicas = FakeCheckpoints(), FakeReplicas(2)
+    learner = FakeLearner(4, latency=0.2)
+    parts = {"weights": FakeWeightSync(replicas=replicas), "rollouts": FakeRollouts(replicas=replicas), "learner": learner}
+    coordinator = make(steps=12, evaluate=evaluate, evaluate_every=3, checkpoints=checkpoints, checkpoint_every=1, **parts)
+    on_virtual_time(coordinator)
+    due = {state.version: state.evaluations_due for state in checkpoints.states}
+    assert 3 in due[5] and 3 not in due[11]
 
 
 def test_log_probs_are_checked_at_the_same_version_on_both_sides():
@@ -362,7 +456,7 @@ def test_a_smaller_bound_or_batch_drops_what_cannot_be_trained_in_time_and_goes_
 
 
 def test_an_evaluation_that_was_due_and_not_done_is_done_by_the_next_attempt():
-    async def evaluate(version):
+    async def evaluate(version, replica):
         return {"eval/accuracy": 0.5}
 
     state = State("run", 1, 4, 4, 16, (), evaluations_due=(), last_marked=3)

@@ -65,6 +65,7 @@ class World:
     kv_use: list[float]
     evaluate_every: int
     evaluation_s: list[float]
+    evaluate_in_flight: bool
     check_every: int
     copies: list[bool]
     """Whether a scored group comes a second time."""
@@ -97,6 +98,7 @@ def worlds(draw):
         concurrency=draw(st.integers(0, 5)),
         evaluate_every=draw(st.integers(0, 3)),
         evaluation_s=draw(cycle(st.sampled_from(LATENCIES))),
+        evaluate_in_flight=draw(st.booleans()),
         check_every=draw(st.integers(0, 3)),
         copies=draw(cycle(st.booleans())),
         kv_use=draw(cycle(st.sampled_from((0.3, 0.87, 0.99)))),
@@ -145,22 +147,31 @@ class Scores(FakeScores):
 
 
 class Weights(FakeWeightSync):
-    """Nothing is pushed while an evaluation runs."""
+    """Nothing is pushed while an evaluation runs, unless a replica keeps its version for it (which `FakeReplicas` watches) or it runs in flight."""
 
-    evaluating = False
+    coordinator: Coordinator
+    alone = False
+    """An evaluation runs that needs every replica to stay where it is."""
 
     async def push(self, manifest):
-        assert not self.evaluating
+        assert not self.alone
         report = await super().push(manifest)
-        assert not self.evaluating
+        assert not self.alone
         return report
 
     def evaluation(self, seconds):
-        async def evaluate(version):
-            assert not self.evaluating and version == self.applied[-1]
-            self.evaluating = True
+        async def evaluate(version, replica):
+            schedule, replicas = self.coordinator.schedule, self.replicas
+            assert version == self.applied[-1] and not self.alone
+            held = replicas.held
+            assert replica == (None if held is None else f"fake {held}")
+            able = sum(its == version for its in replicas.versions)
+            spared = able > 1 and version < schedule.max_steps and not schedule.evaluate_in_flight
+            assert spared == (held is not None), "a replica was held that is needed, or one that could be spared was not"
+            self.alone = held is None and not schedule.evaluate_in_flight
             await asyncio.sleep(seconds(version))
-            self.evaluating = False
+            assert held is None or replicas.held is None or replicas.versions[held] == version, "neither kept nor dead"
+            self.alone = False
             return {"eval/accuracy": 0.5}
 
         return evaluate
@@ -226,8 +237,10 @@ def attempt(world, state, restored=()):
         checkpoint_every=world.checkpoint_every,
         check_every=world.check_every,
         evaluate_every=world.evaluate_every,
+        evaluate_in_flight=world.evaluate_in_flight,
     )
     rollouts.coordinator, rollouts.recorder = Coordinator(parts, schedule, state, restored), parts.recorder
+    weights.coordinator = rollouts.coordinator
     return rollouts.coordinator
 
 
@@ -265,6 +278,7 @@ def check_attempt(coordinator, first):
     assert set(range(frontier)) <= finished and frontier not in finished
     assert set(coordinator.state().finished_above) == {ordinal for ordinal in finished if ordinal >= frontier}
     assert coordinator.parts.weights.applied == sorted(set(coordinator.parts.weights.applied))
+    assert coordinator.parts.weights.replicas.held is None, "a replica was not let go"
 
 
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

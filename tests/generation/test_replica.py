@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +11,41 @@ import pytest
 
 from asyncrl.control.protocols import Manifest
 from asyncrl.generation import replica
-from asyncrl.generation.protocol import WeightsId
+from asyncrl.generation.protocol import GenerateRequest, StaleReplica, WeightsId
 from asyncrl.generation.replica import Generator
+from asyncrl.types import Completion, VersionSpan
+
+
+async def nothing(*arguments: Any) -> None:
+    return None
+
+
+async def started(monkeypatch: pytest.MonkeyPatch, apply: Callable[[Any, int], Any], fetched: list[int], removed: list[int] | None = None) -> Generator:
+    """A replica of id "a" on a stub of an engine, which applies versions by `apply`; those that it fetches are noted."""
+
+    def fetch(manifest: Manifest, *arguments: Any) -> Any:
+        fetched.append(manifest.version)
+        return SimpleNamespace(update_info=dict, remove=lambda: None if removed is None else removed.append(manifest.version), fetch_s=0.0)
+
+    async def generate(request: GenerateRequest) -> tuple[Completion, ...]:
+        return (Completion((1,), (0.0,), (VersionSpan(0, 0, 1),), "stop"),)
+
+    numbers = {"tokens_generated": 0, "kv_use": 0.0, "waiting": 0, "preemptions": 0, "aborted": [], "aborted_tokens": 0}
+    engine = SimpleNamespace(start=nothing, apply=apply, generate=generate, check=nothing, take_longest_gap=lambda: 0.0, **numbers)
+    context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="a"))
+    monkeypatch.setattr(replica, "Engine", lambda settings: engine)
+    monkeypatch.setattr(replica, "expected_parameters", lambda model, dtype: {})
+    monkeypatch.setattr(replica, "find_board", lambda name: None)
+    monkeypatch.setattr(replica, "fetch", fetch)
+    monkeypatch.setattr(replica.serve, "get_replica_context", lambda: context)
+    made = object.__new__(Generator)
+    await Generator.__init__(made, {"model": "m"})
+    monkeypatch.setattr(made, "status", nothing)
+    return made
 
 
 def test_a_change_that_has_begun_goes_on_when_whoever_asked_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that catches up is cancelled in the middle of the change."""
-
-    async def nothing(*arguments: Any) -> None:
-        return None
 
     async def scenario() -> tuple[WeightsId | None, list[int], list[int]]:
         begun, go_on = asyncio.Event(), asyncio.Event()
@@ -30,20 +57,7 @@ def test_a_change_that_has_begun_goes_on_when_whoever_asked_gives_up(monkeypatch
             await go_on.wait()
             return {}
 
-        def fetch(manifest: Manifest, *arguments: Any) -> Any:
-            fetched.append(manifest.version)
-            return SimpleNamespace(update_info=dict, remove=lambda: removed.append(manifest.version), fetch_s=0.0)
-
-        engine = SimpleNamespace(start=nothing, apply=apply, tokens_generated=0, take_longest_gap=lambda: 0.0)
-        context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="a"))
-        monkeypatch.setattr(replica, "Engine", lambda settings: engine)
-        monkeypatch.setattr(replica, "expected_parameters", lambda model, dtype: {})
-        monkeypatch.setattr(replica, "find_board", lambda name: None)
-        monkeypatch.setattr(replica, "fetch", fetch)
-        monkeypatch.setattr(replica.serve, "get_replica_context", lambda: context)
-        made = object.__new__(Generator)
-        await Generator.__init__(made, {"model": "m"})
-        monkeypatch.setattr(made, "status", nothing)
+        made = await started(monkeypatch, apply, fetched, removed)
         manifest = Manifest("run", 0, 3, (), (), (), ())
         asking = asyncio.create_task(made.apply_version(manifest))
         await begun.wait()
@@ -55,3 +69,58 @@ def test_a_change_that_has_begun_goes_on_when_whoever_asked_gives_up(monkeypatch
         return made.weights, fetched, removed
 
     assert asyncio.run(asyncio.wait_for(scenario(), 20)) == (WeightsId("run", 0, 3), [3], [3])
+
+
+def request(version: int, name: str | None = None) -> GenerateRequest:
+    return GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 0, version), replica=name)
+
+
+def test_a_held_replica_keeps_its_weights_and_answers_for_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def apply(update: Any, version: int) -> dict[str, float]:
+        return {}
+
+    async def scenario() -> None:
+        fetched: list[int] = []
+        made = await started(monkeypatch, apply, fetched)
+        manifests = {version: Manifest("run", 0, version, (), (), (), ()) for version in (3, 4, 5)}
+        await made.apply_version(manifests[3])
+        assert not await made.hold("b", WeightsId("run", 0, 3)) and not await made.hold("a", WeightsId("run", 0, 2)) and not made.held
+        assert await made.hold("a", WeightsId("run", 0, 3)) and made.record_routing_stats() == {"held": True}
+        await made.apply_version(manifests[4], "a")
+        assert made.weights == WeightsId("run", 0, 3) and fetched == [3]
+        await made.generate(request(3, "a"))
+        await made.generate(request(2))
+        for refused in (request(2, "a"), request(3, "b"), request(4)):
+            with pytest.raises(StaleReplica):
+                await made.generate(refused)
+
+        async def current() -> Manifest:
+            return manifests[4]
+
+        monkeypatch.setattr(replica, "find_board", lambda name: SimpleNamespace(current=SimpleNamespace(remote=current)))
+        await made.release("b")
+        assert made.held
+        await made.release("a")
+        assert made.weights == WeightsId("run", 0, 4) and made.record_routing_stats() == {"held": False}
+        assert await made.hold("a", WeightsId("run", 0, 4))
+        await made.apply_version(manifests[5])
+        assert made.weights == WeightsId("run", 0, 5), "a push that names no held replica ends what a lost word left"
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_replica_is_held_by_its_own_attempt_alone_and_not_beyond_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def apply(update: Any, version: int) -> dict[str, float]:
+        return {}
+
+    async def scenario() -> None:
+        made = await started(monkeypatch, apply, [])
+        await made.apply_version(Manifest("run", 0, 3, (), (), (), ()))
+        assert await made.hold("a", WeightsId("run", 0, 3))
+        await made.apply_version(Manifest("run", 1, 2, (), (), (), ()), "a")
+        assert made.weights == WeightsId("run", 1, 2) and not made.held
+        assert await made.hold("a", WeightsId("run", 1, 2))
+        await made.check_health()
+        assert not made.held, "there is no board: its job has ended"
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))

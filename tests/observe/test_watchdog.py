@@ -49,7 +49,7 @@ def watched(stall_s=60.0, seconds=200.0, ask=None, prompts=None, evaluate=None, 
     return said
 
 
-async def evaluate_for_ever(version):
+async def evaluate_for_ever(version, replica):
     await asyncio.sleep(FOR_EVER)
     return {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,3 +108,58 @@ def test_one_that_stands_still_does_not_silence_the_others(monkeypatch: pytest.M
     assert report.unroutable == (SILENT,)
     push._timeout_s = 3600
     assert asyncio.run(push.push(MANIFEST)).unroutable == (SILENT,)  # once is enough
+
+
+def test_the_replica_that_is_held_keeps_its_version_and_is_not_counted() -> None:
+    versions = {"a": 4, "b": 4, "c": 4}
+    told: list[tuple[Any, ...]] = []
+    push, _ = sync(lambda: [at(name, version) for name, version in versions.items()])
+
+    def answer(method: str, *arguments: Any) -> Any:
+        told.append((method, *arguments))
+        if method == "hold":
+            return [name == arguments[0] for name in versions]
+        if method == "apply_version":
+            versions.update({name: arguments[0].version for name in versions if name != arguments[1]})
+        return [at(name, version) for name, version in versions.items()] if method == "status" else []
+
+    broadcast = push._handle.broadcast
+
+    def asked(method: str, *arguments: Any) -> Any:
+        call = broadcast("status")
+        call.answers = lambda: answer(method, *arguments)
+        return call
+
+    push._handle = SimpleNamespace(broadcast=asked)
+
+    async def scenario() -> None:
+        await push.push(MANIFEST)
+        assert await push.hold(3) is None, "not the version that was pushed last"
+        assert await push.hold(4) == "c"
+        report = await push.push(replace(MANIFEST, version=5))
+        assert set(report.replicas) == {"a", "b"}
+        assert report.unroutable == ()
+        assert versions == {"a": 5, "b": 5, "c": 4}
+        await push.release("c")
+        assert told[-1] == ("release", "c")
+        report = await push.push(replace(MANIFEST, version=6))
+        assert set(report.replicas) == {"a", "b", "c"}
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+@pytest.mark.parametrize(
+    "answers", [[at("a", 4), at("b", 3)], [at("a", 4), TimeoutError()], [at("a", 4), at("b", 4, attempt=0)]], ids=["behind", "silent", "another attempt's"]
+)
+def test_the_only_replica_with_the_version_is_not_held(answers: list[Any]) -> None:
+    push, _ = sync(lambda: answers)
+    asyncio.run(push.push(MANIFEST))
+    assert asyncio.run(push.hold(4)) is None
+
+
+def test_a_replica_that_will_not_be_held_is_not() -> None:
+    """It has begun to take another version, or died: nobody says yes."""
+    push, _ = sync(lambda: [at("a", 4), at("b", 4)], lambda: [False, False])
+    asyncio.run(push.push(MANIFEST))
+    assert asyncio.run(push.hold(4)) is None
+    assert set(asyncio.run(push.push(MANIFEST)).replicas) == {"a", "b"}

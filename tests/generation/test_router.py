@@ -1,0 +1,47 @@
+"""Which replica a request goes to, on Serve's own types."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from asyncrl.generation.protocol import GenerateRequest
+from asyncrl.generation.router import VersionRouter
+
+
+def replica(name: str, held: bool = False, stats: bool = True) -> Any:
+    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats={"held": held} if stats else {})
+
+
+def pending(*arguments: Any) -> Any:
+    return SimpleNamespace(args=list(arguments), routing_context=SimpleNamespace(should_backoff=False))
+
+
+def chosen(replicas: list[Any], *arguments: Any) -> set[str]:
+    """Ids of all replicas that a request may go to."""
+
+    async def draw() -> list[list[Any]]:
+        return await VersionRouter.choose_replicas(object.__new__(VersionRouter), replicas, pending(*arguments))
+
+    drawn = [asyncio.run(draw()) for _ in range(50)]
+    assert all(len(ranks) == 1 and 1 <= len(ranks[0]) <= 2 for ranks in drawn)
+    return {one.replica_id.unique_id for ranks in drawn for one in ranks[0]}
+
+
+def request(name: str | None) -> GenerateRequest:
+    return GenerateRequest((1,), 1, 4, 1.0, replica=name)
+
+
+def test_a_request_that_names_a_replica_goes_there_and_no_other_does() -> None:
+    replicas = [replica("a"), replica("b", held=True), replica("c", stats=False)]
+    assert chosen(replicas, request("b")) == {"b"}
+    assert chosen(replicas, request(None)) == {"a", "c"}
+    assert chosen(replicas, "an HTTP request") == {"a", "c"}
+    assert chosen(replicas) == {"a", "c"}
+
+
+def test_what_nobody_else_can_answer_goes_to_whoever_is_there() -> None:
+    assert chosen([replica("a", held=True)], request(None)) == {"a"}
+    assert chosen([replica("a"), replica("b")], request("gone")) == {"a", "b"}
+    assert asyncio.run(VersionRouter.choose_replicas(object.__new__(VersionRouter), [replica("a")], None))[0][0].replica_id.unique_id == "a"
