@@ -14,6 +14,7 @@ import yaml
 from asyncrl.config import Config, ConfigError
 from asyncrl.learning.supported import refusal, uniform_rope_tokens
 from asyncrl.observe.sinks import missing_packages
+from asyncrl.preflight.evaluation import evaluation_text
 from asyncrl.room import Part, logical_cpus, placement_text
 from asyncrl.rules import length_text
 from asyncrl.text.stops import Stops, load_stops
@@ -72,6 +73,7 @@ class Plan:
                 self._cpu_table(),
                 self._memory(),
                 self._kv_cache(),
+                self.evaluation_text(),
                 self.prompts_text(),
             ]
         )
@@ -105,6 +107,12 @@ class Plan:
             f"# KV cache\n  generator.kv_cache_memory_bytes {generator.kv_cache_memory_bytes} / {width} bytes a token = {tokens} tokens a replica, "
             f"{tokens // self.config.longest_trajectory} of the longest trajectories"
         )
+
+    def evaluation_text(self) -> str:
+        """The evaluation sets, and what an evaluation does to training."""
+        fields = {name: f"eval.sets.{name}.data" for name in self.config.evaluation_sets}
+        prompts = {name: self.truncation.get(field, self.truncation.get("eval.data")) for name, field in fields.items()}
+        return evaluation_text(self.config, {name: report.used for name, report in prompts.items() if report is not None}, self.weights_bytes)
 
     def prompts_text(self) -> str:
         """What the limits cut and left out, the first prompt as the model sees it, and what ends a completion."""

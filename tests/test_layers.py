@@ -13,7 +13,23 @@ LAYERS = {
     1: ["algorithms", "data.balance", "data.blocks", "data.packing", "data.truncation", "control.staleness"],
     2: ["control", "generation.protocol"],
     3: ["stacks", "data", "generation", "rollout", "rewards", "learning", "weights"],
-    4: ["launch", "run", "cli", "observe", "plan", "placement", "room", "holders", "directory", "resume", "audit", "evaluation", "reading", "snapshot"],
+    4: [
+        "launch",
+        "run",
+        "cli",
+        "observe",
+        "plan",
+        "preflight",
+        "placement",
+        "room",
+        "holders",
+        "directory",
+        "resume",
+        "audit",
+        "evaluation",
+        "reading",
+        "snapshot",
+    ],
 }
 FREE = {"testing", "testing.clock", "testing.control", "testing.engine", "testing.generators", ""}
 HOMES = {

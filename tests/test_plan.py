@@ -58,6 +58,37 @@ def test_shows_arithmetic_cpus_memory_prompts_and_stops(write):
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({}, ["# evaluation\n  none (eval.data)"]),
+        (
+            {"eval.data": "HERE/train.parquet", "eval.max_prompts": 1},
+            [
+                "greedy: 1 prompts x 1 at temperature 0, up to 8 tokens each",
+                "before and after training; under a second",
+                "with one replica updates wait meanwhile",
+            ],
+        ),
+        (
+            {"eval.sets": {"long": {"data": "HERE/train.parquet", "n": 256, "max_completion_length": 300}}, "eval.every_steps": 5},
+            ["long: 2 prompts x 256 at temperature 1, up to 300 tokens each", "before, every 5 steps and after; about 43 s on one replica", "num_replicas: 2"],
+        ),
+        (
+            {"eval.data": "HERE/train.parquet", "generator.num_replicas": 2},
+            ["of generator.num_replicas = 2, one replica keeps its version meanwhile, and training goes on with the others"],
+        ),
+        ({"eval.data": "HERE/train.parquet", "eval.in_flight": True}, ["a completion may have tokens of several versions"]),
+        ({"eval.data": "HERE/train.parquet", "generator.attach": "app"}, ["generator.attach: if the application has several replicas"]),
+    ],
+)
+def test_shows_what_an_evaluation_asks_for_and_what_it_does_to_training(write, tmp_path, changes, lines):
+    changes = json.loads(json.dumps(changes).replace("HERE", str(tmp_path)))
+    text = make_plan(load_config(write(changes))).text()
+    for line in lines:
+        assert line in text
+
+
 def test_shows_what_the_limits_do_to_every_file(write, tmp_path):
     # The supervised rows of the held-out file are the same ones, with their targets.
     changes = {"data.max_prompt_length": 7, "data.prompt_policy": "truncate", "data.max_length": 9, "data.length_policy": "drop"}
@@ -188,6 +219,12 @@ def test_two_ranks_and_two_replicas_fit_two_cpus(write):
         ({"rollout.num_steps_per_rollout": 3}, None, "does not divide"),
         ({"learner.world_size": 3, "learner.sequence_parallel_size": 3}, None, "size = 3 does not divide the 4 attention heads of .*; use one of 1, 2, 4"),
         ({"learner.world_size": 2, "learner.sequence_parallel_size": 2, "learner.max_tokens_per_gpu": 13}, None, "= 28 is above .* = 26"),
+        (
+            {"eval.data": "HERE/train.parquet", "eval.sets": {"long": {"max_completion_length": 600}}},
+            None,
+            "eval.sets.long.max_completion_length = 600 and the longest prompt of 20 tokens are above the model's context of 512; lower it",
+        ),
+        ({"eval.sets": {"far": {"data": "/nowhere.parquet"}}}, None, "eval.sets.far.data = '/nowhere.parquet': no such file"),
         ({"warm_start.data": "nowhere.parquet"}, None, "needs eval.data"),
         (
             {

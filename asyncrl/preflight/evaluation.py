@@ -1,0 +1,68 @@
+"""What an evaluation asks for, and how long training could wait for it: an estimate from lengths and sizes, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncrl.config import Config
+
+__all__ = ["Speed", "evaluation_seconds", "evaluation_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What one engine step costs: `step_s` seconds, `token_s` for each sequence in it, and reading the weights at `bytes_per_s`."""
+
+    step_s: float
+    token_s: float
+    bytes_per_s: float
+
+
+SPEEDS = {"cpu": Speed(0.005, 2.4e-4, 1e10), "cuda": Speed(0.01, 1e-5, 2e12)}
+"""On CPU as measured with the quickstart's model (4,200 tokens/s on one core); on a GPU of a usual order of magnitude."""
+
+
+def evaluation_seconds(config: Config, prompts: Mapping[str, int], weights_bytes: int) -> float:
+    """Seconds that one replica needs for all sets if every completion is as long as it may be; its engine runs max_num_seqs of them at once.
+
+    Args:
+        prompts: set → prompts of its file that are used.
+        weights_bytes: of one version.
+    """
+    speed, at_once = SPEEDS[config.generator.device], config.generator.max_num_seqs
+    seconds = 0.0
+    for name, one in config.evaluation_sets.items():
+        completions = one.n * min(prompts[name], one.max_prompts or prompts[name])
+        longest = one.max_completion_length or config.rollout.max_completion_length
+        steps = -(-completions // at_once) * longest
+        seconds += steps * (speed.step_s + weights_bytes / speed.bytes_per_s) + completions * longest * speed.token_s
+    return seconds
+
+
+def evaluation_text(config: Config, prompts: Mapping[str, int], weights_bytes: int) -> str:
+    """The sets, and what an evaluation does to training."""
+    if not config.eval.evaluates:
+        return "# evaluation\n  none (eval.data)"
+    lines = []
+    for name, one in config.evaluation_sets.items():
+        used = min(prompts[name], one.max_prompts or prompts[name])
+        longest = one.max_completion_length or config.rollout.max_completion_length
+        lines.append(f"  {name}: {used} prompts x {one.n} at temperature {one.temperature:g}, up to {longest} tokens each ({one.data})")
+    when = f"before, every {config.eval.every_steps} steps and after" if config.eval.every_steps else "before and after training"
+    seconds = evaluation_seconds(config, prompts, weights_bytes)
+    estimate = f"about {seconds:.0f} s on one replica if every completion is as long as it may be" if seconds >= 1 else "under a second"
+    return "\n".join(["# evaluation", *lines, f"  {when}; {estimate}", f"  {_effect(config)}"])
+
+
+def _effect(config: Config) -> str:
+    replicas = config.generator.num_replicas
+    if config.eval.in_flight:
+        return "eval.in_flight: updates go on meanwhile, and a completion may have tokens of several versions"
+    held = "one replica keeps its version meanwhile, and training goes on with the others"
+    alone = "with one replica updates wait meanwhile, and so does the learner once it is max_staleness versions ahead"
+    if not config.generator.own:
+        return f"generator.attach: if the application has several replicas, {held}; {alone}"
+    if replicas > 1:
+        return f"of generator.num_replicas = {replicas}, {held}"
+    return f"{alone}; set generator.num_replicas: 2, or eval.in_flight: true, if that is too long"
