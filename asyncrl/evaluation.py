@@ -6,21 +6,25 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from asyncrl.algorithms.pass_at_k import pass_at_k
 from asyncrl.config import Config, EvalSet
-from asyncrl.generation.protocol import Generate, GenerateRequest, GenerationTimeout, WeightsId
+from asyncrl.control.protocols import EvaluationLost
+from asyncrl.generation.protocol import Generate, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
 from asyncrl.rewards.files import write_groups
 from asyncrl.types import SPAN, TRUNCATED, Completion, Prompt, VersionSpan, reward_parts_type
 
 __all__ = ["COLUMNS", "STATUSES", "Answer", "Evaluator", "Score", "answers_table", "measure"]
 
 logger = logging.getLogger("asyncrl")
+
+Result = TypeVar("Result")
 
 Score = Callable[[Prompt, Sequence[Completion]], Awaitable[Mapping[str, Sequence[float | None]]]]
 """Raw rewards of completions of one prompt: name of the reward function → one for each completion."""
@@ -100,6 +104,7 @@ class Evaluator:
             (late ones included), `eval/newest_version` of their tokens, and `eval/seconds`.
 
         Raises:
+            EvaluationLost: the replica is gone. Nothing of the set under way is kept.
             RewardError: a reward failed under policy `fail`.
         """
         clock = asyncio.get_running_loop().time
@@ -131,16 +136,14 @@ class Evaluator:
         generator = self.config.generator
         room = asyncio.Semaphore(generator.max_num_seqs * (generator.num_replicas if place.replica is None else 1))
         prompts = self._prompts(settings)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._siblings(settings, place, index, room)) for index in range(len(prompts))]
-        return [task.result() for task in tasks]
+        return await _together(self._siblings(settings, place, index, room) for index in range(len(prompts)))
 
     async def _siblings(self, settings: EvalSet, place: _Place, index: int, room: asyncio.Semaphore) -> list[Answer]:
         """The n answers of one prompt, scored together as one group."""
         prompts = self._prompts(settings)
         prompt = prompts[index]
         requests = [self._request(settings, place, prompt, self.config.seed + index + sample * len(prompts)) for sample in range(settings.n)]
-        answers = await asyncio.gather(*(self._answer(request, place.version, room) for request in requests))
+        answers = await _together(self._answer(request, place.version, room) for request in requests)
         completed = [(index, answer.completion) for index, answer in enumerate(answers) if answer.completion is not None]
         if completed:
             parts = await self.score(prompt, [completion for _, completion in completed])
@@ -175,6 +178,8 @@ class Evaluator:
         except GenerationTimeout as error:
             return Answer(None, "late", _one_line(error))
         except Exception as error:  # whatever an engine, a replica or Ray raises: one completion of many
+            if request.replica is not None and isinstance(error, StaleReplica):
+                raise EvaluationLost(_one_line(error)) from None
             return Answer(None, "failed", f"{type(error).__name__}: {_one_line(error)}")
         completion = generated.completions[0]
         if not self.config.eval.in_flight and any(span.version != version for span in completion.versions):
@@ -193,6 +198,16 @@ class Evaluator:
         self.directory.mkdir(exist_ok=True)
         table = answers_table(name, self.attempt, version, self._prompts(settings), answers, list(self.config.reward.functions), self.config.accuracy)
         write_groups(self.directory / f"attempt_{self.attempt:04d}-version_{version:08d}-{name}.parquet", [table])
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All results in order. The first error ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def measure(answers: Sequence[Sequence[Answer]], rewards: Sequence[str], accuracy: str, pass_threshold: float) -> dict[str, float]:

@@ -8,8 +8,9 @@ import pytest
 from small_config import SMALL
 
 from asyncrl.config import Config
+from asyncrl.control.protocols import EvaluationLost
 from asyncrl.evaluation import Answer, Evaluator, measure
-from asyncrl.generation.protocol import GenerationTimeout
+from asyncrl.generation.protocol import GenerationTimeout, StaleReplica
 from asyncrl.testing import FakeGenerate
 from asyncrl.types import Completion, Prompt, VersionSpan
 
@@ -112,6 +113,14 @@ def test_a_completion_of_another_version_counts_as_failed(tmp_path):
     metrics = evaluate(tmp_path, config_of({"data": "d"}), Recording(version=4), version=3)
     assert metrics["eval/greedy_failed_ratio"] == 1.0 and metrics["eval/greedy_accuracy"] == 0.0
     assert rows(tmp_path, "greedy")[0]["reason"] == "made by versions [4], not 3 alone"
+
+
+def test_an_evaluation_whose_replica_is_gone_is_lost_and_not_wrong(tmp_path):
+    gone = StaleReplica("replica c is gone")
+    generate = Recording(fails=lambda request: gone if request.prompt_ids == PROMPTS[1].token_ids else None)
+    with pytest.raises(EvaluationLost, match="replica c is gone"):
+        evaluate(tmp_path, config_of({"data": "d"}), generate, replica="c")
+    assert evaluate(tmp_path, config_of({"data": "d"}), generate)["eval/failed_ratio"] == 0.5
 
 
 def test_what_the_reward_does_not_score_is_unscored_and_not_wrong(tmp_path):

@@ -30,7 +30,20 @@ from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
 from asyncrl.control.fates import Fate
-from asyncrl.control.protocols import WAYS_OUT, Learner, Manifest, PromptSource, PushReport, RolloutFailed, Rollouts, Scored, Scores, StepResult, WeightSync
+from asyncrl.control.protocols import (
+    WAYS_OUT,
+    EvaluationLost,
+    Learner,
+    Manifest,
+    PromptSource,
+    PushReport,
+    RolloutFailed,
+    Rollouts,
+    Scored,
+    Scores,
+    StepResult,
+    WeightSync,
+)
 from asyncrl.control.staleness import Staleness
 from asyncrl.types import Prompt
 
@@ -82,7 +95,7 @@ class LogprobCheck(Protocol):
 
 
 Evaluate = Callable[[int, str | None], Awaitable[Mapping[str, float]]]
-"""Evaluate the committed version given, on the replica that is held at it (None: on all of them)."""
+"""Evaluate the committed version given, on the replica that is held at it (None: on all of them). Raises EvaluationLost if that one is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +169,8 @@ class Coordinator:
         self.skipped_in_row = state.skipped_in_row
         self.in_publication: Manifest | None = None
         self.evaluation: UnderEvaluation | None = None
+        self.evaluation_lost = False
+        """Whether the replica of the last one is gone."""
         self.learning_done = False
         self.publishing_done = False
         self.evaluations_due = {0} if state.version == 0 else set(state.evaluations_due)
@@ -486,23 +501,28 @@ class Coordinator:
                     return
                 version = self.progress.committed
                 self.evaluation = UnderEvaluation(version)
-            if self.parts.evaluate is not None:
-                await self._evaluate(self.parts.evaluate, version)
+            lost = self.parts.evaluate is not None and not await self._evaluate(self.parts.evaluate, version)
             async with self._changing():
-                self.evaluation = None
-                self.evaluations_due = {due for due in self.evaluations_due if due > version}
+                self.evaluation, self.evaluation_lost = None, lost
+                self.evaluations_due = {due for due in self.evaluations_due if due > version or lost}
 
-    async def _evaluate(self, evaluate: Evaluate, version: int) -> None:
-        async with self._replica_at(version) as replica:
-            metrics = await evaluate(version, replica)
+    async def _evaluate(self, evaluate: Evaluate, version: int) -> bool:
+        """False: the replica is gone. It is done again at the version that is committed then, on all replicas: prompts that end engines do so once."""
+        try:
+            async with self._replica_at(version) as replica:
+                metrics = await evaluate(version, replica)
+        except EvaluationLost as error:
+            self.parts.recorder.record("evaluation_lost", self.progress.attempted, version, {"reason": str(error)})
+            return False
         self.progress.accuracy = metrics.get("eval/accuracy", self.progress.accuracy)
         self.parts.recorder.record("evaluation", self.progress.attempted, version, metrics)
+        return True
 
     @asynccontextmanager
     async def _replica_at(self, version: int) -> AsyncIterator[str | None]:
         """Let a replica keep the version, and the others go on; None: all of them have the version, or will not keep it. Nothing follows the last one."""
         in_flight, last = self.schedule.evaluate_in_flight, version >= self.schedule.max_steps
-        replica = None if in_flight or last else await self.parts.weights.hold(version)
+        replica = None if in_flight or last or self.evaluation_lost else await self.parts.weights.hold(version)
         try:
             async with self._changing():
                 self.evaluation = UnderEvaluation(version, replica, holds_flips=replica is None and not in_flight)

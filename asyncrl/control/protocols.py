@@ -17,6 +17,7 @@ __all__ = [
     "NOT_FINITE",
     "WAYS_OUT",
     "EngineLoad",
+    "EvaluationLost",
     "Finished",
     "Learner",
     "Manifest",
@@ -35,6 +36,10 @@ __all__ = [
 
 class PartDied(RuntimeError):
     """A process of the run died, or a stream broke because one did. A new attempt, from the last committed checkpoint, may go better."""
+
+
+class EvaluationLost(Exception):
+    """The replica that was held for an evaluation is gone, and with it the version. The message says how."""
 
 
 class RolloutFailed(Exception):

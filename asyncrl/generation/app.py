@@ -137,8 +137,8 @@ class ServeGenerate:
         self._handle, self._lost = handle, lost
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        """Raises GenerationTimeout when no replica has answered after `request.deadline_s` seconds. A request that names a replica is sent once: raises
-        StaleReplica, or Ray's own error, if that one cannot answer."""
+        """Raises GenerationTimeout when no replica has answered after `request.deadline_s` seconds, and StaleReplica if the one that the request names
+        cannot answer it any more."""
 
         async def once(left: float) -> Generated:
             response = self._handle.generate.remote(replace(request, deadline_s=left))
@@ -152,7 +152,10 @@ class ServeGenerate:
                 self._lost(request, error)
                 raise
 
-        generated: Generated = await self._ask(request.deadline_s, once, UNABLE if request.replica is None else ())
+        try:
+            generated: Generated = await self._ask(request.deadline_s, once, UNABLE if request.replica is None else ())
+        except UNABLE as error:
+            raise StaleReplica(f"replica {request.replica} cannot answer any more: {type(error).__name__}: {error}".splitlines()[0]) from None
         return generated
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:

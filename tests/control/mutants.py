@@ -73,6 +73,8 @@ MUTANTS = [
         "                self.evaluation = UnderEvaluation(version)\n",
         "                self.evaluation = UnderEvaluation(version)\n                self.evaluations_due = set()\n",
     ),
+    Mutant("a lost evaluation is not done again", COORDINATOR, "if due > version or lost", "if due > version"),
+    Mutant("a lost evaluation takes a replica again", COORDINATOR, "or last or self.evaluation_lost else", "or last else"),
     Mutant("an evaluation's load moves the limit on groups", COORDINATOR, "and not self._shared(finished.load.replica)", "and True"),
     Mutant("a second copy is scored again", COORDINATOR, "if scored.ordinal not in self.buffer:\n            return", "if False:\n            return"),
     Mutant("a second copy changes a scored group", BUFFER, "if group is not None and group.scored is None:", "if group is not None:"),

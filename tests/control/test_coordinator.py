@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
-from asyncrl.control.protocols import WAYS_OUT, RolloutFailed, Scored
+from asyncrl.control.protocols import WAYS_OUT, EvaluationLost, RolloutFailed, Scored
 from asyncrl.control.staleness import Staleness
 from asyncrl.testing import (
     FakeCheckpoints,
@@ -367,6 +367,27 @@ def test_the_replica_of_an_evaluation_is_let_go_when_that_fails():
     with pytest.raises(RuntimeError, match="a reward failed"):
         run(coordinator)
     assert replicas.held is None
+
+
+def test_an_evaluation_whose_replica_is_gone_is_done_again_on_all_of_them():
+    seen = []
+
+    async def evaluate(version, replica):
+        seen.append((version, replica))
+        await asyncio.sleep(3.0)
+        if replica is not None and len(seen) == 1:
+            raise EvaluationLost("its engine died")
+        return {"eval/accuracy": 0.5}
+
+    replicas = FakeReplicas(2)
+    parts = {"weights": FakeWeightSync(replicas=replicas), "rollouts": FakeRollouts(replicas=replicas), "learner": FakeLearner(4, latency=0.5)}
+    coordinator = make(steps=40, evaluate=evaluate, evaluate_every=20, **parts)
+    on_virtual_time(coordinator)
+    assert seen[0] == (0, "fake 1") and seen[1][0] > 0 and seen[1][1] is None and seen[2][1] == "fake 1" and seen[-1] == (40, None)
+    [lost] = [record for record in coordinator.parts.recorder.records if record[0] == "evaluation_lost"]
+    assert lost[2:] == (0, {"reason": "its engine died"})
+    evaluated = [version for event, _, version, _ in coordinator.parts.recorder.records if event == "evaluation"]
+    assert evaluated == [version for version, _ in seen[1:]]
 
 
 def test_an_evaluation_under_way_is_due_in_a_checkpoint():

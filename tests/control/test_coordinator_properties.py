@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.control.checkpoint import State
 from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
+from asyncrl.control.protocols import EvaluationLost
 from asyncrl.control.staleness import Staleness
 from asyncrl.testing import (
     FakeCheckpoints,
@@ -166,12 +167,14 @@ class Weights(FakeWeightSync):
             held = replicas.held
             assert replica == (None if held is None else f"fake {held}")
             able = sum(its == version for its in replicas.versions)
-            spared = able > 1 and version < schedule.max_steps and not schedule.evaluate_in_flight
+            spared = able > 1 and version < schedule.max_steps and not schedule.evaluate_in_flight and not self.coordinator.evaluation_lost
             assert spared == (held is not None), "a replica was held that is needed, or one that could be spared was not"
             self.alone = held is None and not schedule.evaluate_in_flight
             await asyncio.sleep(seconds(version))
-            assert held is None or replicas.held is None or replicas.versions[held] == version, "neither kept nor dead"
             self.alone = False
+            if held is not None and replicas.held is None:
+                raise EvaluationLost("it died")
+            assert held is None or replicas.versions[held] == version
             return {"eval/accuracy": 0.5}
 
         return evaluate
