@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from asyncrl.room import Part, logical_cpus, placement_text
 from asyncrl.rules import length_text
 from asyncrl.text.stops import Stops, load_stops
 from asyncrl.text.tokenizer import load_tokenizer, refuse_lossy
+from asyncrl.weights.published import Outline, outline
+from asyncrl.weights.stored import CheckpointFilesError, stored_files
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import PromptReport
@@ -47,13 +50,19 @@ class Plan:
 
     config: Config
     parts: tuple[Part, ...]
-    weights_bytes: int
     shared_memory_free: int
     context: int
     prompts: PromptReport
     truncation: dict[str, TruncationReport]
     """What the limits do to each file."""
     stops: Stops
+    version: Outline
+    """What is published."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of one published version."""
+        return self.version.nbytes(self.config.model.dtype)
 
     @property
     def shared_memory_needed(self) -> int:
@@ -71,6 +80,7 @@ class Plan:
                 algorithm_text(config),
                 placement_text(config),
                 self._cpu_table(),
+                self._version(),
                 self._memory(),
                 self._kv_cache(),
                 self.evaluation_text(),
@@ -87,6 +97,17 @@ class Plan:
         rows = [f"  {part.name:<24}{part.count:>4} x {part.cpus:<5g} = {part.count * part.cpus:5.2f}" for part in self.parts]
         total = sum(part.count * part.cpus for part in self.parts)
         return "\n".join(["# logical CPUs", *rows, f"  {'total':<36} = {total:5.2f}   (this machine has {os.cpu_count()})"])
+
+    def _version(self) -> str:
+        def some(names: Collection[str]) -> str:
+            return f"{len(names)} (first {next(iter(names))})" if names else "none"
+
+        version = self.version
+        return (
+            f"# published weights\n  {version.trained} elements of {len(version.parameters)} parameters, as {self.config.model.dtype} under the "
+            f"checkpoint's names\n  tensors as its files have them: {some(version.as_stored)}; left out, as nothing computes with them: "
+            f"{some(version.left_out)}"
+        )
 
     def _memory(self) -> str:
         mib = 1 << 20
@@ -135,7 +156,8 @@ def make_plan(config: Config) -> Plan:
     """Check what can be checked without allocating anything.
 
     Raises:
-        ConfigError: the model or data cannot be read, a length does not fit, a reward has no module, or shared memory is too small.
+        ConfigError: the model or data cannot be read, the model's parameters could not be published, a length does not fit, a reward has no module, or
+            shared memory is too small.
     """
     from asyncrl.data.prompts import check_prompts
     from asyncrl.rewards.contract import RewardError, find_reward
@@ -166,7 +188,7 @@ def make_plan(config: Config) -> Plan:
         stops = load_stops(config.model.path, tokenizer, rollout.rollout_stop, rollout.rollout_stop_token_ids)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    plan = Plan(config, logical_cpus(config), weights_bytes(config), shutil.disk_usage("/dev/shm").free, context, report, truncation, stops)
+    plan = Plan(config, logical_cpus(config), shutil.disk_usage("/dev/shm").free, context, report, truncation, stops, _version_outline(config))
     if plan.shared_memory_needed > plan.shared_memory_free:
         raise ConfigError(
             f"/dev/shm has {plan.shared_memory_free >> 20} MiB free, and two versions in the object store plus {config.generator.num_replicas} staged "
@@ -192,6 +214,14 @@ def _check_evaluation(config: Config, context: int) -> dict[str, TruncationRepor
                 f"model's context of {context}; lower it"
             )
     return reports
+
+
+def _version_outline(config: Config) -> Outline:
+    """What a version has. Of many small checks this is the last: it imports transformers' model, or waits for a process that does."""
+    version = outline(config.model.path)
+    if version.refusal is not None:
+        raise ConfigError(f"model.path = {config.model.path!r}: {version.refusal}")
+    return version
 
 
 def _check_heads(config: Config) -> None:
@@ -289,8 +319,10 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
         raise ConfigError(f"{field} = {str(path)!r}: {error.strerror} (config.json); give a Hugging Face checkpoint directory") from None
     except ValueError as error:
         raise ConfigError(f"{field} = {str(path)!r}: config.json is not JSON ({error})") from None
-    if not list(path.glob("*.safetensors")):
-        raise ConfigError(f"{field} = {str(path)!r} holds no *.safetensors; give a Hugging Face checkpoint directory")
+    try:
+        stored_files(path)
+    except CheckpointFilesError as error:
+        raise ConfigError(f"{field} = {error}") from None
     if reason := refusal(tree):
         raise ConfigError(f"{field} = {str(path)!r}: {reason}")
     context = int(tree.get("text_config", tree).get("max_position_embeddings") or 1 << 30)
@@ -335,11 +367,3 @@ def _check_kv_cache(config: Config, context: int) -> None:
 def kv_tokens(cache_bytes: int, width: int) -> int:
     """Tokens of so many bytes each that vLLM's cache on CPU holds: whole blocks, one of which it keeps for itself."""
     return max(0, cache_bytes // (KV_BLOCK * width) - 1) * KV_BLOCK
-
-
-def weights_bytes(config: Config) -> int:
-    """Bytes of one published version: the checkpoint's, in the published type."""
-    stored = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    tree = json.loads((Path(config.model.path) / "config.json").read_text())
-    stored_width = 4 if (tree.get("dtype") or tree.get("torch_dtype") or "float32") == "float32" else 2
-    return stored * (4 if config.model.dtype == "float32" else 2) // stored_width

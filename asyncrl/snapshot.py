@@ -20,6 +20,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, R
 
 from asyncrl.config import Config, ConfigError, is_hub_name
 from asyncrl.runtime.yaml_files import read_yaml
+from asyncrl.weights.stored import CheckpointFilesError, stored_files
 
 __all__ = ["Snapshot", "difference", "fetch", "in_cache", "look", "read_snapshot", "resolve_models"]
 
@@ -115,7 +116,11 @@ def read_snapshot(path: Path) -> Snapshot:
         if (path / name).exists():
             digest.update(f"{name} ".encode() + hashlib.sha256((path / name).read_bytes()).digest())
     weights = {}
-    for file in sorted(path.glob("*.safetensors")):
+    try:
+        files = stored_files(path)
+    except CheckpointFilesError as error:
+        raise OSError(str(error)) from None
+    for file in files:
         samples = hashlib.sha256()
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
@@ -145,8 +150,6 @@ def difference(found: Snapshot | str, expected: Snapshot) -> str:
     """What is wrong with a node's answer, as the end of a sentence about the model."""
     if isinstance(found, str):
         return found
-    if not found.weights:
-        return "holds no model"
     if found.hash != expected.hash:
         return "has another config or tokenizer"
     sizes = [f"{len(one.weights)} files, {sum(size for size, _ in one.weights.values())} bytes" for one in (found, expected)]

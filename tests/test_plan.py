@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from asyncrl.config import ConfigError, load_config
 from asyncrl.plan import make_plan
@@ -41,6 +42,10 @@ def write(tmp_path, tiny_model):
         return path
 
     return write
+
+
+def weight_bytes(model):
+    return sum(tensor.nbytes for file in model.glob("*.safetensors") for tensor in load_file(file).values())
 
 
 def test_shows_arithmetic_cpus_memory_prompts_and_stops(write):
@@ -169,13 +174,15 @@ def test_shows_what_ends_a_loop(write):
 
 def test_a_long_rope_model_is_held_to_its_short_frequencies(write, tiny_model, tmp_path):
     """Past them, one long trajectory of a packed row would change all the others."""
-    from transformers import Phi3Config
+    from transformers import Phi3Config, Phi3ForCausalLM
 
     model = shutil.copytree(tiny_model, tmp_path / "phi3")
     factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
     for original in (28, 27):
-        shape = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0}
-        Phi3Config(max_position_embeddings=512, original_max_position_embeddings=original, rope_parameters=factors, **shape).save_pretrained(model)
+        shape = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0}
+        shape |= {"bos_token_id": 1, "eos_token_id": 2}
+        made = Phi3Config(max_position_embeddings=512, original_max_position_embeddings=original, rope_parameters=factors, **shape)
+        Phi3ForCausalLM(made).save_pretrained(model)
         config = load_config(write({"model.path": str(model)}))
         assert config.longest_trajectory == 28
         if original == 28:
@@ -280,7 +287,7 @@ def test_the_command_finds_rewards_in_the_current_directory(write, tmp_path):
 
 
 def test_weights_of_a_version_are_counted_in_the_published_type(write, tiny_model):
-    stored = sum(file.stat().st_size for file in tiny_model.glob("*.safetensors"))
+    stored = weight_bytes(tiny_model)
     assert json.loads((tiny_model / "config.json").read_text()).get("dtype") == "float32"
     assert make_plan(load_config(write({"model.dtype": "bfloat16"}))).weights_bytes == stored // 2
 
@@ -300,4 +307,4 @@ def test_a_bpe_tokenizer_with_a_chat_template_and_two_ends(write, llama_model):
     plan = make_plan(load_config(write({"model.path": str(llama_model), "data.apply_chat_template": True})))
     assert plan.prompts.first_text == "<s><|user|>1 + 2 =<|end|><|assistant|>" and plan.prompts.first_ids.count(1) == 1
     assert plan.stops.tokens == {2: ("generation config", "tokenizer EOS"), 5: ("chat end token", "generation config")}
-    assert plan.weights_bytes == sum(file.stat().st_size for file in llama_model.glob("*.safetensors"))
+    assert plan.weights_bytes == weight_bytes(llama_model)

@@ -172,7 +172,7 @@ def test_a_directory_is_a_directory(tiny_model, tmp_path, monkeypatch):
 def test_nodes_that_find_another_model_are_told_apart(tiny_model, tmp_path):
     here = read_snapshot(tiny_model)
     assert look(str(tiny_model)) == here
-    assert difference(look(str(tmp_path / "none")), here) == "holds no model"
+    assert "none' holds neither model.safetensors nor" in difference(look(str(tmp_path / "none")), here)
     other = tmp_path / "other"
     shutil.copytree(tiny_model, other)
     (other / "tokenizer_config.json").write_text("{}")

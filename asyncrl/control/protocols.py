@@ -133,7 +133,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one parameter lies: `nbytes` bytes from `offset` in bucket `bucket`, row-major, of `dtype` ("float32", "bfloat16")."""
+    """Where one tensor lies: `nbytes` bytes from `offset` in bucket `bucket`, row-major, of `dtype` (torch's name, such as "float32")."""
 
     name: str
     shape: tuple[int, ...]
@@ -145,7 +145,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version's weights: every parameter exactly once, in buckets held in the object store by the learner."""
+    """One version's weights: every tensor of the checkpoint exactly once, under its name there, in buckets held in the object store by the learner."""
 
     run_id: str
     attempt: int
@@ -158,6 +158,8 @@ class Manifest:
     checksums: tuple[int, ...]
     """zlib.crc32 of each bucket."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    """Tensors of the checkpoint that no version has, as neither side computes with them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from asyncrl.generation.app import wait_for_generators
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.text.stops import load_stops
 from asyncrl.text.tokenizer import load_tokenizer, tokenizer_fingerprint
-from asyncrl.weights.manifest import expected_parameters, fingerprint
+from asyncrl.weights.manifest import expected_tensors, fingerprint
 
 __all__ = ["AttachError", "attached_config", "check_fits"]
 
@@ -55,7 +55,7 @@ def check_fits(config: Config, name: str, app: GeneratorApp, status: Mapping[str
     title = f"generator.attach = {name!r}"
     if app.dtype != config.model.dtype:
         raise AttachError(f"{title} holds {app.dtype}, the run publishes model.dtype = {config.model.dtype!r}; make them the same")
-    if status["parameters"] != fingerprint(expected_parameters(config.model.path, config.model.dtype)):
+    if status["parameters"] != fingerprint(expected_tensors(config.model.path, config.model.dtype)):
         raise AttachError(f"{title} has other parameters than model.path = {config.model.path!r}; deploy it with the same model")
     if status["max_model_len"] < tokens:
         raise AttachError(f"{title} takes {status['max_model_len']} tokens, the run's longest request has {tokens}; raise the application's max_model_len")

@@ -20,7 +20,7 @@ from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica
 from asyncrl.generation.router import HELD
 from asyncrl.generation.settings import GeneratorApp, board_name
 from asyncrl.weights.board import find_board, lease_holder
-from asyncrl.weights.manifest import ManifestError, expected_parameters, fingerprint
+from asyncrl.weights.manifest import ManifestError, expected_tensors, fingerprint
 from asyncrl.weights.staging import StagingError, fetch, sweep
 
 __all__ = ["Generator"]
@@ -39,7 +39,7 @@ class Generator:
         self.weights: WeightsId | None = None
         self.held = False
         """Whether this replica keeps its weights for an evaluation: it takes no newer ones of their run and attempt."""
-        self._expected = expected_parameters(self.settings.model, self.settings.dtype)
+        self._expected = expected_tensors(self.settings.model, self.settings.dtype)
         self._applied: dict[str, float] = {}
         self._lock = asyncio.Lock()
         self._changes: set[asyncio.Future[None]] = set()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.text.tokenizer import save_tokenizer
 from asyncrl.weights.gather import TORCH_DTYPES, gather_buckets, weight_layout
+from asyncrl.weights.published import VersionTable
 
 __all__ = ["export_hf", "load_rank", "save_rank"]
 
@@ -61,17 +62,25 @@ def _rank_file(directory: Path, rank: int) -> Path:
 
 
 def export_hf(
-    model: PreTrainedModel, parameters: dict[str, torch.nn.Parameter], directory: Path, tokenizer_source: str, dtype: str, bucket_bytes: int, rank: int
+    model: PreTrainedModel,
+    parameters: dict[str, torch.nn.Parameter],
+    table: VersionTable,
+    directory: Path,
+    tokenizer_source: str,
+    dtype: str,
+    bucket_bytes: int,
+    rank: int,
 ) -> None:
-    """Write config, tokenizer and one safetensors file for each bucket (a collective; rank 0 writes). Loads in plain transformers."""
-    entries, sizes = weight_layout(parameters.items(), dtype, bucket_bytes)
+    """Write config, tokenizer and one safetensors file for each bucket (a collective; rank 0 writes), under the checkpoint's own names. Loads in
+    transformers and in vLLM."""
+    entries, sizes = weight_layout(table, dtype, bucket_bytes)
     files = [f"model-{number + 1:05d}-of-{len(sizes):05d}.safetensors" for number in range(len(sizes))]
     directory = Path(directory)
 
     def write(number: int, content: np.ndarray) -> None:
         flat = torch.from_numpy(content)
         tensors = {
-            entry.name: flat[entry.offset : entry.offset + entry.nbytes].view(TORCH_DTYPES[dtype]).view(entry.shape)
+            entry.name: flat[entry.offset : entry.offset + entry.nbytes].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
             for entry in entries
             if entry.bucket == number
         }
@@ -79,7 +88,7 @@ def export_hf(
 
     if rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
-    gather_buckets(parameters, entries, sizes, rank, write)
+    gather_buckets(parameters, table, entries, sizes, rank, write)
     if rank != 0:
         return
     index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": {entry.name: files[entry.bucket] for entry in entries}}

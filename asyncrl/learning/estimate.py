@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,7 +14,7 @@ import psutil
 
 from asyncrl.config import Config
 from asyncrl.weights.layout import ITEM_BYTES
-from asyncrl.weights.manifest import expected_parameters
+from asyncrl.weights.published import outline
 
 __all__ = ["Needs", "estimate", "memory_text", "parameter_counts"]
 
@@ -40,7 +41,7 @@ class Needs:
     """A chunk of logits, what is computed from it, and the head's gradients. Device."""
 
 
-def parameter_counts(shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
+def parameter_counts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     """(parameters in all, parameters of the module that has most of its own) of name → shape: what DeepSpeed's estimators ask for."""
     layers: dict[str, int] = defaultdict(int)
     for name, shape in shapes.items():
@@ -60,18 +61,17 @@ def estimate(config: Config) -> Needs:
     from asyncrl.algorithms.logprobs import CHUNK_ELEMENTS
 
     learner = config.learner
-    shapes = {name: shape for name, (shape, _) in expected_parameters(config.model.path, config.model.dtype).items()}
-    total, largest = parameter_counts(shapes)
+    version = outline(config.model.path)
+    total, largest = parameter_counts(version.parameters)
     offload = {"cpu_offload": learner.offload_optimizer == "cpu", "cpu_offload_params": learner.offload_param == "cpu"}
     host, device, _ = estimate_zero3_model_states_mem_needs(total, largest, num_gpus_per_node=learner.world_size, num_nodes=1, **offload)
-    bucket = max(config.weights.bucket_bytes, max(map(prod, shapes.values())) * ITEM_BYTES[config.model.dtype])
+    bucket = max(config.weights.bucket_bytes, version.largest * ITEM_BYTES[config.model.dtype])
     tree = json.loads((Path(config.model.path) / "config.json").read_text())
     text = tree.get("text_config", tree)
     vocabulary = int(text["vocab_size"])
     chunk = min(max(CHUNK_ELEMENTS, vocabulary), learner.max_tokens_per_gpu * vocabulary)
     logits = 4 * (LIVE_CHUNKS * chunk + HEAD_GRADIENTS * vocabulary * int(text["hidden_size"]))
-    version = total * ITEM_BYTES[config.model.dtype]
-    return Needs(total, largest, device, host // learner.world_size, 2 * min(bucket, version), logits)
+    return Needs(total, largest, device, host // learner.world_size, 2 * min(bucket, version.nbytes(config.model.dtype)), logits)
 
 
 def memory_text(config: Config) -> str:

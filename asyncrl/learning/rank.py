@@ -40,12 +40,12 @@ from asyncrl.learning.batches import (
 )
 from asyncrl.learning.kept import NormWatch, culprit, keep_batch
 from asyncrl.learning.metrics import StepSums, step_metrics
-from asyncrl.learning.optimizer import set_learning_rates
 from asyncrl.learning.out_of_memory import explained
 from asyncrl.learning.schedule import learning_rate_at
 from asyncrl.learning.supervised import supervised_examples
 from asyncrl.learning.ulysses import SequenceGroup
 from asyncrl.weights.gather import gather_buckets, weight_layout
+from asyncrl.weights.published import version_table
 
 __all__ = ["LearnerRank"]
 
@@ -108,6 +108,8 @@ class LearnerRank:
         zero3.join_process_group(self.rank, learner.world_size, address, port, backend, self.listener)
         self.listener = None
         met = time.monotonic()
+        # Before the engine: while that lives, transformers makes every model sharded.
+        self.table = version_table(self.config.model.path)
         # The second value must live as long as the engine.
         algorithm = self.config.algorithm
         sequence_group = SequenceGroup.join(learner.sequence_parallel_size)
@@ -115,7 +117,9 @@ class LearnerRank:
             self.config.model.path, learner, self.config.rollout.temperature, algorithm.entropy_coef > 0, algorithm.advantage == "gae", sequence_group
         )
         self.parameters = dict(zero3.policy_of(self.engine).model.named_parameters())
-        """Every parameter once, by its Hugging Face name: tied weights appear under the first one."""
+        """Every parameter once, by its name in transformers: tied weights appear under the first one."""
+        if strange := set(self.parameters) ^ set(self.table.parameters):
+            raise ValueError(f"model.path = {self.config.model.path!r}: {sorted(strange)[0]!r} is a parameter with its weights or without them, not both")
         return {"meet_s": met - began, "engine_s": time.monotonic() - met}
 
     def step(self, refs: Sequence[Any]) -> StepResult:
@@ -127,12 +131,13 @@ class LearnerRank:
         if self.config.reward.shuffle:
             tables = shuffle_rewards(tables, self.config.algorithm.advantage, (self.config.seed, self.applied))
         scored = [example for table in tables for example in examples_of(table)]
-        algorithm = self.config.algorithm
+        algorithm, learner = self.config.algorithm, self.config.learner
         examples = self._with_step_statistics(scored)
         mean_weight = self._mean_weight(examples) if algorithm.correction.normalise and examples else 1.0
         weights = token_weights([example.loss_tokens for example in examples], algorithm.loss_aggregation, self.config.rollout.max_completion_length)
+        rate = learning_rate_at(self.applied, self.learning_rate, self.warmup_steps, self.config.max_steps, learner.lr_scheduler_type)
         version = self.applied
-        metrics = self._train(examples, weights, self._policy_loss(mean_weight), self._scheduled(self.learning_rate), self._scheduled(self.value_peak))
+        metrics = self._train(examples, weights, self._policy_loss(mean_weight), rate)
         if metrics["applied"]:
             self.trained_tokens += int(metrics["tokens"])
             metrics["grad_norm_ratio"] = self.norms.ratio(metrics["grad_norm"])
@@ -140,16 +145,6 @@ class LearnerRank:
         # The examples without statistics of the step, which spread a NaN to all.
         blame = partial(self._blame, scored, weights, self._policy_loss(1.0))
         return StepResult(not reason, metrics, self._keep_if_bad(metrics, f"version_{version:06d}", tables, blame if examples else None), reason)
-
-    def _scheduled(self, peak: float) -> float:
-        """The learning rate of the next step, of which `peak` is the highest."""
-        return learning_rate_at(self.applied, peak, self.warmup_steps, self.config.max_steps, self.config.learner.lr_scheduler_type)
-
-    @property
-    def value_peak(self) -> float:
-        """Peak learning rate of the value head."""
-        own = self.config.learner.value_learning_rate
-        return self.learning_rate if own is None else own
 
     def _policy_loss(self, mean_weight: float) -> Loss:
         def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
@@ -251,7 +246,7 @@ class LearnerRank:
 
         weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
         moment = f"supervised_{self.applied:06d}"
-        metrics = self._train(examples, weights, loss, self.learning_rate, 0.0, temperature=1.0)
+        metrics = self._train(examples, weights, loss, self.learning_rate, temperature=1.0)
         if metrics["applied"]:
             metrics["grad_norm_ratio"] = self.norms.ratio(metrics["grad_norm"])
         table = pa.table({"prompt_ids": [list(prompt) for prompt, _ in rows], "target_ids": [list(ids) for _, ids in rows]})
@@ -259,9 +254,7 @@ class LearnerRank:
             logger.warning("supervised step %d: %s", self.applied, note)
         return metrics | {"pieces_left_out": float(pieces_left_out), "tokens_left_out": float(tokens_left_out)}
 
-    def _train(
-        self, examples: list[Example], weights: list[float], loss_of: Loss, learning_rate: float, value_learning_rate: float, temperature: float | None = None
-    ) -> dict[str, float]:
+    def _train(self, examples: list[Example], weights: list[float], loss_of: Loss, learning_rate: float, temperature: float | None = None) -> dict[str, float]:
         began = time.monotonic()
         tokens = sum(example.loss_tokens for example in examples)
         if not tokens:
@@ -269,7 +262,7 @@ class LearnerRank:
         totals, plan = self._backward(examples, weights, loss_of, temperature)
         applied = not _not_finite(totals)
         if applied:
-            set_learning_rates(self.engine.optimizer, learning_rate, value_learning_rate)
+            zero3.set_learning_rate(self.engine, learning_rate)
             self.engine.step()
             applied = self.engine.was_step_applied()
             if not zero3.parameters_finite(self.engine):
@@ -362,12 +355,12 @@ class LearnerRank:
     def export_hf(self, directory: Path, tokenizer_source: str) -> None:
         """Write a Hugging Face directory, gathered bucket by bucket onto rank 0."""
         weights, model = self.config.weights, zero3.policy_of(self.engine).model
-        checkpoint.export_hf(model, self.parameters, directory, tokenizer_source, self.config.model.dtype, weights.bucket_bytes, self.rank)
+        checkpoint.export_hf(model, self.parameters, self.table, directory, tokenizer_source, self.config.model.dtype, weights.bucket_bytes, self.rank)
 
     def gather(self, version: int) -> Manifest | None:
         """Put the weights in the object store as `version`; rank 0 returns the manifest and keeps the references of the last two versions."""
         began = time.monotonic()
-        entries, sizes = weight_layout(self.parameters.items(), self.config.model.dtype, self.config.weights.bucket_bytes)
+        entries, sizes = weight_layout(self.table, self.config.model.dtype, self.config.weights.bucket_bytes)
         buckets: list[Any] = []
         checksums: list[int] = []
 
@@ -377,12 +370,12 @@ class LearnerRank:
 
         for old in sorted(self.versions)[: -(VERSIONS_KEPT - 1)]:
             del self.versions[old]
-        gather_buckets(self.parameters, entries, sizes, self.rank, put)
+        gather_buckets(self.parameters, self.table, entries, sizes, self.rank, put)
         if self.rank != 0:
             return None
         self.versions[version] = buckets
         metrics = {"gather_s": time.monotonic() - began, "bytes": float(sum(sizes)), "buckets": float(len(sizes))}
-        return Manifest(self.run_id, self.attempt, version, entries, tuple(buckets), sizes, tuple(checksums), metrics)
+        return Manifest(self.run_id, self.attempt, version, entries, tuple(buckets), sizes, tuple(checksums), metrics, self.table.left_out)
 
     def shards(self) -> dict[str, tuple[int, int]]:
         """Parameter → (elements that this rank owns, elements in all)."""

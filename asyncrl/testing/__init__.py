@@ -14,7 +14,6 @@ from asyncrl.testing.control import (
 )
 from asyncrl.testing.engine import FakeEngine
 from asyncrl.testing.generators import FakeGenerate, FakeServed, SeededGenerator
-from asyncrl.testing.sandbox import FakeSandbox
 
 __all__ = [
     "Deadlock",
@@ -27,7 +26,6 @@ __all__ = [
     "FakeRecorder",
     "FakeReplicas",
     "FakeRollouts",
-    "FakeSandbox",
     "FakeScores",
     "FakeServed",
     "FakeWeightSync",

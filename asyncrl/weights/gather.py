@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
 from asyncrl.control.protocols import TensorEntry
 from asyncrl.weights.layout import ITEM_BYTES, plan_buckets
+from asyncrl.weights.pieces import Piece
+from asyncrl.weights.published import PublishedTensor, VersionTable
 
 __all__ = ["TORCH_DTYPES", "gather_buckets", "weight_layout"]
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 PART_SHARE = 16
 """Rank 0 takes parameters in parts of at most a sixteenth of a bucket: a part and the copies that the exchange makes of it, beside the bucket being
 filled, stay far below two buckets, however large a parameter is."""
 
 
-def weight_layout(parameters: Iterable[tuple[str, torch.nn.Parameter]], dtype: str, bucket_bytes: int) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
-    """Entries and bucket sizes of these (name, parameter), published as `dtype`. Under ZeRO-3 the shape is `ds_shape`; `shape` is [0]."""
-    return plan_buckets([(name, tuple(getattr(p, "ds_shape", p.shape)), dtype) for name, p in parameters], bucket_bytes)
+def weight_layout(table: VersionTable, dtype: str, bucket_bytes: int) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
+    """Entries and bucket sizes of a version, its parameters published as `dtype`."""
+    return plan_buckets([(tensor.name, tensor.stored.shape, tensor.dtype(dtype)) for tensor in table.tensors], bucket_bytes)
 
 
 @torch.no_grad()
 def gather_buckets(
-    parameters: dict[str, torch.nn.Parameter],
+    parameters: Mapping[str, torch.nn.Parameter],
+    table: VersionTable,
     entries: tuple[TensorEntry, ...],
     sizes: tuple[int, ...],
     rank: int,
@@ -37,38 +41,61 @@ def gather_buckets(
 ) -> None:
     """Fill one bucket at a time; on rank 0 hand each to `sink(number, bytes [size] uint8)` before the next. The bucket's memory is used again.
 
-    No parameter is gathered whole: rank 0 takes its shards in parts, straight into the bucket, whatever type the learner holds them in. All ranks
-    go through the same parts in the same order; no other collective may run in between.
+    No parameter is gathered whole: rank 0 takes the elements of each tensor in parts from the shards that hold them, straight to their places in the
+    bucket, whatever type the learner holds them in. All ranks go through the same parts in the same order; no other collective may run in between.
     """
     buffer = np.zeros(max(sizes) if rank == 0 else 0, dtype=np.uint8)
+    tensors = {tensor.name: tensor for tensor in table.tensors}
     for number, of_bucket in groupby(entries, key=lambda entry: entry.bucket):
         for entry in of_bucket:
-            parts = _parts(parameters[entry.name], rank, max(sizes) // PART_SHARE)
-            if rank == 0:
-                target = torch.from_numpy(buffer[entry.offset : entry.offset + entry.nbytes]).view(TORCH_DTYPES[entry.dtype])
-                for first, values in parts:
-                    target[first : first + len(values)].copy_(values)
-            else:
+            tensor = tensors[entry.name]
+            parts = _parts(parameters, tensor, rank, max(sizes) // PART_SHARE)
+            if rank:
                 deque(parts, maxlen=0)
+                continue
+            target = torch.from_numpy(buffer[entry.offset : entry.offset + entry.nbytes]).view(TORCH_DTYPES[entry.dtype])
+            for part, values in parts:
+                place = target.as_strided(part.shape, part.to_strides, target.storage_offset() + part.to)
+                place.copy_(values.as_strided(part.shape, part.strides, values.storage_offset()))
+            if not tensor.pieces:
+                _read(tensor, target)
         if rank == 0:
             sink(number, buffer[: sizes[number]])
 
 
-def _parts(parameter: torch.nn.Parameter, rank: int, limit: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """On rank 0 the flat parameter in parts of any order, each with the place of its first element; the other ranks send theirs and get nothing.
-    One exchange takes at most `limit` bytes from all ranks, or an element from each."""
-    shard, ranks = parameter.ds_tensor, dist.get_world_size()
+def _read(tensor: PublishedTensor, target: torch.Tensor) -> None:
+    """A tensor that is not trained, from the checkpoint."""
+    with safe_open(tensor.stored.file, framework="pt") as file:
+        target.copy_(file.get_tensor(tensor.name).reshape(-1))
+
+
+def _parts(parameters: Mapping[str, torch.nn.Parameter], tensor: PublishedTensor, rank: int, limit: int) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """On rank 0 each part with the parameter's elements that it spans, from its first on; the other ranks send theirs and get nothing. A part spans at
+    most `limit` bytes, or an element."""
+    for piece in tensor.pieces:
+        parameter = parameters[piece.parameter]
+        for part in piece.parts(limit // parameter.ds_tensor.element_size()):
+            values = _spanned(parameter, part, rank)
+            if values is not None:
+                yield part, values
+
+
+def _spanned(parameter: torch.nn.Parameter, part: Piece, rank: int) -> torch.Tensor | None:
+    """On rank 0 the flat elements from `part.start`, `part.span` of them, wherever they lie."""
+    shard = parameter.ds_tensor
     each = shard.numel()  # the same on every rank: the last one's is filled up
-    step = max(1, limit // (ranks * shard.element_size()))
-    for at in range(0, each, step):
-        own = shard[at : at + step].to(parameter.device)  # offloaded shards lie in host memory
-        received = [own]
-        if ranks > 1:
-            received = [torch.empty_like(own) for _ in range(ranks)] if rank == 0 else []
-            dist.gather(own, received or None, dst=0)
-        for owner, values in enumerate(received):
-            first = owner * each + at
-            yield first, values[: max(0, parameter.ds_numel - first)]
-
-
-assert set(TORCH_DTYPES) == set(ITEM_BYTES)
+    first, end = part.start, part.start + part.span
+    if rank == 0 and end <= each:
+        return shard[first:end]
+    whole = torch.empty(part.span, dtype=shard.dtype, device=parameter.device) if rank == 0 else None
+    for owner in range(first // each, -(-end // each)):
+        low, high = max(first, owner * each), min(end, (owner + 1) * each)
+        if owner == rank:
+            own = shard[low - owner * each : high - owner * each]
+            if whole is None:
+                dist.send(own.to(parameter.device), dst=0)  # offloaded shards lie in host memory
+            else:
+                whole[low - first : high - first].copy_(own)
+        elif whole is not None:
+            dist.recv(whole[low - first : high - first], src=owner)
+    return whole

@@ -9,7 +9,18 @@ from asyncrl.control.protocols import TensorEntry
 
 __all__ = ["ALIGNMENT", "ITEM_BYTES", "plan_buckets"]
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 """Bytes of one element."""
 
 ALIGNMENT = 64

@@ -19,7 +19,7 @@ import ray
 
 from asyncrl.control.protocols import Manifest
 from asyncrl.weights.layout import ALIGNMENT
-from asyncrl.weights.manifest import check_manifest
+from asyncrl.weights.manifest import Expected, check_manifest
 
 __all__ = ["Staged", "StagingError", "fetch", "sweep"]
 
@@ -50,7 +50,7 @@ class Staged:
         self.path.unlink(missing_ok=True)
 
 
-def fetch(manifest: Manifest, expected: Mapping[str, tuple[tuple[int, ...], str]], timeout_s: float, directory: Path = SHARED_MEMORY) -> Staged:
+def fetch(manifest: Manifest, expected: Mapping[str, Expected], timeout_s: float, directory: Path = SHARED_MEMORY) -> Staged:
     """Check the manifest, then bring its buckets one by one from the object store into one file. Blocks: call it in a thread.
 
     Raises:

@@ -13,7 +13,7 @@ from asyncrl.generation.settings import GeneratorApp
 from asyncrl.placement import needed
 from asyncrl.text.stops import load_stops
 from asyncrl.text.tokenizer import load_tokenizer, tokenizer_fingerprint
-from asyncrl.weights.manifest import expected_parameters, fingerprint
+from asyncrl.weights.manifest import expected_tensors, fingerprint
 
 
 def config(model: Path, **rollout: Any) -> Config:
@@ -33,7 +33,7 @@ def config(model: Path, **rollout: Any) -> Config:
 def status(model: Path, dtype: str = "float32") -> dict[str, Any]:
     tokenizer = load_tokenizer(str(model))
     facts = {"stops": load_stops(model, tokenizer), "tokenizer": tokenizer_fingerprint(tokenizer)}
-    return {"parameters": fingerprint(expected_parameters(model, dtype)), "max_model_len": 100, **facts}
+    return {"parameters": fingerprint(expected_tensors(model, dtype)), "max_model_len": 100, **facts}
 
 
 def test_generators_of_the_same_model_fit(tiny_model: Path) -> None:

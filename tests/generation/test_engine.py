@@ -17,7 +17,7 @@ from asyncrl.config import GeneratorConfig
 from asyncrl.generation.engine import Engine, engine_environment
 from asyncrl.generation.protocol import GenerateRequest, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.weights.manifest import expected_parameters
+from asyncrl.weights.manifest import expected_tensors
 from asyncrl.weights.staging import fetch
 
 pytestmark = pytest.mark.timeout(600)
@@ -67,7 +67,7 @@ def test_generations_in_flight_at_an_update(
     def apply(model: Any) -> tuple[int, dict[str, float], Any]:
         """The version, its timings, and the completion of a request that comes while the update is under way."""
         version = next(versions)
-        staged = fetch(publish(dict(model.named_parameters()), version=version), expected_parameters(untied_model, "float32"), 60, tmp_path)
+        staged = fetch(publish(dict(model.named_parameters()), version=version), expected_tensors(untied_model, "float32"), 60, tmp_path)
         try:
             update = holder.apply.remote(staged.update_info(), version)
             late = holder.generate.remote(GenerateRequest(prompts[0], 1, 20, 1.0, seed=5, ignore_eos=True))
@@ -147,7 +147,7 @@ def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_
     pair = holder.generate.remote(GenerateRequest(prompt, 2, 60, 1.0, seed=5, ignore_eos=True))
     while ray_cluster.get(holder.generated.remote()) < before + 5 * 32:
         pass
-    staged = fetch(publish(dict(new.named_parameters()), version=101), expected_parameters(untied_model, "float32"), 60, tmp_path)
+    staged = fetch(publish(dict(new.named_parameters()), version=101), expected_tensors(untied_model, "float32"), 60, tmp_path)
     ray_cluster.get(holder.apply.remote(staged.update_info(), 101), timeout=120)
     staged.remove()
     first, second = ray_cluster.get(pair, timeout=120)
@@ -156,7 +156,7 @@ def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_
     assert [span.version for span in second.versions] == [101], "the second sibling was first scheduled after it"
     expected = reference(new, prompt, second.token_ids)
     assert (expected - torch.tensor(second.logprobs)).abs().max().item() <= 1e-4
-    staged = fetch(publish(dict(load_reference(untied_model).named_parameters()), version=102), expected_parameters(untied_model, "float32"), 60, tmp_path)
+    staged = fetch(publish(dict(load_reference(untied_model).named_parameters()), version=102), expected_tensors(untied_model, "float32"), 60, tmp_path)
     ray_cluster.get(holder.apply.remote(staged.update_info(), 102), timeout=120)
     staged.remove()
 
@@ -193,7 +193,7 @@ def test_untied_head_matches_transformers_then_dies_clean(
 
     assert worst() <= 1e-4 and worst(0.6) <= 1e-4 and worst(1.7) <= 1e-4
     disturb(model, seed=1)
-    staged = fetch(publish(dict(model.named_parameters()), version=1), expected_parameters(untied_model, "float32"), 60, tmp_path)
+    staged = fetch(publish(dict(model.named_parameters()), version=1), expected_tensors(untied_model, "float32"), 60, tmp_path)
     timings = ray_cluster.get(holder.apply.remote(staged.update_info(), 1), timeout=120)
     assert timings["in_flight"] == 0
     assert worst() <= 1e-4

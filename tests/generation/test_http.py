@@ -387,7 +387,7 @@ def test_the_replica_is_what_the_routes_need(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(standing, "_bound_host", lambda: "0.0.0.0")
     monkeypatch.setattr(standing, "_nodes", lambda: 2)
     monkeypatch.setattr(replica, "Engine", lambda settings: engine)
-    monkeypatch.setattr(replica, "expected_parameters", lambda model, dtype: {})
+    monkeypatch.setattr(replica, "expected_tensors", lambda model, dtype: {})
     monkeypatch.setattr(replica, "find_board", lambda name: None)
     monkeypatch.setattr(replica.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(replica, "lease_holder", nothing)

@@ -34,7 +34,7 @@ async def started(monkeypatch: pytest.MonkeyPatch, apply: Callable[[Any, int], A
     engine = SimpleNamespace(start=nothing, apply=apply, generate=generate, check=nothing, take_longest_gap=lambda: 0.0, **numbers)
     context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setattr(replica, "Engine", lambda settings: engine)
-    monkeypatch.setattr(replica, "expected_parameters", lambda model, dtype: {})
+    monkeypatch.setattr(replica, "expected_tensors", lambda model, dtype: {})
     monkeypatch.setattr(replica, "find_board", lambda name: None)
     monkeypatch.setattr(replica, "fetch", fetch)
     monkeypatch.setattr(replica.serve, "get_replica_context", lambda: context)

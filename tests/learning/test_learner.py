@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.learning.checkpoint import load_rank
 from asyncrl.learning.group import LearnerDied, LearnerError, LearnerGroup, PlacementError, stacks_path
 from asyncrl.stacks import stack_of
-from asyncrl.weights.manifest import expected_parameters
+from asyncrl.weights.manifest import expected_tensors
 
 ROWS = [((5, 6, 7), (8, 9)), ((10,), (11, 12, 13)), ((20, 21), (22,))]
 
@@ -90,7 +90,7 @@ def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(one: LearnerG
             np.testing.assert_allclose(left, right, atol=1e-4)
         alone, together = (run(group.supervised_step(rows)) for group in (one, shared))
         assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4) and together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
-        assert {entry.name for entry in run(shared.gather(1)).tensors} == set(expected_parameters(tmp_path, "float32"))
+        assert {entry.name for entry in run(shared.gather(1)).tensors} == set(expected_tensors(tmp_path, "float32"))
     finally:
         run(shared.close())
 
@@ -247,7 +247,7 @@ def test_a_value_head_fits_returns_alike_on_one_rank_and_two_and_stays_with_the_
             metrics = [run(group.step(recorded_batch(0))).metrics for _ in range(4)]
             first[name] = metrics[0]["loss"] - metrics[0]["value_loss"], metrics[0]["grad_norm"]
             steps[world_size] = [value for one in metrics for value in (one["value_loss"], one["grad_norm"])]
-            assert {entry.name for entry in run(group.gather(1)).tensors} == set(expected_parameters(model_path, "float32")), "the head is not published"
+            assert {entry.name for entry in run(group.gather(1)).tensors} == set(expected_tensors(model_path, "float32")), "the head is not published"
         finally:
             run(group.close())
     assert first["critic"] == pytest.approx(first["plain"], rel=1e-4, abs=1e-6) and first["plain"][0] != 0

@@ -30,7 +30,7 @@ from asyncrl.rewards.scoring import scored_summary
 from asyncrl.rollout.worker import RolloutWorker, WorkerSpec, rollout_seed
 from asyncrl.testing import FakeRecorder, SeededGenerator
 from asyncrl.types import Completion, Prompt, table_from_ipc
-from asyncrl.weights.manifest import expected_parameters
+from asyncrl.weights.manifest import expected_tensors
 from asyncrl.weights.push import ServeWeightSync
 from asyncrl.weights.staging import fetch
 
@@ -241,7 +241,7 @@ def test_three_steps_on_real_vllm_equal_a_plain_loop_that_calls_it(
         if alone is None:
             run(weights.push(manifest))
             return
-        staged = fetch(manifest, expected_parameters(Path(config.model.path), "float32"), 60, tmp_path)
+        staged = fetch(manifest, expected_tensors(Path(config.model.path), "float32"), 60, tmp_path)
         ray_cluster.get(alone.apply.remote(staged.update_info(), step), timeout=120)
         staged.remove()
 

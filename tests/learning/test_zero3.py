@@ -16,6 +16,7 @@ from recorded import learner_config
 
 from asyncrl.config import LearnerConfig
 from asyncrl.learning import zero3
+from asyncrl.weights.published import version_table
 
 ROWS = [(tuple(range(3, 6 + index)), tuple(range(8, 11 + 6 * index))) for index in range(6)]
 """Of very different lengths: two ranks have different numbers of loss tokens in each micro-batch."""
@@ -100,6 +101,7 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
     config = learner_config(path, world_size=world_size, max_tokens=64, **VARIANTS[name])
     policy_module.token_logprobs = partial(token_logprobs, chunk_elements=250) if name == "chunked" else token_logprobs
     learner = rank_module.LearnerRank(rank, config, "run", 1)
+    learner.table = version_table(path)
     learner.engine, learner.sharded = zero3.start_engine(str(path), config.learner, 1.0)
     learner.parameters = dict(zero3.policy_of(learner.engine).model.named_parameters())
     seen = SimpleNamespace(summed_in=learner.engine.optimizer.communication_data_type)
@@ -189,11 +191,16 @@ def compare_published(learner: Any, bf16: bool) -> tuple[int, bool]:
 
     held = torch.bfloat16 if bf16 else torch.float32
     published, equal = 0, True
-    for dtype in TORCH_DTYPES:
-        entries, sizes = weight_layout(learner.parameters.items(), dtype, 20_000)
+    for dtype in ("float32", "bfloat16"):
+        entries, sizes = weight_layout(learner.table, dtype, 20_000)
         contents: dict[int, torch.Tensor] = {}
         gather_buckets(
-            learner.parameters, entries, sizes, learner.rank, lambda number, content, to=contents: to.update({number: torch.from_numpy(content.copy())})
+            learner.parameters,
+            learner.table,
+            entries,
+            sizes,
+            learner.rank,
+            lambda number, content, to=contents: to.update({number: torch.from_numpy(content.copy())}),
         )
         for entry in entries:
             full = safe_get_full_fp32_param(learner.parameters[entry.name])

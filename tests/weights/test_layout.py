@@ -27,7 +27,7 @@ def test_a_bucket_grows_to_the_largest_parameter() -> None:
 
 @pytest.mark.parametrize(
     ("shapes", "message"),
-    [([], "at least one"), ([("a", (1,), "int8")], "dtype 'int8'"), ([("a", (1,), "float32"), ("a", (2,), "float32")], "'a' comes twice")],
+    [([], "at least one"), ([("a", (1,), "int4")], "dtype 'int4'"), ([("a", (1,), "float32"), ("a", (2,), "float32")], "'a' comes twice")],
 )
 def test_what_cannot_be_laid_out(shapes: list[tuple[str, tuple[int, ...], str]], message: str) -> None:
     with pytest.raises(ValueError, match=message):

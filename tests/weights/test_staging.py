@@ -13,8 +13,9 @@ import torch
 
 from asyncrl.control.protocols import Manifest
 from asyncrl.weights.apply import StagedUpdate, map_tensors
-from asyncrl.weights.manifest import ManifestError, check_manifest, expected_parameters
+from asyncrl.weights.manifest import Expected, ManifestError, check_manifest, expected_tensors
 from asyncrl.weights.staging import StagingError, fetch, sweep
+from asyncrl.weights.stored import CheckpointFilesError
 
 Parameters = dict[str, torch.Tensor]
 
@@ -27,8 +28,8 @@ def parameters() -> Parameters:
 
 
 @pytest.fixture(scope="module")
-def expected(parameters: Parameters) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: (tuple(p.shape), "float32") for name, p in parameters.items()}
+def expected(parameters: Parameters) -> dict[str, Expected]:
+    return {name: Expected(tuple(p.shape), ("float32",)) for name, p in parameters.items()}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_every_parameter_has_to_be_there_once_and_right(manifest: Manifest, expe
         return replace(manifest, tensors=tensors)
 
     for name in entries:
-        with pytest.raises(ManifestError, match=f"lacks 1 parameters, first '{name}'"):
+        with pytest.raises(ManifestError, match=f"lacks 1 tensors, first '{name}'"):
             check_manifest(with_entries(*(e for e in manifest.tensors if e.name != name)), expected)
     c = entries["c"]
     others = [e for e in manifest.tensors if e.name != "c"]
@@ -98,22 +99,28 @@ def test_every_parameter_has_to_be_there_once_and_right(manifest: Manifest, expe
             check_manifest(with_entries(*others, changed), expected)
     with pytest.raises(ManifestError, match="repeats 1"):
         check_manifest(with_entries(*manifest.tensors, c), expected)
-    with pytest.raises(ManifestError, match="unknown 1 parameters, first 'c'"):
+    check_manifest(replace(with_entries(*others), left_out=("c",)), expected)
+    with pytest.raises(ManifestError, match="repeats 1"):
+        check_manifest(replace(manifest, left_out=("c",)), expected)
+    with pytest.raises(ManifestError, match="unknown 1 tensors, first 'x'"):
+        check_manifest(replace(manifest, left_out=("x",)), expected)
+    check_manifest(manifest, {**expected, "c": Expected((64, 8), ("bfloat16", "float32"))})
+    with pytest.raises(ManifestError, match="unknown 1 tensors, first 'c'"):
         check_manifest(manifest, {name: e for name, e in expected.items() if name != "c"})
     a, b = entries["a"], entries["b"]
     with pytest.raises(ManifestError, match="overlaps"):
         check_manifest(with_entries(a, replace(b, bucket=a.bucket, offset=a.offset), entries["c"], entries["d"]), expected)
 
 
-def test_expected_parameters_are_those_of_transformers(tiny_model: Path, untied_model: Path) -> None:
+def test_expected_tensors_are_those_of_transformers(tiny_model: Path, untied_model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     for path in (tiny_model, untied_model):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        assert expected_parameters(path, "float32") == {name: (tuple(p.shape), "float32") for name, p in model.named_parameters()}
-    assert "lm_head.weight" not in expected_parameters(tiny_model, "float32")
-    with pytest.raises(ManifestError, match=r"no \*\.safetensors"):
-        expected_parameters(tiny_model / "nowhere", "float32")
+        assert expected_tensors(path, "bfloat16") == {name: (tuple(p.shape), ("bfloat16", "float32")) for name, p in model.named_parameters()}
+    assert "lm_head.weight" not in expected_tensors(tiny_model, "float32")
+    with pytest.raises(CheckpointFilesError, match=r"holds neither model\.safetensors"):
+        expected_tensors(tiny_model / "nowhere", "float32")
 
 
 def test_sweep_takes_what_dead_processes_left(tmp_path: Path) -> None:

@@ -1,0 +1,280 @@
+"""Which elements of which parameters a tensor is made of, without any element: shapes and strides alone.
+
+A `Selection` stands in for a tensor while somebody's code cuts, joins, turns and reshapes it. What comes out says, for each piece of the result, where it
+lies in a parameter and where in the result, strided on both sides: enough to copy it part by part out of shards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+__all__ = ["NotExpressible", "Piece", "Selection"]
+
+Factor = tuple[int, int]
+"""Size and stride of one digit of a dimension's index."""
+Digits = tuple[Factor, ...]
+"""A dimension as a number of mixed radix, outermost digit first. No digits: size 1."""
+
+
+class NotExpressible(ValueError):
+    """The tensor is not made by taking elements, or not in strided pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of a parameter in a tensor. Both are row-major; starts and strides count elements."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    start: int
+    strides: tuple[int, ...]
+    to: int
+    to_strides: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def span(self) -> int:
+        """Elements of the parameter from the piece's first to its last."""
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    def parts(self, limit: int) -> Iterator[Piece]:
+        """The piece in parts that span at most `limit` elements of the parameter each, or one element."""
+        if self.span <= max(1, limit):
+            yield self
+            return
+        widest = max(range(len(self.shape)), key=lambda dim: (self.shape[dim] - 1) * self.strides[dim])
+        rest = self.span - (self.shape[widest] - 1) * self.strides[widest]
+        rows = max(1, (limit - rest) // self.strides[widest] + 1)
+        for first in range(0, self.shape[widest], rows):
+            yield from self._rows(widest, first, min(rows, self.shape[widest] - first)).parts(limit)
+
+    def _rows(self, dim: int, first: int, count: int) -> Piece:
+        shape = (*self.shape[:dim], count, *self.shape[dim + 1 :])
+        return replace(self, shape=shape, start=self.start + first * self.strides[dim], to=self.to + first * self.to_strides[dim])
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box of a tensor that is one strided part of a parameter: its first index in each dimension of the tensor, and the digits of each."""
+
+    parameter: str
+    start: int
+    corner: tuple[int, ...]
+    dims: tuple[Digits, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Stands in for a tensor of parameters' elements. It has the methods that transformers' conversions use, and works in torch's functions of the
+    same names.
+
+    Raises:
+        NotExpressible: anything else is asked of it.
+    """
+
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    @classmethod
+    def of(cls, parameter: str, shape: Sequence[int]) -> Selection:
+        """The whole parameter."""
+        shape = tuple(shape)
+        strides = _row_major(shape)
+        dims = tuple(((size, stride),) if size > 1 else () for size, stride in zip(shape, strides, strict=True))
+        return cls(shape, (Block(parameter, 0, (0,) * len(shape), dims),))
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """What it is made of."""
+        return tuple(_piece(block, _row_major(self.shape)) for block in self.blocks)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def contiguous(self) -> Selection:
+        return self
+
+    def clone(self) -> Selection:
+        return self
+
+    def detach(self) -> Selection:
+        return self
+
+    def narrow(self, dim: int, start: int, length: int) -> Selection:
+        dim %= self.ndim
+        cut = [part for block in self.blocks for part in _cut(block, dim, start, start + length)]
+        return Selection((*self.shape[:dim], length, *self.shape[dim + 1 :]), tuple(cut))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[Selection, ...]:
+        size = self.shape[dim]
+        each = -(-size // chunks)
+        return tuple(self.narrow(dim, first, min(each, size - first)) for first in range(0, size, each))
+
+    def unbind(self, dim: int = 0) -> tuple[Selection, ...]:
+        return tuple(self.narrow(dim, index, 1).squeeze(dim) for index in range(self.shape[dim]))
+
+    def squeeze(self, dim: int | None = None) -> Selection:
+        away = {index for index, size in enumerate(self.shape) if size == 1 and dim in (None, index, index - self.ndim)}
+        return self._permuted([index for index in range(self.ndim) if index not in away])
+
+    def unsqueeze(self, dim: int) -> Selection:
+        dim %= self.ndim + 1
+        blocks = (replace(b, corner=(*b.corner[:dim], 0, *b.corner[dim:]), dims=(*b.dims[:dim], (), *b.dims[dim:])) for b in self.blocks)
+        return Selection((*self.shape[:dim], 1, *self.shape[dim:]), tuple(blocks))
+
+    def transpose(self, dim0: int, dim1: int) -> Selection:
+        order = list(range(self.ndim))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        return self._permuted(order)
+
+    def permute(self, *dims: int) -> Selection:
+        return self._permuted([dim % self.ndim for dim in dims])
+
+    def reshape(self, *shape: Any) -> Selection:
+        wanted = _sizes(shape, self.numel())
+        if wanted == self.shape:
+            return self
+        if len(self.blocks) != 1:
+            raise NotExpressible("reshapes what it has joined")
+        (block,) = self.blocks
+        return Selection(wanted, (replace(block, corner=(0,) * len(wanted), dims=_regrouped(block.dims, wanted)),))
+
+    view = reshape
+
+    def _permuted(self, order: list[int]) -> Selection:
+        def ordered(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values[index] for index in order)
+
+        return Selection(ordered(self.shape), tuple(replace(b, corner=ordered(b.corner), dims=ordered(b.dims)) for b in self.blocks))
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> Any:
+        name = getattr(function, "__name__", str(function))
+        known = {"cat": cat, "concat": cat, "stack": stack}.get(name) or (getattr(cls, name, None) if name in METHODS else None)
+        if known is None:
+            raise NotExpressible(f"calls torch.{name}")
+        return known(*arguments, **(keywords or {}))
+
+
+METHODS = frozenset({"chunk", "clone", "narrow", "permute", "reshape", "squeeze", "transpose", "unbind", "unsqueeze"})
+"""Of a selection, by which torch's functions of the same names work on it."""
+
+
+def cat(selections: Sequence[Selection], dim: int = 0) -> Selection:
+    """torch.cat of selections."""
+    first = selections[0]
+    dim %= first.ndim
+    blocks: list[Block] = []
+    at = 0
+    for one in selections:
+        if one.shape[:dim] + one.shape[dim + 1 :] != first.shape[:dim] + first.shape[dim + 1 :]:
+            raise NotExpressible(f"joins {first.shape} and {one.shape}")
+        blocks.extend(replace(b, corner=(*b.corner[:dim], b.corner[dim] + at, *b.corner[dim + 1 :])) for b in one.blocks)
+        at += one.shape[dim]
+    return Selection((*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(blocks))
+
+
+def stack(selections: Sequence[Selection], dim: int = 0) -> Selection:
+    """torch.stack of selections."""
+    return cat([one.unsqueeze(dim) for one in selections], dim)
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))
+
+
+def _count(digits: Digits) -> int:
+    return math.prod(size for size, _ in digits)
+
+
+def _cut(block: Block, dim: int, first: int, end: int) -> Iterator[Block]:
+    """The block's share of indices [first, end) of a dimension, counted from `first`."""
+    corner, digits = block.corner[dim], block.dims[dim]
+    low, high = max(first - corner, 0), min(end - corner, _count(digits))
+    if low >= high:
+        return
+    offset, rest = _narrowed(digits, low, high)
+    yield replace(
+        block,
+        start=block.start + offset,
+        corner=(*block.corner[:dim], corner + low - first, *block.corner[dim + 1 :]),
+        dims=(*block.dims[:dim], rest, *block.dims[dim + 1 :]),
+    )
+
+
+def _narrowed(digits: Digits, low: int, high: int) -> tuple[int, Digits]:
+    """The numbers [low, high) of a mixed radix number: distance of the first from 0, and their digits."""
+    if high - low == _count(digits):
+        return 0, digits
+    (_, stride), *inner = digits
+    unit = _count(tuple(inner))
+    if low % unit == 0 and high % unit == 0:
+        size = (high - low) // unit
+        return low // unit * stride, (((size, stride),) if size > 1 else ()) + tuple(inner)
+    if low // unit == (high - 1) // unit:
+        offset, rest = _narrowed(tuple(inner), low % unit, (high - 1) % unit + 1)
+        return low // unit * stride + offset, rest
+    raise NotExpressible("cuts across what it has reshaped")
+
+
+def _sizes(shape: tuple[Any, ...], elements: int) -> tuple[int, ...]:
+    """The shape that `reshape` was asked for, as numbers or a sequence, with -1 for what is left."""
+    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    known = math.prod(size for size in sizes if size != -1)
+    sizes = tuple(elements // known if size == -1 else size for size in sizes)
+    if math.prod(sizes) != elements:
+        raise NotExpressible(f"reshapes {elements} elements to {sizes}")
+    return sizes
+
+
+def _regrouped(dims: Sequence[Digits], shape: Sequence[int]) -> tuple[Digits, ...]:
+    """The same digits, in the same order, as dimensions of other sizes; a digit is split where a size ends within it."""
+    left = list(itertools.chain.from_iterable(dims))
+    made: list[Digits] = []
+    for size in shape:
+        digits: list[Factor] = []
+        while size > 1:
+            count, stride = left.pop(0)
+            taken = min(count, size)
+            if size % taken or count % taken:
+                raise NotExpressible(f"reshapes to {tuple(shape)} across its pieces")
+            inner = count // taken
+            digits.append((taken, stride * inner))
+            if inner > 1:
+                left.insert(0, (inner, stride))
+            size //= taken
+        made.append(tuple(digits))
+    return tuple(made)
+
+
+def _piece(block: Block, row_strides: tuple[int, ...]) -> Piece:
+    """Digits that follow one another on both sides become one."""
+    digits: list[tuple[int, int, int]] = []
+    for of_dim, row in zip(block.dims, row_strides, strict=True):
+        for index, (size, stride) in enumerate(of_dim):
+            digits.append((size, stride, row * _count(of_dim[index + 1 :])))
+    merged: list[tuple[int, int, int]] = []
+    for size, stride, to_stride in digits:
+        if merged and merged[-1][1:] == (stride * size, to_stride * size):
+            size *= merged.pop()[0]
+        merged.append((size, stride, to_stride))
+    to = sum(index * row for index, row in zip(block.corner, row_strides, strict=True))
+    shape, strides, to_strides = zip(*merged, strict=True) if merged else ((1,), (1,), (1,))
+    return Piece(block.parameter, shape, block.start, strides, to, to_strides)

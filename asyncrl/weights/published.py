@@ -1,0 +1,255 @@
+"""What a version of a checkpoint is made of: each of the checkpoint's names, and where in the learner's parameters its elements are.
+
+The one module that uses transformers' internal conversions (`core_model_loading`). When it loads a checkpoint, transformers renames parameters and makes
+one of many, such as a mixture's experts. `revert_weight_conversion` knows the way back, on whole tensors: here it gets `Selection`s, which have none.
+
+As a program, `python -m asyncrl.weights.published DIRECTORY` prints what `outline` returns, as JSON: for a process that does without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.weights.layout import ITEM_BYTES
+from asyncrl.weights.pieces import NotExpressible, Piece, Selection
+from asyncrl.weights.stored import CheckpointFilesError, StoredTensor, stored_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["CannotPublish", "Outline", "PublishedTensor", "VersionTable", "outline", "version_table"]
+
+TABLE_TIMEOUT_S = 300.0
+
+
+class CannotPublish(ValueError):
+    """The generators could not be given this checkpoint's tensors from the learner's parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTensor:
+    """A tensor of the checkpoint. With pieces it comes from the learner's parameters, without any it is published as the file has it."""
+
+    name: str
+    stored: StoredTensor
+    pieces: tuple[Piece, ...] = ()
+
+    def dtype(self, of_parameters: str) -> str:
+        """The type that it is published in, where parameters are published in `of_parameters`."""
+        return of_parameters if self.pieces else self.stored.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class VersionTable:
+    """Everything that a version has, in the order of its buckets, and what it leaves out."""
+
+    tensors: tuple[PublishedTensor, ...]
+    left_out: tuple[str, ...]
+    parameters: Mapping[str, tuple[int, ...]]
+    """Shape of each of the learner's parameters, by its name in transformers; of tied ones the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A table in numbers, or why there is none."""
+
+    trained: int
+    """Elements of tensors that come from the learner's parameters."""
+    largest: int
+    """Elements of the largest of them."""
+    as_stored: Mapping[str, int]
+    """Bytes of each tensor that is published as the file has it."""
+    left_out: tuple[str, ...]
+    parameters: Mapping[str, tuple[int, ...]]
+    refusal: str | None = None
+
+    def nbytes(self, dtype: str) -> int:
+        """Bytes of a version whose parameters are published as `dtype`."""
+        return self.trained * ITEM_BYTES[dtype] + sum(self.as_stored.values())
+
+
+def version_table(model_path: str | Path) -> VersionTable:
+    """The table of a checkpoint, made without reading a tensor.
+
+    Raises:
+        CannotPublish, CheckpointFilesError: with the reason.
+    """
+    stored = stored_tensors(model_path)
+    model, missing = _empty_model(model_path, stored)
+    selections = _selections(model)
+    try:
+        reverted = _revert(model, selections)
+    except NotExpressible as error:
+        raise CannotPublish(f"{type(model).__name__}: transformers {error} to write this model's weights back, which cannot be done from shards") from error
+    first_of = _first_names(model)
+    found: dict[str, tuple[Piece, ...]] = {}
+    for name, selection in reverted.items():
+        if (at := _stored_name(name, stored, model.base_model_prefix)) is not None:
+            found[at] = _fitting(at, selection, stored[at])
+    _check_covered(selections, found, reverted, first_of, missing, type(model).__name__)
+    renamed = {name: tuple(_renamed(piece, first_of) for piece in pieces) for name, pieces in found.items()}
+    rest = sorted(set(stored) - set(found))
+    # vLLM makes a module new as soon as one of its tensors comes, and then needs them all.
+    modules = {name.rpartition(".")[0] for name in found}
+    left_out = [name for name in rest if _not_loaded(name, model) and name.rpartition(".")[0] not in modules]
+    if unknown := next((name for name in rest if name not in left_out and stored[name].dtype not in ITEM_BYTES), None):
+        raise CannotPublish(f"{unknown!r} of the checkpoint has type {stored[unknown].dtype}: it is quantized, and cannot be trained")
+    tensors = [PublishedTensor(name, stored[name], renamed.get(name, ())) for name in stored if name not in left_out]
+    # One layer after the other: vLLM puts each together as soon as all of it has come.
+    tensors.sort(key=lambda tensor: _natural(tensor.name))
+    return VersionTable(tuple(tensors), tuple(left_out), {name: selections[name].shape for name in dict.fromkeys(first_of.values())})
+
+
+def outline(model_path: str | Path) -> Outline:
+    """The table in numbers, made in another process if this one has no torch, and remembered while the checkpoint's files stay as they are."""
+    return _outline(str(model_path), _state(Path(model_path)))
+
+
+@lru_cache(maxsize=32)
+def _outline(model_path: str, state: tuple[Any, ...]) -> Outline:
+    if "torch" in sys.modules:
+        return _outline_here(model_path)
+    command = [sys.executable, "-m", "asyncrl.weights.published", model_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TABLE_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
+    return Outline(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _outline_here(model_path: str) -> Outline:
+    try:
+        table = version_table(model_path)
+    except (CannotPublish, CheckpointFilesError) as error:
+        return Outline(0, 0, {}, (), {}, str(error))
+    trained = [tensor.stored.elements for tensor in table.tensors if tensor.pieces]
+    as_stored = {tensor.name: tensor.stored.elements * ITEM_BYTES[tensor.stored.dtype] for tensor in table.tensors if not tensor.pieces}
+    return Outline(sum(trained), max(trained), as_stored, table.left_out, table.parameters)
+
+
+def _state(directory: Path) -> tuple[Any, ...]:
+    files = [*sorted(directory.glob("*.safetensors*")), directory / "config.json"]
+    return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists())
+
+
+def _empty_model(model_path: str | Path, stored: Mapping[str, StoredTensor]) -> tuple[PreTrainedModel, set[str]]:
+    """The model as `from_pretrained` makes it of tensors that have a shape and no memory, and the parameters and buffers that were not in them. The
+    model remembers which conversions the checkpoint's names needed."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.utils import logging
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    if getattr(config, "quantization_config", None) is not None:
+        raise CannotPublish("config.json has a quantization_config: quantized weights cannot be trained; name the checkpoint without it")
+    try:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise CannotPublish(f"transformers has no causal language model for model_type {config.model_type!r}") from None
+    if isinstance(model_class, (tuple, list)):
+        named = [one for one in model_class if one.__name__ in (config.architectures or ())]
+        model_class = (named or model_class)[0]
+    empty = {name: torch.empty(one.shape, device="meta") for name, one in stored.items()}
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model, loading = model_class.from_pretrained(
+            None, config=config, state_dict=empty, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (ValueError, RuntimeError) as error:
+        raise CannotPublish(
+            f"transformers cannot make the parameters of {model_class.__name__} from the checkpoint's tensors, some of which are missing or have other shapes; "
+            "load it with transformers, whose report names them"
+        ) from error
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
+    for name, there, here in sorted(loading["mismatched_keys"]):
+        raise CannotPublish(f"{name!r} has shape {tuple(there)} in the checkpoint, and {tuple(here)} in {model_class.__name__}; save it with its own config")
+    return model, set(loading["missing_keys"])
+
+
+def _revert(model: PreTrainedModel, selections: Mapping[str, Selection]) -> dict[str, Selection]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    reverted: dict[str, Selection] = revert_weight_conversion(model, dict(selections))
+    return reverted
+
+
+def _selections(model: PreTrainedModel) -> dict[str, Selection]:
+    """Every parameter under each of its names."""
+    return {name: Selection.of(name, parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _first_names(model: PreTrainedModel) -> dict[str, str]:
+    """Name of a parameter → the first name of those that it is tied to, by which `named_parameters` lists it."""
+    tied: dict[str, str] = dict(model.all_tied_weights_keys)
+    firsts: dict[str, str] = {}
+    found: dict[str, str] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        found[name] = firsts.setdefault(tied.get(name, name), name)
+    return found
+
+
+def _stored_name(name: str, stored: Mapping[str, StoredTensor], prefix: str) -> str | None:
+    """The name in the file: as transformers would write it, or with or without the prefix of a model without its head."""
+    return next((other for other in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if other in stored), None)
+
+
+def _fitting(name: str, selection: Selection, stored: StoredTensor) -> tuple[Piece, ...]:
+    """The pieces of the tensor in the shape that the file has: transformers drops dimensions of size 1 where it takes experts apart."""
+    if [size for size in selection.shape if size != 1] != [size for size in stored.shape if size != 1]:
+        raise CannotPublish(f"{name!r} has shape {stored.shape} in the checkpoint, and {selection.shape} made of the model's parameters")
+    return selection.pieces()
+
+
+def _check_covered(
+    selections: Mapping[str, Selection],
+    found: Mapping[str, Iterable[Piece]],
+    reverted: Mapping[str, Selection],
+    first_of: Mapping[str, str],
+    missing: set[str],
+    model: str,
+) -> None:
+    """Raise CannotPublish unless every parameter goes whole into the checkpoint's tensors, under one of its names."""
+    covered = dict.fromkeys(selections, 0)
+    for pieces in found.values():
+        for piece in pieces:
+            covered[piece.parameter] += piece.elements
+    whole = {first_of[name] for name, elements in covered.items() if elements == selections[name].numel()}
+    lost = next((name for name in selections if first_of[name] not in whole), None)
+    if lost is None:
+        return
+    if lost in missing:
+        raise CannotPublish(f"the checkpoint lacks {lost!r} of {model}, which would begin with random numbers; complete it")
+    wanted = next((name for name, selection in reverted.items() if any(piece.parameter == lost for piece in selection.pieces())), None)
+    raise CannotPublish(f"{lost!r} of {model} has no place among the checkpoint's tensors (transformers would write {wanted!r}); save it with transformers")
+
+
+def _renamed(piece: Piece, first_of: Mapping[str, str]) -> Piece:
+    return Piece(first_of[piece.parameter], piece.shape, piece.start, piece.strides, piece.to, piece.to_strides)
+
+
+def _not_loaded(name: str, model: PreTrainedModel) -> bool:
+    """Does transformers know the name as one to pass over, such as rotary frequencies of old checkpoints?"""
+    patterns = {r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())}
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Layer 2 before layer 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_outline_here(sys.argv[1]))))
