@@ -254,6 +254,9 @@ class LearnerConfig(Section):
     """AdamW, or plain SGD without momentum (for comparisons: nothing in it amplifies rounding)."""
     learning_rate: float = Field(default=1e-6, ge=0)
     """Peak learning rate."""
+    value_learning_rate: float | None = Field(default=None, ge=0)
+    """Peak learning rate of the value head (advantage: gae); its schedule is that of learning_rate. A fresh head usually wants 10 to 100 times as much
+    as the policy. Default: learning_rate."""
     warmup_steps: int = Field(default=0, ge=0)
     """Applied steps over which the learning rate rises linearly from 0."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
@@ -263,7 +266,7 @@ class LearnerConfig(Section):
     adam_eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay, SGD's L2 penalty. Norms, biases and the decay rates of recurrent layers have none."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the gradient to this L2 norm."""
     max_skipped_steps: int = Field(default=3, gt=0)

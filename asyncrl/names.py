@@ -54,6 +54,7 @@ RENAMED = {
     "report_to": "observe.sinks",
     "wandb_project": "observe.project",
     "clip_grad": "learner.max_grad_norm",
+    "critic_lr": "learner.value_learning_rate",
     "eval_interval": "eval.every_steps",
     "eval_prompt_data": "eval.sets",
     "n_samples_per_eval_prompt": "eval.sets",

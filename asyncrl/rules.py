@@ -31,6 +31,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("algorithm.gamma", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("algorithm.gae_lambda", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("algorithm.value_coef", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
+    ("learner.value_learning_rate", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("algorithm.kl_estimator", "algorithm.has_reference", (True,), "algorithm.kl_coef or kl_loss_coef above 0"),
     ("algorithm.ref_num_cpus", "algorithm.has_reference", (True,), "algorithm.kl_coef or kl_loss_coef above 0"),
     ("algorithm.correction.reject_estimator", "algorithm.correction.rejects", (True,), "algorithm.correction.reject_above"),

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "asyncrl"
 LAYERS = {
-    0: ["clock", "config", "confined", "environment", "names", "redact", "rules", "runtime", "text", "types"],
+    0: ["clock", "config", "confined", "environment", "names", "redact", "rules", "runtime", "sandbox", "text", "types"],
     1: ["algorithms", "data.balance", "data.blocks", "data.packing", "data.truncation", "control.staleness"],
     2: ["control", "generation.protocol"],
     3: ["stacks", "data", "generation", "rollout", "rewards", "learning", "weights"],
@@ -31,7 +31,7 @@ LAYERS = {
         "snapshot",
     ],
 }
-FREE = {"testing", "testing.clock", "testing.control", "testing.engine", "testing.generators", ""}
+FREE = {"testing", "testing.clock", "testing.control", "testing.engine", "testing.generators", "testing.sandbox", ""}
 HOMES = {
     "vllm": ["generation", "weights"],
     "deepspeed": ["learning", "weights.gather"],
@@ -87,6 +87,14 @@ def test_control_imports_neither_ray_nor_torch():
     for name, path in modules():
         if name.startswith("control"):
             assert not {module.split(".")[0] for module in imports(path)} & {"ray", "vllm", "deepspeed", "torch"}, name
+
+
+def test_the_sandbox_needs_the_standard_library_alone():
+    """Its supervisor starts without site-packages, and in front of every program."""
+    for name, path in modules():
+        if name.startswith("sandbox"):
+            others = {module.split(".")[0] for module in imports(path) if not module.startswith("asyncrl.sandbox")}
+            assert others <= sys.stdlib_module_names, name
 
 
 def test_the_driver_imports_neither_torch_nor_vllm_nor_deepspeed():

@@ -40,6 +40,7 @@ from asyncrl.learning.batches import (
 )
 from asyncrl.learning.kept import NormWatch, culprit, keep_batch
 from asyncrl.learning.metrics import StepSums, step_metrics
+from asyncrl.learning.optimizer import set_learning_rates
 from asyncrl.learning.out_of_memory import explained
 from asyncrl.learning.schedule import learning_rate_at
 from asyncrl.learning.supervised import supervised_examples
@@ -131,13 +132,12 @@ class LearnerRank:
         if self.config.reward.shuffle:
             tables = shuffle_rewards(tables, self.config.algorithm.advantage, (self.config.seed, self.applied))
         scored = [example for table in tables for example in examples_of(table)]
-        algorithm, learner = self.config.algorithm, self.config.learner
+        algorithm = self.config.algorithm
         examples = self._with_step_statistics(scored)
         mean_weight = self._mean_weight(examples) if algorithm.correction.normalise and examples else 1.0
         weights = token_weights([example.loss_tokens for example in examples], algorithm.loss_aggregation, self.config.rollout.max_completion_length)
-        rate = learning_rate_at(self.applied, self.learning_rate, self.warmup_steps, self.config.max_steps, learner.lr_scheduler_type)
         version = self.applied
-        metrics = self._train(examples, weights, self._policy_loss(mean_weight), rate)
+        metrics = self._train(examples, weights, self._policy_loss(mean_weight), self._scheduled(self.learning_rate), self._scheduled(self.value_peak))
         if metrics["applied"]:
             self.trained_tokens += int(metrics["tokens"])
             metrics["grad_norm_ratio"] = self.norms.ratio(metrics["grad_norm"])
@@ -145,6 +145,16 @@ class LearnerRank:
         # The examples without statistics of the step, which spread a NaN to all.
         blame = partial(self._blame, scored, weights, self._policy_loss(1.0))
         return StepResult(not reason, metrics, self._keep_if_bad(metrics, f"version_{version:06d}", tables, blame if examples else None), reason)
+
+    def _scheduled(self, peak: float) -> float:
+        """The learning rate of the next step, of which `peak` is the highest."""
+        return learning_rate_at(self.applied, peak, self.warmup_steps, self.config.max_steps, self.config.learner.lr_scheduler_type)
+
+    @property
+    def value_peak(self) -> float:
+        """Peak learning rate of the value head."""
+        own = self.config.learner.value_learning_rate
+        return self.learning_rate if own is None else own
 
     def _policy_loss(self, mean_weight: float) -> Loss:
         def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
@@ -246,7 +256,7 @@ class LearnerRank:
 
         weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
         moment = f"supervised_{self.applied:06d}"
-        metrics = self._train(examples, weights, loss, self.learning_rate, temperature=1.0)
+        metrics = self._train(examples, weights, loss, self.learning_rate, 0.0, temperature=1.0)
         if metrics["applied"]:
             metrics["grad_norm_ratio"] = self.norms.ratio(metrics["grad_norm"])
         table = pa.table({"prompt_ids": [list(prompt) for prompt, _ in rows], "target_ids": [list(ids) for _, ids in rows]})
@@ -254,7 +264,9 @@ class LearnerRank:
             logger.warning("supervised step %d: %s", self.applied, note)
         return metrics | {"pieces_left_out": float(pieces_left_out), "tokens_left_out": float(tokens_left_out)}
 
-    def _train(self, examples: list[Example], weights: list[float], loss_of: Loss, learning_rate: float, temperature: float | None = None) -> dict[str, float]:
+    def _train(
+        self, examples: list[Example], weights: list[float], loss_of: Loss, learning_rate: float, value_learning_rate: float, temperature: float | None = None
+    ) -> dict[str, float]:
         began = time.monotonic()
         tokens = sum(example.loss_tokens for example in examples)
         if not tokens:
@@ -262,7 +274,7 @@ class LearnerRank:
         totals, plan = self._backward(examples, weights, loss_of, temperature)
         applied = not _not_finite(totals)
         if applied:
-            zero3.set_learning_rate(self.engine, learning_rate)
+            set_learning_rates(self.engine.optimizer, learning_rate, value_learning_rate)
             self.engine.step()
             applied = self.engine.was_step_applied()
             if not zero3.parameters_finite(self.engine):

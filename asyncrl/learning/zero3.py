@@ -14,6 +14,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from asyncrl.config import LearnerConfig
 from asyncrl.learning.isolation import check_isolation
+from asyncrl.learning.optimizer import make_optimizer
 from asyncrl.learning.policy import Policy, checkpoint_activations, load_policy
 from asyncrl.learning.ulysses import SequenceGroup
 
@@ -24,7 +25,6 @@ __all__ = [
     "join_process_group",
     "loopback_listener",
     "parameters_finite",
-    "set_learning_rate",
     "start_engine",
 ]
 
@@ -112,12 +112,7 @@ def start_engine(
     head = policy.model.get_output_embeddings()
     for parameter in head.parameters():
         deepspeed.zero.register_external_parameter(policy, parameter)
-    optimizer: torch.optim.Optimizer
-    if config.optimizer == "sgd":
-        optimizer = torch.optim.SGD(policy.parameters(), lr=0.0, weight_decay=config.weight_decay)
-    else:
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay)
-    engine, _, _, _ = deepspeed.initialize(model=policy, optimizer=optimizer, config=chosen)
+    engine, _, _, _ = deepspeed.initialize(model=policy, optimizer=make_optimizer(policy, config), config=chosen)
     engine.eval()  # where the policy is, and stays
     check_isolation(engine, policy.model.config.get_text_config().vocab_size, engine.device, policy.model.dtype, path)
     return engine, sharded
@@ -127,12 +122,6 @@ def policy_of(engine: Any) -> Policy:
     """The policy inside an engine."""
     policy: Policy = engine.module
     return policy
-
-
-def set_learning_rate(engine: Any, learning_rate: float) -> None:
-    """Learning rate of the next step."""
-    for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate
 
 
 def fresh_optimizer(engine: Any) -> None:

@@ -14,6 +14,7 @@ from asyncrl.testing.control import (
 )
 from asyncrl.testing.engine import FakeEngine
 from asyncrl.testing.generators import FakeGenerate, FakeServed, SeededGenerator
+from asyncrl.testing.sandbox import FakeSandbox
 
 __all__ = [
     "Deadlock",
@@ -26,6 +27,7 @@ __all__ = [
     "FakeRecorder",
     "FakeReplicas",
     "FakeRollouts",
+    "FakeSandbox",
     "FakeScores",
     "FakeServed",
     "FakeWeightSync",

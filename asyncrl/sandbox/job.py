@@ -1,0 +1,96 @@
+"""One run as text: what a caller hands to the supervisor, or to a service, and what comes back."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.sandbox.levels import Level, Limits, Program, Result, SandboxError
+
+__all__ = ["Job", "limits_from", "program_from", "program_to", "result_from", "result_to"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A program, where and how it runs."""
+
+    level: str
+    argv: tuple[str, ...]
+    """The first word is a path, or a name that PATH has."""
+    stdin: bytes
+    files: Mapping[str, bytes]
+    limits: Limits
+    paths: tuple[str, ...]
+    """Real paths that are readable inside, besides the system's."""
+    imports: tuple[str, ...]
+    """Of these the folders that Python finds packages in."""
+    base: str
+    """A folder that exists, for temporary folders and as a mount point."""
+
+    def environment(self, folder: str) -> dict[str, str]:
+        """All that the program finds in its environment."""
+        named = {
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "HOME": folder,
+            "TMPDIR": folder,
+            "LANG": "C.UTF-8",
+            "MALLOC_ARENA_MAX": "2",
+        }
+        return named | ({"PYTHONPATH": ":".join(self.imports)} if self.imports else {})
+
+    def dump(self) -> bytes:
+        """As one line."""
+        tree = dataclasses.asdict(self) | program_to(Program(self.argv, self.stdin, self.files))
+        return json.dumps(tree).encode() + b"\n"
+
+    @staticmethod
+    def load(line: bytes) -> Job:
+        """From `dump`."""
+        tree = json.loads(line)
+        program, limits = program_from(tree), limits_from(tree["limits"])
+        lists = {name: tuple(tree[name]) for name in ("paths", "imports")}
+        return Job(tree["level"], program.argv, program.stdin, program.files, limits, base=tree["base"], **lists)
+
+
+def program_to(program: Program) -> dict[str, Any]:
+    """For JSON."""
+    files = {name: _text(content) for name, content in program.files.items()}
+    return {"argv": list(program.argv), "stdin": _text(program.stdin), "files": files}
+
+
+def program_from(tree: Mapping[str, Any]) -> Program:
+    """From `program_to`. Raises ValueError, KeyError, TypeError or AttributeError on anything else."""
+    files = {str(name): base64.b64decode(content) for name, content in tree["files"].items()}
+    return Program(tuple(map(str, tree["argv"])), base64.b64decode(tree["stdin"]), files)
+
+
+def limits_from(tree: Mapping[str, Any]) -> Limits:
+    """Raises ValueError or TypeError on what are no limits."""
+    return Limits(**tree)
+
+
+def result_to(result: Result) -> dict[str, Any]:
+    """For JSON."""
+    return dataclasses.asdict(result)
+
+
+def result_from(tree: Any) -> Result:
+    """From `result_to`, or from a supervisor that failed.
+
+    Raises:
+        SandboxError: it failed, or this is no result.
+    """
+    if isinstance(tree, dict) and isinstance(tree.get("error"), str):
+        raise SandboxError(tree["error"])
+    try:
+        return Result(**{**tree, "level": Level(tree["level"])})
+    except (TypeError, KeyError, ValueError) as error:
+        raise SandboxError(f"a sandbox answered with what is no result ({error})") from None
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode()

@@ -1,0 +1,144 @@
+"""What a sandbox promises: its levels, its limits, a program, its result, and the protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, Protocol
+
+__all__ = ["Level", "Limits", "Program", "Result", "Sandbox", "SandboxError", "SandboxUnavailable", "Status"]
+
+Status = Literal["exited", "signaled", "wall", "cpu", "memory", "processes", "disk", "files", "output"]
+"""How a program ended: by itself, by a signal, or by the limit of that name."""
+
+
+class SandboxError(RuntimeError):
+    """A program could not be run in a sandbox, or its sandbox broke. The program's own failures are results."""
+
+
+class SandboxUnavailable(SandboxError):
+    """The level that was asked for cannot be reached here. The message says why, level by level."""
+
+
+class Level(StrEnum):
+    """What stands between a program and the machine, the weakest first. docs/sandbox.md compares them."""
+
+    LANDLOCK = "landlock"
+    """The machine's own files and processes, held by Landlock and seccomp."""
+    NAMESPACES = "namespaces"
+    """Users, processes, mounts, network and IPC of its own, and the seccomp filter."""
+    CONTAINER = "container"
+    """A machine or container of its own, which only a service (`sandbox.service`) vouches for."""
+
+    def reaches(self, asked: Level) -> bool:
+        """Whether this level is at least `asked`."""
+        order = list(Level)
+        return order.index(self) >= order.index(asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one program may use, with all the processes that it starts.
+
+    Raises:
+        ValueError: a limit is not a finite number above 0.
+    """
+
+    wall_s: float = 10.0
+    """Seconds on the clock."""
+    cpu_s: float = 10.0
+    """Seconds of processor time."""
+    memory_bytes: int = 1 << 30
+    """Address space of one process, and memory of all of them together."""
+    processes: int = 32
+    """Processes and threads at once."""
+    disk_bytes: int = 64 << 20
+    """Bytes in its folder."""
+    files: int = 1024
+    """Files and folders in its folder."""
+    open_files: int = 64
+    """Open files of one process."""
+    output_bytes: int = 1 << 20
+    """Bytes on standard output, and on standard error."""
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+                raise ValueError(f"sandbox limit {name} = {value!r} is not a number above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What to run: a command, its standard input, and the files that lie in its folder at the start.
+
+    Raises:
+        ValueError: no command, a NUL in it, or the name of a file leads out of the folder.
+    """
+
+    argv: tuple[str, ...]
+    """`python` as the first word is the sandbox's own interpreter."""
+    stdin: bytes = b""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Name relative to the folder, such as "data/a.txt" → content."""
+
+    def __post_init__(self) -> None:
+        if not self.argv or not self.argv[0] or any("\0" in word for word in self.argv):
+            raise ValueError(f"argv = {self.argv!r} is not a command; give at least one word, without NUL")
+        for name in self.files:
+            if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+                raise ValueError(f"file name {name!r} is not a plain relative path; use one such as 'data/a.txt'")
+
+    @staticmethod
+    def python(source: str, stdin: bytes | str = b"", files: Mapping[str, bytes | str] | None = None) -> Program:
+        """Python source as `main.py`, which may import the other files."""
+        given = {name: _bytes(content) for name, content in (files or {}).items()}
+        return Program(("python", "-s", "-B", "main.py"), _bytes(stdin), {"main.py": _bytes(source), **given})
+
+
+def _bytes(text: bytes | str) -> bytes:
+    """A model's text may hold lone surrogates, which are no UTF-8."""
+    return text.encode(errors="replace") if isinstance(text, str) else text
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a program ended."""
+
+    status: Status
+    exit_code: int | None
+    """Of a program that exited by itself; minus the signal of one that a signal ended; else None."""
+    stdout: str
+    """At most `output_bytes`; what is no UTF-8 is replaced."""
+    stderr: str
+    seconds: float
+    """On the clock, from the program's start."""
+    cpu_s: float
+    """Processor time of it and of all that it started, as far as the sandbox saw."""
+    memory_bytes: int
+    """The most that was seen at once."""
+    level: Level
+
+    @property
+    def ok(self) -> bool:
+        """Whether it exited by itself with code 0."""
+        return self.status == "exited" and self.exit_code == 0
+
+
+class Sandbox(Protocol):
+    """Runs programs that nobody trusts. `asyncrl.testing.FakeSandbox` runs nothing and answers by rule."""
+
+    @property
+    def level(self) -> Level:
+        """What it has proved, or its service vouches for."""
+        ...
+
+    def run(self, program: Program, limits: Limits = ...) -> Result:
+        """Run the program to its end. Raises SandboxError if it was not run, or its end is unknown."""
+        ...
+
+    async def run_async(self, program: Program, limits: Limits = ...) -> Result:
+        """The same; cancelling it kills the program."""
+        ...

@@ -1,0 +1,297 @@
+"""A sandbox on this machine, what it reaches here, and how a caller asks for one."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.sandbox.job import Job, result_from
+from asyncrl.sandbox.levels import Level, Limits, Program, Result, Sandbox, SandboxError, SandboxUnavailable
+
+__all__ = ["Levels", "LocalSandbox", "open_sandbox", "probe", "run", "run_async"]
+
+PACKAGES = Path(__file__).parents[2]
+SUPERVISOR = f"import sys; sys.path.insert(0, {str(PACKAGES)!r}); from asyncrl.sandbox.supervisor import main; main()"
+GRACE_S = 30.0
+"""Seconds beyond a program's own for a sandbox to be made and cleared away."""
+MOST_ANSWER = 1 << 16
+"""Bytes of a supervisor's answer beyond a program's output, which JSON may write six times as long."""
+NEVER_SHOWN = ("/", "/proc", "/sys", "/dev", "/run", "/var/run", "/etc", "/tmp", "/root", "/home")
+"""Folders that `paths` may not name whole."""
+
+SELF_TEST = """
+import os, socket, sys
+def refused(act):
+    try:
+        act()
+    except OSError:
+        return True
+    return False
+canary = sys.stdin.read()
+assert refused(lambda: open(canary)), "a file of the host can be read"
+assert refused(lambda: open(os.path.dirname(canary) + "/written", "w")), "the host can be written to"
+for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
+    assert refused(lambda: socket.socket(family)), "a socket can be opened"
+assert refused(lambda: os.kill(os.getppid(), 0)) or os.getppid() <= 1, "the warden can be signalled"
+assert "CANARY" not in os.environ, "the environment is the host's"
+open("own", "w").close()
+print("confined")
+"""
+"""What a level must hold before anything else is run under it. The tests try far more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What a machine reaches, and why not more."""
+
+    reached: tuple[Level, ...]
+    reasons: Mapping[Level, str]
+    """Level that is not reached → why."""
+
+    @property
+    def best(self) -> Level | None:
+        """The strongest that is reached; None: nothing may be run here."""
+        return max(self.reached, key=list(Level).index, default=None)
+
+    def text(self) -> str:
+        """One line for each level that a machine can reach by itself, the strongest first."""
+        local = (Level.NAMESPACES, Level.LANDLOCK)
+        return "\n".join(f"{level:<11} {'yes' if level in self.reached else 'no: ' + self.reasons[level]}" for level in local)
+
+
+class LocalSandbox:
+    """`Sandbox` on this machine, at exactly one level. A program costs about 0.1 s."""
+
+    def __init__(self, level: Level, *, python: str | None = None, paths: Sequence[str] = ()) -> None:
+        """Make one without a proof that the level is reached; `open_sandbox` asks for it.
+
+        Args:
+            python: interpreter of the programs. Default: this one, without its environment's packages.
+            paths: folders that programs may read; Python imports from them.
+
+        Raises:
+            ValueError: a path does not exist, or shows too much.
+        """
+        if level == Level.CONTAINER:
+            raise ValueError("level 'container' is what an outside service gives: set sandbox.service")
+        self.level = level
+        self._python = os.path.realpath(python or sys.executable)
+        self._imports = tuple(_checked_path(path) for path in paths)
+
+    def run(self, program: Program, limits: Limits | None = None) -> Result:
+        """Run the program to its end.
+
+        Raises:
+            SandboxError: it was not run, or its end is unknown.
+        """
+        return _Running(self._job(program, limits or Limits())).result()
+
+    async def run_async(self, program: Program, limits: Limits | None = None) -> Result:
+        """The same in a thread; cancelling it kills the program."""
+        running = _Running(self._job(program, limits or Limits()))
+        try:
+            return await asyncio.to_thread(running.result)
+        except asyncio.CancelledError:
+            running.cancel()
+            raise
+
+    def _job(self, program: Program, limits: Limits) -> Job:
+        prefix = str(Path(self._python).parents[1])
+        argv = (self._python, *program.argv[1:]) if program.argv[0] == "python" else program.argv
+        paths = self._imports if prefix == "/" else (prefix, *self._imports)
+        base = os.path.realpath(tempfile.gettempdir())
+        return Job(self.level, argv, program.stdin, program.files, limits, paths, self._imports, base)
+
+
+class _Running:
+    """One supervisor at work. It ends when this process does: its standard input is a pipe from here."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        # No environment: what is in it could be read in /proc. No site-packages.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", SUPERVISOR],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={},
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def result(self) -> Result:
+        with self._process as process:
+            try:
+                answer, errors = self._talk()
+            finally:
+                self.cancel()
+                try:
+                    process.wait(GRACE_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        try:
+            tree = json.loads(answer)
+        except ValueError:
+            told = errors.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+            raise SandboxError(f"the sandbox's supervisor ended without a result: {told[0]}") from None
+        return result_from(tree)
+
+    def cancel(self) -> None:
+        """Have the supervisor end everything. From any thread."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.close()
+        except OSError:
+            return
+
+    def _talk(self) -> tuple[bytes, bytes]:
+        """Hand the job over, and read the answer and what is on standard error."""
+        process, limits = self._process, self._job.limits
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        try:
+            process.stdin.write(self._job.dump())
+            process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            pass  # it died, or was cancelled: the answer, or its lack, tells
+        parts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+        most = MOST_ANSWER + 12 * limits.output_bytes
+        poll = select.poll()
+        for descriptor in parts:
+            poll.register(descriptor, select.POLLIN)
+        deadline, waiting = time.monotonic() + limits.wall_s + GRACE_S, set(parts)
+        while waiting:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise SandboxError(f"the sandbox's supervisor gave no result in {limits.wall_s + GRACE_S:g} s")
+            for descriptor, _ in poll.poll(1000 * left):
+                part = os.read(descriptor, 1 << 16)
+                parts[descriptor] += part
+                if len(parts[descriptor]) > most:
+                    raise SandboxError("the sandbox's supervisor answered with more than any result holds")
+                if not part:
+                    poll.unregister(descriptor)
+                    waiting.remove(descriptor)
+        answer, errors = map(bytes, parts.values())
+        return answer, errors
+
+
+def _checked_path(path: str) -> str:
+    real = os.path.realpath(path)
+    if not os.path.isdir(real):
+        raise ValueError(f"sandbox path {path!r} is no folder here; name one that exists")
+    if real in NEVER_SHOWN or any(real.startswith(f"{other}/") for other in ("/proc", "/sys", "/dev")):
+        raise ValueError(f"sandbox path {path!r} would show programs far more than they need; name a folder below it")
+    return real
+
+
+@functools.cache
+def probe(python: str | None = None, paths: tuple[str, ...] = ()) -> Levels:
+    """Try each level on this machine with a small program that tests its walls. About 0.5 s, once per process."""
+    reasons: dict[Level, str] = {}
+    for level in (Level.NAMESPACES, Level.LANDLOCK):
+        if reason := _refusal(LocalSandbox(level, python=python, paths=paths)):
+            reasons[level] = reason
+    reached = tuple(level for level in (Level.LANDLOCK, Level.NAMESPACES) if level not in reasons)
+    return Levels(reached, reasons)
+
+
+def _refusal(sandbox: LocalSandbox) -> str | None:
+    """Why nothing may run at this level, or None."""
+    if sys.platform != "linux":
+        return f"the system is {sys.platform}, and only Linux has it"
+    with tempfile.TemporaryDirectory(prefix="asyncrl-canary-") as folder:
+        # Everybody may write here but for the sandbox.
+        os.chmod(folder, 0o777)
+        canary = Path(folder, "canary")
+        canary.write_text("readable")
+        canary.chmod(0o644)
+        try:
+            result = sandbox.run(Program.python(SELF_TEST, str(canary)), Limits(wall_s=20.0))
+        except SandboxError as error:
+            return str(error)
+        written = Path(folder, "written").exists()
+    if result.ok and result.stdout == "confined\n" and not written:
+        return None
+    told = result.stderr.strip().splitlines()[-1:] or [result.status]
+    return f"its self-test failed ({told[0]})"
+
+
+def open_sandbox(
+    level: Level | str = Level.NAMESPACES,
+    *,
+    service: str | None = None,
+    python: str | None = None,
+    paths: Sequence[str] = (),
+) -> Sandbox:
+    """The strongest sandbox there is, which is at least `level`.
+
+    Args:
+        service: URL of a sandbox service, which then runs everything; None: this machine does.
+        python, paths: as of `LocalSandbox`.
+
+    Raises:
+        SandboxUnavailable: the level is not reached.
+        ValueError: the level is unknown, or a path cannot be shown.
+    """
+    asked = Level(level)
+    if service is not None:
+        from asyncrl.sandbox.service import ServiceSandbox
+
+        outside = ServiceSandbox(service)
+        if not outside.level.reaches(asked):
+            raise SandboxUnavailable(f"sandbox level {asked.value!r} is asked for, and the service at {service} has {outside.level.value!r}")
+        return outside
+    levels = probe(python, tuple(paths))
+    best = levels.best
+    if best is None or not best.reaches(asked):
+        why = "; ".join(f"{name.value}: {reason}" for name, reason in levels.reasons.items())
+        hint = "only a service gives it: set sandbox.service" if asked == Level.CONTAINER else why
+        raise SandboxUnavailable(f"sandbox level {asked.value!r} is not reached here ({hint})")
+    return LocalSandbox(best, python=python, paths=paths)
+
+
+def run(
+    code: str | Sequence[str],
+    *,
+    stdin: bytes | str = b"",
+    files: Mapping[str, bytes | str] | None = None,
+    limits: Limits | None = None,
+    level: Level | str = Level.NAMESPACES,
+) -> Result:
+    """Run Python source (a string) or a command (a sequence) in a sandbox of at least `level`.
+
+    Raises:
+        SandboxError: it was not run.
+    """
+    return open_sandbox(level).run(_program(code, stdin, files), limits or Limits())
+
+
+async def run_async(
+    code: str | Sequence[str],
+    *,
+    stdin: bytes | str = b"",
+    files: Mapping[str, bytes | str] | None = None,
+    limits: Limits | None = None,
+    level: Level | str = Level.NAMESPACES,
+) -> Result:
+    """`run`, without blocking the event loop; cancelling it kills the program."""
+    sandbox = await asyncio.to_thread(open_sandbox, level)
+    return await sandbox.run_async(_program(code, stdin, files), limits or Limits())
+
+
+def _program(code: str | Sequence[str], stdin: bytes | str, files: Mapping[str, bytes | str] | None) -> Program:
+    if isinstance(code, str):
+        return Program.python(code, stdin, files)
+    python = Program.python("", stdin, files)
+    return Program(tuple(code), python.stdin, {name: content for name, content in python.files.items() if name != "main.py" or "main.py" in (files or {})})

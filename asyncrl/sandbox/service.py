@@ -1,0 +1,192 @@
+"""The same sandbox behind HTTP, so that programs run in another container or on another machine.
+
+    GET  /level                                  → {"level": "namespaces"}
+    POST /run  {"program": …, "limits": …}       → the fields of a `Result`, or {"error": …}
+
+Every request carries `Authorization: Bearer TOKEN`; both sides take the token from the variable
+ASYNCRL_SANDBOX_TOKEN. Whoever writes a service of his own may answer level "container", which says
+that programs have a machine or container to themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import http.client
+import http.server
+import json
+import os
+import threading
+from typing import Any
+from urllib.parse import urlsplit
+
+from asyncrl.sandbox.job import limits_from, program_from, program_to, result_from, result_to
+from asyncrl.sandbox.levels import Level, Limits, Program, Result, Sandbox, SandboxError
+
+__all__ = ["TOKEN", "SandboxServer", "ServiceSandbox"]
+
+TOKEN = "ASYNCRL_SANDBOX_TOKEN"
+LEAST_TOKEN = 16
+MOST_BODY = 64 << 20
+ANSWER_S = 60.0
+"""Seconds beyond the program's own that an answer may take."""
+HELD_S = 30.0
+"""Seconds for which a client may send nothing."""
+
+
+def _token() -> str:
+    token = os.environ.get(TOKEN, "")
+    if len(token) < LEAST_TOKEN:
+        raise SandboxError(f"{TOKEN} has {len(token)} characters; set it to the same secret of at least {LEAST_TOKEN} on both sides")
+    return token
+
+
+class ServiceSandbox:
+    """`Sandbox` at a URL such as `http://127.0.0.1:8700`."""
+
+    def __init__(self, url: str) -> None:
+        """Ask the service for its level.
+
+        Raises:
+            SandboxError: no token, or the service does not answer as one.
+            ValueError: this is no URL of one.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+            raise ValueError(f"sandbox service {url!r} is no URL such as 'http://127.0.0.1:8700'")
+        self._url, self._parts, self._token = url, parts, _token()
+        answer = self._ask("GET", "/level", None, ANSWER_S, MOST_BODY)
+        try:
+            self.level = Level(answer["level"])
+        except (KeyError, TypeError, ValueError):
+            raise SandboxError(f"the sandbox service at {url} named no level: {str(answer)[:200]}") from None
+
+    def run(self, program: Program, limits: Limits | None = None) -> Result:
+        """Run the program there.
+
+        Raises:
+            SandboxError: it was not run, its end is unknown, or it ran at another level than the service said.
+        """
+        limits = limits or Limits()
+        body = {"program": program_to(program), "limits": dataclasses.asdict(limits)}
+        most = MOST_BODY + 12 * limits.output_bytes
+        result = result_from(self._ask("POST", "/run", body, limits.wall_s + ANSWER_S, most))
+        if not result.level.reaches(self.level):
+            raise SandboxError(f"the sandbox service at {self._url} ran a program at level {result.level.value!r} after it had said {self.level.value!r}")
+        return result
+
+    async def run_async(self, program: Program, limits: Limits | None = None) -> Result:
+        """The same in a thread. Cancelling it leaves the program to its limits."""
+        return await asyncio.to_thread(self.run, program, limits)
+
+    def _ask(self, method: str, path: str, body: Any, timeout_s: float, most: int) -> Any:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        assert self._parts.hostname is not None
+        connection = kind(self._parts.hostname, self._parts.port, timeout=timeout_s)
+        try:
+            content = None if body is None else json.dumps(body).encode()
+            headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+            connection.request(method, path, content, headers)
+            response = connection.getresponse()
+            answer = response.read(most + 1)
+        except (OSError, http.client.HTTPException) as error:
+            raise SandboxError(f"the sandbox service at {self._url} does not answer ({type(error).__name__}: {error})") from None
+        finally:
+            connection.close()
+        try:
+            tree = json.loads(answer) if len(answer) <= most else None
+        except ValueError:
+            tree = None
+        if not isinstance(tree, dict):
+            raise SandboxError(f"the sandbox service at {self._url} answered {response.status} with what is no JSON object")
+        if response.status != 200:
+            raise SandboxError(f"the sandbox service at {self._url}: {tree.get('error', response.status)}")
+        return tree
+
+
+class SandboxServer:
+    """A service over any sandbox, a few programs at once. `serve` runs until `close`."""
+
+    def __init__(self, sandbox: Sandbox, host: str = "127.0.0.1", port: int = 0, at_once: int | None = None) -> None:
+        """Listen, on a free port if it is 0.
+
+        Raises:
+            SandboxError: no token. OSError: the port is taken.
+        """
+        slots = threading.BoundedSemaphore(at_once or os.cpu_count() or 1)
+        handler = type("Handler", (_Handler,), {"sandbox": sandbox, "token": _token(), "slots": slots})
+        self._server = http.server.ThreadingHTTPServer((host, port), handler)
+        self._server.daemon_threads = True
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}"
+
+    def serve(self) -> None:
+        """Answer requests until `close`, from another thread."""
+        self._server.serve_forever(poll_interval=0.1)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    sandbox: Sandbox
+    token: str
+    slots: threading.BoundedSemaphore
+    timeout = HELD_S
+    server_version, sys_version = "asyncrl-sandbox", ""
+
+    def do_GET(self) -> None:
+        if self._allowed():
+            if self.path == "/level":
+                self._answer(200, {"level": self.sandbox.level})
+            else:
+                self._answer(404, {"error": "GET /level or POST /run"})
+
+    def do_POST(self) -> None:
+        if not self._allowed():
+            return
+        if self.path != "/run":
+            self._answer(404, {"error": "GET /level or POST /run"})
+            return
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > MOST_BODY:
+            self._answer(413, {"error": f"the body needs a Content-Length of at most {MOST_BODY} bytes, not {length[:20]!r}"})
+            return
+        try:
+            tree = json.loads(self.rfile.read(int(length)))
+            program, limits = program_from(tree["program"]), limits_from(tree["limits"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self._answer(400, {"error": f"no program with limits: {error}"})
+            return
+        try:
+            with self.slots:
+                self._answer(200, result_to(self.sandbox.run(program, limits)))
+        except SandboxError as error:
+            self._answer(503, {"error": str(error)})
+
+    def _allowed(self) -> bool:
+        """Whether the request has the token; a refusal has been sent if not."""
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if hmac.compare_digest(given.encode(), self.token.encode()):
+            return True
+        self._answer(401, {"error": f"wrong token: set {TOKEN}"})
+        return False
+
+    def _answer(self, status: int, tree: dict[str, Any]) -> None:
+        content = json.dumps(tree).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+        self.close_connection = True
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nothing: a request's text is not for a terminal."""
