@@ -17,7 +17,7 @@ from asyncrl.algorithms.pass_at_k import pass_at_k
 from asyncrl.config import Config, EvalSet
 from asyncrl.control.protocols import EvaluationLost
 from asyncrl.generation.protocol import Generate, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
-from asyncrl.rewards.files import write_groups
+from asyncrl.runtime import parquet
 from asyncrl.types import SPAN, TRUNCATED, Completion, Prompt, VersionSpan, reward_parts_type
 
 __all__ = ["COLUMNS", "STATUSES", "Answer", "Evaluator", "Score", "answers_table", "measure"]
@@ -42,6 +42,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "status": pa.string(),
     "reason": pa.string(),
     "accuracy": pa.float32(),
+    "reward": pa.float32(),
     "prompt_text": pa.string(),
     "prompt_ids": pa.list_(pa.int32()),
     "completion": pa.string(),
@@ -52,7 +53,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "replica": pa.string(),
 }
 """Columns of evaluations/*.parquet, beside `reward_parts`: one row for each completion asked for. `ordinal` is the prompt's row in its file, `index` the
-completion's place among the prompt's n; what did not come is null."""
+completion's place among the prompt's n, `reward` the weighted sum of its parts before any penalty; what did not come is null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class Evaluator:
         newest = version
         for name, settings in sets.items():
             answers = await self._answers(settings, _Place(version, replica))
-            found = measure(answers, list(self.config.reward.functions), self.config.accuracy, self.config.eval.pass_threshold)
+            found = measure(answers, self.config.accuracy, self.config.eval.pass_threshold)
             metrics.setdefault("eval/accuracy", found["accuracy"])
             metrics.setdefault("eval/prompts", found["prompts"])
             metrics |= {f"eval/{name}_{key}": value for key, value in found.items()}
@@ -196,8 +197,9 @@ class Evaluator:
         if lost:
             logger.warning("evaluation set %s at version %d: %d completions were late or failed; the first: %s", name, version, len(lost), lost[0].reason)
         self.directory.mkdir(exist_ok=True)
-        table = answers_table(name, self.attempt, version, self._prompts(settings), answers, list(self.config.reward.functions), self.config.accuracy)
-        write_groups(self.directory / f"attempt_{self.attempt:04d}-version_{version:08d}-{name}.parquet", [table])
+        weights = {reward: function.weight for reward, function in self.config.reward.functions.items()}
+        table = answers_table(name, self.attempt, version, self._prompts(settings), answers, weights, self.config.accuracy)
+        parquet.write_table(table, self.directory / f"attempt_{self.attempt:04d}-version_{version:08d}-{name}.parquet")
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -210,13 +212,13 @@ async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result
     return [task.result() for task in tasks]
 
 
-def measure(answers: Sequence[Sequence[Answer]], rewards: Sequence[str], accuracy: str, pass_threshold: float) -> dict[str, float]:
+def measure(answers: Sequence[Sequence[Answer]], accuracy: str, pass_threshold: float) -> dict[str, float]:
     """What the answers to a set's prompts come to; `answers` has n of each prompt.
 
     Returns:
         prompts: how many.
         accuracy: mean of the reward named `accuracy` over the completions that it scored; one that was late or failed counts as 0.
-        NAME of each of `rewards`: mean over the completions that it scored.
+        NAME of each reward part: mean over the completions that it scored.
         scored, unscored_ratio, late_ratio, failed_ratio: completions that `accuracy` scored, and shares of all that were asked for.
         completion_tokens, truncated_ratio: over the completions that came.
         avg_at_N, pass_at_K: with n above 1, means over prompts; k = 1, 2, 4, … and n. A completion without a score is left out, and so is a prompt that
@@ -228,7 +230,7 @@ def measure(answers: Sequence[Sequence[Answer]], rewards: Sequence[str], accurac
     statuses = Counter(answer.status for answer in asked)
     judged = [_judged(siblings, accuracy) for siblings in answers]
     found = {
-        **{name: _mean(value for answer in came if (value := answer.parts.get(name)) is not None) for name in rewards},
+        **{name: _mean(value for answer in came if (value := answer.parts.get(name)) is not None) for name in _part_names(asked)},
         "prompts": float(len(answers)),
         "accuracy": _mean(value for values in judged for value in values),
         "scored": float(statuses["ok"]),
@@ -261,9 +263,9 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def answers_table(
-    name: str, attempt: int, version: int, prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]], rewards: Sequence[str], accuracy: str
+    name: str, attempt: int, version: int, prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]], weights: Mapping[str, float], accuracy: str
 ) -> pa.Table:
-    """The rows of evaluations/*.parquet: `answers` has n of each prompt, in order."""
+    """The rows of evaluations/*.parquet: `answers` has n of each prompt, in order; `weights` are those of the reward functions."""
     places = [(prompt, index, answer) for prompt, siblings in zip(prompts, answers, strict=True) for index, answer in enumerate(siblings)]
     came = [answer.completion for _, _, answer in places]
     columns = {
@@ -275,6 +277,7 @@ def answers_table(
         "status": [answer.status for _, _, answer in places],
         "reason": [answer.reason or None for _, _, answer in places],
         "accuracy": [answer.parts.get(accuracy) for _, _, answer in places],
+        "reward": [_reward(answer, weights) for _, _, answer in places],
         "prompt_text": [prompt.text for prompt, _, _ in places],
         "prompt_ids": [prompt.token_ids for prompt, _, _ in places],
         "completion": [one and one.text for one in came],
@@ -285,9 +288,21 @@ def answers_table(
         "replica": [answer.replica for _, _, answer in places],
     }
     arrays = {column: pa.array(columns[column], kind) for column, kind in COLUMNS.items()}
-    parts = [{reward: answer.parts.get(reward) for reward in rewards} if answer.completion else None for _, _, answer in places]
-    arrays["reward_parts"] = pa.array(parts, reward_parts_type(rewards).value_type)
+    names = _part_names([answer for _, _, answer in places]) or list(weights)
+    parts = [{part: answer.parts.get(part) for part in names} if answer.completion else None for _, _, answer in places]
+    arrays["reward_parts"] = pa.array(parts, reward_parts_type(names).value_type)
     return pa.table(arrays)
+
+
+def _part_names(answers: Iterable[Answer]) -> list[str]:
+    return list(dict.fromkeys(name for answer in answers for name in answer.parts))
+
+
+def _reward(answer: Answer, weights: Mapping[str, float]) -> float | None:
+    """The weighted sum of the parts; None if one of them that counts is."""
+    parts = [(weight, answer.parts.get(name)) for name, weight in weights.items() if weight]
+    values = [weight * part for weight, part in parts if part is not None]
+    return sum(values) if answer.completion is not None and len(values) == len(parts) else None
 
 
 def _one_line(error: BaseException) -> str:

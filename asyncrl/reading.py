@@ -125,7 +125,7 @@ class Run:
 
     def evaluations(self) -> pa.Table:
         """One row for each completion that an evaluation asked for: `set`, `version`, `ordinal` (row of the set's file), `index` (among its n completions),
-        `status` (ok, unscored, late, failed), `reason`, `accuracy`, `reward_parts`, the completion's text, tokens, log-probs and version spans."""
+        `status` (ok, unscored, late, failed), `reason`, `accuracy`, `reward`, `reward_parts`, the completion's text, tokens, log-probs and version spans."""
         return _read_parquet(self.directory / "evaluations", pa.schema([*ANSWERS.items()]))
 
     def trajectories(self) -> pa.Table:

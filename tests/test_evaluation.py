@@ -154,6 +154,20 @@ def test_sets_have_their_own_prompts_number_temperature_and_length(tmp_path):
     assert first["reward_parts"] == {"exact": 0.0}
 
 
+def test_the_reward_is_the_weighted_sum_and_further_parts_are_kept(tmp_path):
+    functions = {name: {"function": "m:f", "weight": weight} for name, weight in (("right", 2.0), ("short", 0.5), ("shown", 0.0))}
+
+    async def score(prompt, completions):
+        parts = {"right": 1.0, "short": -1.0, "shown": None, "short/words": 4.0}
+        return {name: [None if name == "short" and prompt.ordinal == 0 else value for _ in completions] for name, value in parts.items()}
+
+    metrics = evaluate(tmp_path, config_of({"data": "d"}, reward={"functions": functions}), Recording(), score)
+    assert (metrics["eval/greedy_right"], metrics["eval/greedy_short"], metrics["eval/greedy_short/words"]) == (1.0, -1.0, 4.0)
+    assert math.isnan(metrics["eval/greedy_shown"])
+    assert [(row["status"], row["reward"]) for row in rows(tmp_path, "greedy")] == [("ok", None), ("ok", 1.5)]
+    assert rows(tmp_path, "greedy")[1]["reward_parts"] == {"right": 1.0, "short": -1.0, "shown": None, "short/words": 4.0}
+
+
 def answer(accuracy, status="ok"):
     completion = None if status in ("late", "failed") else Completion((3,), (-0.1,), (VersionSpan(0, 0, 1),), "stop")
     return Answer(completion, status, parts={} if completion is None else {"right": accuracy})
@@ -165,7 +179,7 @@ def test_pass_at_k_leaves_out_what_has_no_score_and_counts_what_did_not_come():
         [answer(0.0), answer(None, "unscored"), answer(None, "unscored"), answer(None, "unscored")],
         [answer(None, "unscored")] * 4,
     ]
-    found = measure(answers, ["right"], "right", pass_threshold=0.5)
+    found = measure(answers, "right", pass_threshold=0.5)
     assert found["accuracy"] == pytest.approx(1.4 / 4) and found["right"] == pytest.approx(1.4 / 3) and found["scored"] == 3.0
     assert found["avg_at_4"] == pytest.approx((1.4 / 3 + 0.0) / 2)
     assert found["pass_at_1"] == pytest.approx((1 / 3 + 0) / 2)
