@@ -166,6 +166,8 @@ class RewardFunction(Section):
     """`package.module:function`, importable in a fresh process."""
     weight: float = 1.0
     """Weight in the reward. 0 = reported only."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of every call, beside those that asyncrl gives it. They are stored and shown with the config: no secrets."""
 
 
 class RewardConfig(Section):
@@ -184,6 +186,9 @@ class RewardConfig(Section):
     """What a completion that reaches its limit loses."""
     processes: int = Field(default=2, gt=0)
     """Reward processes: so many slow groups do not delay the others."""
+    concurrency: int = Field(default=1, gt=0)
+    """Groups that one reward process scores at once. Async functions share the process's event loop. A plain function gets a thread per group
+    when this is above 1: then it must be safe to call from several."""
     memory_bytes: int = Field(default=4 << 30, gt=0)
     """Memory of its own that one reward process may take (Linux, RLIMIT_DATA); a reward that asks for more fails, before the machine runs out."""
     shuffle: bool = False

@@ -103,9 +103,7 @@ class Stations:
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[float | None]]:
         """Raw rewards of completions of one prompt, name by name."""
-        texts = [completion.text for completion in completions]
-        ids = [completion.token_ids for completion in completions]
-        return await score_completions(self.pool, [prompt.text], texts, ids, [prompt.columns], n=len(completions))
+        return await score_completions(self.pool, prompt, completions)
 
 
 def _evaluation_prompts(config: Config) -> dict[str, list[Prompt]]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic import ValidationError
 
-from asyncrl.config import Config, ConfigError
+from asyncrl.config import Config, ConfigError, explain
 from asyncrl.learning.supported import refusal, uniform_rope_tokens
 from asyncrl.observe.sinks import missing_packages
 from asyncrl.preflight.evaluation import evaluation_text
@@ -160,6 +161,7 @@ def make_plan(config: Config) -> Plan:
             shared memory is too small.
     """
     from asyncrl.data.prompts import check_prompts
+    from asyncrl.rewards.builtin import check_builtin
     from asyncrl.rewards.contract import RewardError, find_reward
 
     _ = config.run_directory  # refuses a place that would be lost; before a path below it is looked for
@@ -177,8 +179,13 @@ def make_plan(config: Config) -> Plan:
     for name, reward in config.reward.functions.items():
         try:
             find_reward(reward.function)
+            check_builtin(reward.function, reward.arguments, config.reward.deadline_s)
         except RewardError as error:
             raise ConfigError(f"reward.functions.{name}.function: {error}") from None
+        except ValidationError as error:
+            raise ConfigError(f"reward.functions.{name}.arguments: {explain(error)}") from None
+        except ValueError as error:
+            raise ConfigError(f"reward.functions.{name}: {error}") from None
     if missing := missing_packages(config):
         raise ConfigError(f"observe.sinks names {missing[0]}, which is not installed; pip install 'asyncrl[{missing[0]}]', or take it out")
     rollout = config.rollout

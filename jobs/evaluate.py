@@ -20,7 +20,7 @@ from asyncrl.data.prompts import read_prompts
 from asyncrl.generation.engine import engine_environment
 from asyncrl.plan import model_context
 from asyncrl.reading import RunNotFound, open_run
-from asyncrl.rewards.contract import RewardError, call_reward
+from asyncrl.rewards.contract import GroupCall, RewardError, call_reward
 from asyncrl.text.stops import load_stops, text_before
 from asyncrl.text.tokenizer import decode, load_tokenizer
 from asyncrl.types import Prompt
@@ -81,9 +81,10 @@ def greedy_answers(config: Config, model: Path, prompts: list[Prompt]) -> list[t
 
 def accuracy(config: Config, prompts: list[Prompt], answers: list[tuple[str, list[int]]]) -> float:
     """Mean of the reward that the config calls accuracy, over the answers that it scores."""
-    function = config.reward.functions[config.accuracy].function
-    rewards = [call_reward(function, [prompt.text], [text], [ids], dict(prompt.columns))[0] for prompt, (text, ids) in zip(prompts, answers, strict=True)]
-    scored = [reward for reward in rewards if reward is not None]
+    reward = config.reward.functions[config.accuracy]
+    calls = [GroupCall([prompt.text], [text], [ids], prompt.columns) for prompt, (text, ids) in zip(prompts, answers, strict=True)]
+    rewards = [call_reward(reward.function, call, reward.arguments).rewards[0] for call in calls]
+    scored = [value for value in rewards if value is not None]
     return sum(scored) / len(scored) if scored else math.nan
 
 

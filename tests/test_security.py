@@ -342,7 +342,7 @@ def test_a_config_that_is_a_pipe_is_named(tmp_path: Path) -> None:
 def test_import_paths_come_from_the_config_alone(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that names a function, in every column that might be taken for one, is given to the reward as data."""
     from asyncrl.data.prompts import check_columns, read_rows
-    from asyncrl.rewards.contract import call_reward
+    from asyncrl.rewards.contract import GroupCall, call_reward
 
     (tmp_path / "evil_reward.py").write_text(f"open({str(marker)!r}, 'w')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -352,7 +352,7 @@ def test_import_paths_come_from_the_config_alone(tmp_path: Path, marker: Path, m
     table = read_rows(str(tmp_path / "train.parquet"))
     check_columns(table, config(tmp_path), "train.parquet", "data.train")
     (columns,) = table.drop_columns(["prompt"]).to_pylist()
-    assert call_reward("asyncrl.rewards.builtin:exact_match", ["1 + 1 ="], ["2"], [(5,)], columns) == [1.0]
+    assert call_reward("asyncrl.rewards.builtin:exact_match", GroupCall(["1 + 1 ="], ["2"], [(5,)], columns)).rewards == [1.0]
     for path in ("evil_reward", "evil_reward:run()", "os;evil_reward:run", "../evil_reward:run", "evil_reward:a.b"):
         with pytest.raises(ValueError, match=r"function"):
             config(tmp_path, reward={"functions": {"exact": {"function": path}}})

@@ -1,9 +1,25 @@
 """The reward contract, and the call that enforces it. Runs in a reward process: imports nothing heavy.
 
-    def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
+    def reward(prompts, completions, completion_ids, finish_reason, truncated, **columns)
 
-is called once per group with lists of one length n, the prompt and every dataset column repeated n times; it may be `async`.
-None = this trajectory cannot be scored. Anything else that is not a finite number breaks the contract.
+is called once per group. Every argument is a list of one length n, one item per trajectory:
+
+prompts          the prompt as the model saw it, n times
+completions      the texts
+completion_ids   their token ids
+finish_reason    "stop", "length", "repetition" or "abort"
+truncated        whether the completion did not end by itself (finish_reason length or repetition)
+messages         the chat messages that the template rendered, as the dataset has them; only where a template was applied
+anything else    a column of the dataset, n times, or an entry of the function's `arguments`, as it is
+
+A function without `**columns` gets those arguments that its parameters name. It may be `async`.
+
+It returns one of
+- a list of n rewards: a finite number each, or None where the trajectory cannot be scored;
+- a dict of named parts, each such a list. The entry `reward` is the reward and the others are only reported. Without that
+  entry the reward is the sum of the parts, and None where a part is None.
+
+Anything else breaks the contract.
 """
 
 from __future__ import annotations
@@ -14,10 +30,25 @@ import importlib.util
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ContractError", "RewardError", "call_reward", "check_rewards", "find_reward", "import_reward"]
+__all__ = [
+    "ContractError",
+    "FunctionRewards",
+    "GroupCall",
+    "RewardError",
+    "call_reward",
+    "check_rewards",
+    "failed",
+    "find_reward",
+    "import_reward",
+    "keyword_arguments",
+]
+
+TOTAL = "reward"
+"""The part that is the reward, where a function returns a dict."""
 
 
 class RewardError(Exception):
@@ -26,6 +57,30 @@ class RewardError(Exception):
 
 class ContractError(RewardError):
     """A reward function returned something that the contract does not allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCall:
+    """What reward functions are asked: one group of n trajectories."""
+
+    prompts: Sequence[str]
+    completions: Sequence[str]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Dataset columns of the group's prompt, one value each."""
+    finish_reasons: Sequence[str] = ()
+    """Why each completion ended; empty = nobody knows (texts that no generator of ours made)."""
+    truncated: Sequence[bool] = ()
+    """Whether it did not end by itself; empty with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionRewards:
+    """What one function gave for one group of n trajectories."""
+
+    rewards: list[float | None]
+    parts: dict[str, list[float | None]] = field(default_factory=dict)
+    """The parts of which it told, n values each."""
 
 
 def find_reward(function: str) -> None:
@@ -54,45 +109,76 @@ def import_reward(function: str) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise RewardError(f"reward function {function!r} cannot be imported ({error}); check its name and that its package is installed") from None
+    except Exception as error:
+        # Whatever a module raises while it is imported is reported under the function's name.
+        raise RewardError(f"reward function {function!r} cannot be imported ({type(error).__name__}: {error}); repair its module") from None
     if not callable(found):
         raise RewardError(f"reward function {function!r} is a {type(found).__name__}; name a function")
     return found  # type: ignore[no-any-return]
 
 
-def call_reward(
-    function: str, prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], columns: dict[str, Any]
-) -> list[float | None]:
-    """Call one reward for one group of n trajectories; return n checked rewards.
-
-    Args:
-        columns: dataset columns of the group's prompt, one value each; repeated here.
+def call_reward(function: str, call: GroupCall, arguments: Mapping[str, Any] | None = None) -> FunctionRewards:
+    """Call one reward for one group, in this process and without a deadline.
 
     Raises:
         RewardError: it raised. ContractError: it returned what it must not.
     """
-    reward, n = import_reward(function), len(completions)
-    repeated = {name: [value] * n for name, value in columns.items()}
+    reward = import_reward(function)
     try:
-        values = reward(prompts=list(prompts), completions=list(completions), completion_ids=[list(ids) for ids in completion_ids], **repeated)
+        values = reward(**keyword_arguments(reward, call, arguments or {}))
         if inspect.isawaitable(values):
             values = asyncio.run(_wait_for(values))
-    except MemoryError:
-        raise RewardError(
-            f"reward function {function!r} asked for more memory than reward.memory_bytes leaves it; raise that, or free what is not used"
-        ) from None
     except Exception as error:
-        # Whatever a reward raises is reported under its name.
-        raise RewardError(f"reward function {function!r} raised {type(error).__name__}: {error}") from None
-    return check_rewards(function, values, n)
+        raise failed(function, error) from None
+    return check_rewards(function, values, len(call.completions))
 
 
 async def _wait_for(values: Any) -> Any:
     return await values
 
 
-def check_rewards(function: str, values: Any, n: int) -> list[float | None]:
-    """The rewards as floats and None. Raises ContractError unless they are n finite numbers or None in a sequence."""
-    if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+def keyword_arguments(reward: Callable[..., Any], call: GroupCall, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the function can be told of a group, as far as its parameters take it. The dataset's columns win over `truncated` and `finish_reason`,
+    and `arguments` over both."""
+    n = len(call.completions)
+    told: dict[str, Any] = {}
+    if call.finish_reasons:
+        told |= {"finish_reason": list(call.finish_reasons), "truncated": list(call.truncated)}
+    told |= {name: [value] * n for name, value in call.columns.items()}
+    told |= arguments
+    told |= {"prompts": list(call.prompts), "completions": list(call.completions), "completion_ids": [list(ids) for ids in call.completion_ids]}
+    try:
+        parameters = inspect.signature(reward).parameters.values()
+    except (TypeError, ValueError):  # written in C: nobody knows
+        return told
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return told
+    named = {parameter.name for parameter in parameters}
+    return {name: value for name, value in told.items() if name in named}
+
+
+def failed(function: str, error: BaseException) -> RewardError:
+    """Whatever a reward raised, under its name."""
+    if isinstance(error, MemoryError):
+        return RewardError(f"reward function {function!r} asked for more memory than reward.memory_bytes leaves it; raise that, or free what is not used")
+    return RewardError(f"reward function {function!r} raised {type(error).__name__}: {error}")
+
+
+def check_rewards(function: str, values: Any, n: int) -> FunctionRewards:
+    """The rewards as floats and None. Raises ContractError unless `values` is what the contract allows for n trajectories."""
+    if not isinstance(values, Mapping):
+        return FunctionRewards(_check_list(function, values, n))
+    if not values or not all(isinstance(name, str) and name and "/" not in name for name in values):
+        raise ContractError(f"reward function {function!r} returned a dict with the keys {list(values)}; name its parts by strings without '/'")
+    parts = {name: _check_list(f"{function}, part {name}", some, n) for name, some in values.items()}
+    total = parts.pop(TOTAL, None)
+    if total is None:
+        total = [None if None in row else sum(row) for row in zip(*parts.values(), strict=True)]  # type: ignore[arg-type]
+    return FunctionRewards(total, parts)
+
+
+def _check_list(function: str, values: Any, n: int) -> list[float | None]:
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
         raise ContractError(f"reward function {function!r} returned {type(values).__name__}; return a list of {n} floats or None")
     if len(values) != n:
         raise ContractError(f"reward function {function!r} returned {len(values)} rewards for {n} completions; return one for each")

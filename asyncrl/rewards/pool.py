@@ -1,35 +1,50 @@
-"""Reward processes: rewards run outside every process of ours, and are killed at their deadline.
+"""Reward processes: rewards run outside every process of ours, and are killed at their deadline with all that they have started.
 
-A reward may loop in C code with the interpreter locked, or kill its own process; neither threads nor signals stop that. Pebble's
-process pool kills the one process at a task's timeout, reports a process that died, and replaces it, while the others go on.
+A reward may loop in C code with the interpreter locked, kill its own process, or leave processes behind; neither threads nor signals
+stop that. `asyncrl.rewards.supervisor` says how a process ends, `asyncrl.rewards.process` what it does.
+
+    submit ──► one task per group ──► waiting calls ──dispatch──► a process with room ──► its answer, or its end
+
+A process runs `concurrency` calls at once. When it ends or must be killed, whoever did it is not always known. Then each call that
+ran in it runs again, alone in a process; what fails there has failed by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import multiprocessing
-import resource
+import contextlib
+import itertools
+import json
+import os
 import signal
-import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import socket
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
+import psutil
 
 from asyncrl.config import RewardConfig
-from asyncrl.rewards.contract import RewardError, call_reward, import_reward
+from asyncrl.rewards.contract import ContractError, FunctionRewards, GroupCall, RewardError
+from asyncrl.rewards.process import CANCEL_S, HEADER, Call, Cancel, Named, Setup
+from asyncrl.rewards.supervisor import command
 
 __all__ = ["GroupRewards", "RewardPool", "no_rewards", "total_rewards"]
 
-GROUPS_AT_ONCE = 64
-"""Groups that wait for reward processes at once, in one thread each."""
-PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 180.0
 """Seconds in which a new reward process must answer, imports included."""
+RESTART_PAUSE_S = 0.2
+"""Seconds before a process is started again that did not come to its first call."""
+GUARD_S = CANCEL_S + 1.0
+"""Seconds beyond the deadline, which the process keeps itself, until one that says nothing is killed."""
+END_S = 5.0
+"""Seconds that a supervisor gets to end everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +52,7 @@ class GroupRewards:
     """Rewards of one group of n trajectories. `failure` says why there are none (then all parts are None)."""
 
     parts: Mapping[str, list[float | None]] = field(default_factory=dict)
-    """Name of the reward function → n rewards."""
+    """Name of the reward function → n rewards, and name/part → n values of each part that it told of."""
     failure: str | None = None
 
 
@@ -60,17 +75,16 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._threads = ThreadPoolExecutor(GROUPS_AT_ONCE, thread_name_prefix="rewards")
-        # The processes die with the thread that starts them (PR_SET_PDEATHSIG): a thread of this pool lives as long as they shall.
-        self._processes = self._threads.submit(self._start).result()
-
-    def _start(self) -> ProcessPool:
-        functions = [reward.function for reward in self._config.functions.values()]
-        # Not fork: this process has threads. A spawned child imports the main module anew, as everywhere in multiprocessing.
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPool(self._config.processes, initializer=_start_process, initargs=(functions, self._config.memory_bytes), context=context)
-        pool.schedule(_nothing)  # the first task starts the processes, from this thread
-        return pool
+        self._loop = asyncio.new_event_loop()
+        self._waiting: deque[_Waiting] = deque()
+        self._numbers = itertools.count()
+        self._processes = [_Process() for _ in range(config.processes)]
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing = False
+        self._ready: Future[Mapping[str, str]] = Future()
+        """Of the first process that has imported the functions: name → why it could not."""
+        self._thread = threading.Thread(target=self._run, daemon=True, name="rewards")
+        self._thread.start()
 
     def __enter__(self) -> RewardPool:
         return self
@@ -84,86 +98,298 @@ class RewardPool:
         Raises:
             RewardError: one cannot be imported, or that takes longer than START_TIMEOUT_S.
         """
-        functions = [reward.function for reward in self._config.functions.values()]
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await asyncio.wrap_future(self._processes.schedule(_import_all, args=(functions,)))
-        except TimeoutError:
-            raise RewardError(f"reward processes gave no answer in {START_TIMEOUT_S:g} s; does importing one of {functions} hang?") from None
+        if failed := await asyncio.wrap_future(self._ready):
+            raise RewardError(next(iter(failed.values())))
 
-    def submit(
-        self, prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Any]
-    ) -> Future[GroupRewards]:
-        """Rewards of one group (lists of length n), under the policy.
+    def submit(self, call: GroupCall) -> Future[GroupRewards]:
+        """Rewards of one group, under the policy.
 
         The future raises RewardError under policy `fail`. Under the others it gives a group with a `failure`.
         """
-        return self._threads.submit(self._score, list(prompts), list(completions), completion_ids, dict(columns))
+        return asyncio.run_coroutine_threadsafe(self._tracked(self._score(call)), self._loop)
 
     def close(self) -> None:
-        """Kill the processes, whatever they do."""
-        self._processes.stop()  # type: ignore[no-untyped-call]
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._processes.join()
+        """Kill the processes and what they have started, whatever they do."""
+        self._loop.call_soon_threadsafe(self._close)
+        self._thread.join()
 
-    def _score(self, prompts: list[str], completions: list[str], completion_ids: Sequence[Sequence[int]], columns: dict[str, Any]) -> GroupRewards:
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        keepers = [self._loop.create_task(self._keep(process)) for process in self._processes]
+        self._loop.run_until_complete(asyncio.gather(*keepers))
+        for task in self._tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    def _close(self) -> None:
+        self._closing = True
+        for process in self._processes:
+            process.kill()
+
+    async def _tracked(self, work: Coroutine[Any, Any, GroupRewards]) -> GroupRewards:
+        """The pool ends its groups' tasks with itself."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await work
+
+    async def _score(self, call: GroupCall) -> GroupRewards:
         config = self._config
         tries = config.retries + 1 if config.policy == "retry" else 1
         for left in reversed(range(tries)):
             try:
-                return GroupRewards(self._try(prompts, completions, completion_ids, columns))
+                return GroupRewards(await self._try(call))
             except RewardError as error:
                 if config.policy == "fail":
                     raise
                 if not left:
                     failure = str(error)
-        return no_rewards(config, len(completions), failure)
+        return no_rewards(config, len(call.completions), failure)
 
-    def _try(
-        self, prompts: list[str], completions: list[str], completion_ids: Sequence[Sequence[int]], columns: dict[str, Any]
-    ) -> dict[str, list[float | None]]:
-        """All functions side by side, one task each, so that a failure has a name. Raises RewardError."""
-        calls = {
-            name: self._processes.schedule(call_reward, args=(reward.function, prompts, completions, completion_ids, columns), timeout=self._config.deadline_s)
-            for name, reward in self._config.functions.items()
-        }
+    async def _try(self, call: GroupCall) -> dict[str, list[float | None]]:
+        """All functions side by side; the first that fails ends the others. Raises RewardError."""
+        tasks = {name: asyncio.ensure_future(self._ask(name, call)) for name in self._config.functions}
         try:
-            return {name: self._result(name, call) for name, call in calls.items()}
+            given = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
         finally:
-            for call in calls.values():
-                call.cancel()  # type: ignore[no-untyped-call]
+            for task in tasks.values():
+                task.cancel()
+        rewards = {name: one.rewards for name, one in given.items()}
+        return rewards | {f"{name}/{part}": values for name, one in given.items() for part, values in one.parts.items()}
 
-    def _result(self, name: str, call: Future[list[float | None]]) -> list[float | None]:
-        function = f"{name} ({self._config.functions[name].function})"
+    async def _ask(self, name: str, group: GroupCall) -> FunctionRewards:
+        waiting = _Waiting(Call(next(self._numbers), name, group), self._loop.create_future())
+        self._waiting.append(waiting)
+        self._dispatch()
         try:
-            return call.result()
-        except TimeoutError:
-            limit = f"reward.deadline_s = {self._config.deadline_s:g} s"
-            raise RewardError(f"reward {function} was killed after {limit}; raise that, or set reward.policy: drop_group") from None
-        except ProcessExpired as error:
-            raise RewardError(f"reward {function} ended its process (exit code {error.exitcode}); a reward must return") from None
-        except RewardError as error:
-            raise type(error)(f"reward {name}: {error}") from None
+            return await waiting.answer
+        except asyncio.CancelledError:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(waiting)
+            for process in self._processes:
+                process.cancel(waiting.call.number)
+            raise
+
+    def _dispatch(self) -> None:
+        """Give waiting calls, in their order, to the processes with the least to do. One that must be alone holds back those behind it."""
+        while self._waiting:
+            alone = self._waiting[0].alone
+            able = [process for process in self._processes if process.has_room(1 if alone else self._config.concurrency)]
+            if not able:
+                return
+            process = min(able, key=lambda process: len(process.running))
+            process.give(self._waiting.popleft(), self._config.deadline_s + GUARD_S)
+
+    async def _keep(self, process: _Process) -> None:
+        """Run one process after the other, until the pool closes."""
+        while not self._closing:
+            came_up = False
+            try:
+                await process.start(self._setup())
+                if self._closing:
+                    process.kill()
+                ready = await asyncio.wait_for(process.read(), START_TIMEOUT_S)
+                came_up = process.ready = True
+                if not self._ready.done():
+                    self._ready.set_result(ready["ready"])
+                self._dispatch()
+                while True:
+                    self._answered(process, await process.read())
+                    self._dispatch()
+            except TimeoutError:
+                problem = f"gave no answer in {START_TIMEOUT_S:g} s"
+            except (OSError, EOFError) as error:
+                problem = "ended" if isinstance(error, EOFError) else f"failed ({error})"
+            code = await process.end()
+            if self._closing:
+                return
+            if came_up:
+                self._after_the_end(process, code)
+            else:
+                self._not_started(RewardError(f"a reward process {problem} (exit code {code}) while it imported {self._functions()}; import them by hand"))
+            await asyncio.sleep(RESTART_PAUSE_S)
+
+    def _setup(self) -> Setup:
+        config = self._config
+        named = {name: Named(reward.function, reward.arguments) for name, reward in config.functions.items()}
+        return Setup(named, config.concurrency, config.deadline_s, config.memory_bytes)
+
+    def _functions(self) -> list[str]:
+        return [reward.function for reward in self._config.functions.values()]
+
+    def _answered(self, process: _Process, message: Mapping[str, Any]) -> None:
+        waiting = process.running.get(message["number"])
+        if waiting is None:
+            return
+        if "stuck" in message or ("late" in message and process.has_started_others()):
+            # A call that was late and has ended may have left processes: nobody knows whose they are, so all of them go.
+            process.blamed.add(waiting.call.number)
+            process.kill()
+            return
+        process.done(waiting)
+        if "rewards" in message:
+            waiting.give(FunctionRewards(**message["rewards"]))
+        elif "late" in message:
+            waiting.fail(self._killed(waiting))
+        else:
+            kind = ContractError if message["error"] == ContractError.__name__ else RewardError
+            waiting.fail(kind(f"reward {waiting.call.name}: {message['message']}"))
+
+    def _after_the_end(self, process: _Process, code: int | None) -> None:
+        """Answer the calls that a process took with it, or have them run again: in their turn if it is known who ended it, else alone."""
+        lost, blamed, killed = process.forget()
+        if not blamed and len(lost) == 1:
+            blamed = {lost[0].call.number}
+        for waiting in reversed(lost):
+            if waiting.call.number in blamed:
+                waiting.fail(self._killed(waiting) if killed else self._died(waiting, code))
+            elif not waiting.answer.done():
+                waiting.alone = not blamed
+                self._waiting.appendleft(waiting)
+
+    def _not_started(self, error: RewardError) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        while self._waiting:
+            self._waiting.popleft().fail(error)
+
+    def _named(self, waiting: _Waiting) -> str:
+        return f"{waiting.call.name} ({self._config.functions[waiting.call.name].function})"
+
+    def _killed(self, waiting: _Waiting) -> RewardError:
+        limit = f"reward.deadline_s = {self._config.deadline_s:g} s"
+        return RewardError(f"reward {self._named(waiting)} was killed after {limit}; raise that, or set reward.policy: drop_group")
+
+    def _died(self, waiting: _Waiting, code: int | None) -> RewardError:
+        return RewardError(f"reward {self._named(waiting)} ended its process (exit code {code}); a reward must return")
 
 
-def _import_all(functions: Sequence[str]) -> None:
-    for function in functions:
-        import_reward(function)
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A call, from when it is asked to its answer. It may run more than once."""
+
+    call: Call
+    answer: asyncio.Future[FunctionRewards]
+    alone: bool = False
+    """No other call may run in its process."""
+    guard: asyncio.TimerHandle | None = None
+
+    def give(self, rewards: FunctionRewards) -> None:
+        if not self.answer.done():
+            self.answer.set_result(rewards)
+
+    def fail(self, error: RewardError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
-def _nothing() -> None:
-    """What a pool that has started can do."""
+class _Process:
+    """One reward process and its supervisor, seen from the pool. It may be started again after its end. All on the pool's loop."""
 
+    def __init__(self) -> None:
+        self.ready = False
+        self.running: dict[int, _Waiting] = {}
+        self.blamed: set[int] = set()
+        """Calls because of which it is killed."""
+        self._killed = False
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._lifeline: int | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
 
-def _start_process(functions: Sequence[str], memory_bytes: int) -> None:
-    """Die with the parent, leave Ctrl-C to it, take no more memory than that, and import the functions before a deadline runs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    for function in functions:
+    def has_room(self, concurrency: int) -> bool:
+        """Whether it may be given a call, if it runs so many at once."""
+        return self.ready and not self._killed and len(self.running) < concurrency and not any(waiting.alone for waiting in self.running.values())
+
+    async def start(self, setup: Setup) -> None:
+        """Start the process and tell it what it is for. Its first message comes when it is ready."""
+        ours, theirs = socket.socketpair()
+        end, self._lifeline = os.pipe()
         try:
-            import_reward(function)
-        except RewardError:
-            # Each call of it says so, under its name; a process that fails to start would break the whole pool without one.
-            continue
+            # A session of its own: the terminal's Ctrl-C is for the driver.
+            self._supervisor = await asyncio.to_thread(
+                subprocess.Popen,
+                command(end, theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(end, theirs.fileno()),
+                start_new_session=True,
+            )
+        finally:
+            os.close(end)
+            theirs.close()
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._send(setup)
+
+    async def read(self) -> dict[str, Any]:
+        """The next message. Raises EOFError or OSError at the process's end."""
+        assert self._reader is not None
+        size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
+        message: dict[str, Any] = json.loads(await self._reader.readexactly(size))
+        return message
+
+    def give(self, waiting: _Waiting, limit_s: float) -> None:
+        """Run a call; kill the process if it says nothing of it for so long."""
+        waiting.guard = asyncio.get_running_loop().call_later(limit_s, self.kill)
+        self.running[waiting.call.number] = waiting
+        self._send(waiting.call)
+
+    def cancel(self, number: int) -> None:
+        """Nobody waits for this call any more."""
+        if number in self.running:
+            self._send(Cancel(number))
+
+    def done(self, waiting: _Waiting) -> None:
+        """The call has ended, and its place is free."""
+        del self.running[waiting.call.number]
+        if waiting.guard is not None:
+            waiting.guard.cancel()
+
+    def kill(self) -> None:
+        """Have the supervisor end it and whatever it has started."""
+        self._killed = True
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+
+    def has_started_others(self) -> bool:
+        """Whether anything lives that the process has started."""
+        assert self._supervisor is not None
+        with contextlib.suppress(psutil.Error):
+            return len(psutil.Process(self._supervisor.pid).children(recursive=True)) > 1
+        return False
+
+    async def end(self) -> int | None:
+        """End it; its exit code, 128 + n after signal n."""
+        killed = self._killed
+        self.kill()
+        self._killed = killed
+        if self._writer is not None:
+            self._writer.close()
+        if self._supervisor is None:
+            return None
+        try:
+            code = await asyncio.to_thread(self._supervisor.wait, END_S)
+        except subprocess.TimeoutExpired:
+            return None  # it goes on trying
+        if code < 0:
+            # It was killed itself: at least those go that stayed in its process group.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._supervisor.pid, signal.SIGKILL)
+        return code
+
+    def forget(self) -> tuple[list[_Waiting], set[int], bool]:
+        """Be new. Returns the calls that it ran, those that are to blame, and whether we killed it."""
+        lost, blamed, killed = list(self.running.values()), self.blamed, self._killed
+        for waiting in lost:
+            self.done(waiting)
+        self.blamed, self.ready, self._killed = set(), False, False
+        return lost, blamed, killed
+
+    def _send(self, message: Any) -> None:
+        assert self._writer is not None
+        payload = ForkingPickler.dumps(message)
+        if not self._writer.is_closing():
+            self._writer.write(HEADER.pack(len(payload)) + payload)

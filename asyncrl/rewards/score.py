@@ -13,16 +13,18 @@ import pyarrow as pa
 from asyncrl.algorithms.advantages import group_advantages, soft_overlong_penalty
 from asyncrl.algorithms.kl import reward_kl
 from asyncrl.config import AlgorithmConfig, Config, RewardConfig
+from asyncrl.rewards.contract import GroupCall
 from asyncrl.rewards.pool import GroupRewards, RewardPool, total_rewards
-from asyncrl.types import REFERENCE_COLUMN, REFERENCE_LOGPROBS, SCORED_COLUMNS, reward_parts_type
+from asyncrl.types import REFERENCE_COLUMN, REFERENCE_LOGPROBS, SCORED_COLUMNS, TRUNCATED, Completion, Prompt, reward_parts_type
 
-__all__ = ["attach_reference", "attach_rewards", "group_request", "group_rows", "score_completions", "score_table"]
+__all__ = ["attach_reference", "attach_rewards", "group_call", "group_rows", "score_completions", "score_table"]
 
 
-def group_request(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[str], list[str], list[list[int]], dict[str, Any]]:
-    """A group's row as the arguments of `RewardPool.submit`; `columns` are the dataset's own."""
-    n = len(row["completion_ids"])
-    return [row["prompt_text"]] * n, row["completion_text"], row["completion_ids"], {name: row[name] for name in columns}
+def group_call(row: Mapping[str, Any], columns: Sequence[str]) -> GroupCall:
+    """What reward functions are asked about a group's row; `columns` are the dataset's own."""
+    n, reasons = len(row["completion_ids"]), row["finish_reason"]
+    mine = {name: row[name] for name in columns}
+    return GroupCall([row["prompt_text"]] * n, row["completion_text"], row["completion_ids"], mine, reasons, [reason in TRUNCATED for reason in reasons])
 
 
 def attach_rewards(group: pa.Table, rewards: GroupRewards) -> pa.Table:
@@ -105,30 +107,23 @@ def trajectory_status(reward: float | None, logprobs: Sequence[float], prompt_to
     return "unscored" if reward is None else "ok"
 
 
-async def score_completions(
-    pool: RewardPool,
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    completion_ids: Sequence[Sequence[int]],
-    columns: Sequence[Mapping[str, Any]],
-    n: int = 1,
-) -> dict[str, list[float | None]]:
-    """Raw rewards of completions outside the training stream (evaluation): `n` consecutive ones belong to one prompt.
-
-    Args:
-        prompts, columns: one for each group of n completions.
+async def score_completions(pool: RewardPool, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[float | None]]:
+    """Raw rewards of one prompt's completions outside the training stream (evaluation).
 
     Returns:
-        Name of the reward function → one reward per completion. A group given up under the pool's policy has None.
+        Name of the reward function, and name/part of each part that it told of → one reward per completion. A group given up under the pool's
+        policy has None.
 
     Raises:
         RewardError: policy `fail`, and a reward failed.
     """
-    if len(completions) != n * len(prompts):
-        raise ValueError(f"{len(completions)} completions do not belong to {len(prompts)} prompts, {n} each")
-    futures = [
-        asyncio.wrap_future(pool.submit([prompt] * n, completions[at : at + n], completion_ids[at : at + n], others))
-        for at, prompt, others in zip(range(0, len(completions), n), prompts, columns, strict=True)
-    ]
-    groups = await asyncio.gather(*futures)
-    return {name: [value for group in groups for value in group.parts[name]] for name in (groups[0].parts if groups else ())}
+    call = GroupCall(
+        prompts=[prompt.text] * len(completions),
+        completions=[completion.text for completion in completions],
+        completion_ids=[completion.token_ids for completion in completions],
+        columns=prompt.columns,
+        finish_reasons=[completion.finish_reason for completion in completions],
+        truncated=[completion.finish_reason in TRUNCATED for completion in completions],
+    )
+    group = await asyncio.wrap_future(pool.submit(call))
+    return dict(group.parts)

@@ -127,8 +127,8 @@ class RayScores:
 
     def _load(self, path: Path) -> list[Scored]:
         groups = parquet.read_table(path)
-        stream, names = ray.put(table_to_ipc(groups)), list(self._config.reward.functions)
-        return [scored_summary(groups.slice(place, 1), (stream, place), names) for place in range(groups.num_rows)]
+        stream = ray.put(table_to_ipc(groups))
+        return [scored_summary(groups.slice(place, 1), (stream, place)) for place in range(groups.num_rows)]
 
     async def begun(self) -> bool:
         """Whether the execution's task runs: it has asked a worker for groups. A stream that broke has begun: `next` raises its error."""
@@ -209,8 +209,7 @@ class RayScores:
         if new:
             files.write(list(new.values()))
             table = ray.put(table_to_ipc(pa.concat_tables(new.values(), promote_options="permissive")))
-            names = list(self._config.reward.functions)
-            scored = {ordinal: scored_summary(row, (table, place), names) for place, (ordinal, row) in enumerate(new.items())}
+            scored = {ordinal: scored_summary(row, (table, place)) for place, (ordinal, row) in enumerate(new.items())}
         self._hand_over([(ordinal, scored.pop(ordinal, None)) for ordinal in ordinals])
 
     def _hand_over(self, item: list[tuple[int, Scored | None]] | BaseException) -> None:
@@ -242,7 +241,7 @@ def _whatever_waits(arrived: queue.Queue[pa.Table | BaseException | None]) -> tu
             return tables, None
 
 
-def scored_summary(row: pa.Table, reference: Any, parts: Sequence[str]) -> Scored:
+def scored_summary(row: pa.Table, reference: Any) -> Scored:
     """What control needs to know of a scored group's one-row table."""
     group = row.select(list(SUMMARISED)).to_pylist()[0]
     versions = [span["version"] for spans in group["versions"] for span in spans] or [0]
@@ -255,7 +254,7 @@ def scored_summary(row: pa.Table, reference: Any, parts: Sequence[str]) -> Score
         ref=reference,
         tokens=sum(len(ids) for ids in group["completion_ids"]),
         rewards=tuple(group["reward"][index] for index in usable),
-        reward_parts=_part_means(parts, [group["reward_parts"][index] for index in usable]),
+        reward_parts=_part_means([group["reward_parts"][index] for index in usable]),
         usable=len(usable),
         truncated=sum(reason in TRUNCATED for reason in group["finish_reason"]),
         logprob_sum=math.fsum(logprob for known in group["logprobs"] for logprob in known if math.isfinite(logprob)),
@@ -267,7 +266,8 @@ def scored_summary(row: pa.Table, reference: Any, parts: Sequence[str]) -> Score
     )
 
 
-def _part_means(names: Sequence[str], parts: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+def _part_means(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """Mean of each part over the trajectories that have it; a part that none has is left out."""
+    names = dict.fromkeys(name for part in parts for name in part)
     values = {name: [part[name] for part in parts if part.get(name) is not None] for name in names}
     return {name: sum(some) / len(some) for name, some in values.items() if some}  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ import ray.exceptions
 
 from asyncrl.config import RewardConfig
 from asyncrl.rewards.contract import RewardError
-from asyncrl.rewards.pool import GROUPS_AT_ONCE, GroupRewards, RewardPool, no_rewards
-from asyncrl.rewards.score import attach_reference, attach_rewards, group_request, group_rows
+from asyncrl.rewards.pool import GroupRewards, RewardPool, no_rewards
+from asyncrl.rewards.score import attach_reference, attach_rewards, group_call, group_rows
 from asyncrl.rollout.outbox import OutboxClosed
 from asyncrl.types import COLUMNS, table_from_ipc
 
@@ -26,43 +26,48 @@ __all__ = ["rewarded_groups"]
 
 LEASE_WAIT_S = 1.0
 RESTART_PAUSE_S = 0.2
+LEASED_AHEAD = 2
+"""Groups that a task leases for each that its processes run at once."""
 
 
 def rewarded_groups(config: RewardConfig, workers: Sequence[Any], reference: Any = None) -> Iterator[pa.Table]:
     """One-row tables with raw rewards, in the order in which rewards are done; ends when every worker has closed its outbox.
 
-    A slow group holds back no other: up to 64 are in the pool at once. Under policy `fail` the group that failed comes with its
-    failure; the consumer ends the run. Runs in the read task; a task run again after a crash is a new reader to the workers.
+    A slow group holds back no other. The task leases as many groups as its reward processes run at once, and as many again, so that none
+    of them waits for a lease. Under policy `fail` the group that failed comes with its failure; the consumer ends the run. Runs in the
+    read task; a task run again after a crash is a new reader to the workers.
 
     Args:
         reference: the actor of the reference policy, whose log-probs are added; None = there is none.
     """
     events: queue.Queue[Any] = queue.Queue()  # a leased group; what is known of one; an error; None at the end
-    room = threading.Semaphore(GROUPS_AT_ONCE)
+    places = LEASED_AHEAD * config.processes * config.concurrency
+    room = threading.Semaphore(places)
     stop = threading.Event()
     with RewardPool(config) as pool:
-        threading.Thread(target=_lease, args=(workers, uuid.uuid4().hex, room, stop, events), daemon=True, name="leases").start()
+        threading.Thread(target=_lease, args=(workers, uuid.uuid4().hex, places, room, stop, events), daemon=True, name="leases").start()
         try:
             while (event := events.get()) is not None:
                 if isinstance(event, BaseException):
                     raise event
+                if isinstance(event, _Rewarded):
+                    room.release()
                 if isinstance(event, _Rewarded) and reference is not None:
                     asked = reference.logprobs.remote(group_rows(event.group))
                     asked.future().add_done_callback(partial(_referred, events, attach_rewards(event.group, _result(config, event))))
                     continue
                 if isinstance(event, _Rewarded | _Referred):
-                    room.release()
                     yield (
                         attach_rewards(event.group, _result(config, event))
                         if isinstance(event, _Rewarded)
                         else attach_reference(event.group, event.logprobs.result())
                     )
                     continue
-                prompts, completions, ids, columns = group_request(event.to_pylist()[0], [name for name in event.column_names if name not in COLUMNS])
-                pool.submit(prompts, completions, ids, columns).add_done_callback(partial(_done, events, event))
+                call = group_call(event.to_pylist()[0], [name for name in event.column_names if name not in COLUMNS])
+                pool.submit(call).add_done_callback(partial(_done, events, event))
         finally:
             stop.set()
-            room.release(GROUPS_AT_ONCE)
+            room.release(places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ def _result(config: RewardConfig, event: _Rewarded) -> GroupRewards:
         return no_rewards(config, len(event.group["completion_ids"][0]), str(error))
 
 
-def _lease(workers: Sequence[Any], reader: str, room: threading.Semaphore, stop: threading.Event, events: queue.Queue[Any]) -> None:
+def _lease(workers: Sequence[Any], reader: str, places: int, room: threading.Semaphore, stop: threading.Event, events: queue.Queue[Any]) -> None:
     """Long-poll every worker; put one-row tables on the queue, and None when no worker is left."""
     try:
         left = list(workers)
@@ -100,7 +105,7 @@ def _lease(workers: Sequence[Any], reader: str, room: threading.Semaphore, stop:
         while left and not stop.is_set():
             for worker in left:
                 if worker not in asked.values():
-                    asked[worker.lease.remote(reader, max(1, GROUPS_AT_ONCE // len(workers)), LEASE_WAIT_S)] = worker
+                    asked[worker.lease.remote(reader, max(1, places // len(workers)), LEASE_WAIT_S)] = worker
             done, _ = ray.wait(list(asked), num_returns=1, timeout=LEASE_WAIT_S)
             for reference in done:
                 worker = asked.pop(reference)

@@ -83,7 +83,7 @@ class InProcess:
         self.tokens[table["ordinal"][0].as_py()] = ids
         scored = score_table(attach_rewards(table, GroupRewards({"even": [reward(row) for row in ids]}, None)), self.config)
         self.rewards[scored["ordinal"][0].as_py()] = scored["reward"][0].as_py()
-        return [scored_summary(scored, scored, ["even"])]
+        return [scored_summary(scored, scored)]
 
 
 class OneVersionOff(SeededGenerator):

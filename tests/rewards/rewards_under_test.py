@@ -1,8 +1,14 @@
 """Reward functions for tests, importable in a reward process."""
 
+import asyncio
 import ctypes
 import os
+import signal
+import subprocess
+import threading
 import time
+
+import psutil
 
 
 def by_length(completions, **_):
@@ -82,12 +88,152 @@ def fails_once(completions, marker, **_):
 
 
 def names_its_reader(completions, marker, slow, **_):
-    """Writes its parent's process id once and then hangs; the second call of the same group does not."""
+    """Writes its pool's process id once and then hangs; the second call of the same group does not."""
     if slow[0] == "1":
         try:
             file = os.open(marker[0], os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             return [1.0 for _ in completions]
-        os.write(file, str(os.getppid()).encode())
+        os.write(file, str(psutil.Process(os.getppid()).ppid()).encode())
         time.sleep(3600)
     return [1.0 for _ in completions]
+
+
+class KeptClient:
+    """As HTTP clients are: what it made in its first call belongs to that call's event loop."""
+
+    def __init__(self):
+        self.questions = None
+
+    async def ask(self, question):
+        if self.questions is None:
+            self.questions = asyncio.Queue()
+            self.server = asyncio.create_task(self.answer())
+        reply = asyncio.get_running_loop().create_future()
+        await self.questions.put((question, reply))
+        return await reply
+
+    async def answer(self):
+        while True:
+            question, reply = await self.questions.get()
+            reply.set_result(float(len(question)))
+
+
+client = KeptClient()
+
+
+async def asks_a_kept_client(completions, **_):
+    return [await client.ask(completion) for completion in completions]
+
+
+under_way = most_under_way = 0
+arrived = threading.Condition()
+
+
+def meets_others(completions, others, **_):
+    """Returns when so many calls have been under way at once, with the most that ever were."""
+    global under_way, most_under_way
+    with arrived:
+        under_way += 1
+        most_under_way = max(most_under_way, under_way)
+        arrived.notify_all()
+        arrived.wait_for(lambda: most_under_way >= others[0])
+    time.sleep(0.05)
+    with arrived:
+        under_way -= 1
+    return [float(most_under_way) for _ in completions]
+
+
+async def meets_others_async(completions, others, **_):
+    global under_way, most_under_way
+    under_way += 1
+    most_under_way = max(most_under_way, under_way)
+    while most_under_way < others[0]:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    under_way -= 1
+    return [float(most_under_way) for _ in completions]
+
+
+async def waits_or_tells(completions, does, **_):
+    """What one group does to its process, and in which process the others are."""
+    if does[0] == "waits for ever":
+        await asyncio.sleep(3600)
+    if does[0] == "blocks the loop":
+        time.sleep(3600)  # noqa: ASYNC251
+    if does[0] == "ends the process":
+        os._exit(7)
+    if does[0] == "takes its time":
+        await asyncio.sleep(0.5)
+    return [float(os.getpid()) for _ in completions]
+
+
+def blocks_a_thread(completions, does, **_):
+    time.sleep(3600 if does[0] == "waits for ever" else 1.0)
+    return [float(os.getpid()) for _ in completions]
+
+
+LEAVES = {
+    "child": "exec sleep 3600",
+    "session": "exec setsid sleep 3600",
+    "double fork": "(sleep 3600 &) ; (setsid sh -c 'sleep 3600 & sleep 3600' &) ; true",
+}
+
+
+def leaves_processes(completions, how, marker, then, **_):
+    """Starts processes that hold the marker open, in several ways of getting away; then hangs, ends its process or returns."""
+    with open(marker[0], "a") as held:
+        for command in LEAVES.values() if how[0] == "all" else [LEAVES[how[0]]]:
+            subprocess.Popen(["sh", "-c", command], stdin=held, stdout=held, stderr=held)
+        if how[0] == "all" and os.fork() == 0:
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(3600)
+        held.write("started\n")
+    if then[0] == "hangs":
+        time.sleep(3600)
+    if then[0] == "dies":
+        os._exit(3)
+    return [1.0 for _ in completions]
+
+
+async def leaves_a_process_async(completions, marker, **_):
+    with open(marker[0], "a") as held:  # noqa: ASYNC230
+        process = await asyncio.create_subprocess_exec("sleep", "3600", stdin=held, stdout=held, stderr=held)
+    await process.wait()
+    return [1.0 for _ in completions]
+
+
+def told(finish_reason, truncated, messages=None, bonus=0.0, **_):
+    return {
+        "cut": [float(reason == "length") for reason in finish_reason],
+        "truncated": [float(cut) for cut in truncated],
+        "asked": [float(len(chat)) if chat else 0.0 for chat in messages or [None] * len(truncated)],
+        "bonus": [bonus] * len(truncated),
+    }
+
+
+def names_what_it_wants(completions, answer):
+    return [float(completion == expected) for completion, expected in zip(completions, answer, strict=True)]
+
+
+def parts_with_a_total(completions, **_):
+    return {"reward": [2.0] * len(completions), "length": [float(len(completion)) for completion in completions]}
+
+
+def a_part_is_none(completions, **_):
+    return {"a": [1.0, None], "b": [0.5, 0.5]}
+
+
+def short_part(completions, **_):
+    return {"a": [1.0], "b": [0.5, 0.5]}
+
+
+def no_part(completions, **_):
+    return {}
+
+
+def part_with_a_slash(completions, **_):
+    return {"a/b": [1.0, 1.0]}

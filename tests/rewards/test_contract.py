@@ -1,20 +1,21 @@
 import pytest
 
 from asyncrl.rewards.builtin import exact_match, reasoning_gym_score
-from asyncrl.rewards.contract import ContractError, RewardError, call_reward, import_reward
+from asyncrl.rewards.contract import ContractError, GroupCall, RewardError, call_reward, import_reward
 
 
-def call(name, columns=None):
-    return call_reward(f"tests.rewards.rewards_under_test:{name}", ["p", "p"], ["a", "bcd"], [[1, 2], [1, 2]], columns or {})
+def call(name, columns=None, arguments=None):
+    group = GroupCall(["p", "p"], ["a", "bcd"], [[1, 2], [1, 2]], columns or {}, ["stop", "length"], [False, True])
+    return call_reward(f"tests.rewards.rewards_under_test:{name}", group, arguments)
 
 
 @pytest.mark.parametrize(("name", "rewards"), [("by_length", [1.0, 3.0]), ("async_half", [0.5, 0.5]), ("some_none", [None, 1.0])])
 def test_plain_async_and_none(name, rewards):
-    assert call(name) == rewards
+    assert call(name).rewards == rewards
 
 
 def test_columns_are_repeated_as_keyword_arguments():
-    assert call("all_columns", {"answer": "x", "extra": 7}) == [1.0, 1.0]
+    assert call("all_columns", {"answer": "x", "extra": 7}).rewards == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -25,11 +26,30 @@ def test_columns_are_repeated_as_keyword_arguments():
         ("too_few", "returned 1 rewards for 2 completions"),
         ("text", r"returned '1.0' \(str\) at index 0"),
         ("one_number", "returned float; return a list of 2"),
+        ("short_part", "part a' returned 1 rewards for 2 completions"),
+        ("no_part", r"returned a dict with the keys \[\]"),
+        ("part_with_a_slash", "returned a dict with the keys"),
     ],
 )
 def test_a_broken_contract_names_the_function(name, message):
     with pytest.raises(ContractError, match=f"rewards_under_test:{name}.*{message}"):
         call(name)
+
+
+def test_a_reward_is_told_how_each_completion_ended_what_was_asked_and_its_own_arguments():
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
+    given = call("told", {"messages": chat}, {"bonus": 0.25})
+    assert given.parts == {"cut": [0.0, 1.0], "truncated": [0.0, 1.0], "asked": [2.0, 2.0], "bonus": [0.25, 0.25]}
+    assert given.rewards == [2.25, 4.25]
+
+
+def test_a_function_without_further_columns_gets_what_it_names():
+    assert call("names_what_it_wants", {"answer": "bcd", "extra": 7}).rewards == [0.0, 1.0]
+
+
+def test_the_parts_of_a_dict_are_summed_unless_one_is_the_reward():
+    assert call("parts_with_a_total").rewards == [2.0, 2.0] and call("parts_with_a_total").parts == {"length": [1.0, 3.0]}
+    assert call("a_part_is_none").rewards == [1.5, None]
 
 
 def test_an_exception_is_reported_under_the_functions_name():

@@ -1,13 +1,24 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
-from asyncrl.rewards.contract import ContractError, RewardError
+from asyncrl.rewards.contract import ContractError, GroupCall, RewardError
 from asyncrl.rewards.pool import RewardPool, total_rewards
 
 
+def ask(pool, columns=None):
+    return pool.submit(GroupCall(["p"] * 2, ["a", "bcd"], [[1], [2]], columns or {}))
+
+
 def rewards(pool, columns=None, seconds=60):
-    return pool.submit(["p"] * 2, ["a", "bcd"], [[1], [2]], columns or {}).result(timeout=seconds)
+    return ask(pool, columns).result(timeout=seconds)
 
 
 def test_total_is_the_weighted_sum_and_none_where_a_weighted_part_is_none():
@@ -56,3 +67,131 @@ def test_policy_retry_tries_again_then_drops(reward_config, tmp_path):
 def test_a_function_that_cannot_be_imported_is_an_error_of_the_call(reward_config):
     with RewardPool(reward_config("no_such_function")) as pool, pytest.raises(RewardError, match="cannot be imported"):
         rewards(pool)
+
+
+def test_an_async_client_that_is_kept_serves_every_call(reward_config):
+    """A loop of its own for each call ended what the client had made in the first one."""
+    with RewardPool(reward_config("asks_a_kept_client", deadline_s=10.0)) as pool:
+        assert [rewards(pool).parts["asks_a_kept_client"] for _ in range(3)] == [[1.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize("name", ["meets_others", "meets_others_async"])
+def test_one_process_scores_so_many_groups_at_once_and_no_more(reward_config, name):
+    with RewardPool(reward_config(name, concurrency=4)) as pool:
+        groups = [ask(pool, {"others": 4}) for _ in range(12)]
+        assert [group.result(timeout=60).parts for group in groups] == [{name: [4.0, 4.0]}] * 12
+
+
+@pytest.mark.parametrize("does", ["waits for ever", "blocks the loop", "ends the process"])
+def test_what_one_group_does_to_its_process_is_not_charged_to_the_others(reward_config, does):
+    with RewardPool(reward_config("waits_or_tells", concurrency=4, deadline_s=2.0, policy="drop_group")) as pool:
+        rewards(pool, {"does": "nothing"})
+        others, one = [ask(pool, {"does": "takes its time"}) for _ in range(3)], ask(pool, {"does": does})
+        failure = "ended its process (exit code 7)" if does == "ends the process" else "was killed after reward.deadline_s = 2 s"
+        assert failure in one.result(timeout=60).failure
+        assert all(other.result(timeout=60).failure is None for other in others)
+        assert rewards(pool, {"does": "nothing"}).failure is None
+
+
+def test_an_async_reward_past_its_deadline_ends_without_its_process(reward_config):
+    with RewardPool(reward_config("waits_or_tells", concurrency=2, deadline_s=1.0, policy="drop_group")) as pool:
+        before = rewards(pool, {"does": "nothing"}).parts
+        assert "was killed after" in rewards(pool, {"does": "waits for ever"}).failure
+        assert rewards(pool, {"does": "nothing"}).parts == before
+
+
+def test_a_thread_past_its_deadline_ends_with_its_process_and_the_others_run_again(reward_config):
+    with RewardPool(reward_config("blocks_a_thread", concurrency=3, deadline_s=2.5, policy="drop_group")) as pool:
+        groups = [ask(pool, {"does": does}) for does in ("takes its time", "waits for ever")]
+        first, second = (group.result(timeout=60) for group in groups)
+        assert first.failure is None and "was killed after" in second.failure
+
+
+def holders(path):
+    """Processes that have the file open."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(os.path.realpath(f"/proc/{process.pid}/fd/{number}") == str(path) for number in os.listdir(f"/proc/{process.pid}/fd")):
+                found.append(process)
+        except (OSError, psutil.Error):
+            continue
+    return found
+
+
+def until_started(marker):
+    """The processes that a reward has left, once it has started them all."""
+    ends = time.monotonic() + 60
+    while time.monotonic() < ends:
+        if marker.exists() and "started" in marker.read_text() and len(found := holders(marker)) >= 6:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it left none")
+
+
+@pytest.mark.parametrize("then", ["hangs", "dies"])
+def test_what_a_reward_has_started_dies_with_it(reward_config, tmp_path, then):
+    """Children, sessions of their own, double forks, ignored signals."""
+    marker = tmp_path / "marker"
+    with RewardPool(reward_config("leaves_processes", deadline_s=2.0, policy="drop_group")) as pool:
+        assert rewards(pool, {"how": "all", "marker": str(marker), "then": then}).failure is not None
+        assert "started" in marker.read_text() and holders(marker) == []
+
+
+def test_what_a_reward_has_left_dies_with_the_pool(reward_config, tmp_path):
+    marker = tmp_path / "marker"
+    with RewardPool(reward_config("leaves_processes")) as pool:
+        assert rewards(pool, {"how": "all", "marker": str(marker), "then": "returns"}).failure is None
+        until_started(marker)
+    assert holders(marker) == []
+
+
+def test_what_a_late_async_reward_has_started_dies_with_it(reward_config, tmp_path):
+    marker = tmp_path / "marker"
+    with RewardPool(reward_config("leaves_a_process_async", deadline_s=1.0, policy="drop_group")) as pool:
+        assert "was killed after" in rewards(pool, {"marker": str(marker)}).failure
+        assert marker.exists() and holders(marker) == []
+
+
+def test_reward_processes_and_what_they_started_die_with_the_process_of_the_pool(tmp_path):
+    marker = tmp_path / "marker"
+    script = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from asyncrl.config import RewardConfig
+from asyncrl.rewards.contract import GroupCall
+from asyncrl.rewards.pool import RewardPool
+config = RewardConfig.model_validate({{"functions": {{"f": {{"function": "tests.rewards.rewards_under_test:leaves_processes"}}}}, "processes": 1}})
+pool = RewardPool(config)
+pool.submit(GroupCall(["p"], ["a"], [[1]], {{"how": "all", "marker": {str(marker)!r}, "then": "hangs"}})).result()
+"""
+    process = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        left = until_started(marker)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert psutil.wait_procs(left, timeout=30)[1] == [] and holders(marker) == []
+
+
+def test_a_module_that_raises_while_it_is_imported_is_named(reward_config, tmp_path, monkeypatch):
+    (tmp_path / "raises_at_import.py").write_text("raise ValueError('no licence')")
+    (tmp_path / "ends_at_import.py").write_text("import os; os._exit(5)")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = reward_config("by_length", policy="drop_group")
+
+    def named(module):
+        functions = {"f": config.functions["by_length"].model_copy(update={"function": f"{module}:f"})}
+        return RewardPool(config.model_copy(update={"functions": functions}))
+
+    with named("raises_at_import") as pool:
+        assert "'raises_at_import:f' cannot be imported (ValueError: no licence)" in rewards(pool).failure
+    with named("ends_at_import") as pool:
+        with pytest.raises(RewardError, match=r"ended \(exit code 5\) while it imported \['ends_at_import:f'\]"):
+            asyncio.run(pool.check())
+        assert "exit code 5" in rewards(pool).failure
+
+
+def test_parts_of_a_function_are_kept_beside_its_reward(reward_config):
+    with RewardPool(reward_config("parts_with_a_total", "by_length")) as pool:
+        parts = rewards(pool).parts
+    assert parts == {"parts_with_a_total": [2.0, 2.0], "by_length": [1.0, 3.0], "parts_with_a_total/length": [1.0, 3.0]}

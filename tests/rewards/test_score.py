@@ -46,7 +46,7 @@ def test_masked_trajectories_take_no_part_in_the_statistics(config):
     assert dict(scored.trajectories[1].reward_parts) == {"a": 0.0, "b": 4.0}
     assert scored.prompt == group.prompt and scored.failure is None
 
-    summary = scored_summary(row, "reference", ["a", "b"])
+    summary = scored_summary(row, "reference")
     assert (summary.ordinal, summary.begun, summary.tokens, summary.usable, summary.truncated) == (3, 1, 15, 2, 1)
     assert summary.rewards == (1.0, 0.0) and summary.reward_parts == {"a": 0.5, "b": 4.0}
 
@@ -54,7 +54,7 @@ def test_masked_trajectories_take_no_part_in_the_statistics(config):
 def test_an_empty_completion_is_masked_and_counted(config):
     group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(4), EMPTY, trajectory(2)), "replica", 1.0, 2.0)
     row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0, 1.0, 0.0], "b": [0.0] * 3})), config)
-    summary = scored_summary(row, "reference", ["a"])
+    summary = scored_summary(row, "reference")
     assert row["status"][0].as_py() == ["ok", "no_token", "ok"] and row["advantage"][0].as_py() == [0.5, None, -0.5]
     assert (summary.usable, dict(summary.masked), summary.begun) == (2, {"no_token": 1}, 2)
 
@@ -62,7 +62,7 @@ def test_an_empty_completion_is_masked_and_counted(config):
 def test_a_group_with_every_trajectory_masked_has_no_advantage_and_says_why(config):
     group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2, math.nan), trajectory(5), EMPTY), "replica", 1.0, 2.0)
     row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0, 0.0, 1.0], "b": [0.0] * 3})), config)
-    summary = scored_summary(row, "reference", ["a"])
+    summary = scored_summary(row, "reference")
     assert row["advantage"][0].as_py() == [None] * 3
     assert (summary.usable, summary.rewards, dict(summary.masked)) == (0, (), {"bad_logprob": 1, "over_long": 1, "no_token": 1})
 
@@ -77,7 +77,7 @@ def test_a_group_of_one_learns_from_what_does_not_compare(config):
 def test_a_group_given_up_has_a_failure_and_nothing_usable(config):
     group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(1), trajectory(1)), "replica", 1.0, 2.0)
     row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [None, None], "b": [None, None]}, "too slow")), config)
-    summary = scored_summary(row, "reference", ["a", "b"])
+    summary = scored_summary(row, "reference")
     assert (summary.failure, summary.usable, summary.rewards, summary.reward_parts) == ("too slow", 0, (), {})
 
 
@@ -90,9 +90,10 @@ def test_two_groups_in_one_block_score_like_one_each(config):
 
 def test_completions_are_scored_outside_the_stream(reward_config):
     with RewardPool(reward_config("by_length", "all_columns")) as pool:
-        columns = [{"answer": "x", "extra": 7}, {"answer": "y", "extra": 7}]
-        scores = asyncio.run(score_completions(pool, ["p", "p"], ["a", "bc", "def", ""], [[1, 2]] * 4, columns, n=2))
-    assert scores == {"by_length": [1.0, 2.0, 3.0, 0.0], "all_columns": [1.0, 1.0, 0.0, 0.0]}
+        spans = (VersionSpan(0, 0, 2),)
+        completions = [Completion((1, 2), (-1.0, -1.0), spans, "stop", text) for text in ("a", "bc")]
+        scores = [asyncio.run(score_completions(pool, Prompt(0, 0, "p", (1,), {"answer": answer, "extra": 7}), completions)) for answer in "xy"]
+    assert scores == [{"by_length": [1.0, 2.0], "all_columns": [1.0, 1.0]}, {"by_length": [1.0, 2.0], "all_columns": [0.0, 0.0]}]
 
 
 def test_the_last_tokens_before_the_limit_cost_reward(config):
@@ -146,12 +147,12 @@ def test_a_completion_ended_in_a_loop_counts_as_truncated_and_as_long_as_it_coul
     group = Group(1, Prompt(3, 0, "p", (1, 2), {}), (trajectory(2), trajectory(2, reason="repetition"), trajectory(4, reason="length")), "replica", 1.0, 2.0)
     row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0] * 3, "b": [1.0] * 3})), Config.model_validate(tree))
     assert row["reward"].to_pylist() == [[1.0, 0.5, 0.5]] and row["status"].to_pylist() == [["ok"] * 3]
-    assert scored_summary(row, "reference", ["a", "b"]).truncated == 2
+    assert scored_summary(row, "reference").truncated == 2
 
 
 def test_signs_of_gibberish_are_counted(config):
     trajectories = (trajectory(4, -0.5, text="1+2\n"), trajectory(40, math.nan), trajectory(31, -2.0, text="\ufffd\x00ab"))
     group = Group(1, Prompt(3, 0, "p", (1, 2), {}), trajectories, "replica", 1.0, 2.0)
     row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0] * 3, "b": [1.0] * 3})), config)
-    summary = scored_summary(row, "reference", ["a", "b"])
+    summary = scored_summary(row, "reference")
     assert (summary.logprob_sum, summary.looping, summary.characters, summary.unprintable) == (-64.0, 1, 8, 2)

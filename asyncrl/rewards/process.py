@@ -1,0 +1,224 @@
+"""A reward process: reads calls from its socket, runs reward functions, writes answers. Imports nothing heavy.
+
+    reader thread ──plain functions──► main thread (concurrency 1), else a pool of threads
+          └────────async functions───► event loop, in a thread of its own; it lives as long as the process
+
+Plain functions have the main thread, so that signals and `asyncio.run` work in them. One loop serves all async calls, so that a
+client which is kept between calls goes on working.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import queue
+import resource
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from asyncrl.rewards.contract import FunctionRewards, GroupCall, RewardError, check_rewards, failed, import_reward, keyword_arguments
+
+__all__ = ["CANCEL_S", "HEADER", "Call", "Cancel", "Named", "Setup", "serve"]
+
+HEADER = struct.Struct("!Q")
+"""Before each message: its length in bytes. The pool sends what multiprocessing would and gets JSON: what a reward process writes is data."""
+CANCEL_S = 1.0
+"""Seconds that an async function gets to end after it was cancelled at its deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A function of the config."""
+
+    function: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a reward process is told first."""
+
+    functions: Mapping[str, Named]
+    concurrency: int
+    deadline_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run the function of this name."""
+
+    number: int
+    name: str
+    group: GroupCall
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for this call any more."""
+
+    number: int
+
+
+def serve(connection: socket.socket) -> None:
+    """Serve calls until the pool closes the connection."""
+    setup: Setup = _receive(connection)
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
+    _Process(connection, setup).run()
+
+
+class _Process:
+    def __init__(self, connection: socket.socket, setup: Setup) -> None:
+        self._connection, self._setup = connection, setup
+        self._sending = threading.Lock()
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._failed_imports: dict[str, str] = {}
+        self._main: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(setup.concurrency, thread_name_prefix="rewards") if setup.concurrency > 1 else None
+        self._loop = asyncio.new_event_loop()
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
+
+    def run(self) -> None:
+        """Import the functions, say so, and be the thread of plain functions."""
+        for name, named in self._setup.functions.items():
+            try:
+                self._functions[name] = import_reward(named.function)
+            except RewardError as error:
+                # Each call of it says so, under its name.
+                self._failed_imports[name] = str(error)
+        self._send({"ready": self._failed_imports})
+        for target in (self._run_loop, self._read):
+            threading.Thread(target=target, daemon=True).start()
+        while True:
+            self._main.get()()
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        except SystemExit as ending:
+            os._exit(ending.code if isinstance(ending.code, int) else 1)
+
+    def _read(self) -> None:
+        """Thread: messages of the pool, to its end."""
+        while True:
+            try:
+                message = _receive(self._connection)
+            except (EOFError, OSError):
+                os._exit(0)
+            if isinstance(message, Cancel):
+                self._loop.call_soon_threadsafe(self._cancel, message.number)
+            else:
+                self._loop.call_soon_threadsafe(self._begin, message)
+
+    def _begin(self, call: Call) -> None:
+        task = self._tasks[call.number] = self._loop.create_task(self._answer(call))
+        task.add_done_callback(lambda _: self._tasks.pop(call.number))
+
+    def _cancel(self, number: int) -> None:
+        if task := self._tasks.get(number):
+            task.cancel()
+
+    async def _answer(self, call: Call) -> None:
+        """Send what the call gave, or that it is past its deadline: `late` if it has ended by then, `stuck` if only its process's end ends it."""
+        try:
+            given = await self._within_deadline(call)
+        except asyncio.CancelledError:
+            given = {"error": RewardError.__name__, "message": "cancelled"}
+        except RewardError as error:
+            given = {"error": type(error).__name__, "message": str(error)}
+        self._send({"number": call.number, **given})
+
+    async def _within_deadline(self, call: Call) -> dict[str, Any]:
+        if call.name in self._failed_imports:
+            raise RewardError(self._failed_imports[call.name])
+        reward, named = self._functions[call.name], self._setup.functions[call.name]
+        stage = _Stage()
+        work = asyncio.ensure_future(self._work(reward, named, call.group, stage))
+        try:
+            done, _ = await asyncio.wait({work}, timeout=self._setup.deadline_s)
+        except asyncio.CancelledError:
+            if stage.in_thread:
+                # It cannot be ended, and holds its thread: the answer comes when it has ended by itself, or at the deadline.
+                done, _ = await asyncio.wait({work}, timeout=self._setup.deadline_s)
+            else:
+                work.cancel()
+                await asyncio.wait({work}, timeout=CANCEL_S)
+                raise
+        if not done and not stage.in_thread:
+            work.cancel()
+            done, _ = await asyncio.wait({work}, timeout=CANCEL_S)
+            return {"late": True} if done else {"stuck": True}
+        return {"rewards": asdict(work.result())} if done else {"stuck": True}
+
+    async def _work(self, reward: Callable[..., Any], named: Named, group: GroupCall, stage: _Stage) -> FunctionRewards:
+        try:
+            arguments = keyword_arguments(reward, group, named.arguments)
+            if _is_async(reward):
+                values = await reward(**arguments)
+            else:
+                stage.in_thread = True
+                values = await asyncio.wrap_future(self._in_thread(lambda: reward(**arguments)))
+                stage.in_thread = False
+                if inspect.isawaitable(values):
+                    values = await values
+        except Exception as error:
+            raise failed(named.function, error) from None
+        return check_rewards(named.function, values, len(group.completions))
+
+    def _in_thread(self, work: Callable[[], Any]) -> Future[Any]:
+        if self._threads is not None:
+            return self._threads.submit(work)
+        future: Future[Any] = Future()
+        self._main.put(lambda: _fulfil(future, work))
+        return future
+
+    def _send(self, message: dict[str, Any]) -> None:
+        payload = json.dumps(message, allow_nan=False).encode()
+        with self._sending:
+            self._connection.sendall(HEADER.pack(len(payload)) + payload)
+
+
+@dataclass(slots=True)
+class _Stage:
+    """Whether a call runs where nothing but its process's end can end it."""
+
+    in_thread: bool = False
+
+
+def _is_async(reward: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+
+
+def _fulfil(future: Future[Any], work: Callable[[], Any]) -> None:
+    try:
+        future.set_result(work())
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # Whoever waits for it reports it.
+        future.set_exception(error)
+
+
+def _receive(connection: socket.socket) -> Any:
+    size = HEADER.unpack(_exactly(connection, HEADER.size))[0]
+    return ForkingPickler.loads(_exactly(connection, size))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        if not (some := connection.recv(min(size - len(received), 1 << 20))):
+            raise EOFError
+        received += some
+    return bytes(received)

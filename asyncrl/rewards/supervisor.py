@@ -1,0 +1,119 @@
+"""The parent of one reward process. It ends everything that the process has started, however that tried to get away.
+
+    pool ──lifeline (pipe)──► supervisor ──fork──► reward process ──► whatever it starts
+      ▲                                                  │
+      └───────────────── socket: calls, answers ─────────┘
+
+The supervisor is a subreaper: a process whose parent has died becomes its child, not init's, whether or not it has a session of
+its own. When the reward process ends, or the pool closes the lifeline or dies, the supervisor stops and kills all its
+descendants until none is left. Then it exits with the reward process's code (128 + n after signal n).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+
+import psutil
+
+__all__ = ["command", "main"]
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LOOK_AGAIN_S = 0.005
+
+
+def command(lifeline: int, connection: int) -> list[str]:
+    """The command line of a supervisor with these inherited file descriptors. Its modules are found where this process finds them."""
+    start = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from asyncrl.rewards.supervisor import main; main(*map(int, sys.argv[2:]))"
+    return [sys.executable, "-c", start, json.dumps(sys.path), str(lifeline), str(connection)]
+
+
+def main(lifeline: int, connection: int) -> None:
+    """Run one reward process to its end, or to that of the lifeline."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    # Written to by the interpreter at each signal, so that poll() wakes.
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    ended: list[int] = []
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: ended.append(signal.SIGTERM))
+    process = os.fork()
+    if process == 0:
+        os.close(lifeline)
+        os.close(woken)
+        os.close(waker)
+        _become_reward_process(connection)
+    os.close(connection)
+    status = _wait(process, lifeline, woken, ended)
+    _kill_descendants()
+    code = 0 if status is None else os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _become_reward_process(connection: int) -> None:
+    """In the child: die with the supervisor, and serve calls until the pool is gone."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        from asyncrl.rewards.process import serve
+
+        serve(socket.socket(fileno=connection))
+        code = 0
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)
+
+
+def _wait(process: int, lifeline: int, woken: int, ended: list[int]) -> int | None:
+    """The reward process's wait status, or None if it is no longer wanted."""
+    poll = select.poll()
+    poll.register(lifeline, select.POLLIN | select.POLLHUP)
+    poll.register(woken, select.POLLIN)
+    while True:
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        with contextlib.suppress(BlockingIOError):
+            while os.read(woken, 4096):
+                pass
+        for child, status in _reap():
+            if child == process:
+                return status
+        if lifeline in ready or ended:
+            return None
+
+
+def _reap() -> list[tuple[int, int]]:
+    """(Process id, wait status) of children that have ended, adopted ones included."""
+    reaped = []
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            reaped.append(found)
+    return reaped
+
+
+def _kill_descendants() -> None:
+    """Return when no descendant is left. They are stopped before they are killed: one that goes on starting others would outrun us."""
+    this = psutil.Process()
+    while left := this.children(recursive=True):
+        for send in (psutil.Process.suspend, psutil.Process.kill):
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    send(process)
+        _reap()
+        time.sleep(LOOK_AGAIN_S)

@@ -1,0 +1,147 @@
+"""The judge against a small server on loopback."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from asyncrl.config import RewardConfig
+from asyncrl.rewards.builtin import check_builtin
+from asyncrl.rewards.contract import GroupCall, RewardError
+from asyncrl.rewards.judge import JudgeSettings
+from asyncrl.rewards.pool import RewardPool
+
+
+class Judge(ThreadingHTTPServer):
+    """Answers with what `replies` says for the completion: a text, a status, or a list of them, one per request."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        self.requests, self.connections, self.replies = [], set(), {}
+        self.lock = threading.Lock()
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+
+    def reply_to(self, question):
+        completion = question.rpartition("A: ")[2]
+        reply = self.replies.get(completion, "Score: 10")
+        if isinstance(reply, list):
+            return reply.pop(0)
+        return reply
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.requests.append((self.path, dict(self.headers), body))
+            self.server.connections.add(self.client_address)
+            reply = self.server.reply_to(body["messages"][0]["content"])
+        status, text = (200, reply) if isinstance(reply, str) else (reply, "no")
+        payload = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]} if status == 200 else {"error": text}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, *_):
+        """Not on the terminal."""
+
+
+@pytest.fixture
+def judge():
+    with Judge() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def pool(judge, policy="fail", **settings):
+    settings = {"url": judge.url, "model": "judge-1", "template": "Q: {prompt} ({hint}) A: {completion}", **settings}
+    function = {"function": "asyncrl.rewards.builtin:llm_judge", "arguments": {"judge": settings}}
+    return RewardPool(RewardConfig.model_validate({"functions": {"judge": function}, "processes": 1, "concurrency": 8, "policy": policy}))
+
+
+def score(rewards, *completions):
+    call = GroupCall(["p"] * len(completions), completions, [[1]] * len(completions), {"hint": "h", "url": "a column"})
+    return rewards.submit(call).result(timeout=60)
+
+
+def test_scores_are_read_from_the_replies_and_connections_are_kept(judge, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    judge.replies = {"half": "Fine. Score: 5", "two": "Score: 1 at first, no: **Score: 2**", "{hint}": "Score: 0"}
+    with pool(judge, key_env="JUDGE_KEY") as rewards:
+        assert score(rewards, "good", "half", "two", "{hint}").parts == {"judge": [1.0, 0.5, 0.2, 0.0]}
+        opened = set(judge.connections)
+        assert score(rewards, "good", "half", "two", "{hint}").parts == {"judge": [1.0, 0.5, 0.2, 0.0]}
+    assert judge.connections == opened
+    path, headers, body = judge.requests[0]
+    assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer s3cret"
+    assert body["model"] == "judge-1" and body["temperature"] == 0.0
+    asked = {body["messages"][0]["content"] for _, _, body in judge.requests}
+    assert asked == {"Q: p (h) A: good", "Q: p (h) A: half", "Q: p (h) A: two", "Q: p (h) A: {hint}"}
+
+
+def test_a_judge_that_fails_is_asked_again_and_then_scores_nothing(judge):
+    judge.replies = {"busy": [503, 429, "Score: 4"], "mute": "I would rather not say.", "wild": "Score: 11", "down": 500}
+    with pool(judge, retries=2) as rewards:
+        assert score(rewards, "busy", "mute", "wild", "down", "good").parts == {"judge": [0.4, None, None, None, 1.0]}
+    assert len(judge.requests) == 4 * 3 + 1
+
+
+def test_a_judge_that_is_not_there_scores_nothing():
+    with Judge() as closed:
+        pass
+    with pool(closed, retries=1, timeout_s=5.0) as rewards:
+        assert score(rewards, "good").parts == {"judge": [None]}
+
+
+def test_a_request_that_the_server_refuses_is_an_error(judge):
+    judge.replies = {"bad": 401}
+    with pool(judge) as rewards, pytest.raises(RewardError, match=r"RuntimeError: the judge at .* refuses requests with status 401"):
+        score(rewards, "good", "bad")
+
+
+def test_a_key_that_is_not_there_is_named(judge, monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pool(judge, key_env="JUDGE_KEY") as rewards, pytest.raises(RewardError, match=r"judge.key_env = 'JUDGE_KEY': this process has no such variable"):
+        score(rewards, "good")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "m"}, "url"),
+        ({"url": "http://127.0.0.1:1/v1"}, "model"),
+        ({"url": "ftp://127.0.0.1", "model": "m"}, "url"),
+        ({"url": "http://judge.example/v1", "model": "m", "key_env": "K"}, "in the clear"),
+        ({"url": "http://127.0.0.1:1", "model": "m", "score": "("}, "no regular expression"),
+        ({"url": "http://127.0.0.1:1", "model": "m", "score": "(a)(b)"}, "has 2 groups"),
+        ({"url": "http://127.0.0.1:1", "model": "m", "lowest": 5, "highest": 5}, "not below"),
+        ({"url": "http://127.0.0.1:1", "model": "m", "template": "{prompt}"}, "{completion}"),
+        ({"url": "http://127.0.0.1:1", "model": "m", "tries": 3}, "tries"),
+        ({"url": "http://127.0.0.1:1", "model": "m", "timeout_s": 30}, "reward.deadline_s = 30"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_the_run(settings, message):
+    with pytest.raises(ValueError) as refused:
+        check_builtin("asyncrl.rewards.builtin:llm_judge", {"judge": settings}, 30.0)
+    assert message in str(refused.value)
+
+
+def test_a_built_in_that_does_not_exist_is_refused_and_others_are_left_alone():
+    with pytest.raises(ValueError, match="there is no 'exact' in"):
+        check_builtin("asyncrl.rewards.builtin:exact", {}, 30.0)
+    check_builtin("asyncrl.rewards.builtin:exact_match", {}, 30.0)
+    check_builtin("mine:llm_judge", {"judge": 7}, 30.0)
+
+
+def test_a_key_goes_to_loopback_or_over_tls():
+    for url in ("http://localhost:8000/v1", "http://[::1]:8000/v1", "https://judge.example/v1"):
+        assert JudgeSettings(url=url, model="m", key_env="K").key_env == "K"
