@@ -1,17 +1,20 @@
 """math-verify as a reward: whether a completion's final answer is mathematically equal to the wanted one.
 
-Expressions that a model wrote may take sympy minutes. Each completion is judged in a forked child under a limit of CPU time that
-the kernel keeps: math-verify's own limit is a signal handler, which a long call in C does not run, and works in the main thread only.
+Expressions that a model wrote may take sympy minutes. A forked child judges each completion under a limit of CPU time that the
+kernel keeps: math-verify's own limit is a signal handler, which a long call in C does not run, and works in the main thread only.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import threading
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from math_verify import parse, verify
 
@@ -23,7 +26,10 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 """What says where in a text the LaTeX is. An answer without it is LaTeX as a whole."""
 
-RIGHT, WRONG, UNKNOWN = b"1", b"0", b"?"
+RIGHT, WRONG, UNKNOWN = "1", "0", "?"
+
+_forking = threading.Lock()
+_of_thread = threading.local()
 
 
 def math_verify(completions: Sequence[str], answer: Sequence[Any], seconds: float = 3.0, **_: Any) -> list[float | None]:
@@ -33,47 +39,66 @@ def math_verify(completions: Sequence[str], answer: Sequence[Any], seconds: floa
         answer: LaTeX or plain mathematics, with or without delimiters.
         seconds: CPU time for one completion. One that takes longer gets 0.0.
     """
-    wanted = [str(one) for one in answer]
-
-    def judge(index: int) -> bytes:
-        return _judge(wanted[index], completions[index])
-
-    verdicts = _each_within(judge, len(completions), seconds)
+    verdicts = [_within(seconds, str(wanted), completion) for wanted, completion in zip(answer, completions, strict=True)]
     return [None if verdict == UNKNOWN else float(verdict == RIGHT) for verdict in verdicts]
 
 
-def _judge(answer: str, completion: str) -> bytes:
+def _within(seconds: float, answer: str, completion: str) -> str:
+    """The verdict of this thread's child; WRONG if that was its end."""
+    child = getattr(_of_thread, "child", None) or _Child()
+    _of_thread.child = child
+    verdict = child.ask(answer, completion, seconds)
+    if not verdict:
+        _of_thread.child = None
+        return WRONG
+    return verdict
+
+
+def _judge(answer: str, completion: str) -> str:
     gold = parse(answer if DELIMITED.search(answer) else f"${answer}$", parsing_timeout=None)
     if not gold:
         return UNKNOWN
     return RIGHT if verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None) else WRONG
 
 
-def _each_within(judge: Callable[[int], bytes], count: int, seconds: float) -> list[bytes]:
-    """`judge(index)`, one byte, for each index; WRONG for one that takes longer or ends its process. A child goes on until it is killed."""
-    verdicts: list[bytes] = []
-    while len(verdicts) < count:
-        verdicts += _until_killed(judge, range(len(verdicts), count), seconds)
-        if len(verdicts) < count:
-            verdicts.append(WRONG)
-    return verdicts
+class _Child:
+    """A forked child that judges one answer after the other, so that parsers stay warm, until one takes too long."""
+
+    def __init__(self) -> None:
+        with _forking:  # no other child may inherit the ends that are this one's alone
+            requests, self._requests = os.pipe()
+            self._verdicts, verdicts = os.pipe()
+            self._process = os.fork()
+            if self._process == 0:
+                _serve(requests, verdicts)
+            os.close(requests)
+            os.close(verdicts)
+
+    def ask(self, answer: str, completion: str, seconds: float) -> str:
+        """A verdict, or "" if the child has ended."""
+        payload = json.dumps([answer, completion, seconds]).encode() + b"\n"
+        verdict = b""
+        with contextlib.suppress(BrokenPipeError):
+            sent = 0
+            while sent < len(payload):
+                sent += os.write(self._requests, payload[sent:])
+            verdict = os.read(self._verdicts, 1)
+        if not verdict:
+            os.close(self._requests)
+            os.close(self._verdicts)
+            os.waitpid(self._process, 0)
+        return verdict.decode()
 
 
-def _until_killed(judge: Callable[[int], bytes], indices: range, seconds: float) -> Iterator[bytes]:
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.signal(signal.SIGPROF, signal.SIG_DFL)
-            for index in indices:
-                signal.setitimer(signal.ITIMER_PROF, seconds)
-                os.write(writing, judge(index))
-        finally:
-            os._exit(0)
-    os.close(writing)
+def _serve(requests: int, verdicts: int) -> NoReturn:
     try:
-        while verdict := os.read(reading, 1):
-            yield verdict
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        with os.fdopen(requests) as lines:
+            for line in lines:
+                answer, completion, seconds = json.loads(line)
+                signal.setitimer(signal.ITIMER_PROF, seconds)
+                verdict = _judge(answer, completion)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                os.write(verdicts, verdict.encode())
     finally:
-        os.close(reading)
-        os.waitpid(child, 0)
+        os._exit(0)
