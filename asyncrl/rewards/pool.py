@@ -73,8 +73,9 @@ def total_rewards(parts: Mapping[str, Sequence[float | None]], weights: Mapping[
 class RewardPool:
     """`config.processes` reward processes and the policy on failures. Use as a context manager, or close it."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._config = config
+    def __init__(self, config: RewardConfig, least: float | None = None) -> None:
+        """`least`: a group with a total reward below it failed; None = any total is allowed."""
+        self._config, self._least = config, least
         self._loop = asyncio.new_event_loop()
         self._waiting: deque[_Waiting] = deque()
         self._numbers = itertools.count()
@@ -141,13 +142,25 @@ class RewardPool:
         tries = config.retries + 1 if config.policy == "retry" else 1
         for left in reversed(range(tries)):
             try:
-                return GroupRewards(await self._try(call))
+                return GroupRewards(self._allowed(await self._try(call)))
             except RewardError as error:
                 if config.policy == "fail":
                     raise
                 if not left:
                     failure = str(error)
         return no_rewards(config, len(call.completions), failure)
+
+    def _allowed(self, rewards: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
+        """The rewards. Raises RewardError if a trajectory's total is below the least one that the advantage is defined for."""
+        weights = {name: function.weight for name, function in self._config.functions.items()}
+        totals = total_rewards({name: rewards[name] for name in weights}, weights)
+        below = min((total for total in totals if total is not None), default=0.0)
+        if self._least is not None and below < self._least:
+            raise RewardError(
+                f"a total reward of {below:g} of {', '.join(self._config.functions)} is below {self._least:g}, and algorithm.advantage: maxrl is not defined "
+                "there; return rewards of 0 and above, or use grpo or rloo"
+            )
+        return rewards
 
     async def _try(self, call: GroupCall) -> dict[str, list[float | None]]:
         """All functions side by side; the first that fails ends the others. Raises RewardError."""

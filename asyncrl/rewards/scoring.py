@@ -158,7 +158,8 @@ class RayScores:
     def _read_stream(self) -> None:
         """Thread: rows from Ray Data, as they come. Where the task's process dies, a new execution follows: to the rollout workers a new reader, which is
         offered what was not acknowledged."""
-        source = partial(rewarded_groups, self._config.reward, self._workers, self._reference)
+        least = 0.0 if self._config.algorithm.advantage == "maxrl" else None
+        source = partial(rewarded_groups, self._config.reward, self._workers, self._reference, least)
         stage = partial(score_table, config=self._config)
         deaths: list[float] = []
         end: BaseException | None = None

@@ -30,7 +30,7 @@ LEASED_AHEAD = 2
 """Groups that a task leases for each that its processes run at once."""
 
 
-def rewarded_groups(config: RewardConfig, workers: Sequence[Any], reference: Any = None) -> Iterator[pa.Table]:
+def rewarded_groups(config: RewardConfig, workers: Sequence[Any], reference: Any = None, least: float | None = None) -> Iterator[pa.Table]:
     """One-row tables with raw rewards, in the order in which rewards are done; ends when every worker has closed its outbox.
 
     A slow group holds back no other. The task leases as many groups as its reward processes run at once, and as many again, so that none
@@ -39,12 +39,13 @@ def rewarded_groups(config: RewardConfig, workers: Sequence[Any], reference: Any
 
     Args:
         reference: the actor of the reference policy, whose log-probs are added; None = there is none.
+        least: as of `RewardPool`.
     """
     events: queue.Queue[Any] = queue.Queue()  # a leased group; what is known of one; an error; None at the end
     places = LEASED_AHEAD * config.processes * config.concurrency
     room = threading.Semaphore(places)
     stop = threading.Event()
-    with RewardPool(config) as pool:
+    with RewardPool(config, least) as pool:
         threading.Thread(target=_lease, args=(workers, uuid.uuid4().hex, places, room, stop, events), daemon=True, name="leases").start()
         try:
             while (event := events.get()) is not None:

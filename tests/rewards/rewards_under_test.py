@@ -87,6 +87,15 @@ def fails_once(completions, marker, **_):
     raise RuntimeError("first time")
 
 
+def negative_once(completions, marker, **_):
+    """A total of -1 for the second completion, the first time."""
+    try:
+        os.close(os.open(marker[0], os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return [1.0 for _ in completions]
+    return [1.0 - 2.0 * index for index, _ in enumerate(completions)]
+
+
 def names_its_reader(completions, marker, slow, **_):
     """Writes its pool's process id once and then hangs; the second call of the same group does not."""
     if slow[0] == "1":

@@ -1,5 +1,6 @@
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,19 @@ def test_policy_fail_names_function_and_cause(reward_config):
         rewards(pool)
     with RewardPool(reward_config("too_few")) as pool, pytest.raises(ContractError, match="reward too_few"):
         rewards(pool)
+
+
+def test_a_total_that_the_advantage_is_not_defined_for_is_a_failure_under_the_policy(reward_config, tmp_path):
+    """As a negative one under maxrl, which ended the scoring stream."""
+    words = r"a total reward of -1 of negative_once is below 0, and algorithm.advantage: maxrl"
+    with RewardPool(reward_config("negative_once"), 0.0) as pool, pytest.raises(RewardError, match=words):
+        rewards(pool, {"marker": str(tmp_path / "fail")})
+    with RewardPool(reward_config("negative_once", policy="drop_group"), 0.0) as pool:
+        assert re.search(words, rewards(pool, {"marker": str(tmp_path / "drop")}).failure)
+    with RewardPool(reward_config("negative_once", policy="retry", retries=1), 0.0) as pool:
+        assert rewards(pool, {"marker": str(tmp_path / "retry")}).parts == {"negative_once": [1.0, 1.0]}
+    with RewardPool(reward_config("negative_once")) as pool:
+        assert rewards(pool, {"marker": str(tmp_path / "any")}).parts == {"negative_once": [1.0, -1.0]}
 
 
 def test_policy_retry_tries_again_then_drops(reward_config, tmp_path):
