@@ -20,19 +20,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.config import ConfigError
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
-from asyncrl.control.fates import OUTSTANDING
+from asyncrl.control.fates import read_fates
 from asyncrl.directory import read_record
 from asyncrl.reading import Run
-from asyncrl.runtime import parquet
+from asyncrl.rundir.rows import FAULTS, UNEVEN, Row, read_rows
 
 __all__ = ["Books", "Check", "audit", "audit_text"]
 
 Key = tuple[int, int]
 """(attempt that made the group, ordinal)."""
 
-READ = ("attempt", "ordinal", "completion_ids", "loss_mask", "logprobs", "versions", "replica", "started_at", "finished_at", "status")
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError, pa.ArrowException)
+"""What reading a damaged file can raise."""
 ENDED = ("trained", "skipped", "filtered", "dropped", "failed")
 COLUMNS = 120
 SHOWN = 5
@@ -50,44 +50,51 @@ class Check:
     said: str
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What the audit needs of a group's row. Lists have one item per trajectory."""
-
-    attempt: int
-    ordinal: int
-    replica: str
-    started_at: float
-    finished_at: float
-    lengths: tuple[int, ...]
-    """Completion tokens."""
-    loss_tokens: int
-    """Of the trajectories with status ok."""
-    oldest: int | None
-    newest: int | None
-    """Token versions."""
-    whole: bool
-    """Every trajectory has a loss mask, log-probs and versions for each of its tokens."""
-
-
 class Books:
     """A run's files, read once."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.attempts: list[dict[str, Any]] = read_record(run.directory)["attempts"]
-        # Files that were being merged may hold a row twice; two rows that differ are two outcomes.
-        self.fates = list({tuple(fate.values()): fate for fate in run.every_fate().to_pylist()}.values())
-        self.outstanding = _outstanding(run.directory / "fates")
+        self.unreadable: list[str] = []
+        """A line for each file that cannot be read, or does not hold what was written."""
+        self.fates: list[dict[str, Any]] = []
+        """Files that were being merged may hold a row twice, which counts once; two rows that differ are two outcomes."""
+        self.outstanding: dict[int, set[int]] = {}
+        """Attempt → ordinals outstanding when its fates were last written."""
+        self.rows: dict[Key, Row] = {}
+        self.twice: list[Key] = []
+        """Groups of which there are two rows that differ."""
+        for path in self._files("fates"):
+            self._read(path, self._read_fates)
+        self.fates = list({tuple(fate.values()): fate for fate in self.fates}.values())
+        for path in self._files("groups"):
+            self._read(path, self._read_rows)
 
     @property
     def last(self) -> int:
         return len(self.attempts) - 1
 
-    @cached_property
-    def rows(self) -> dict[Key, Row]:
-        """A group that was written twice counts once."""
-        return {(row.attempt, row.ordinal): row for path in sorted((self.run.directory / "groups").glob("*.parquet")) for row in _rows(path)}
+    def _files(self, folder: str) -> list[Path]:
+        return [path for path in sorted((self.run.directory / folder).glob("*.parquet")) if not path.name.startswith(".")]
+
+    def _read(self, path: Path, read: Callable[[Path], None]) -> None:
+        try:
+            read(path)
+        except UNREADABLE as error:
+            reason = " ".join(str(error).split())
+            self.unreadable.append(reason if str(path) in reason else f"{path}: {reason}")
+
+    def _read_fates(self, path: Path) -> None:
+        table, outstanding = read_fates(path)
+        self.fates += table.to_pylist()
+        self.outstanding[int(path.name.split("-")[0].removeprefix("attempt_"))] = set(outstanding)
+
+    def _read_rows(self, path: Path) -> None:
+        for row in read_rows(path):
+            known = self.rows.setdefault((row.attempt, row.ordinal), row)
+            if known.content != row.content:
+                self.twice.append((row.attempt, row.ordinal))
 
     @cached_property
     def successor(self) -> dict[int, int]:
@@ -175,7 +182,24 @@ def audit(run: Run) -> list[Check]:
         ConfigError: the directory has no record of its attempts.
     """
     books = Books(run)
-    checks: Sequence[Callable[[Books], Check]] = (_balance, _one_outcome, _no_gap, _distinct, _bound, _whole, _tokens, _readable, _monotone, _lengths)
+    checks: Sequence[Callable[[Books], Check]] = (
+        _files_readable,
+        _balance,
+        _one_outcome,
+        _no_gap,
+        _distinct,
+        _bound,
+        _whole,
+        _one_row,
+        _content,
+        _possible,
+        _not_from_the_future,
+        _steps,
+        _tokens,
+        _readable,
+        _monotone,
+        _lengths,
+    )
     return [check(books) for check in checks]
 
 
@@ -271,6 +295,89 @@ def _whole(books: Books) -> Check:
     return Check("trained groups are whole", not without and not torn, said)
 
 
+def _files_readable(books: Books) -> Check:
+    said = f"{len(books.fates)} fates, {len(books.rows)} groups"
+    return Check("every file can be read", not books.unreadable, "; ".join(books.unreadable[:SHOWN]) or said)
+
+
+def _one_row(books: Books) -> Check:
+    """A group has one row, and no two groups that were trained are the same generation."""
+    first: dict[str, Key] = {}
+    copies = []
+    for fate, row in books.trained():
+        if row is not None and first.setdefault(row.generation, (row.attempt, row.ordinal)) != (row.attempt, row.ordinal):
+            copies.append(f"{fate['ordinal']} (as {first[row.generation][1]})")
+    said = f"{len(books.rows)} groups" + (f"; two rows that differ: {_some(books.twice)}" if books.twice else "")
+    said += f"; trained again under another ordinal: {_some(copies)}" if copies else ""
+    return Check("each group has one row of its own", not books.twice and not copies, said)
+
+
+def _content(books: Books) -> Check:
+    """Each row is what was scored: its hash is the one in its fate, and their tokens agree."""
+    changed, tokens, checked = [], [], 0
+    for fate in books.fates:
+        row = books.rows.get((fate["attempt"], fate["ordinal"]))
+        if row is None or fate["content"] is None:
+            continue
+        checked += 1
+        if row.content != fate["content"]:
+            changed.append((row.attempt, row.ordinal))
+        if fate["completion_tokens"] is not None and fate["completion_tokens"] != sum(row.lengths):
+            tokens.append((row.attempt, row.ordinal))
+    unsealed = sorted({(fate["attempt"], fate["ordinal"]) for fate in books.fates if fate["outcome"] == "trained" and not fate["content"]})
+    said = f"{checked} compared" + (f"; changed since: {_some(sorted(set(changed)))}" if changed else "")
+    said += f"; another number of tokens than the fate says: {_some(sorted(set(tokens)))}" if tokens else ""
+    said += f"; trained, and the fate has no hash: {_some(unsealed)}" if unsealed else ""
+    return Check("rows are what was scored", not changed and not tokens and not unsealed, said)
+
+
+def _possible(books: Books) -> Check:
+    """Masks, spans and times that asyncrl can have written."""
+    found = [f"{fault}: {_some(keys)}" for fault in (*FAULTS, UNEVEN) if (keys := [key for key, row in books.rows.items() if fault in row.faults])]
+    return Check("masks, version spans and times are possible", not found, "; ".join(found) or f"{len(books.rows)} groups")
+
+
+def _not_from_the_future(books: Books) -> Check:
+    """No token is of a version that did not exist: beyond the one that trained it, or beyond what its attempt reached."""
+    reached = {begun["attempt"]: begun["version"] for begun in books.attempts}
+    for fate in books.fates:
+        if fate["outcome"] == "trained":
+            reached[fate["ended_in"]] = max(reached[fate["ended_in"]], fate["trained_at_version"] + 1)
+    found = {key for key, row in books.rows.items() if row.newest is not None and row.newest > reached.get(row.attempt, -1)}
+    found |= {(row.attempt, row.ordinal) for fate, row in books.trained() if row is not None and (row.newest or 0) > fate["trained_at_version"]}
+    said = f"newest version {max(reached.values(), default=0)}" + (f"; from the future: {_some(sorted(found))}" if found else "")
+    return Check("no token is of a version to come", not found, said)
+
+
+def _steps(books: Books) -> Check:
+    """Each applied step trained as many groups as a batch has, under one number, and the versions follow one another."""
+    steps: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for fate in books.fates:
+        if fate["outcome"] == "trained":
+            steps[fate["ended_in"], fate["trained_at_version"]].append(fate)
+    uneven = [
+        f"version {version} has {len(fates)} of {size} ({_some(sorted(fate['ordinal'] for fate in fates))})"
+        for (attempt, version), fates in sorted(steps.items())
+        if len(fates) != (size := books.attempts[attempt]["groups_per_step"])
+    ]
+    torn = [f"version {version} (ordinal {_odd_step(fates)})" for (_, version), fates in sorted(steps.items()) if len({fate["step"] for fate in fates}) > 1]
+    missing, disordered = [], []
+    for attempt in sorted({attempt for attempt, _ in steps}):
+        mine = sorted(version for made_in, version in steps if made_in == attempt)
+        missing += [version for version in range(books.attempts[attempt]["version"], mine[-1]) if version not in mine]
+        numbers = [steps[attempt, version][0]["step"] for version in mine]
+        disordered += [mine[place + 1] for place in range(len(mine) - 1) if numbers[place] >= numbers[place + 1]]
+    parts = {"not a full batch": uneven, "of several steps": torn, "without any group": missing, "of a step before the last one": disordered}
+    found = [f"{name}: {_some(list(some))}" for name, some in parts.items() if some]
+    return Check("every step trained one batch", not found, "; ".join([f"{len(steps)} steps", *found]))
+
+
+def _odd_step(fates: Sequence[Mapping[str, Any]]) -> int:
+    """The ordinal whose step the fewest of its batch have."""
+    counts = Counter(fate["step"] for fate in fates)
+    return int(min(fates, key=lambda fate: (counts[fate["step"]], fate["ordinal"]))["ordinal"])
+
+
 def _tokens(books: Books) -> Check:
     """Loss tokens of what was trained before the newest checkpoint, against the learner's own count in it."""
     if books.checkpoint is None:
@@ -328,47 +435,6 @@ def _sorted_lengths(rows: Iterator[Row]) -> np.ndarray:
 def _quantiles(lengths: np.ndarray) -> str:
     tenth, half, most = (int(np.quantile(lengths, share)) for share in (0.1, 0.5, 0.9))
     return f"{len(lengths)} completions of {tenth}, {half}, {most} tokens (10, 50, 90%), mean {lengths.mean():.1f}"
-
-
-def _outstanding(directory: Path) -> dict[int, set[int]]:
-    """Attempt → ordinals outstanding when its fates were last written."""
-    found: dict[int, set[int]] = {}
-    for path in sorted(directory.glob("attempt_*.parquet")):
-        metadata = parquet.read_schema(path).metadata or {}
-        if OUTSTANDING in metadata:
-            found[int(path.name.split("-")[0].removeprefix("attempt_"))] = set(json.loads(metadata[OUTSTANDING]))
-    return found
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    if missing := set(READ) - set(parquet.read_schema(path).names):
-        raise ConfigError(f"{path} is of an older asyncrl: it has no column {min(missing)!r}; audit it with that one")
-    table = parquet.read_table(path, columns=list(READ)).combine_chunks()
-    lengths = _flat_lengths(table, "completion_ids")
-    alike = (lengths == _flat_lengths(table, "loss_mask")) & (lengths == _flat_lengths(table, "logprobs"))
-    masks = np.concatenate([[0], np.cumsum(_chunk(table, "loss_mask").flatten().flatten().to_numpy(zero_copy_only=False))])
-    ends = np.cumsum(lengths)
-    loss = masks[ends] - masks[ends - lengths]
-    at = 0
-    scalars = zip(*(table[name].to_pylist() for name in ("attempt", "ordinal", "replica", "started_at", "finished_at", "versions", "status")), strict=True)
-    for attempt, ordinal, replica, started_at, finished_at, versions, status in scalars:
-        mine = slice(at, at + len(versions))
-        at = mine.stop
-        spanned = [sum(span["end"] - span["start"] for span in spans) for spans in versions]
-        seen = [span["version"] for spans in versions for span in spans]
-        usable = sum(int(tokens) for tokens, how in zip(loss[mine], status, strict=True) if how == "ok")
-        whole = bool(alike[mine].all()) and spanned == lengths[mine].tolist() and len(status) == len(versions)
-        counted = tuple(int(length) for length in lengths[mine])
-        yield Row(attempt, ordinal, replica, started_at, finished_at, counted, usable, min(seen, default=None), max(seen, default=None), whole)
-
-
-def _chunk(table: pa.Table, name: str) -> pa.Array:
-    return table[name].combine_chunks()
-
-
-def _flat_lengths(table: pa.Table, name: str) -> np.ndarray:
-    """Items of each trajectory's list."""
-    return _chunk(table, name).flatten().value_lengths().to_numpy(zero_copy_only=False)
 
 
 def _some(found: Sequence[Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -131,8 +132,11 @@ class RunDirectory:
             "waiting": state.waiting,
             "max_staleness": config.staleness.max_staleness,
             "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
+            "groups_per_step": config.groups_per_step,
+            "data_hash": state.data_hash,
         }
-        replace_text(self.path / RECORD, json.dumps({"run_id": run_id, "attempts": [*known["attempts"], begun]}, indent=1))
+        record = {"run_id": run_id, "attempts": [*known["attempts"], begun]}
+        replace_text(self.path / RECORD, json.dumps({**record, "checksum": _checksum(record)}, indent=1))
         make_directory(self.path / "logs" / f"attempt_{attempt}")
         return state
 
@@ -192,15 +196,22 @@ def read_record(directory: Path) -> dict[str, Any]:
     """run.json: `run_id`, and `attempts`, one mapping each.
 
     Raises:
-        ConfigError: it is missing, damaged, or of an asyncrl that kept no record of its attempts.
+        ConfigError: it is missing, damaged, changed by hand, or of an asyncrl that kept no record of its attempts.
     """
     try:
         record: dict[str, Any] = json.loads(read_text(directory / RECORD))
+        checksum = record.pop("checksum", None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{directory / RECORD} cannot be read ({error}); without it nothing says where the attempts began") from None
     if not isinstance(record.get("attempts"), list):
         raise ConfigError(f"{directory / RECORD} is of an older asyncrl, which kept no record of its attempts; start a new run with checkpoint.load")
+    if checksum != _checksum(record):
+        raise ConfigError(f"{directory / RECORD} is damaged or was changed by hand: it does not fit its checksum; put back what asyncrl wrote")
     return record
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def replace_directory(finished: Path, final: Path) -> None:

@@ -3,21 +3,28 @@
 import asyncio
 import contextlib
 import json
+import os
 import random
 import shutil
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from independent_audit import wrong
 
 import asyncrl
-from asyncrl.audit import audit, audit_text
+from asyncrl.audit import UNREADABLE, audit, audit_text
 from asyncrl.cli import main
 from asyncrl.config import Config
+from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
-from asyncrl.control.fates import FatesWriter
+from asyncrl.control.fates import OUTSTANDING, FatesWriter, _sealed, read_fates
 from asyncrl.control.staleness import Staleness
 from asyncrl.directory import RunDirectory
+from asyncrl.rewards.files import compact
+from asyncrl.rundir.rows import read_rows
+from asyncrl.runtime.parquet import write_table
 from asyncrl.testing import FakeLearner, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
 from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table
 
@@ -52,14 +59,16 @@ class Files(FakeScores):
         directory.mkdir(exist_ok=True)
 
     async def next(self):
-        arrived = await super().next()
+        arrived = []
         now = asyncio.get_running_loop().time() + 1e6 * self.attempt
-        for scored in arrived:
+        for scored in await super().next():
             length = tokens(scored.ordinal)
-            completion = Completion((7,) * length, (-0.5,) * length, (VersionSpan(scored.begun, 0, length),), "stop")
+            completion = Completion((7,) * length, (-0.5 - scored.ordinal / 1024,) * length, (VersionSpan(scored.begun, 0, length),), "stop")
             trajectories = (Trajectory(completion, (1,) * length, 1.0, {"exact": 1.0}, 0.5), Trajectory(completion, (1,) * length, 0.0, {"exact": 0.0}, -0.5))
             group = Group(self.attempt, Prompt(scored.ordinal, 0, "p", (1,)), trajectories, f"replica-{self.attempt}", now - 5, now, scored_at=now)
-            pq.write_table(groups_to_table([group]), self.directory / f"attempt_{self.attempt:04d}-{scored.ordinal:08d}.parquet")
+            table = groups_to_table([group])
+            arrived.append(replace(scored, content=content_hashes(table)[0]))
+            pq.write_table(table, self.directory / f"attempt_{self.attempt:04d}-{scored.ordinal:08d}.parquet")
         return arrived
 
 
@@ -145,6 +154,9 @@ def whole_run(tmp_path_factory):
         for after, graceful in ((4.0, True), (6.5, False), (2.0, False), (5.0, True), (5.1, False)):
             assert attempt(root, 24, after, graceful) < 24
         assert attempt(root, 24, None) == 24
+    compact(root / "run" / "groups")
+    for number in range(6):
+        FatesWriter(root / "run" / "fates", number).compact()
     return root / "run"
 
 
@@ -168,7 +180,7 @@ def test_a_run_that_was_killed_and_resumed_passes(run, capsys):
     assert "96 trained" in accounted and "abandoned by a restart" in accounted
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run)])
-    assert ended.value.code == 0 and capsys.readouterr().out.count("pass  ") == 10
+    assert ended.value.code == 0 and capsys.readouterr().out.count("pass  ") == len(checks)
 
 
 def test_a_run_that_lies_elsewhere_now_has_its_checkpoints_with_it(whole_run, tmp_path):
@@ -200,18 +212,205 @@ def test_killed_at_any_moments(tmp_path, no_threads, seed):
 
 
 def change(directory, which, edit):
-    """Rewrite the rows of one kind of file; `edit(rows)` gives the new ones."""
+    """Rewrite the rows of one kind of file; `edit(rows)` gives the new ones. Whoever does this knows of the checksum of a file of fates."""
     for path in sorted((directory / which).glob("*.parquet")):
         table = pq.read_table(path)
-        rows = table.to_pylist()
-        new = edit(rows)
-        pq.write_table(pa.Table.from_pylist(new, table.schema), path)
+        before = table.to_pylist()
+        after = edit(before)
+        if after == before:
+            continue
+        new = pa.Table.from_pylist(after, table.schema)
+        if which == "fates":
+            new = _sealed(new, table.schema.metadata[OUTSTANDING])
+        pq.write_table(new, path)
 
 
 def surviving_trained(directory):
     from asyncrl.audit import Books
 
     return [fate for fate, _ in Books(asyncrl.open_run(directory)).trained()]
+
+
+def in_row(ordinal, **changes):
+    """Edit one ordinal's rows; each change is a function of the old value."""
+
+    def edit(rows):
+        return [{**row, **{name: new(row[name]) for name, new in changes.items()}} if row["ordinal"] == ordinal else row for row in rows]
+
+    return edit
+
+
+def first_token(new):
+    """Replace the first token's value of the first trajectory."""
+    return lambda lists: [[new(lists[0][0]), *lists[0][1:]], *lists[1:]]
+
+
+def first_value(new):
+    return lambda values: [new(values[0]), *values[1:]]
+
+
+def spans(change):
+    return lambda versions: [change(versions[0]), *versions[1:]]
+
+
+POSSIBLE, CONTENT = "masks, version spans and times are possible", "rows are what was scored"
+FALSIFIED_ROWS = {
+    "token": (CONTENT, {"completion_ids": first_token(lambda token: token + 1)}),
+    "logprob": (CONTENT, {"logprobs": first_token(lambda logprob: logprob - 1e-3)}),
+    "reward": (CONTENT, {"reward": first_value(lambda reward: reward + 1)}),
+    "reward part": (CONTENT, {"reward_parts": first_value(lambda parts: {"exact": 0.5})}),
+    "advantage": (CONTENT, {"advantage": first_value(lambda advantage: -advantage)}),
+    "status": (CONTENT, {"status": first_value(lambda status: "unscored")}),
+    "text": (CONTENT, {"completion_text": first_value(lambda text: text + "!")}),
+    "prompt": (CONTENT, {"prompt_ids": lambda ids: [*ids, 9], "prompt_text": lambda text: "another"}),
+    "scored before": (CONTENT, {"scored_at": lambda time: time - 1e6}),
+    "mask of 2": (POSSIBLE, {"loss_mask": first_token(lambda mask: 2)}),
+    "negative mask": (POSSIBLE, {"loss_mask": first_token(lambda mask: -1)}),
+    "times": (POSSIBLE, {"finished_at": lambda time: time - 60}),
+    "NaN time": (POSSIBLE, {"finished_at": lambda time: float("nan")}),
+    "span cut short": (POSSIBLE, {"versions": spans(lambda one: [{**one[0], "end": one[0]["end"] - 1}])}),
+    "spans overlap": (POSSIBLE, {"versions": spans(lambda one: [one[0], {**one[0], "version": one[0]["version"] + 1}])}),
+    "span too long": (POSSIBLE, {"versions": spans(lambda one: [{**one[0], "end": one[0]["end"] + 1}])}),
+    "span of no token": (POSSIBLE, {"versions": spans(lambda one: [{**one[0], "end": 0}, one[0]])}),
+    "negative version": (POSSIBLE, {"versions": spans(lambda one: [{**one[0], "version": -1}])}),
+    "no span": (POSSIBLE, {"versions": spans(lambda one: [])}),
+    "version to come": ("no token is of a version to come", {"versions": spans(lambda one: [{**one[0], "version": 10_000}])}),
+    "missing trajectory in one list": (POSSIBLE, {"status": lambda values: values[:1]}),
+}
+
+
+@pytest.mark.parametrize("what", FALSIFIED_ROWS)
+def test_a_row_that_was_falsified_is_named(run, what):
+    check, changes = FALSIFIED_ROWS[what]
+    ordinal = surviving_trained(run)[7]["ordinal"]
+    change(run, "groups", in_row(ordinal, **changes))
+    found = said(run)[check]
+    assert not found.passed and f", {ordinal})" in found.said, found.said
+    if check != CONTENT:
+        assert any(line.startswith(f"{ordinal}: ") for line in wrong(run)) or what == "missing trajectory in one list"
+
+
+def add_copy(directory, ordinal, **changes):
+    """A second row of the group, in a file of its own."""
+    for path in sorted((directory / "groups").glob("*.parquet")):
+        table = pq.read_table(path)
+        for row in (row for row in table.to_pylist() if row["ordinal"] == ordinal):
+            pq.write_table(pa.Table.from_pylist([{**row, **changes}], table.schema), path.with_name(path.stem.split("-")[0] + "-09999999.parquet"))
+
+
+def test_two_rows_of_one_group(run):
+    fate = surviving_trained(run)[7]
+    add_copy(run, fate["ordinal"], replica="another")
+    check = said(run)["each group has one row of its own"]
+    assert not check.passed and f"two rows that differ: ({fate['attempt']}, {fate['ordinal']})" in check.said
+    assert f"{fate['ordinal']}: two rows" in wrong(run)
+
+
+def test_a_row_that_was_merged_and_whose_file_is_still_there_is_fine(run):
+    """As a crash between the two leaves it."""
+    add_copy(run, surviving_trained(run)[7]["ordinal"])
+    assert all(check.passed for check in said(run).values()) and not wrong(run)
+
+
+def test_content_trained_again_under_another_ordinal(run):
+    """With its hash in the other's fate, as somebody who knows of it would do."""
+    one, other = surviving_trained(run)[7:9]
+    rows = {row["ordinal"]: row for row in pq.ParquetDataset(run / "groups").read().to_pylist() if row["attempt"] == one["attempt"]}
+    copy = {**rows[one["ordinal"]], "ordinal": other["ordinal"], "attempt": other["attempt"]}
+    change(run, "groups", lambda old: [copy if row["ordinal"] == other["ordinal"] else row for row in old])
+    table = pa.Table.from_pylist([copy], pq.read_schema(next((run / "groups").glob("*.parquet"))))
+    sealed = {"content": content_hashes(table)[0], "completion_tokens": one["completion_tokens"]}
+    change(run, "fates", lambda old: [{**row, **sealed} if row["ordinal"] == other["ordinal"] and row["content"] else row for row in old])
+    check = said(run)["each group has one row of its own"]
+    assert not check.passed and f"trained again under another ordinal: {other['ordinal']} (as {one['ordinal']})" in check.said
+    assert f"{other['ordinal']}: the same as {one['ordinal']}" in wrong(run)
+
+
+@pytest.mark.parametrize(
+    ("change_of", "text"),
+    [
+        (lambda fate: {"step": fate["step"] + 1}, "of several steps: version"),
+        (lambda fate: {"trained_at_version": fate["trained_at_version"] + 1, "staleness": fate["staleness"] + 1}, "not a full batch: version"),
+        (lambda fate: {"outcome": "dropped"}, "not a full batch: version"),
+    ],
+    ids=["step", "version", "one too few"],
+)
+def test_a_step_that_is_no_batch(run, change_of, text):
+    fate = surviving_trained(run)[9]
+    change(run, "fates", lambda rows: [{**row, **change_of(row)} if row == fate else row for row in rows])
+    check = said(run)["every step trained one batch"]
+    assert not check.passed and text in check.said
+    assert wrong(run)
+
+
+def test_a_fate_with_other_tokens_or_without_a_hash(run):
+    fate = surviving_trained(run)[9]
+    change(run, "fates", lambda rows: [{**row, "completion_tokens": 1} if row == fate else row for row in rows])
+    check = said(run)[CONTENT]
+    assert not check.passed and f"another number of tokens than the fate says: ({fate['attempt']}, {fate['ordinal']})" in check.said
+    assert f"{fate['ordinal']}: 1 tokens in its fate" in wrong(run)
+    change(run, "fates", lambda rows: [{**row, "content": None} if row["ordinal"] == fate["ordinal"] else row for row in rows])
+    check = said(run)[CONTENT]
+    assert not check.passed and f"trained, and the fate has no hash: ({fate['attempt']}, {fate['ordinal']})" in check.said
+
+
+def test_a_fate_that_was_changed_without_its_files_checksum(run):
+    path = sorted((run / "fates").glob("*.parquet"))[0]
+    table = pq.read_table(path)
+    rows = [{**row, "reason": "because"} for row in table.to_pylist()]
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    check = said(run)["every file can be read"]
+    assert not check.passed and f"{path} does not hold what was written" in check.said
+
+
+def test_a_record_that_was_changed(run, capsys):
+    path = run / "run.json"
+    path.write_text(path.read_text().replace('"max_staleness": 2', '"max_staleness": 3'))
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run)])
+    assert ended.value.code == 2 and "was changed by hand" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["groups", "fates"])
+@pytest.mark.parametrize("how", ["empty", "cut", "text", "pipe", "directory", "other columns"])
+def test_a_file_that_cannot_be_read_is_named(run, folder, how):
+    path = sorted((run / folder).glob("*.parquet"))[1]
+    content = path.read_bytes()
+    path.unlink()
+    if how == "pipe":
+        os.mkfifo(path)
+    elif how == "directory":
+        path.mkdir()
+    elif how == "other columns":
+        pq.write_table(pa.table({"a": [1]}), path)
+    else:
+        path.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "text": b"hello " * 100}[how])
+    check = said(run)["every file can be read"]
+    assert not check.passed and str(path) in check.said
+
+
+@pytest.mark.parametrize("folder", ["groups", "fates"])
+def test_any_flip_that_changes_what_a_reader_gets_is_found(run, folder):
+    """Of pages, which have checksums, and of footers, which have none."""
+    path = sorted((run / folder).glob("*.parquet"))[1]
+    write_table(pq.read_table(path), path)
+    assert all(check.passed for check in said(run).values())
+    whole, seen, random_ = path.read_bytes(), 0, random.Random(0)
+    read = read_fates if folder == "fates" else read_rows
+    before = read(path)
+    for place in random_.sample(range(len(whole)), 400):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << random_.randrange(8))]) + whole[place + 1 :])
+        try:
+            after = read(path)
+        except UNREADABLE:
+            seen += 1
+            continue
+        if after == before:
+            continue
+        assert folder == "groups", f"byte {place} changed the fates that are read"
+        assert not all(check.passed for check in said(run).values()), f"byte {place} changed what is read"
+        seen += 1
+    assert seen > 100
 
 
 def test_a_fate_that_vanished(run):
@@ -278,10 +477,7 @@ def test_a_trajectory_that_is_missing_from_its_group(run):
 def test_a_token_without_its_version(run):
     fate = surviving_trained(run)[3]
 
-    def cut(rows):
-        return [{**row, "versions": [[{**span, "end": span["end"] - 1} for span in spans] for spans in row["versions"]]} for row in rows]
-
-    change(run, "groups", lambda rows: cut(rows) if rows[0]["ordinal"] == fate["ordinal"] else rows)
+    change(run, "groups", in_row(fate["ordinal"], versions=lambda all_: [[{**span, "end": span["end"] - 1} for span in spans] for spans in all_]))
     assert not said(run)["trained groups are whole"].passed
 
 

@@ -549,7 +549,8 @@ class Coordinator:
         self._count_idle()
         if outcome != "trained":
             self.progress.wasted_tokens += group.tokens or 0
-        self._fates.append(Fate(self._made_in(group), ordinal, outcome, reason, self.progress.attempted, trained_at, staleness, group.tokens))
+        content = group.scored.content if group.scored is not None else None
+        self._fates.append(Fate(self._made_in(group), ordinal, outcome, reason, self.progress.attempted, trained_at, staleness, group.tokens, content))
         self.progress.ended[outcome] = self.progress.ended.get(outcome, 0) + 1
         self._ended_since_step[outcome] += 1
         if sum(self._ended_since_step.values()) > LOST_ROUNDS * self.schedule.staleness.groups_per_step and outcome != "trained":

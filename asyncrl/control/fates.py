@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ import pyarrow as pa
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
 
-__all__ = ["FATES", "OUTSTANDING", "Fate", "FatesWriter"]
+__all__ = ["FATES", "Fate", "FatesWriter", "read_fates"]
 
 FATES = pa.schema(
     [
@@ -24,6 +25,7 @@ FATES = pa.schema(
         ("trained_at_version", pa.int32()),
         ("staleness", pa.int32()),
         ("completion_tokens", pa.int64()),
+        ("content", pa.string()),
         ("ended_in", pa.int32()),
     ]
 )
@@ -31,6 +33,34 @@ OUTCOMES = ("trained", "skipped", "filtered", "dropped", "failed", "waiting")
 """`waiting`: admitted and without another outcome when the attempt ended."""
 OUTSTANDING = b"asyncrl.outstanding"
 """Key of a file's metadata: the ordinals that were admitted and had no outcome when it was written, as JSON."""
+
+
+CHECKSUM = b"asyncrl.checksum"
+"""Key of a file's metadata: a hash of its rows and of the outstanding ordinals. Page checksums do not cover a file's footer."""
+
+
+def read_fates(path: Path) -> tuple[pa.Table, list[int]]:
+    """The rows of one file, and the ordinals outstanding when it was written.
+
+    Raises:
+        ValueError: the file is damaged, or was changed.
+        OSError: it cannot be read.
+    """
+    table = parquet.read_table(path)
+    metadata = table.schema.metadata or {}
+    outstanding = metadata.get(OUTSTANDING, b"[]")
+    if metadata.get(CHECKSUM) != _checksum(table, outstanding):
+        raise ValueError(f"{path} does not hold what was written: its rows and its checksum disagree")
+    return table, json.loads(outstanding)
+
+
+def _sealed(table: pa.Table, outstanding: bytes) -> pa.Table:
+    return table.replace_schema_metadata({OUTSTANDING: outstanding, CHECKSUM: _checksum(table, outstanding)})
+
+
+def _checksum(table: pa.Table, outstanding: bytes) -> bytes:
+    rows = json.dumps([list(row.values()) for row in table.select(FATES.names).to_pylist()])
+    return hashlib.blake2b(rows.encode() + outstanding, digest_size=16).hexdigest().encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +77,8 @@ class Fate:
     trained_at_version: int | None = None
     staleness: int | None = None
     completion_tokens: int | None = None
+    content: str | None = None
+    """Hash of the group's row; None if it was not scored."""
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
@@ -71,7 +103,7 @@ class FatesWriter:
         if not fates:
             return
         rows = [asdict(fate) | {"ended_in": self.attempt} for fate in fates]
-        table = pa.Table.from_pylist(rows, FATES.with_metadata({OUTSTANDING: json.dumps(list(outstanding))}))
+        table = _sealed(pa.Table.from_pylist(rows, FATES), json.dumps(list(outstanding)).encode())
         parquet.write_table(table, self.directory / f"attempt_{self.attempt:04d}-{self.files:06d}.parquet")
         self.files += 1
 
@@ -81,7 +113,6 @@ class FatesWriter:
         if len(files) < 2:
             return
         tables = [parquet.read_table(file) for file in files]
-        table = pa.concat_tables(tables).replace_schema_metadata(tables[-1].schema.metadata)
-        parquet.write_table(table, files[-1])
+        parquet.write_table(_sealed(pa.concat_tables(tables), tables[-1].schema.metadata[OUTSTANDING]), files[-1])
         for file in files[:-1]:
             file.unlink()

@@ -95,6 +95,8 @@ class Scored:
     """Trajectories that ended at max_completion_length or max_length, or in a loop (rollout.repetition_stop)."""
     newest: int = 0
     """Newest token version among its trajectories."""
+    content: str = ""
+    """Hash of its row (`asyncrl.contracts.content_hash`)."""
     masked: Mapping[str, int] = field(default_factory=dict)
     """Trajectories by the status that masks them."""
     failure: str | None = None

@@ -25,6 +25,7 @@ import ray
 import ray.exceptions
 
 from asyncrl.config import Config
+from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.control.protocols import RolloutFailed, Rollouts, Scored
 from asyncrl.data.groups import DEATHS, broken_stream, groups_at
 from asyncrl.data.stream import stream_blocks
@@ -127,8 +128,8 @@ class RayScores:
 
     def _load(self, path: Path) -> list[Scored]:
         groups = parquet.read_table(path)
-        stream = ray.put(table_to_ipc(groups))
-        return [scored_summary(groups.slice(place, 1), (stream, place)) for place in range(groups.num_rows)]
+        stream, rows = ray.put(table_to_ipc(groups)), enumerate(content_hashes(groups))
+        return [scored_summary(groups.slice(place, 1), (stream, place), content) for place, content in rows]
 
     async def begun(self) -> bool:
         """Whether the execution's task runs: it has asked a worker for groups. A stream that broke has begun: `next` raises its error."""
@@ -209,8 +210,9 @@ class RayScores:
         scored: dict[int, Scored] = {}
         if new:
             files.write(list(new.values()))
-            table = ray.put(table_to_ipc(pa.concat_tables(new.values(), promote_options="permissive")))
-            scored = {ordinal: scored_summary(row, (table, place)) for place, (ordinal, row) in enumerate(new.items())}
+            rows_table = pa.concat_tables(new.values(), promote_options="permissive")
+            table, contents = ray.put(table_to_ipc(rows_table)), content_hashes(rows_table)
+            scored = {ordinal: scored_summary(row, (table, place), contents[place]) for place, (ordinal, row) in enumerate(new.items())}
         self._hand_over([(ordinal, scored.pop(ordinal, None)) for ordinal in ordinals])
 
     def _hand_over(self, item: list[tuple[int, Scored | None]] | BaseException) -> None:
@@ -242,7 +244,7 @@ def _whatever_waits(arrived: queue.Queue[pa.Table | BaseException | None]) -> tu
             return tables, None
 
 
-def scored_summary(row: pa.Table, reference: Any) -> Scored:
+def scored_summary(row: pa.Table, reference: Any, content: str = "") -> Scored:
     """What control needs to know of a scored group's one-row table."""
     group = row.select(list(SUMMARISED)).to_pylist()[0]
     versions = [span["version"] for spans in group["versions"] for span in spans] or [0]
@@ -251,6 +253,7 @@ def scored_summary(row: pa.Table, reference: Any) -> Scored:
         ordinal=group["ordinal"],
         begun=min(versions),
         newest=max(versions),
+        content=content,
         masked=Counter(status for status in group["status"] if status != "ok"),
         ref=reference,
         tokens=sum(len(ids) for ids in group["completion_ids"]),

@@ -1,0 +1,183 @@
+"""What an audit needs of each row of groups/*.parquet, and what is impossible about it by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from asyncrl.contracts.content_hash import content_hashes
+from asyncrl.runtime import parquet
+from asyncrl.types import COLUMNS, SCORED_COLUMNS
+
+__all__ = ["FAULTS", "Row", "read_rows"]
+
+UNEVEN = "lists of different lengths, or missing values"
+GENERATION = ("replica", "started_at", "finished_at", "completion_ids", "logprobs")
+"""Columns that no two generations have in common: where, when, and what was sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the audit needs of a group's row. Lists have one item for each trajectory."""
+
+    attempt: int
+    ordinal: int
+    replica: str
+    started_at: float
+    finished_at: float
+    lengths: tuple[int, ...]
+    """Completion tokens."""
+    loss_tokens: int
+    """Of the trajectories with status ok."""
+    oldest: int | None
+    newest: int | None
+    """Token versions."""
+    whole: bool
+    """Every trajectory has a loss mask, log-probs and versions for each of its tokens."""
+    content: str
+    """Hash of the whole row, as its fate should have it."""
+    generation: str
+    """Hash of where, when and what was sampled."""
+    prompt_ids: tuple[int, ...]
+    faults: tuple[str, ...]
+    """Names of FAULTS that it has."""
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of one file.
+
+    Raises:
+        ValueError: a column is missing, or of another type than asyncrl writes.
+        OSError, pa.ArrowException: the file cannot be read.
+    """
+    table = parquet.read_table(path)
+    for name, kind in {**COLUMNS, **SCORED_COLUMNS}.items():
+        if name not in table.column_names:
+            raise ValueError(f"{path} is of an older asyncrl, or damaged: it has no column {name!r}")
+        if not table.schema.field(name).type.equals(kind):
+            raise ValueError(f"{path} is damaged: column {name!r} is of type {table.schema.field(name).type}, not {kind}")
+    if not table.num_rows:
+        return []
+    try:
+        return list(_rows(table.combine_chunks()))
+    except (ValueError, IndexError, TypeError):  # lists of one row have different lengths, or a value is missing
+        return [one for number in range(table.num_rows) for one in _rows_or_none(table.slice(number, 1).combine_chunks())]
+
+
+def _rows_or_none(table: pa.Table) -> list[Row]:
+    """The row of a one-row table; one that cannot be worked out has the fault UNEVEN and nothing else."""
+    try:
+        return list(_rows(table))
+    except (ValueError, IndexError, TypeError):
+        attempt, ordinal = (table[name][0].as_py() for name in ("attempt", "ordinal"))
+        (content,) = content_hashes(table)
+        return [Row(attempt, ordinal, "", 0.0, 0.0, (), 0, None, None, False, content, content, (), (UNEVEN,))]
+
+
+def _rows(table: pa.Table) -> Iterator[Row]:
+    lengths = _token_counts(table, "completion_ids")
+    bounds = np.concatenate([[0], np.cumsum(_trajectories(table))])
+    _refuse_uneven(table)
+    alike = (lengths == _token_counts(table, "loss_mask")) & (lengths == _token_counts(table, "logprobs"))
+    ends = np.cumsum(lengths)
+    masks = np.concatenate([[0], np.cumsum(_flat(table, "loss_mask"))])
+    loss = masks[ends] - masks[ends - lengths]
+    bad = {name: find(table, lengths) for name, find in FAULTS.items()}
+    hashes = zip(content_hashes(table), content_hashes(table.select(list(GENERATION))), strict=True)
+    names = ("attempt", "ordinal", "replica", "started_at", "finished_at", "versions", "status", "prompt_ids")
+    columns = zip(*(table[name].to_pylist() for name in names), strict=True)
+    for number, ((attempt, ordinal, replica, started_at, finished_at, versions, status, prompt), (content, generation)) in enumerate(
+        zip(columns, hashes, strict=True)
+    ):
+        mine = slice(bounds[number], bounds[number + 1])
+        spanned = [sum(span["end"] - span["start"] for span in spans) for spans in versions]
+        seen = [span["version"] for spans in versions for span in spans]
+        usable = sum(int(tokens) for tokens, how in zip(loss[mine], status, strict=False) if how == "ok")
+        yield Row(
+            attempt,
+            ordinal,
+            replica,
+            started_at,
+            finished_at,
+            tuple(lengths[mine].tolist()),
+            usable,
+            min(seen, default=None),
+            max(seen, default=None),
+            bool(alike[mine].all()) and spanned == lengths[mine].tolist() and len(status) == len(versions),
+            content,
+            generation,
+            tuple(prompt),
+            tuple(name for name, found in bad.items() if found[mine].any()),
+        )
+
+
+def _refuse_uneven(table: pa.Table) -> None:
+    """Raise ValueError unless the lists of each row have one item for each of its trajectories, and no value is missing."""
+    n = _trajectories(table)
+    for name in ("loss_mask", "logprobs", "versions", "status", "finish_reason", "completion_text", "reward", "advantage"):
+        if not np.array_equal(_column(table, name).value_lengths().to_numpy(zero_copy_only=False), n):
+            raise ValueError(f"{name} has not one item for each trajectory")
+    if any(table[name].null_count for name in ("attempt", "ordinal", "replica", "started_at", "finished_at", "prompt_ids")):
+        raise ValueError("a value is missing")
+
+
+def _masks_other_than_0_and_1(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
+    masks = _flat(table, "loss_mask")
+    owner = np.repeat(np.arange(len(lengths)), _token_counts(table, "loss_mask"))
+    found = np.zeros(len(lengths), bool)
+    found[owner[(masks != 0) & (masks != 1)]] = True
+    return found
+
+
+def _impossible_spans(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
+    """Spans that leave gaps, overlap, go beyond the tokens, or whose versions do not rise."""
+    spans = _column(table, "versions").flatten()
+    counts = spans.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    version, start, end = (part.to_numpy(zero_copy_only=False) for part in spans.flatten().flatten())
+    owner = np.repeat(np.arange(len(counts)), counts)
+    first = np.ones(len(owner), bool)
+    first[1:] = owner[1:] != owner[:-1]
+    last = np.ones(len(owner), bool)
+    last[:-1] = first[1:]
+    expected = np.where(first, 0, np.concatenate([[0], end[:-1]]) if len(end) else end)
+    rises = first | (version > np.concatenate([[-1], version[:-1]])) if len(version) else first
+    wrong = (start != expected) | (end <= start) | (version < 0) | ~rises | (last & (end != lengths[owner]))
+    found = (counts == 0) & (lengths > 0)
+    found[owner[wrong]] = True
+    return found
+
+
+def _times_that_go_back(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
+    back = ~(_column(table, "started_at").to_numpy(zero_copy_only=False) <= _column(table, "finished_at").to_numpy(zero_copy_only=False))
+    return np.repeat(back, _trajectories(table))
+
+
+FAULTS: Mapping[str, Callable[[pa.Table, np.ndarray], np.ndarray]] = {
+    "masks other than 0 and 1": _masks_other_than_0_and_1,
+    "overlapping or impossible version spans": _impossible_spans,
+    "times that go back": _times_that_go_back,
+}
+"""What no row of asyncrl's can have: name → (table, completion tokens [T trajectories]) → whether each trajectory has it."""
+
+
+def _column(table: pa.Table, name: str) -> pa.Array:
+    column = table[name].combine_chunks()
+    return column if isinstance(column, pa.Array) else pa.concat_arrays(column.chunks)
+
+
+def _trajectories(table: pa.Table) -> np.ndarray:
+    """Trajectories of each row."""
+    return _column(table, "completion_ids").value_lengths().to_numpy(zero_copy_only=False)
+
+
+def _token_counts(table: pa.Table, name: str) -> np.ndarray:
+    """Items of each trajectory's list."""
+    return _column(table, name).flatten().value_lengths().to_numpy(zero_copy_only=False)
+
+
+def _flat(table: pa.Table, name: str) -> np.ndarray:
+    return _column(table, name).flatten().flatten().to_numpy(zero_copy_only=False)

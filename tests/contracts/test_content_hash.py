@@ -1,0 +1,90 @@
+"""A group's hash is the same wherever its row has been, and another one when any value of it has changed."""
+
+import pyarrow as pa
+import pytest
+
+from asyncrl.contracts.content_hash import content_hashes
+from asyncrl.rewards.files import FlushFiles, compact
+from asyncrl.runtime import parquet
+from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table
+
+NAN = float("nan")
+
+
+def group(ordinal, **columns):
+    whole = Completion((8, 2), (-0.1, NAN), (VersionSpan(3, 0, 2),), "stop", "né\0")
+    empty = Completion((), (), (), "stop", "")
+    trajectories = (
+        Trajectory(whole, (1, 0), reward=1.0, reward_parts={"exact": 1.0, "judge": None}, advantage=0.5),
+        Trajectory(empty, (), reward=None, reward_parts={"exact": None, "judge": None}, advantage=None, status="no_token"),
+    )
+    prompt = Prompt(ordinal, 0, f"{ordinal} + 1 =", (5, 6, 7), columns)
+    return Group(0, prompt, trajectories, "replica-1", 10.0, 11.0, scored_at=12.0)
+
+
+GROUPS = [group(ordinal, answer=str(ordinal), number=ordinal, chat=[{"role": "user", "content": "x"}]) for ordinal in range(6)]
+TABLE = groups_to_table(GROUPS)
+HASHES = content_hashes(TABLE)
+
+
+def test_each_row_has_its_own():
+    assert len(set(HASHES)) == 6 and all(len(one) == 32 for one in HASHES)
+
+
+def test_slices_orders_and_chunks_do_not_matter():
+    assert [content_hashes(TABLE.slice(row, 1))[0] for row in range(6)] == HASHES
+    assert content_hashes(TABLE.select(sorted(TABLE.column_names, reverse=True))) == HASHES
+    assert content_hashes(pa.concat_tables([TABLE.slice(3, 3), TABLE.slice(0, 3)])) == HASHES[3:] + HASHES[:3]
+    assert content_hashes(TABLE.slice(0, 0)) == []
+
+
+def test_parquet_and_compaction_do_not_matter(tmp_path):
+    files = FlushFiles(tmp_path, 0)
+    for row in range(6):
+        files.write([TABLE.slice(row, 1)])
+    assert compact(tmp_path) == 1
+    (path,) = tmp_path.glob("*.parquet")
+    assert content_hashes(parquet.read_table(path)) == HASHES
+
+
+def test_what_a_merge_makes_of_a_datasets_columns_does_not_matter():
+    """A column that is empty in one file takes its type from another, whole numbers become floats, and structs get each other's fields."""
+    one, other = group(0, hint=None, number=3, extra={"a": 1}), group(1, hint="x", number=2.5, extra={"a": 1, "b": "y"})
+    apart = [content_hashes(groups_to_table([each]))[0] for each in (one, other)]
+    merged = pa.concat_tables([groups_to_table([one]), groups_to_table([other])], promote_options="permissive")
+    assert merged.schema.field("number").type == pa.float64() and content_hashes(merged) == apart
+
+
+@pytest.mark.parametrize("name", TABLE.column_names)
+def test_a_change_in_any_column_is_seen(name):
+    rows = TABLE.to_pylist()
+    before = rows[2][name]
+    rows[2][name] = changed(before)
+    table = pa.Table.from_pylist(rows, TABLE.schema)
+    assert table["ordinal"].to_pylist()[1] == 1
+    found = content_hashes(table)
+    assert [a == b for a, b in zip(found, HASHES, strict=True)] == [True, True, False, True, True, True]
+
+
+def changed(value):
+    """Another value of the same type."""
+    if isinstance(value, list):
+        return [*value[:-1], changed(value[-1])] if value and value[-1] else [changed(value[0]), *value[1:]] if value else [1]
+    if isinstance(value, dict):
+        name = sorted(value)[-1]
+        return {**value, name: 0.25 if value[name] is None else changed(value[name])}
+    if value is None:
+        return "why"
+    if value != value:
+        return 0.0
+    return value + "x" if isinstance(value, str) else value + 1
+
+
+def test_values_do_not_run_into_one_another():
+    def hash_of(ids, texts):
+        completions = [Completion(tuple(one), (-1.0,) * len(one), (VersionSpan(0, 0, len(one)),), "stop", text) for one, text in zip(ids, texts, strict=True)]
+        trajectories = tuple(Trajectory(one, (1,) * len(one.token_ids), 1.0, {"a": 1.0}, 0.0) for one in completions)
+        return content_hashes(groups_to_table([Group(0, Prompt(0, 0, "p", (1,)), trajectories, "r", 1.0, 2.0, scored_at=3.0)]))[0]
+
+    made = {hash_of(ids, texts) for ids in ([[1, 2], [3]], [[1], [2, 3]]) for texts in (["ab", "c"], ["a", "bc"])}
+    assert len(made) == 4

@@ -1,0 +1,84 @@
+"""A second opinion on a run's books, which shares no code with asyncrl: plain loops over what the files hold."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+
+def rows_of(directory: Path, folder: str) -> list[dict]:
+    found = []
+    for path in sorted((directory / folder).glob("attempt_*.parquet")):
+        found += pq.ParquetFile(path, page_checksum_verification=True).read().to_pylist()
+    return found
+
+
+def wrong(directory: Path) -> list[str]:
+    """A line for each thing that cannot be, with the ordinal."""
+    attempts = json.loads((directory / "run.json").read_text())["attempts"]
+    groups, said = {}, []
+    for row in rows_of(directory, "groups"):
+        key = (row["attempt"], row["ordinal"])
+        if key in groups and groups[key] != row:
+            said.append(f"{row['ordinal']}: two rows")
+        groups[key] = row
+        said += [f"{row['ordinal']}: {what}" for what in wrong_in_row(row)]
+    fates = []
+    for fate in rows_of(directory, "fates"):
+        if fate not in fates[-4096:]:
+            fates.append(fate)
+    line, at = {len(attempts) - 1}, len(attempts) - 1
+    left_at = {}
+    while attempts[at]["from_attempt"] is not None:
+        before = attempts[at]["from_attempt"]
+        left_at[before] = attempts[at]["version"]
+        line.add(before)
+        at = before
+    trained = [fate for fate in fates if fate["outcome"] == "trained"]
+    kept = [fate for fate in trained if fate["ended_in"] in line and fate["trained_at_version"] < left_at.get(fate["ended_in"], 1 << 60)]
+    said += [f"{ordinal}: trained {count} times" for ordinal, count in Counter(fate["ordinal"] for fate in kept).items() if count > 1]
+    steps, generations = defaultdict(list), {}
+    for fate in trained:
+        steps[fate["ended_in"], fate["trained_at_version"]].append(fate)
+    for (attempt, version), batch in steps.items():
+        if len(batch) != attempts[attempt]["groups_per_step"] or len({fate["step"] for fate in batch}) != 1:
+            said.append(f"{batch[0]['ordinal']}: its step, at version {version}, is no batch")
+    for fate in kept:
+        ordinal, row = fate["ordinal"], groups.get((fate["attempt"], fate["ordinal"]))
+        if row is None:
+            said.append(f"{ordinal}: trained without a row")
+            continue
+        versions = [span["version"] for spans in row["versions"] for span in spans]
+        staleness = fate["trained_at_version"] - min(versions, default=fate["trained_at_version"])
+        if staleness != fate["staleness"] or staleness > attempts[fate["ended_in"]]["max_staleness"]:
+            said.append(f"{ordinal}: staleness {staleness}")
+        if max(versions, default=0) > fate["trained_at_version"]:
+            said.append(f"{ordinal}: a version from the future")
+        if sum(map(len, row["completion_ids"])) != fate["completion_tokens"]:
+            said.append(f"{ordinal}: {fate['completion_tokens']} tokens in its fate")
+        if len(row["completion_ids"]) != attempts[row["attempt"]]["n_samples_per_prompt"]:
+            said.append(f"{ordinal}: {len(row['completion_ids'])} trajectories")
+        made = json.dumps([row["started_at"], row["finished_at"], row["replica"], row["completion_ids"], row["logprobs"]])
+        if generations.setdefault(made, ordinal) != ordinal:
+            said.append(f"{ordinal}: the same as {generations[made]}")
+    return said
+
+
+def wrong_in_row(row: dict) -> list[str]:
+    said = ["times"] if not row["started_at"] <= row["finished_at"] else []
+    for ids, mask, logprobs, spans in zip(row["completion_ids"], row["loss_mask"], row["logprobs"], row["versions"], strict=True):
+        if not len(ids) == len(mask) == len(logprobs):
+            said.append("lengths")
+        if set(mask) - {0, 1}:
+            said.append("mask")
+        place, newest = 0, -1
+        for span in spans:
+            if span["start"] != place or span["end"] <= place or span["version"] <= newest:
+                said.append("spans")
+            place, newest = span["end"], span["version"]
+        if place != len(ids):
+            said.append("spans")
+    return said
