@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -171,8 +171,8 @@ class RewardFunction(Section):
 
 
 class RewardConfig(Section):
-    functions: dict[str, RewardFunction] = Field(min_length=1)
-    """Name → function. The reward is their weighted sum; each is kept as a reward part."""
+    functions: dict[Annotated[str, Field(pattern=r"^[^/]+$")], RewardFunction] = Field(min_length=1)
+    """Name (without "/") → function. The reward is their weighted sum; each is kept as a reward part."""
     deadline_s: float = Field(default=30.0, gt=0)
     """Seconds one function may take for one group. Then the process that computes it is killed and the policy decides."""
     policy: Literal["fail", "drop_group", "retry"] = "fail"

@@ -43,6 +43,11 @@ def scoring_metrics(arrived: Sequence[Scored]) -> dict[str, float]:
     zero_variance = sum(len(set(scored.rewards)) == 1 for scored in arrived)
     counts = {status: sum(scored.masked.get(status, 0) for scored in arrived) for status in MASKED}
     shares = {f"rollout/{status}_ratio": count / trajectories if trajectories else math.nan for status, count in counts.items()}
+    names = dict.fromkeys(name for scored in arrived for name in scored.unscored)
+    unscored = {name: sum(scored.unscored.get(name, 0) for scored in arrived) / trajectories if trajectories else math.nan for name in names}
+    shares |= {f"reward/{name}/unscored_ratio": share for name, share in unscored.items()}
+    if unscored:
+        shares["reward/unscored_ratio"] = max(unscored.values())
     return shares | {"reward/zero_variance_ratio": zero_variance / len(arrived) if arrived else math.nan} | _signs_of_gibberish(arrived, trajectories)
 
 

@@ -99,6 +99,8 @@ class Scored:
     """Hash of its row (`asyncrl.contracts.content_hash`)."""
     masked: Mapping[str, int] = field(default_factory=dict)
     """Trajectories by the status that masks them."""
+    unscored: Mapping[str, int] = field(default_factory=dict)
+    """Reward function → trajectories that it gave no reward, whatever else masks them."""
     failure: str | None = None
     """Why scoring gave the group up (policy drop_group), or None."""
     lost: bool = False

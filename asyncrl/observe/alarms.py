@@ -38,6 +38,7 @@ RANGES = {
     "rollout/logprob_mean": Range(-4.0, 0.0, GIBBERISH),
     "rollout/loop_ratio": Range(0.0, 0.1, f"{GIBBERISH} rollout.repetition_stop ends loops"),
     "rollout/unprintable_ratio": Range(0.0, 0.01, GIBBERISH),
+    "reward/unscored_ratio": Range(0.0, 0.1, "a reward gives too many completions none (its judge fails?): reward/NAME/unscored_ratio says which"),
     "reward/zero_variance_ratio": Range(0.0, 0.9, "hardly any group teaches anything: use harder or easier prompts, or algorithm.filter_zero_variance"),
     "eval/failed_ratio": Range(0.0, 0.0, "completions were late or failed and count as wrong; evaluations/*.parquet has each one's status and reason"),
     "time/event_loop_lag_s": Range(0.0, 2.0, "the driver has too little CPU"),

@@ -265,9 +265,16 @@ def scored_summary(row: pa.Table, reference: Any, content: str = "") -> Scored:
         looping=sum(map(has_loop, group["completion_ids"])),
         characters=sum(map(len, group["completion_text"])),
         unprintable=sum(map(unprintable, group["completion_text"])),
+        unscored=_unscored(group["reward_parts"]),
         failure=group["failure"],
         example=(group["prompt_text"][:EXAMPLE_LENGTH], group["completion_text"][0][:EXAMPLE_LENGTH]),
     )
+
+
+def _unscored(parts: Sequence[Mapping[str, float | None]]) -> dict[str, int]:
+    """Trajectories without a reward, by function. A part of a function's reward, NAME/PART, is none."""
+    names = dict.fromkeys(name for part in parts for name in part if "/" not in name)
+    return {name: sum(part[name] is None for part in parts) for name in names}
 
 
 def _part_means(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float]:

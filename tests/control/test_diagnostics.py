@@ -32,4 +32,8 @@ def test_what_was_scored_counts_whatever_became_of_it():
         "rollout/loop_ratio": 0.1,
         "rollout/unprintable_ratio": 0.025,
     }
+    first = Scored(0, 3, None, 8, (1.0,), {}, 1, 0, masked={"unscored": 3}, unscored={"judge": 3, "exact": 0})
+    second = Scored(1, 3, None, 8, (1.0,) * 4, {}, 4, 0, unscored={"judge": 1, "exact": 0})
+    shares = scoring_metrics([first, second])
+    assert (shares["reward/judge/unscored_ratio"], shares["reward/exact/unscored_ratio"], shares["reward/unscored_ratio"]) == (0.5, 0.0, 0.5)
     assert all(value != value for value in scoring_metrics([]).values()), "nothing scored: not a number, and no alarm"

@@ -48,6 +48,7 @@ def test_masked_trajectories_take_no_part_in_the_statistics(config):
 
     summary = scored_summary(row, "reference")
     assert (summary.ordinal, summary.begun, summary.tokens, summary.usable, summary.truncated) == (3, 1, 15, 2, 1)
+    assert summary.unscored == {"a": 1, "b": 1}
     assert summary.rewards == (1.0, 0.0) and summary.reward_parts == {"a": 0.5, "b": 4.0}
 
 
