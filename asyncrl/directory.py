@@ -23,7 +23,7 @@ from asyncrl.runtime.files import NotAFile, append_to, make_directory, read_text
 
 __all__ = ["LockLost", "RunDirectory", "read_record", "replace_directory"]
 
-OURS = ("groups", "fates", "kept", "checkpoints", "logs", "hf")
+OURS = ("groups", "fates", "kept", "evaluations", "checkpoints", "logs", "hf", ".hf")
 """Folders of a run that only asyncrl writes to: no link is allowed in them at any depth."""
 RECORD = "run.json"
 """The run's id, and of each attempt where it began."""

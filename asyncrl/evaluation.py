@@ -18,6 +18,7 @@ from asyncrl.config import Config, EvalSet
 from asyncrl.control.protocols import EvaluationLost
 from asyncrl.generation.protocol import Generate, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
 from asyncrl.runtime import parquet
+from asyncrl.runtime.files import make_directory
 from asyncrl.types import SPAN, TRUNCATED, Completion, Prompt, VersionSpan, reward_parts_type
 
 __all__ = ["COLUMNS", "STATUSES", "Answer", "Evaluator", "Score", "answers_table", "measure"]
@@ -196,7 +197,7 @@ class Evaluator:
         lost = [answer for siblings in answers for answer in siblings if answer.completion is None]
         if lost:
             logger.warning("evaluation set %s at version %d: %d completions were late or failed; the first: %s", name, version, len(lost), lost[0].reason)
-        self.directory.mkdir(exist_ok=True)
+        make_directory(self.directory)
         weights = {reward: function.weight for reward, function in self.config.reward.functions.items()}
         table = answers_table(name, self.attempt, version, self._prompts(settings), answers, weights, self.config.accuracy)
         parquet.write_table(table, self.directory / f"attempt_{self.attempt:04d}-version_{version:08d}-{name}.parquet")

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from asyncrl.runtime.files import make_directory
 from asyncrl.text.tokenizer import save_tokenizer
 from asyncrl.weights.gather import TORCH_DTYPES, gather_buckets, weight_layout
 from asyncrl.weights.published import VersionTable
@@ -87,7 +88,7 @@ def export_hf(
         save_file(tensors, directory / files[number], metadata={"format": "pt"})
 
     if rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
     gather_buckets(parameters, table, entries, sizes, rank, write)
     if rank != 0:
         return
