@@ -329,7 +329,7 @@ def test_a_model_that_nothing_can_train_is_refused_by_its_config(write, tmp_path
     shutil.copytree(tiny_model, tmp_path / "encoder")
     config = json.loads((tiny_model / "config.json").read_text())
     (tmp_path / "encoder" / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
-    with pytest.raises(ConfigError, match="model_type 'bert' is no causal language model by itself .*; use a decoder that predicts the next token"):
+    with pytest.raises(ConfigError, match=r"model_type 'bert' is no causal language model by itself .*; use a decoder that predicts the next token"):
         make_plan(load_config(write({"model.path": str(tmp_path / "encoder")})))
 
 

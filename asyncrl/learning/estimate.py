@@ -25,7 +25,7 @@ LIVE_CHUNKS, HEAD_GRADIENTS = 7, 2
 6.8 in float32), and gradients of the head's weight (that of a chunk, and their sum in float32)."""
 
 
-KEPT_SCORES, LIVE_SCORES = 3, 4
+KEPT_SCORES, LIVE_SCORES = 2, 3
 """Tensors of tokens by tokens that the model's own eager attention keeps for the backward pass of a layer, and further ones while it computes."""
 HEADS, LAYERS, WIDTH = (
     ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
