@@ -137,7 +137,7 @@ def test_the_reference_policy_takes_one_trajectory_a_forward_too(saved: Callable
 
 UNEVEN = [((5, 6), tuple(range(7, 37))), ((8,), (9, 10, 11)), ((12, 13), (14,))]
 """Three trajectories: of four forwards on two ranks one has nothing but a token to stand in."""
-TWO_RANKS = {"gpt_oss": {}, "nemotron_h": {"gradient_checkpointing": True}, "qwen3_next": {}}
+TWO_RANKS = {"gpt_oss": {}, "nemotron_h": {"gradient_checkpointing": True}}
 STEPS = 2
 
 
