@@ -24,7 +24,7 @@ from asyncrl.generation.ahead import AheadProcess, handed_to_vllm, import_engine
 from asyncrl.generation.protocol import EngineDied, GenerateRequest, GenerationTimeout, InvalidRequest, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.stacks import stack_here
-from asyncrl.text.stops import Stops, load_stops, text_before
+from asyncrl.text.stops import Stops, load_stops, special_token, text_before
 from asyncrl.text.tokenizer import decode, encode_prompts, load_tokenizer, refuse_lossy, tokenizer_fingerprint
 from asyncrl.types import TRUNCATED, Completion, VersionSpan
 from asyncrl.weights.engine import BACKEND, OWNED, STACKS, TOKENIZER_MODE
@@ -222,7 +222,7 @@ class Engine:
             raise InvalidRequest(" ".join(str(error).split())[:REASON_LENGTH]) from error
         except TimeoutError:
             raise GenerationTimeout(f"{request.n} completions of up to {request.max_tokens} tokens were not done in {request.deadline_s:g} s") from None
-        strings = _strings(request, self.stops)
+        strings = self._stops(request).strings
         return tuple(_completion(output, self._tokenizer, strings) for output in outputs)
 
     def encode(self, text: str) -> list[int]:
@@ -349,8 +349,16 @@ class Engine:
         given = output.prompt_logprobs[len(prompt) :]
         return tuple(given[place][token].logprob for place, token in enumerate(completion))
 
+    def _stops(self, request: GenerateRequest) -> Stops:
+        """What ends its completions: the engine's stops, unless it ignores ends, and its own strings. Those that are special tokens end it as tokens."""
+        stops = Stops({}) if request.ignore_eos else self.stops
+        own = {text: special_token(self._tokenizer, text) for text in request.stop}
+        tokens = {token: ("request",) for token in own.values() if token is not None}
+        strings = (*stops.strings, *(text for text, token in own.items() if token is None))
+        return Stops(tokens | stops.tokens, tuple(dict.fromkeys(strings)))
+
     async def _run(self, request: GenerateRequest) -> Sequence[Any]:
-        prompt, sampling = list(request.prompt_ids), _sampling(request, self.stops)
+        prompt, sampling = list(request.prompt_ids), _sampling(request, self._stops(request))
         if self.app.generator.in_flight == "keep":
             # The cache outlives an update, and a sibling that is first scheduled after it would find the prompt's KV of the old weights.
             alone = [_sibling(sampling, index) for index in range(request.n)]
@@ -502,17 +510,11 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
     return config, Executor.get_class(config)
 
 
-def _strings(request: GenerateRequest, stops: Stops) -> tuple[str, ...]:
-    """The stop strings of a request: its own, and unless it ignores ends those of the engine."""
-    return tuple(dict.fromkeys((*request.stop, *(() if request.ignore_eos else stops.strings))))
-
-
 def _sampling(request: GenerateRequest, stops: Stops) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
     ngram, times = request.repetition or (0, 0)
-    strings = _strings(request, stops)
     return SamplingParams(
         n=request.n,
         max_tokens=request.max_tokens,
@@ -522,12 +524,12 @@ def _sampling(request: GenerateRequest, stops: Stops) -> Any:
         min_p=request.min_p,
         seed=request.seed,
         ignore_eos=request.ignore_eos,
-        stop_token_ids=[] if request.ignore_eos else list(stops.tokens),
+        stop_token_ids=list(stops.tokens),
         repetition_detection=RepetitionDetectionParams(max_pattern_size=ngram, min_count=times) if ngram else None,
-        stop=list(strings),
+        stop=list(stops.strings),
         logprobs=0,
         flat_logprobs=True,
-        detokenize=bool(strings),  # vLLM looks for strings in the text alone
+        detokenize=bool(stops.strings),  # vLLM looks for strings in the text alone
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

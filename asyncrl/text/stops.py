@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.text.tokenizer import decode
+from asyncrl.text.tokenizer import decode, special_tokens
 
-__all__ = ["Stops", "chat_end_token", "load_stops", "make_stops", "text_before"]
+__all__ = ["Stops", "chat_end_token", "load_stops", "make_stops", "special_token", "text_before"]
 
 MARKER = "x"
 """Stands before a stop string, whose first space a tokenizer would drop at a text's beginning."""
@@ -47,7 +47,10 @@ def make_stops(tokenizer: Any, generation_eos: Sequence[int], rollout_stop: Sequ
     Raises:
         ValueError: a stop string is empty, one that the tokenizer cannot write, or holds a special token among others; or an id is outside the vocabulary.
     """
-    special = {text: _special_token(tokenizer, text) for text in dict.fromkeys(rollout_stop)}
+    special = {text: special_token(tokenizer, text) for text in dict.fromkeys(rollout_stop)}
+    for text, token in special.items():
+        if token is None:
+            _refuse_unseen(tokenizer, text)
     found: list[tuple[int | None, str]] = [(token, "generation config") for token in generation_eos]
     found += [(tokenizer.eos_token_id, "tokenizer EOS"), (chat_end_token(tokenizer), "chat end token")]
     found += [(token, f"rollout_stop {text!r}") for text, token in special.items()]
@@ -73,7 +76,8 @@ def chat_end_token(tokenizer: Any) -> int | None:
         return None
     _, found, tail = text.rpartition(ANSWER)
     ids = tokenizer.encode(tail, add_special_tokens=False) if found else []
-    return next((token for token in ids if token in tokenizer.all_special_ids), None)
+    special = set(special_tokens(tokenizer).values())
+    return next((token for token in ids if token in special), None)
 
 
 def text_before(text: str, strings: Sequence[str]) -> str:
@@ -81,16 +85,17 @@ def text_before(text: str, strings: Sequence[str]) -> str:
     return text[: min((place for one in strings if (place := text.find(one)) >= 0), default=len(text))]
 
 
-def _special_token(tokenizer: Any, text: str) -> int | None:
-    """The special token that the string is; None for one that a text can show."""
+def special_token(tokenizer: Any, text: str) -> int | None:
+    """The special token that a stop string is; None for any other string. A text shows no special token, so this one has to end a completion itself."""
+    token = special_tokens(tokenizer).get(text)
+    return None if token == tokenizer.unk_token_id else token
+
+
+def _refuse_unseen(tokenizer: Any, text: str) -> None:
     if not text:
         raise ValueError("rollout.rollout_stop holds an empty string, which would stop at once; remove it")
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) == 1 and ids[0] in tokenizer.all_special_ids and ids[0] != tokenizer.unk_token_id:
-        return int(ids[0])
     if text not in decode(tokenizer, tokenizer.encode(MARKER + text, add_special_tokens=False)):
+        tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode(text, add_special_tokens=False))
         raise ValueError(
-            f"rollout.rollout_stop {text!r} never shows in a text of this tokenizer (its tokens: {tokenizer.convert_ids_to_tokens(ids)}); name a special "
-            "token alone, or another string"
+            f"rollout.rollout_stop {text!r} never shows in a text of this tokenizer (its tokens: {tokens}); name a special token alone, or another string"
         )
-    return None

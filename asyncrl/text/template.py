@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrl.text.tokenizer import encode_prompts, load_tokenizer
+from asyncrl.text.tokenizer import encode_prompts, load_tokenizer, special_tokens
 
 __all__ = ["Rendered", "Template", "TemplateError"]
 
@@ -145,10 +145,10 @@ class Template:
         """Refuse string prompts that a template has rendered already: they begin with the special token that a rendering begins with."""
         if not (self.apply and any(isinstance(value, str) for value in values)):
             return
-        opening = tokenizer.encode(self._text(tokenizer, "x", None, first_row)[:256], add_special_tokens=False)[:1]
-        if not opening or opening[0] not in tokenizer.all_special_ids:
+        whole = self._text(tokenizer, "x", None, first_row)
+        token = next((one for one in special_tokens(tokenizer) if whole.startswith(one)), None)
+        if token is None:
             return
-        token = tokenizer.convert_ids_to_tokens(opening[0])
         for row, value in enumerate(values, first_row):
             if isinstance(value, str) and value.startswith(token):
                 raise TemplateError(

@@ -93,6 +93,19 @@ def test_a_stop_string_of_several_tokens_ends_a_completion_at_the_token_that_com
     assert len(measured.token_ids) == 80, "ignore_eos goes past strings as well"
 
 
+def test_a_stop_string_that_is_a_special_token_ends_a_completion_as_that_token(ask: Any, tokenizer: Any) -> None:
+    """No text shows it."""
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    ask("stop_at", ())
+    ended = 0
+    for seed in range(8):
+        whole, cut = (ask("generate", GenerateRequest(PROMPT, 1, 200, 1.3, seed=seed, ignore_eos=True, stop=stop))[0] for stop in ((), ("<|user|>",)))
+        size = whole.token_ids.index(user) + 1 if user in whole.token_ids else 200
+        assert cut.token_ids == whole.token_ids[:size] and cut.finish_reason == ("stop" if user in whole.token_ids else "length")
+        ended += cut.finish_reason == "stop"
+    assert ended, "no completion held the token, so nothing was tested"
+
+
 @pytest.mark.parametrize("kept", [{"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.6}])
 def test_log_probs_are_renormalised_over_the_tokens_that_are_kept(ask: Any, model: Path, load_reference: Any, reference: Any, kept: dict[str, Any]) -> None:
     """Which is why the learner's, over all tokens, cannot be held against them."""

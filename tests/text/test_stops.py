@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from asyncrl.text.stops import Stops, chat_end_token, load_stops, make_stops, text_before
+from asyncrl.text.tokenizer import decode, load_tokenizer
 
 
 @pytest.fixture
@@ -56,6 +59,17 @@ def test_the_end_of_an_assistants_turn_in_odd_templates(tokenizer: AutoTokenizer
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|context_end|>"]})
     tokenizer.chat_template = template
     assert chat_end_token(tokenizer) == (None if end is None else tokenizer.convert_tokens_to_ids(end))
+
+
+def test_special_tokens_that_only_tokenizer_json_names(llama_model: Path, tmp_path: Path) -> None:
+    """As Phi-3's `<|end|>`: no text shows it, whatever the config lists."""
+    model = shutil.copytree(llama_model, tmp_path / "unlisted")
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "extra_special_tokens"}))
+    unlisted = load_tokenizer(str(model))
+    end = unlisted.convert_tokens_to_ids("<|end|>")
+    assert end not in unlisted.all_special_ids and decode(unlisted, [end]) == ""
+    assert make_stops(unlisted, [], ["<|user|>"]) == Stops({2: ("tokenizer EOS",), 3: ("rollout_stop '<|user|>'",), end: ("chat end token",)})
 
 
 def test_what_cannot_stop(tokenizer: AutoTokenizer) -> None:

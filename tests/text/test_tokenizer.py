@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_checkpoint import BOS, EOS, claim_llama_class
-from transformers import AutoTokenizer
+from llama_checkpoint import BOS, EOS, arithmetic_lines, claim_llama_class
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.text.tokenizer import (
     ROUND_TRIP_TEXTS,
@@ -51,7 +52,7 @@ def test_two_sides_that_differ_are_refused_by_name(misnamed: Path) -> None:
     ours, theirs = load_tokenizer(str(misnamed)), AutoTokenizer.from_pretrained(misnamed)
     refuse_lossy(ours, str(misnamed), ours)
     with pytest.raises(
-        TokenizerError, match=r"model.path = '.*misnamed': the engine's tokenizer decodes what the prompts' encodes: 'What is 2 plus 40\?' comes"
+        TokenizerError, match=r"model.path = '.*misnamed': the engine's tokenizer decodes what the prompts' encodes: '3 \+ 40 =' comes"
     ) as error:
         refuse_lossy(ours, str(misnamed), theirs)
     assert "\n" not in str(error.value)
@@ -67,8 +68,45 @@ def test_a_tokenizer_without_its_decoder_is_refused(llama_model: Path, tiny_mode
     for model in (llama_model, tiny_model):
         refuse_lossy(load_tokenizer(str(model)), "whole")
         broken = changed(model, tmp_path / model.name, decoder=None)
-        with pytest.raises(TokenizerError, match="its tokenizer does not decode what it encodes: 'What is 2 plus 40"):
+        with pytest.raises(TokenizerError, match=r"its tokenizer does not decode what it encodes: '3 \+ 40 ="):
             refuse_lossy(load_tokenizer(str(broken)), str(broken))
+
+
+def sentencepiece_like() -> Tokenizer:
+    """As Llama 2's and Gemma's: spaces as ▁, one put in front, bytes for what is unknown."""
+    bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *bytes_of, "▁", *"abcdehilnopstuvwxyWI2340", "▁a", "is"])}
+    made = Tokenizer(models.BPE(vocabulary, [("▁", "a"), ("i", "s")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return made
+
+
+def word_piece() -> Tokenizer:
+    """As BERT's: lower case, accents gone, words and their ends, [UNK] for the rest."""
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece(cleanup=False)
+    made.train_from_iterator(arithmetic_lines(), trainers.WordPieceTrainer(special_tokens=["[UNK]"], vocab_size=200, show_progress=False))
+    return made
+
+
+def unigram() -> Tokenizer:
+    """As T5's: spaces collapse, and what it does not know is <unk>."""
+    made = Tokenizer(models.Unigram())
+    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " ")])
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made.train_from_iterator(arithmetic_lines(), trainers.UnigramTrainer(special_tokens=["<unk>"], unk_token="<unk>", vocab_size=200, show_progress=False))
+    return made
+
+
+@pytest.mark.parametrize(("make", "unknown"), [(sentencepiece_like, "<unk>"), (word_piece, "[UNK]"), (unigram, "<unk>")])
+def test_other_kinds_of_tokenizers_are_taken_and_their_broken_ones_are_not(make: Any, unknown: str) -> None:
+    refuse_lossy(PreTrainedTokenizerFast(tokenizer_object=make(), unk_token=unknown), "whole")
+    broken = make()
+    broken.decoder = decoders.ByteLevel()
+    with pytest.raises(TokenizerError, match="does not decode what it encodes"):
+        refuse_lossy(PreTrainedTokenizerFast(tokenizer_object=broken, unk_token=unknown), "broken")
 
 
 def test_what_a_tokenizer_normalizes_is_no_loss(llama_model: Path, tmp_path: Path) -> None:
