@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from asyncrl.names import explain_unknown
 from asyncrl.redact import redact_tree
 from asyncrl.rules import check_rules
 from asyncrl.runtime.yaml_files import read_yaml
 
-__all__ = ["TASK_CPUS", "Config", "ConfigError", "is_hub_name", "load_config"]
+__all__ = ["TASK_CPUS", "Config", "ConfigError", "Source", "Sources", "is_hub_data", "is_hub_name", "load_config", "sources_of"]
 
 TASK_CPUS = 0.1
 """Logical CPUs that one rollout worker, and one task of a Ray Data stream, declares to Ray. Ray Data's default of 1 would starve a machine of
@@ -39,7 +50,15 @@ PATHS = (
 """Settings that are paths. They may begin with `{runs_root}`, and are made absolute."""
 MODELS = PATHS[:2]
 """Those that may name a model on the hub instead."""
+DATA = PATHS[2:5]
+"""Those that may be several sources, and datasets on the hub."""
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_CACHE = re.compile(
+    r"(?P<cache>.+)/(?P<kind>models|datasets)--(?P<owner>[^/]+?)--(?P<name>[^/]+)"
+    r"/snapshots/(?P<commit>[0-9a-f]{40})"
+)
+"""Where the hub's cache keeps a commit of a model or a dataset."""
+DATA_FILE = re.compile(r".*\.(parquet|pq|jsonl|ndjson|json|csv|txt)(\.\w+)?")
 
 
 class ConfigError(ValueError):
@@ -67,9 +86,79 @@ class ModelConfig(Section):
         return is_hub_name(self.path)
 
 
+class Source(Section):
+    """Rows of one origin: a file, several files, a folder or a dataset on the hub."""
+
+    path: str
+    """Parquet or JSONL file, glob (`/data/*.parquet`), folder, or `owner/name` of a dataset on
+    the hub. A glob's and a folder's files are read in the order of their names."""
+    split: str | None = None
+    """Split of a folder or a dataset on the hub. Default: the only one there is; on the hub,
+    train."""
+    subset: str | None = None
+    """Subset (configuration) of a folder or a dataset on the hub. Default: the only one, or the
+    one that its README.md calls default."""
+    revision: str | None = None
+    """Branch, tag or commit of a dataset on the hub. Default: the main branch as it is when the
+    run starts."""
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the prompts that come from this source, relative to the other weights; only in
+    data.train, and for all sources or none. Default: each row as often as any other."""
+    prompt_column: str | None = None
+    """Column with this source's prompts. Default: data.prompt_column."""
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Name of the source in metrics and in the column `source_name`. Default: from its path."""
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether `path` names a dataset on the hub."""
+        return is_hub_data(self.path)
+
+    @property
+    def label(self) -> str:
+        """Name of the source: the given one, else the end of its path."""
+        if self.name is not None:
+            return self.name
+        place = HUB_CACHE.fullmatch(self.path)
+        path = Path(self.path)
+        plain = path.parent if re.search(r"[*?[]", path.name) else path
+        last = place["name"] if place else plain.name.split(".")[0]
+        parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-._") or "data"]
+        parts += [part for part in (self.subset, self.split) if part]
+        return ".".join(parts)[:64]
+
+
+def _several(value: Any) -> Any:
+    """One path as it is; anything else as a list of sources: a mapping is one, a string a path."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+        return value[0]  # what a command line makes of a path
+    if isinstance(value, dict | Source):
+        value = [value]
+    if isinstance(value, list | tuple):
+        return tuple({"path": item} if isinstance(item, str) else item for item in value)
+    return value
+
+
+def _form(value: Any) -> str:
+    return "(sources)" if isinstance(value, tuple) else "(path)"
+
+
+Sources = Annotated[
+    Annotated[str, Tag("(path)")] | Annotated[tuple[Source, ...], Tag("(sources)")],
+    Discriminator(_form),
+    BeforeValidator(_several),
+]
+
+
+def sources_of(value: str | tuple[Source, ...]) -> tuple[Source, ...]:
+    """The sources of a setting: a string is the path of one."""
+    return (Source(path=value),) if isinstance(value, str) else value
+
+
 class DataConfig(Section):
-    train: str
-    """Training prompts: a Parquet or JSONL file."""
+    train: Sources
+    """Training prompts: a path as of a source, or a list of sources, which are mixed. A source is
+    a mapping of path, split, subset, revision, weight, prompt_column and name."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages ({role, content})."""
     apply_chat_template: bool = False
@@ -460,8 +549,9 @@ class WeightsConfig(Section):
 class EvalSet(Section):
     """One evaluation set: prompts, and how they are sampled."""
 
-    data: str | None = None
-    """Its prompts: a Parquet or JSONL file like data.train. Default: eval.data. `{runs_root}` in it is replaced."""
+    data: Sources | None = None
+    """Its prompts: a path or sources as in eval.data. Default: eval.data. `{runs_root}` in a path
+    is replaced."""
     n: int = Field(default=1, gt=0)
     """Completions of each prompt. Above 1, avg@n and pass@k are reported as well, for k = 1, 2, 4, … and n."""
     temperature: float | None = Field(default=None, ge=0)
@@ -480,9 +570,10 @@ class EvalSet(Section):
 
 
 class EvalConfig(Section):
-    data: str | None = None
-    """Held-out prompts: a Parquet or JSONL file like data.train. They are the sets `greedy` (temperature 0) and `sampled` (rollout.temperature).
-    None = no evaluation, unless there are `sets`."""
+    data: Sources | None = None
+    """Held-out prompts: a path or sources as in data.train, without weights; the sources' rows
+    come one after the other. They are the sets `greedy` (temperature 0) and `sampled`
+    (rollout.temperature). None = no evaluation, unless there are `sets`."""
     sets: dict[str, EvalSet] = {}
     """Name → further set. Metrics are `eval/<name>_...`."""
     every_steps: int = Field(default=0, ge=0)
@@ -526,8 +617,9 @@ class CheckpointConfig(Section):
 class WarmStartConfig(Section):
     """Supervised steps before version 0, until held-out greedy accuracy lies in a window."""
 
-    data: str | None = None
-    """Parquet or JSONL file with prompts as in data.train and a column of answers. None = no warm start."""
+    data: Sources | None = None
+    """Prompts as in data.train, with a column of answers: a path or sources, without weights.
+    None = no warm start."""
     target_column: str = "answer"
     """Column with the text that should follow the prompt. EOS is appended."""
     completion_policy: Literal["truncate", "drop", "split", "error"] = "error"
@@ -618,11 +710,10 @@ class Config(Section):
         located = dict(tree)
         for section, name in PATHS:
             fields = located.get(section)
-            if isinstance(fields, dict) and isinstance(fields.get(name), str):
-                path = fields[name].replace("{runs_root}", str(root))
-                if (section, name) in MODELS and is_hub_name(path):
-                    continue
-                located[section] = {**fields, name: str(Path(path).expanduser().absolute())}
+            if isinstance(fields, dict) and fields.get(name) is not None:
+                on_hub = is_hub_name if (section, name) in MODELS else is_hub_data
+                stays = on_hub if (section, name) in (*MODELS, *DATA) else None
+                located[section] = {**fields, name: _located(fields[name], root, stays)}
         evaluation = located.get("eval")
         if isinstance(evaluation, dict) and isinstance(evaluation.get("sets"), dict):
             located["eval"] = {**evaluation, "sets": {name: _located_set(one, root) for name, one in evaluation["sets"].items()}}
@@ -756,14 +847,31 @@ class Config(Section):
 
 def _located_set(one: Any, root: Path) -> Any:
     """An evaluation set's settings with its path made absolute."""
-    if not isinstance(one, dict) or not isinstance(one.get("data"), str):
+    if not isinstance(one, dict) or one.get("data") is None:
         return one
-    return {**one, "data": str(Path(one["data"].replace("{runs_root}", str(root))).expanduser().absolute())}
+    return {**one, "data": _located(one["data"], root, is_hub_data)}
 
 
 def is_hub_name(path: str) -> bool:
     """Whether this is `owner/name` of a model on the Hugging Face hub: it looks so, and no such directory is here."""
     return HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
+
+
+def is_hub_data(path: str) -> bool:
+    """Whether this is `owner/name` of a dataset on the hub: as `is_hub_name`, and no file's name."""
+    return is_hub_name(path) and not DATA_FILE.fullmatch(path.lower())
+
+
+def _located(value: Any, root: Path, stays: Callable[[str], bool] | None) -> Any:
+    """A path made absolute; so are those of a list of sources. `stays`: paths left as they are."""
+    if isinstance(value, str):
+        path = value.replace("{runs_root}", str(root))
+        return path if stays and stays(path) else str(Path(path).expanduser().absolute())
+    if isinstance(value, list):
+        return [_located(item, root, stays) for item in value]
+    if isinstance(value, dict) and isinstance(value.get("path"), str):
+        return {**value, "path": _located(value["path"], root, stays)}
+    return value
 
 
 def _runs_root(configured: str | None) -> Path:
@@ -834,9 +942,11 @@ def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str
 
 
 def _explain_one(item: dict[str, Any]) -> str:
-    name = ".".join(str(part) for part in item["loc"])
+    name = ".".join(str(part) for part in item["loc"] if part not in ("(sources)", "(path)"))
     if item["type"] == "extra_forbidden":
-        return explain_unknown(name, field_names())
+        section = name.rpartition(".")[0]
+        of_source = field_names(Source, f"{section}.") if "(sources)" in item["loc"] else []
+        return explain_unknown(name, of_source or field_names())
     if item["type"] == "missing":
         return f"{name} is missing; set it"
     message = item["msg"].removeprefix("Value error, ")

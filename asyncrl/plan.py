@@ -146,9 +146,10 @@ class Plan:
         repetition = self.config.rollout.repetition
         loop = f"; so does an n-gram of up to {repetition[0]} tokens {repetition[1]} times in a row" if repetition else ""
         notes = "".join(f"  {note}\n" for note in report.notes)
+        sources = sources_text(report, self.config) if len(report.sources) > 1 or report.sources[0].files > 1 else ""
         truncation = "".join(f"  {field}: {rows.text()}\n" for field, rows in self.truncation.items())
         return (
-            f"# prompts\n{truncation}  longest prompt {report.longest} tokens; columns for the reward: {', '.join(report.columns) or 'none'}\n"
+            f"# prompts\n{sources}{truncation}  longest prompt {report.longest} tokens; columns for the reward: {', '.join(report.columns) or 'none'}\n"
             f"{notes}  first prompt {report.first_text!r}\n  its token ids {ids}\n  stop token ids {stops}{loop}"
         )
 
@@ -175,7 +176,7 @@ def make_plan(config: Config) -> Plan:
     truncation |= _check_evaluation(config, context)
     if config.warm_start.data is not None:
         _check_pieces(config, context)
-        truncation |= {f"supervised rows of {field}": rows for field, rows in _check_warm_start(config, config.warm_start.data).items()}
+        truncation |= {f"supervised rows of {field}": rows for field, rows in _check_warm_start(config).items()}
     for name, reward in config.reward.functions.items():
         try:
             find_reward(reward.function)
@@ -223,6 +224,17 @@ def _check_evaluation(config: Config, context: int) -> dict[str, TruncationRepor
     return reports
 
 
+def sources_text(report: PromptReport, config: Config) -> str:
+    """Each source of data.train with its rows and its share of the prompts; a line each."""
+    from asyncrl.data.prompts import order_of
+
+    lines = []
+    for source, share in zip(report.sources, order_of(report, config).shares, strict=True):
+        files = "1 file" if source.files == 1 else f"{source.files} files"
+        lines.append(f"  source {source.name}: {source.rows} rows used, of {files}; {share:.1%} of the prompts\n")
+    return "".join(lines)
+
+
 def _version_outline(config: Config) -> Outline:
     """What a version has. Of many small checks this is the last: it imports transformers' model, or waits for a process that does."""
     version = outline(config.model.path)
@@ -261,12 +273,13 @@ def _check_pieces(config: Config, context: int) -> None:
         )
 
 
-def _check_warm_start(config: Config, path: str) -> dict[str, TruncationReport]:
-    """What the limits do to the supervised rows of both files."""
+def _check_warm_start(config: Config) -> dict[str, TruncationReport]:
+    """What the limits do to the supervised rows of both settings."""
     from asyncrl.data.supervised import read_supervised
 
-    files = {"warm_start.data": path, "eval.data": str(config.eval.data)}
-    return {field: read_supervised(config, file, field)[1] for field, file in files.items()}
+    assert config.warm_start.data is not None and config.eval.data is not None
+    settings = {"warm_start.data": config.warm_start.data, "eval.data": config.eval.data}
+    return {field: read_supervised(config, data, field)[1] for field, data in settings.items()}
 
 
 def arithmetic(config: Config) -> str:

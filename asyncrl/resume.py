@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
-from asyncrl.config import Config, ConfigError
+from asyncrl.config import Config, ConfigError, sources_of
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
+from asyncrl.data.sources import files_of
 from asyncrl.runtime.yaml_files import parse_yaml, read_yaml
 from asyncrl.snapshot import HASHED
 
@@ -177,8 +178,16 @@ def hash_of(text: str) -> str:
 
 
 def data_hash(config: Config) -> str:
-    """Of the training file; "" if it is not there."""
-    return _hash_files([Path(config.data.train)])
+    """Of the training files, and of what else says which row an ordinal is; "" if a file is not there."""
+    sources = sources_of(config.data.train)
+    try:
+        hashes = [_hash_files(files_of(source, "data.train")) for source in sources]
+    except ConfigError:
+        return ""
+    if len(sources) == 1 and sources[0].prompt_column is None:
+        return hashes[0]
+    mixed = [(source.weight, source.prompt_column, known) for source, known in zip(sources, hashes, strict=True)]
+    return hash_of(json.dumps(mixed))
 
 
 def model_hash(config: Config) -> str:

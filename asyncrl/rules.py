@@ -63,10 +63,33 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
 
 def check_rules(config: Config) -> None:
     """Raise ValueError for the first rule that does not hold."""
+    _sources_hold(config)
     _arithmetic_holds(config)
     _algorithm_holds(config)
     _kept_tokens_fit(config)
     _everything_acts(config)
+
+
+def _sources_hold(config: Config) -> None:
+    """Weights are for all sources of data.train or none, and names differ."""
+    settings = {"data.train": config.data.train, "eval.data": config.eval.data, "warm_start.data": config.warm_start.data}
+    settings |= {f"eval.sets.{name}.data": one.data for name, one in config.eval.sets.items()}
+    for setting, value in settings.items():
+        sources = value if isinstance(value, tuple) else ()
+        if isinstance(value, tuple) and not value:
+            raise ValueError(f"{setting} is an empty list; name a path")
+        for number, source in enumerate(sources):
+            if source.weight is not None and (setting != "data.train" or len(sources) == 1):
+                raise ValueError(f"{setting}.{number}.weight = {source.weight:g} acts only with several sources in data.train; leave it out")
+            if source.revision is not None and not source.on_hub:
+                raise ValueError(f"{setting}.{number}.revision = {source.revision!r} acts only with a dataset on the hub; leave it out")
+        weighted = [source for source in sources if source.weight is not None]
+        if weighted and len(weighted) < len(sources):
+            without = next(source for source in sources if source.weight is None)
+            raise ValueError(f"{setting}: source {without.label!r} has no weight, and others have one; give all of them a weight, or none")
+        labels = [source.label for source in sources]
+        if twice := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(f"{setting}: several sources are called {twice[0]!r}; give each a name of its own")
 
 
 def length_text(config: Config) -> str:

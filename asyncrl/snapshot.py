@@ -19,6 +19,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RevisionResolutionError
 
 from asyncrl.config import Config, ConfigError, is_hub_name
+from asyncrl.data.hub import resolve_data
 from asyncrl.runtime.yaml_files import read_yaml
 from asyncrl.weights.stored import CheckpointFilesError, stored_files
 
@@ -48,7 +49,7 @@ class Snapshot:
 
 
 def resolve_models(config: Config) -> Config:
-    """The config with directories of this node in place of names of the hub. A run that goes on keeps the commit that it began with.
+    """The config with directories of this node in place of names of the hub, of datasets too. A run that goes on keeps the commits that it began with.
 
     Raises:
         ConfigError: a name cannot be fetched and is not in the cache.
@@ -59,7 +60,7 @@ def resolve_models(config: Config) -> Config:
     revision = config.model.revision if algorithm.ref_load == config.model.path else None
     if algorithm.ref_load is not None and is_hub_name(algorithm.ref_load):
         algorithm = algorithm.model_copy(update={"ref_load": str(fetch(algorithm.ref_load, revision, field="algorithm.ref_load"))})
-    return config.model_copy(update={"model": model, "algorithm": algorithm})
+    return resolve_data(config.model_copy(update={"model": model, "algorithm": algorithm}))
 
 
 def fetch(name: str, revision: str | None, cache: Path | None = None, field: str = "model.path") -> Path:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from asyncrl.contracts.columns import encode_column, row_values
+
 __all__ = [
     "COLUMNS",
     "REFERENCE_COLUMN",
@@ -118,6 +120,9 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
+    """Values as the file gave them."""
+    schema: pa.Schema | None = field(default=None, compare=False)
+    """Arrow fields of the columns, the same for all prompts of a run. None: inferred."""
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -200,9 +205,13 @@ def groups_to_table(groups: Sequence[Group]) -> pa.Table:
     arrays = {name: pa.array(values, COLUMNS[name]) for name, values in columns.items()}
     if scored:
         arrays |= _scored_arrays(groups)
+    fields = [pa.field(name, array.type) for name, array in arrays.items()]
+    schema = groups[0].prompt.schema
     for name in groups[0].prompt.columns:
-        arrays[name] = pa.array([group.prompt.columns[name] for group in groups])
-    return pa.table(arrays)
+        known = schema.field(name) if schema is not None else None
+        arrays[name] = encode_column([group.prompt.columns[name] for group in groups], known)
+        fields.append(known or pa.field(name, arrays[name].type))
+    return pa.Table.from_arrays(list(arrays.values()), schema=pa.schema(fields))
 
 
 TRAJECTORY_COLUMNS = (
@@ -237,7 +246,9 @@ def table_from_ipc(stream: pa.Buffer) -> pa.Table:
 def groups_from_table(table: pa.Table) -> list[Group]:
     """The groups of a table, exactly as `groups_to_table` was given them."""
     known = {*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN}
-    return [_group(row, {name: value for name, value in row.items() if name not in known}) for row in table.to_pylist()]
+    names = [name for name in table.column_names if name not in known]
+    schema = table.select(names).schema
+    return [_group(row, {name: row[name] for name in names}, schema) for row in row_values(table)]
 
 
 def _row(group: Group) -> dict[str, Any]:
@@ -283,8 +294,8 @@ def reward_parts_type(names: Sequence[str]) -> pa.DataType:
     return pa.list_(pa.struct([(name, pa.float32()) for name in names]))
 
 
-def _group(row: Mapping[str, Any], columns: Mapping[str, Any]) -> Group:
-    prompt = Prompt(row["ordinal"], row["epoch"], row["prompt_text"], tuple(row["prompt_ids"]), columns)
+def _group(row: Mapping[str, Any], columns: Mapping[str, Any], schema: pa.Schema) -> Group:
+    prompt = Prompt(row["ordinal"], row["epoch"], row["prompt_text"], tuple(row["prompt_ids"]), columns, schema)
     return Group(
         attempt=row["attempt"],
         prompt=prompt,

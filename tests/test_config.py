@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.config import Config, ConfigError, WarmStartConfig, field_names, load_config
+from asyncrl.config import Config, ConfigError, Source, WarmStartConfig, field_names, load_config
 from asyncrl.names import NOT_IMPLEMENTED, RENAMED
 from asyncrl.rules import WARM_START
 
@@ -256,6 +256,16 @@ def test_command_line_wins_over_yaml(tmp_path):
         ({"eval.data": "d", "eval.pass_threshold": 0.5}, "eval.pass_threshold = 0.5 acts only with a set of eval.sets with n above 1"),
         ({"eval.every_steps": 5}, "eval.every_steps = 5 has nothing to evaluate on; set eval.data or eval.sets"),
         ({"model": {}}, "model.path is missing; set it"),
+        ({"data.train": []}, "data.train is an empty list; name a path"),
+        ({"data.train": [{"path": "a", "wait": 1}]}, "data.train.0.wait is unknown; did you mean data.train.0.weight"),
+        ({"data.train": [{"weight": 1}]}, "data.train.0.path is missing; set it"),
+        ({"data.train": [{"path": "a", "weight": 0}, "b"]}, r"data.train.0.weight = 0: input should be greater than 0"),
+        ({"data.train": [{"path": "a", "weight": 2}, "b"]}, "data.train: source 'b' has no weight, and others have one; give all of them"),
+        ({"data.train": {"path": "a", "weight": 2}}, "data.train.0.weight = 2 acts only with several sources in data.train"),
+        ({"eval.data": [{"path": "a", "weight": 2}, "b"]}, "eval.data.0.weight = 2 acts only with several sources in data.train"),
+        ({"data.train": {"path": "a.jsonl", "revision": "v2"}}, "data.train.0.revision = 'v2' acts only with a dataset on the hub"),
+        ({"data.train": ["x/a.jsonl", "y/a.parquet"]}, "data.train: several sources are called 'a'; give each a name of its own"),
+        ({"dataset_name": "x/y"}, "here it is data.train"),
     ],
 )
 def test_refusals_name_the_field_and_the_fix(tmp_path, changes, message):
@@ -302,6 +312,23 @@ def test_paths_are_absolute_and_may_lie_under_the_runs_root(tmp_path, monkeypatc
     monkeypatch.setenv("ASYNCRL_RUNS", "/somewhere/runs")
     config = load(tmp_path, {"model.path": "{runs_root}/inputs/model", "data.train": "train.jsonl"})
     assert (config.model.path, config.data.train) == ("/somewhere/runs/inputs/model", str(tmp_path / "train.jsonl"))
+
+
+def test_data_may_be_a_path_a_source_or_several(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "folder").mkdir()
+    gsm8k = {"path": "openai/gsm8k", "subset": "main", "split": "test"}
+    train = ["here/folder", "{runs_root}/*.jsonl", {"path": "a/b.parquet", "prompt_column": "question"}, "openai/gsm8k"]
+    config = load(tmp_path, {"data.train": train, "eval.data": gsm8k, "eval.sets": {"more": {"data": [gsm8k]}}, "runs_root": "/runs"})
+    paths = [f"{tmp_path}/here/folder", "/runs/*.jsonl", f"{tmp_path}/a/b.parquet", "openai/gsm8k"]
+    assert [source.path for source in config.data.train] == paths
+    assert [source.label for source in config.data.train] == ["folder", "runs", "b", "gsm8k"]
+    assert config.eval.data == config.eval.sets["more"].data == (Source(**gsm8k),) and config.eval.data[0].on_hub
+    assert Config.model_validate(config.dump()) == config
+    assert load(tmp_path, (), ["--data.train", "x.jsonl"]).data.train == str(tmp_path / "x.jsonl")
+    two = load(tmp_path, (), ["--data.train", "x.jsonl,y.jsonl"]).data.train
+    assert [source.path for source in two] == [str(tmp_path / "x.jsonl"), str(tmp_path / "y.jsonl")]
 
 
 def test_runs_never_lie_in_rays_working_directory(tmp_path, monkeypatch):

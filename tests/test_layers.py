@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "asyncrl"
 LAYERS = {
-    0: ["clock", "config", "confined", "contracts", "environment", "names", "redact", "rules", "runtime", "sandbox", "text", "types"],
-    1: ["algorithms", "data.balance", "data.blocks", "data.packing", "data.truncation", "control.staleness"],
+    0: ["clock", "config", "contracts", "confined", "contracts", "environment", "names", "redact", "rules", "runtime", "sandbox", "text", "types"],
+    1: ["algorithms", "data.balance", "data.blocks", "data.mixture", "data.packing", "data.truncation", "control.staleness"],
     2: ["control", "generation.protocol"],
     3: ["stacks", "data", "generation", "rollout", "rewards", "learning", "weights"],
     4: [

@@ -290,7 +290,7 @@ def test_a_dataset_runs_no_code(tmp_path: Path, marker: Path) -> None:
     """A column of Ray's object type is unpickled by whoever looks at its values, once ray.data is imported."""
     from ray.data._internal.object_extensions.arrow import ArrowPythonObjectType
 
-    from asyncrl.data.prompts import read_rows
+    from asyncrl.data.sources import read_sources
 
     kind = ArrowPythonObjectType()
     column = pa.ExtensionArray.from_storage(kind, pa.array([pickle.dumps(Touch(marker))], kind.storage_type))
@@ -299,7 +299,7 @@ def test_a_dataset_runs_no_code(tmp_path: Path, marker: Path) -> None:
         path = tmp_path / f"{name}.parquet"
         pq.write_table(pa.table({"prompt": ["1 + 1 ="], "extra": values}), path)
         with pytest.raises(ConfigError, match="extension type, which may run code"):
-            read_rows(str(path)).to_pylist()
+            read_sources(str(path)).table.to_pylist()
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -341,7 +341,7 @@ def test_a_config_that_is_a_pipe_is_named(tmp_path: Path) -> None:
 
 def test_import_paths_come_from_the_config_alone(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that names a function, in every column that might be taken for one, is given to the reward as data."""
-    from asyncrl.data.prompts import check_columns, read_rows
+    from asyncrl.data.prompts import read_prompt_rows
     from asyncrl.rewards.contract import GroupCall, call_reward
 
     (tmp_path / "evil_reward.py").write_text(f"open({str(marker)!r}, 'w')\n")
@@ -349,8 +349,7 @@ def test_import_paths_come_from_the_config_alone(tmp_path: Path, marker: Path, m
     names = ("function", "functions", "reward_function", "import_path", "environment", "__class__", "auto_map")
     row = {"prompt": "1 + 1 =", "answer": "2", **dict.fromkeys(names, "evil_reward:run")}
     pq.write_table(pa.table({name: [value] for name, value in row.items()}), tmp_path / "train.parquet")
-    table = read_rows(str(tmp_path / "train.parquet"))
-    check_columns(table, config(tmp_path), "train.parquet", "data.train")
+    table = read_prompt_rows(str(tmp_path / "train.parquet"), config(tmp_path), "data.train").table
     (columns,) = table.drop_columns(["prompt"]).to_pylist()
     assert call_reward("asyncrl.rewards.builtin:exact_match", GroupCall(["1 + 1 ="], ["2"], [(5,)], columns)).rewards == [1.0]
     for path in ("evil_reward", "evil_reward:run()", "os;evil_reward:run", "../evil_reward:run", "evil_reward:a.b"):

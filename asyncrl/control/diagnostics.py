@@ -34,6 +34,17 @@ def batch_metrics(batch: Sequence[Scored], version: int, max_staleness: int) -> 
     for name in dict.fromkeys(name for scored in batch for name in scored.reward_parts):
         known = [scored.reward_parts[name] for scored in batch if name in scored.reward_parts]
         metrics[f"reward/{name}"] = sum(known) / len(known)
+    return metrics | _by_source(batch)
+
+
+def _by_source(batch: Sequence[Scored]) -> dict[str, float | list[int]]:
+    """Each source's share of the groups, and the mean reward of its usable trajectories."""
+    metrics: dict[str, float | list[int]] = {}
+    for source in sorted({scored.source for scored in batch if scored.source is not None}):
+        theirs = [scored for scored in batch if scored.source == source]
+        rewards = [reward for scored in theirs for reward in scored.rewards]
+        metrics[f"source/{source}_share"] = len(theirs) / len(batch)
+        metrics[f"source/{source}_reward"] = sum(rewards) / len(rewards) if rewards else math.nan
     return metrics
 
 

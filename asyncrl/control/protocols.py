@@ -113,6 +113,8 @@ class Scored:
     """Characters of the completions."""
     unprintable: int = 0
     """Those of them that no text has: control characters, private and unassigned ones, and what stands for bytes that are no text."""
+    source: str | None = None
+    """Name of the source of its prompt; None if data.train has one source."""
     example: tuple[str, str] = ("", "")
     """Its prompt and one completion, cut short: for a person to see what the model writes."""
 

@@ -11,23 +11,35 @@ import functools
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.json
 
-from asyncrl.config import Config, ConfigError
+from asyncrl.config import Config, ConfigError, Source, sources_of
+from asyncrl.contracts.columns import column_values, encode_column, is_json, json_field, row_values, without_absent
 from asyncrl.data.groups import broken_stream
+from asyncrl.data.mixture import Order
+from asyncrl.data.sources import Rows, RowsByNumber, SourceRows, read_sources
 from asyncrl.data.truncation import Limit, Limits, TooLong, Truncated, TruncationReport, truncate
-from asyncrl.runtime import parquet
 from asyncrl.text.template import Rendered, Template, TemplateError
 from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
 from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TRAJECTORY_COLUMNS, Prompt
 
-__all__ = ["PromptReport", "RayPromptSource", "check_prompts", "limits", "ordinal_to_row", "read_prompts", "read_rows", "render_rows", "stream_ordinals"]
+__all__ = [
+    "PromptReport",
+    "RayPromptSource",
+    "check_prompts",
+    "limits",
+    "order_of",
+    "prompt_values",
+    "read_prompt_rows",
+    "read_prompts",
+    "render_rows",
+    "stream_ordinals",
+]
 
 TOKENS = pa.list_(pa.int32())
 ROWS_PER_BLOCK = 32
@@ -37,7 +49,13 @@ BLOCK_BYTES = 16 << 10
 STREAM_BYTES = 512 << 10
 """Object store that unread prompts may take: the stream runs ahead this far and no further."""
 WAITING_PROMPTS = 128
-"""Prompts that wait in this process."""
+"""Prompts that wait in this process, at most."""
+WAITING_BYTES = 256 << 20
+"""Memory that they may take if all have the size of the largest row."""
+MESSAGES = "messages"
+"""Column with the chat that a template rendered; rewards get it."""
+Data = str | tuple[Source, ...]
+"""A setting that names rows."""
 TAKEN_COLUMNS = {*COLUMNS, *SCORED_COLUMNS, REFERENCE_COLUMN, "reward_parts", "prompts", "completions", *TRAJECTORY_COLUMNS}
 """Names of our own columns and of the reward's arguments."""
 
@@ -59,19 +77,14 @@ class PromptReport:
     """Other columns, which reach the reward."""
     kept: tuple[int, ...] | None
     """Row indices that are used; None = all."""
+    schema: pa.Schema
+    """Arrow fields of the other columns, as `asyncrl.contracts.columns` describes them."""
+    sources: tuple[SourceRows, ...]
+    """Where the rows come from, with the rows that are used of each."""
+    largest_row: int
+    """Bytes of a large row in Arrow's memory."""
     notes: tuple[str, ...] = ()
     """What template, system prompt, tools and BOS did to them, in words."""
-
-
-@functools.lru_cache(maxsize=4)
-def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(rows)
-
-
-def ordinal_to_row(ordinal: int, rows: int, seed: int, shuffle: bool = True) -> tuple[int, int]:
-    """(epoch, row index) of an ordinal, for a dataset of `rows` rows."""
-    epoch, position = divmod(ordinal, rows)
-    return epoch, int(_permutation(rows, seed, epoch)[position]) if shuffle else position
 
 
 def stream_ordinals(lowest: int, finished: frozenset[int]) -> Iterator[int]:
@@ -83,43 +96,37 @@ def stream_ordinals(lowest: int, finished: frozenset[int]) -> Iterator[int]:
         ordinal += 1
 
 
-def read_rows(path: str, field: str = "data.train") -> pa.Table:
-    """The rows of a Parquet or JSONL file.
+def read_prompt_rows(data: Data, config: Config, field: str) -> Rows:
+    """The rows of a setting that names prompts, with columns that may travel beside ours.
 
     Raises:
-        ConfigError: the file is missing, cannot be read, or has no rows.
+        ConfigError: as `read_sources`, the column of tools is missing, or a column has a name of ours.
     """
-    if not Path(path).is_file():
-        raise ConfigError(f"{field} = {path!r}: no such file; give the path of a Parquet or JSONL file")
-    try:
-        table = parquet.read_table(path) if path.endswith((".parquet", ".pq")) else _read_jsonl(path)
-    except parquet.ExtensionTypeError as error:
-        raise ConfigError(f"{field}: {error}") from None
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"{field} = {path!r} is neither Parquet (*.parquet) nor JSONL: {' '.join(str(error).split())}") from None
-    if not table.num_rows:
-        raise ConfigError(f"{field} = {path!r} has no rows; give a file with at least one prompt")
-    return table
-
-
-def _read_jsonl(path: str) -> pa.Table:
-    if not Path(path).read_text().strip():
-        return pa.table({})
-    return pyarrow.json.read_json(path)
-
-
-def check_columns(table: pa.Table, config: Config, path: str, field: str) -> None:
-    """Raise ConfigError if the prompt column is missing or another column has a name of ours."""
-    column = config.data.prompt_column
-    if column not in table.column_names:
-        raise ConfigError(f"data.prompt_column = {column!r} is not a column of {path!r}, which has {table.column_names}; name one of them")
-    if config.data.tools_column not in (None, *table.column_names):
+    found = read_sources(data, field, config.data.prompt_column)
+    if config.data.tools_column not in (None, *found.table.column_names):
         raise ConfigError(
-            f"data.tools_column = {config.data.tools_column!r} is not a column of {field} = {path!r}, which has {table.column_names}; name one of them"
+            f"data.tools_column = {config.data.tools_column!r} is not a column of {named(data, field)}, which has {found.table.column_names}; name one of them"
         )
-    taken = sorted(TAKEN_COLUMNS & set(table.column_names) - {column})
-    if taken:
-        raise ConfigError(f"{field} = {path!r} has columns {taken}, names that asyncrl uses; rename them")
+    names = {*found.table.column_names} - {config.data.prompt_column}
+    if taken := sorted(TAKEN_COLUMNS & names):
+        raise ConfigError(f"{named(data, field)} has columns {taken}, names that asyncrl uses; rename them")
+    return found
+
+
+def named(data: Data, field: str) -> str:
+    """A setting and its paths, for messages."""
+    paths = [source.path for source in sources_of(data)]
+    return f"{field} = {paths[0]!r}" if len(paths) == 1 else f"{field} = {paths}"
+
+
+def prompt_values(table: pa.Table, column: str) -> list[Any]:
+    """The prompts of a table, or its tools: strings, or chats with the keys that they were given.
+
+    A Parquet struct has every key in every row, so None there stands for a key that is absent.
+    """
+    field = table.schema.field(column)
+    values = column_values(table[column], field)
+    return [without_absent(value) for value in values] if pa.types.is_nested(field.type) else values
 
 
 def template_of(config: Config) -> Template:
@@ -140,19 +147,18 @@ def render_rows(table: pa.Table, config: Config, first_row: int = 0) -> Rendered
 def _values(table: pa.Table, config: Config) -> tuple[list[Any], list[Any] | None]:
     """The prompts of a table, and their tools if it has any."""
     column = config.data.tools_column
-    return table[config.data.prompt_column].to_pylist(), table[column].to_pylist() if column is not None else None
+    return prompt_values(table, config.data.prompt_column), prompt_values(table, column) if column is not None else None
 
 
-def check_prompts(config: Config, path: str | None = None, field: str = "data.train") -> PromptReport:
-    """Read and tokenize a whole prompt file before anything is allocated.
+def check_prompts(config: Config, data: Data | None = None, field: str = "data.train") -> PromptReport:
+    """Read and tokenize all prompts before anything is allocated.
 
     Raises:
-        ConfigError: the file, a column or a prompt cannot be used.
+        ConfigError: a file, a column or a prompt cannot be used.
     """
-    path = path or config.data.train
-    table = read_rows(path, field)
-    check_columns(table, config, path, field)
-    column = config.data.prompt_column
+    data = data if data is not None else config.data.train
+    found = read_prompt_rows(data, config, field)
+    table = found.table
     kept: list[int] = []
     longest, first, own_bos, truncation = 0, None, 0, TruncationReport()
     notes: list[str] = []
@@ -161,10 +167,10 @@ def check_prompts(config: Config, path: str | None = None, field: str = "data.tr
         try:
             rendered = render_rows(block, config, start)
             notes = notes or template_of(config).check(*_values(block, config))
-            refuse_empty(rendered.ids, start, path, field)
+            refuse_empty(rendered.ids, start, data, field)
             texts, truncated = truncate_prompts(rendered.texts, rendered.ids, config, start)
         except (TooLong, TemplateError) as error:
-            raise ConfigError(f"{field} = {path!r}: {error}") from None
+            raise ConfigError(f"{named(data, field)}: {error}") from None
         own_bos += rendered.own_bos
         truncation += truncated.report
         if texts:
@@ -174,18 +180,50 @@ def check_prompts(config: Config, path: str | None = None, field: str = "data.tr
     if first is None:
         cut_away = truncation.no_completion and config.data.length_side == "keep_start"
         way_out = "set data.length_side: keep_end, which cuts prompts at their start" if cut_away else "set its policy to truncate"
-        raise ConfigError(f"{field} = {path!r}: no prompt is left ({truncation.text()}); raise the limit, or {way_out}")
-    others = tuple(name for name in table.column_names if name != column)
+        raise ConfigError(f"{named(data, field)}: no prompt is left ({truncation.text()}); raise the limit, or {way_out}")
+    schema = _reward_schema(table, config)
     if own_bos:
         notes.append(f"{own_bos} of {table.num_rows} prompts begin with BOS themselves: it is not added again")
-    return PromptReport(len(kept), truncation, longest, *first, others, tuple(kept) if len(kept) < table.num_rows else None, tuple(notes))
+    return PromptReport(
+        rows=len(kept),
+        truncation=truncation,
+        longest=longest,
+        first_text=first[0],
+        first_ids=first[1],
+        columns=tuple(schema.names),
+        kept=tuple(kept) if len(kept) < table.num_rows else None,
+        schema=schema,
+        sources=_used_of_sources(found.sources, kept, named(data, field)),
+        largest_row=_largest_row(table),
+        notes=tuple(notes),
+    )
 
 
-def refuse_empty(ids: Sequence[Sequence[int]], first_row: int, path: str, field: str) -> None:
+def _used_of_sources(sources: Sequence[SourceRows], kept: Sequence[int], where: str) -> tuple[SourceRows, ...]:
+    """The sources with the rows that are used of them.
+
+    Raises ConfigError if a source has a weight and none of its rows is used.
+    """
+    ends = np.cumsum([source.rows for source in sources])
+    used = np.diff(np.searchsorted(np.asarray(kept), [0, *ends]))
+    for source, rows in zip(sources, used, strict=True):
+        if source.weight is not None and not rows:
+            raise ConfigError(f"{where}: no row of source {source.name!r} is left; raise the limit, or take the source out")
+    return tuple(replace(source, rows=int(rows)) for source, rows in zip(sources, used, strict=True))
+
+
+def _largest_row(table: pa.Table) -> int:
+    """Bytes of a row at most: those of the largest row in the largest of some blocks."""
+    batches = table.to_batches(max_chunksize=ROWS_PER_CHECK)
+    largest = max(batches, key=lambda batch: batch.nbytes)
+    return max(int(largest.slice(row, 1).nbytes) for row in range(largest.num_rows))
+
+
+def refuse_empty(ids: Sequence[Sequence[int]], first_row: int, data: Data, field: str) -> None:
     """Raise ConfigError if a prompt has no tokens: the first completion token needs a token before it."""
     empty = [row for row, tokens in enumerate(ids, first_row) if not tokens]
     if empty:
-        raise ConfigError(f"{field} = {path!r}: row {empty[0]} has an empty prompt, one of {len(empty)} such rows; remove them")
+        raise ConfigError(f"{named(data, field)}: row {empty[0]} has an empty prompt, one of {len(empty)} such rows; remove them")
 
 
 def limits(config: Config, targets: bool = False, split: bool = False) -> Limits:
@@ -217,17 +255,19 @@ def truncate_prompts(texts: Sequence[str], ids: Sequence[Sequence[int]], config:
     return used, truncated
 
 
-def read_prompts(path: str, config: Config, limit: int | None = None, field: str = "eval.data") -> list[Prompt]:
-    """The first `limit` prompts of a small file, in the file's order, with their row index as ordinal and epoch 0.
+def read_prompts(data: Data, config: Config, limit: int | None = None, field: str = "eval.data") -> list[Prompt]:
+    """The first `limit` prompts of small data, in its order, with their row index as ordinal and epoch 0.
 
     Raises:
         ConfigError: as `check_prompts`.
     """
-    report = check_prompts(config, path, field)
-    table = read_rows(path, field)
+    report = check_prompts(config, data, field)
+    table = read_prompt_rows(data, config, field).table
     rows = list(report.kept if report.kept is not None else range(table.num_rows))[:limit]
-    rendered = _render_table(_with_ordinals(table.take(rows), rows, [0] * len(rows)), config)
-    return list(_prompts(rendered))
+    by_number = RowsByNumber(table)
+    chosen = by_number.table([by_number.row(row) for row in rows])
+    rendered = _render_table(_with_ordinals(chosen, rows, [0] * len(rows)), config)
+    return list(_prompts(rendered, report.schema))
 
 
 def _with_ordinals(table: pa.Table, ordinals: Sequence[int], epochs: Sequence[int]) -> pa.Table:
@@ -244,25 +284,67 @@ def _render_table(table: pa.Table, config: Config) -> pa.Table:
     texts, truncated = truncate_prompts(rendered.texts, rendered.ids, config)
     if truncated.report.used < table.num_rows:
         raise ConfigError(f"prompts are no longer those that were checked before the run ({truncated.report.text()}); give the file as it was, or start again")
-    table = table.drop_columns([config.data.prompt_column])
+    table = _with_messages(table, config)
     return table.append_column("prompt_text", pa.array(texts, pa.string())).append_column("prompt_ids", truncated.prompts)
 
 
-def _prompts(table: pa.Table) -> Iterator[Prompt]:
-    for row in table.to_pylist():
-        ordinal, epoch, text, ids = (row.pop(name) for name in ("ordinal", "epoch", "prompt_text", "prompt_ids"))
-        yield Prompt(ordinal, epoch, text, tuple(ids), row)
+def _gives_messages(table: pa.Table, config: Config) -> bool:
+    """Whether rewards get the chats of the prompts, as MESSAGES: there are some, and no other column has that name."""
+    column = config.data.prompt_column
+    field = table.schema.field(column)
+    chats = config.data.apply_chat_template or is_json(field) or pa.types.is_nested(field.type)
+    return chats and MESSAGES not in {*table.column_names} - {column}
 
 
-def _stream_tables(path: str, config: Config, report: PromptReport, lowest: int, finished: frozenset[int]) -> Iterable[pa.Table]:
-    """Raw rows with ordinal and epoch, block after block, without end. Runs in the read task, which holds the file's rows."""
-    table = read_rows(path)
-    kept = report.kept if report.kept is not None else range(table.num_rows)
-    ordinals = stream_ordinals(lowest, finished)
-    while True:
-        block = [next(ordinals) for _ in range(ROWS_PER_BLOCK)]
-        places = [ordinal_to_row(ordinal, len(kept), config.seed, config.data.shuffle) for ordinal in block]
-        yield _with_ordinals(table.take([kept[row] for _, row in places]), block, [epoch for epoch, _ in places])
+def _reward_schema(table: pa.Table, config: Config) -> pa.Schema:
+    """The columns that rewards get, of a dataset's table."""
+    column = config.data.prompt_column
+    fields = [field for field in table.schema if field.name != column]
+    return pa.schema([*fields, json_field(MESSAGES)] if _gives_messages(table, config) else fields)
+
+
+def _with_messages(table: pa.Table, config: Config) -> pa.Table:
+    """The table with the chats of its prompts, as the dataset has them, in place of the prompts; null for a prompt that is no chat."""
+    column = config.data.prompt_column
+    rest = table.drop_columns([column])
+    if not _gives_messages(table, config):
+        return rest
+    of_string = (lambda text: [{"role": "user", "content": text}]) if config.data.apply_chat_template else (lambda text: None)
+    chats = [of_string(value) if isinstance(value, str) else value for value in prompt_values(table, column)]
+    field = json_field(MESSAGES)
+    return rest.append_column(field, encode_column(chats, field))
+
+
+def _prompts(table: pa.Table, schema: pa.Schema) -> Iterator[Prompt]:
+    """`schema`: of the dataset's columns."""
+    ours = (table[name].to_pylist() for name in ("ordinal", "epoch", "prompt_text", "prompt_ids"))
+    rows = row_values(table.select(schema.names).cast(schema)) if schema.names else [{} for _ in range(table.num_rows)]
+    for ordinal, epoch, text, ids, columns in zip(*ours, rows, strict=True):
+        yield Prompt(ordinal, epoch, text, tuple(ids), columns, schema)
+
+
+def order_of(report: PromptReport, config: Config) -> Order:
+    """Which row an ordinal means, among the rows that are used."""
+    weights = tuple(source.weight for source in report.sources if source.weight is not None)
+    rows = tuple(source.rows for source in report.sources)
+    return Order(rows, weights or None, config.seed, config.data.shuffle)
+
+
+def _stream_tables(data: Data, config: Config, report: PromptReport, lowest: int, finished: frozenset[int]) -> Iterator[pa.Table]:
+    """Raw rows with ordinal and epoch, block after block, without end. Runs in the read task, which holds the rows. A block ends early if its rows are
+    large."""
+    rows = RowsByNumber(read_prompt_rows(data, config, "data.train").table)
+    order = order_of(report, config)
+    block: list[tuple[int, int, pa.RecordBatch]] = []
+    size = 0
+    for ordinal in stream_ordinals(lowest, finished):
+        epoch, place = order.place(ordinal)
+        block.append((ordinal, epoch, rows.row(report.kept[place] if report.kept is not None else place)))
+        size += block[-1][2].nbytes
+        if len(block) == ROWS_PER_BLOCK or size >= STREAM_BYTES:
+            ordinals, epochs, taken = zip(*block, strict=True)
+            yield _with_ordinals(rows.table(taken), ordinals, epochs)
+            block, size = [], 0
 
 
 class ReorderWindow:
@@ -298,10 +380,11 @@ class RayPromptSource:
         """
         self._stacks = stacks
         self._frontier = lowest, frozenset(finished)
-        self._waiting: queue.Queue[Prompt | BaseException] = queue.Queue(WAITING_PROMPTS)
+        self._schema = report.schema
+        most = max(1, min(WAITING_PROMPTS, WAITING_BYTES // max(1, report.largest_row)))
+        self._waiting: queue.Queue[Prompt | BaseException] = queue.Queue(most)
         self._begun, self._closed = threading.Event(), threading.Event()
-        path = str(Path(config.data.train).resolve())
-        tables = functools.partial(_stream_tables, path, config, report, *self._frontier)
+        tables = functools.partial(_stream_tables, config.data.train, config, report, *self._frontier)
         self._thread = threading.Thread(target=self._consume, args=(tables, functools.partial(_render_table, config=config)), name="prompts", daemon=True)
         self._thread.start()
 
@@ -340,7 +423,7 @@ class RayPromptSource:
         try:
             for block in stream_blocks(tables, stage, BLOCK_BYTES, STREAM_BYTES, "prompts", True, self._stacks):
                 self._begun.set()
-                for prompt in _prompts(block):
+                for prompt in _prompts(block, self._schema):
                     for ready in window.put(prompt):
                         if not self._put(ready):
                             return

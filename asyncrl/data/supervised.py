@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from asyncrl.config import Config, ConfigError
-from asyncrl.data.prompts import ROWS_PER_CHECK, TOKENS, check_columns, limits, read_rows, refuse_empty, render_rows
+from asyncrl.contracts.columns import column_values
+from asyncrl.data.prompts import ROWS_PER_CHECK, TOKENS, Data, limits, named, read_prompt_rows, refuse_empty, render_rows
 from asyncrl.data.truncation import TooLong, TruncationReport, truncate
 from asyncrl.text.template import TemplateError
 from asyncrl.text.tokenizer import load_tokenizer
@@ -18,7 +19,7 @@ Row = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and target ids."""
 
 
-def read_supervised(config: Config, path: str, field: str) -> tuple[list[Row], TruncationReport]:
+def read_supervised(config: Config, data: Data, field: str) -> tuple[list[Row], TruncationReport]:
     """The rows of a file with prompts and warm_start.target_column, in its order, and what the limits did. Those of warm_start.data may be of any length
     under warm_start.completion_policy: split.
 
@@ -28,12 +29,11 @@ def read_supervised(config: Config, path: str, field: str) -> tuple[list[Row], T
     Raises:
         ConfigError: the file, a column or a row cannot be used, or no row is left.
     """
-    table = read_rows(path, field)
-    check_columns(table, config, path, field)
+    table = read_prompt_rows(data, config, field).table
     column = config.warm_start.target_column
     if column not in table.column_names:
         others = sorted(set(table.column_names) - {config.data.prompt_column})
-        raise ConfigError(f"warm_start.target_column = {column!r} is not a column of {field} = {path!r}, which has {others}; name one of them")
+        raise ConfigError(f"warm_start.target_column = {column!r} is not a column of {named(data, field)}, which has {others}; name one of them")
     split = config.warm_start.splits and field == "warm_start.data"
     rows: list[Row] = []
     report = TruncationReport()
@@ -41,15 +41,15 @@ def read_supervised(config: Config, path: str, field: str) -> tuple[list[Row], T
         block = table.slice(start, ROWS_PER_CHECK)
         try:
             prompts = render_rows(block, config, start).ids
-            refuse_empty(prompts, start, path, field)
-            targets = _targets(block[column].to_pylist(), config)
+            refuse_empty(prompts, start, data, field)
+            targets = _targets(column_values(block[column], block.schema.field(column)), config)
             truncated = truncate(pa.array(prompts, TOKENS), {"completion": pa.array(targets, TOKENS)}, limits(config, targets=True, split=split), start)
         except (TooLong, TemplateError) as error:
-            raise ConfigError(f"{field} = {path!r}: {error}") from None
+            raise ConfigError(f"{named(data, field)}: {error}") from None
         rows += zip(truncated.prompts.to_pylist(), truncated.completions["completion"].to_pylist(), strict=True)
         report += truncated.report
     if not rows:
-        raise ConfigError(f"{field} = {path!r}: no row is left ({report.text()}); raise the limits, or give targets in {column!r}")
+        raise ConfigError(f"{named(data, field)}: no row is left ({report.text()}); raise the limits, or give targets in {column!r}")
     return rows, report
 
 

@@ -28,6 +28,7 @@ from asyncrl.config import Config
 from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.control.protocols import RolloutFailed, Rollouts, Scored
 from asyncrl.data.groups import DEATHS, broken_stream, groups_at
+from asyncrl.data.sources import SOURCE_COLUMN
 from asyncrl.data.stream import stream_blocks
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact, write_groups
@@ -267,6 +268,7 @@ def scored_summary(row: pa.Table, reference: Any, content: str = "") -> Scored:
         unprintable=sum(map(unprintable, group["completion_text"])),
         unscored=_unscored(group["reward_parts"]),
         failure=group["failure"],
+        source=row[SOURCE_COLUMN][0].as_py() if SOURCE_COLUMN in row.column_names else None,
         example=(group["prompt_text"][:EXAMPLE_LENGTH], group["completion_text"][0][:EXAMPLE_LENGTH]),
     )
 

@@ -16,6 +16,7 @@ import ray
 import ray.exceptions
 
 from asyncrl.config import RewardConfig
+from asyncrl.contracts.columns import row_values
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.pool import GroupRewards, RewardPool, no_rewards
 from asyncrl.rewards.score import attach_reference, attach_rewards, group_call, group_rows
@@ -64,7 +65,7 @@ def rewarded_groups(config: RewardConfig, workers: Sequence[Any], reference: Any
                         else attach_reference(event.group, event.logprobs.result())
                     )
                     continue
-                call = group_call(event.to_pylist()[0], [name for name in event.column_names if name not in COLUMNS])
+                call = group_call(row_values(event)[0], [name for name in event.column_names if name not in COLUMNS])
                 pool.submit(call).add_done_callback(partial(_done, events, event))
         finally:
             stop.set()

@@ -186,15 +186,8 @@ class Template:
         schemas = schemas or self.tools
         if schemas is not None and not (isinstance(schemas, Sequence) and all(isinstance(schema, Mapping) for schema in schemas)):
             raise TemplateError(f"row {row}: its tools are {str(schemas)[:80]!r}; give a list of JSON schemas")
-        return [_without_nulls(schema) for schema in schemas] if schemas else None
+        return list(schemas) if schemas else None
 
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and isinstance(message.get("role"), str) and ("content" in message or "tool_calls" in message)
-
-
-def _without_nulls(value: Any) -> Any:
-    """A JSON schema without the fields that Arrow filled with None because another row's schema has them."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,5 +1,7 @@
 """A batch of two groups, by hand."""
 
+import math
+
 import pytest
 
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
@@ -16,6 +18,16 @@ def test_hand_computed():
     assert metrics["reward/mean"] == pytest.approx(0.8)
     assert (metrics["reward/a"], metrics["reward/b"]) == (0.75, 2.0)
     assert metrics["rollout/completion_tokens"] == pytest.approx(14 / 6) and metrics["rollout/truncated_ratio"] == pytest.approx(1 / 6)
+
+
+def test_each_source_has_its_share_and_its_reward():
+    batch = [
+        Scored(n, 3, None, 8, rewards, {}, 2, 0, source=source) for n, (source, rewards) in enumerate((("a", (0.0, 1.0)), ("b", ()), ("a", (1.0,)), ("a", ())))
+    ]
+    metrics = batch_metrics(batch, version=5, max_staleness=2)
+    assert (metrics["source/a_share"], metrics["source/b_share"]) == (0.75, 0.25)
+    assert metrics["source/a_reward"] == pytest.approx(2 / 3) and math.isnan(metrics["source/b_reward"])
+    assert not any(name.startswith("source/") for name in batch_metrics([Scored(0, 3, None, 8, (1.0,), {}, 2, 0)], version=5, max_staleness=2))
 
 
 def test_what_was_scored_counts_whatever_became_of_it():

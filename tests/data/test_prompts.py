@@ -7,7 +7,8 @@ import pyarrow.parquet
 import pytest
 
 from asyncrl.config import Config, ConfigError
-from asyncrl.data.prompts import RayPromptSource, ReorderWindow, _render_table, _with_ordinals, check_prompts, ordinal_to_row, read_prompts, stream_ordinals
+from asyncrl.data.mixture import ordinal_to_row
+from asyncrl.data.prompts import RayPromptSource, ReorderWindow, _render_table, _with_ordinals, check_prompts, order_of, read_prompts, stream_ordinals
 from asyncrl.data.truncation import Cuts, TruncationReport
 from asyncrl.types import Prompt
 
@@ -215,3 +216,37 @@ def test_the_stream_gives_every_ordinal_in_order_across_epochs_and_from_a_fronti
     assert [prompt.ordinal for prompt in from_frontier] == [7, 8, 10, 11, 13]
     out, err = capfd.readouterr()
     assert "Dataset" not in out + err and "Progress" not in out + err
+
+
+def test_the_stream_carries_tool_calls_maps_and_large_rows_of_a_mixture(prompt_config, tmp_path, ray_cluster):
+    """What a worker used to meet (a map, a uint64, a number beside a string, a row beyond the stream's memory) comes as the files gave it."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    rows = [{"prompt": f"{n}+1=", "calls": [call] if n % 2 else [], "mixed": n if n % 3 else str(n)} for n in range(10)]
+    large = pa.table(
+        {
+            "prompt": ["1-1=", "2-1="],
+            "map": pa.array([{"a": 1}, {"b": None}], pa.map_(pa.string(), pa.int64())),
+            "big": pa.array([2**64 - 1, 0], pa.uint64()),
+            "text": ["x" * (20 << 20), "y" * (20 << 20)],
+        }
+    )
+    pyarrow.parquet.write_table(large, tmp_path / "large.parquet")
+    config = prompt_config(rows)
+    train = [{"path": config.data.train, "weight": 3}, {"path": str(tmp_path / "large.parquet"), "weight": 1}]
+    config = Config.model_validate(config.model_dump() | {"data": {**config.data.model_dump(), "train": train}})
+    report = check_prompts(config)
+    order = order_of(report, config)
+    count = 24
+
+    async def scenario():
+        return await take(RayPromptSource(config, report), count), await take(RayPromptSource(config, report, 10, {11}), 3)
+
+    given, later = asyncio.run(scenario())
+    absent = dict.fromkeys(("calls", "mixed", "map", "big", "text"))
+    expected = [{**absent, **row, "source_name": "train"} for row in rows]
+    expected += [{**absent, **row, "source_name": "large"} for row in large.to_pylist(maps_as_pydicts="strict")]
+    for prompt in given:
+        row = expected[order.place(prompt.ordinal)[1]]
+        assert prompt.text == row["prompt"] and dict(prompt.columns) == {name: row[name] for name in row if name != "prompt"}
+    assert {prompt.columns["source_name"] for prompt in given} == {"train", "large"}
+    assert [prompt.ordinal for prompt in later] == [10, 12, 13] and later[0].text == given[10].text

@@ -69,10 +69,10 @@ def test_a_template_that_writes_todays_date_is_said(model: Any) -> None:
 
 
 def test_a_prompts_own_tools_stand_in_for_those_of_the_settings(model: Any) -> None:
-    double = {"type": "function", "function": {"name": "double", "parameters": None}}
+    double = {"type": "function", "function": {"name": "double", "parameters": {"default": None}}}
     template = Template(model(), tools=[ADD])
     own, text, none, empty = template.render([CHAT] * 4, [[double], json.dumps([double]), None, []]).texts
-    assert '"name": "double"' in own and "parameters" not in own, "a field that Arrow filled with None is none"
+    assert '"name": "double"' in own and '"default": null' in own, "a null that a schema has is one of its values"
     assert '"name": "double"' in text and '"name": "add"' not in own + text
     assert none == empty and '"name": "add"' in none
     without = Template(template.model)

@@ -1,0 +1,143 @@
+"""Dataset columns in Arrow: how their values travel without a change of type or shape.
+
+A column whose values have one plain type is that Arrow type. Every other column (chats, nested
+values, numbers beside strings) is JSON text in a string column, and its field says so in its
+metadata. So a date stays a string, 18 stays 18, and a message has the keys that its file gave it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+__all__ = [
+    "MARK",
+    "as_json",
+    "column_values",
+    "encode_column",
+    "is_json",
+    "json_field",
+    "row_values",
+    "uncarried",
+    "without_absent",
+]
+
+MARK = {b"asyncrl": b"json"}
+"""Metadata of a field whose strings are JSON text."""
+MAPS_AS_DICTS: dict[str, Any] = {"maps_as_pydicts": "strict"}
+
+
+def is_json(field: pa.Field) -> bool:
+    """Whether the strings of this column are JSON text."""
+    return bool(field.metadata) and field.metadata.get(b"asyncrl") == b"json"
+
+
+def json_field(name: str) -> pa.Field:
+    """The field of a column of JSON text."""
+    return pa.field(name, pa.string(), metadata=MARK)
+
+
+def json_text(value: Any) -> str | None:
+    """A value as JSON text, keys in their order; None for None, which is Arrow's null.
+
+    Raises TypeError for what JSON has no form for: bytes, times, decimals.
+    """
+    if value is None:
+        return None
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def column_values(column: pa.Array | pa.ChunkedArray, field: pa.Field) -> list[Any]:
+    """The values of a column as its file gave them. Maps are dicts."""
+    values: list[Any] = column.to_pylist(**MAPS_AS_DICTS)
+    if is_json(field):
+        return [None if text is None else json.loads(text) for text in values]
+    return values
+
+
+def row_values(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows of a table as dicts, dataset columns as their file gave them."""
+    columns = {field.name: column_values(table[field.name], field) for field in table.schema}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def encode_column(values: Sequence[Any], field: pa.Field | None) -> pa.Array:
+    """The Arrow column of values that `column_values` gave. Without a field, Arrow infers one."""
+    if field is None:
+        return pa.array(values)
+    if is_json(field):
+        return pa.array([json_text(value) for value in values], field.type)
+    return pa.array(values, field.type)
+
+
+def as_json(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+    """The column as JSON text. Absent keys of structs stay absent: see `without_absent`.
+
+    Raises TypeError for values that JSON has no form for.
+    """
+    if is_json(field) or pa.types.is_null(field.type):
+        return column.cast(pa.string())
+    nested = pa.types.is_nested(field.type)
+    chunks = []
+    for chunk in column.chunks:
+        values = chunk.to_pylist(**MAPS_AS_DICTS)
+        texts = [json_text(without_absent(value) if nested else value) for value in values]
+        chunks.append(pa.array(texts, pa.string()))
+    return pa.chunked_array(chunks, pa.string())
+
+
+def without_absent(value: Any) -> Any:
+    """The value without the None entries of its dicts.
+
+    A Parquet struct has every key in every row: a message without `tool_calls` comes back with
+    `tool_calls: None`, which some chat templates render.
+    """
+    if isinstance(value, dict):
+        return {key: without_absent(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_absent(item) for item in value]
+    return value
+
+
+def uncarried(kind: pa.DataType) -> str | None:
+    """Why values of this Arrow type cannot travel to a reward and back; None if they can."""
+    types = pa.types
+    if types.is_map(kind):
+        if not (types.is_string(kind.key_type) or types.is_large_string(kind.key_type)):
+            return f"has map keys of type {kind.key_type}; use strings"
+        return uncarried(kind.item_type)
+    if types.is_struct(kind):
+        names = [field.name for field in kind]
+        if not names or len(set(names)) < len(names):
+            return "has a struct without fields, or with two fields of one name"
+        return _first(uncarried(field.type) for field in kind)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return uncarried(kind.value_type)
+    if types.is_dictionary(kind):
+        return uncarried(kind.value_type)
+    if types.is_temporal(kind) and getattr(kind, "unit", "") == "ns":
+        return f"has type {kind}, finer than Python's times; cast it to microseconds"
+    plain = (
+        types.is_null(kind)
+        or types.is_boolean(kind)
+        or types.is_integer(kind)
+        or types.is_floating(kind)
+        or types.is_decimal(kind)
+        or types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_binary(kind)
+        or types.is_large_binary(kind)
+        or types.is_fixed_size_binary(kind)
+        or types.is_date32(kind)
+        or types.is_time(kind)
+        or types.is_timestamp(kind)
+        or types.is_duration(kind)
+    )
+    return None if plain else f"has type {kind}, which asyncrl does not carry; cast it"
+
+
+def _first(reasons: Iterable[str | None]) -> str | None:
+    return next((reason for reason in reasons if reason), None)

@@ -1,0 +1,111 @@
+"""JSONL files as Arrow tables, without guessing: a value has the type that its text has."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from asyncrl.contracts.columns import encode_column, json_field, json_text
+
+__all__ = ["MOST_ROW_BYTES", "read_jsonl"]
+
+MOST_ROW_BYTES = 64 << 20
+"""Largest row, in bytes: of a line of JSONL, and of a row of Parquet in Arrow's memory."""
+CHUNK_BYTES = 16 << 20
+"""Bytes of lines that become one chunk of a column; far below the 2 GiB that one may hold."""
+SURROGATE = re.compile("[\ud800-\udfff]")
+PLAIN = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+"""Python type of all values of a column → its Arrow type. JSON text carries the others."""
+
+
+def read_jsonl(path: Path) -> list[pa.Table]:
+    """The rows of a JSONL file as tables, one after the other, each with its own columns and types.
+
+    A key that a row lacks is null there, as a key with null. Blank lines are passed over. The
+    file may be compressed (.gz, .bz2, .zst, .lz4).
+
+    Raises:
+        ValueError: a line is too long, no JSON object or not UTF-8; the message has its number.
+        OSError: the file cannot be read.
+    """
+    tables, rows, size, places = [], [], 0, []
+    for number, line in _lines(path):
+        rows.append(_parsed(line, number))
+        places.append(number)
+        size += len(line)
+        if size >= CHUNK_BYTES:
+            tables.append(_table(rows, places))
+            rows, size, places = [], 0, []
+    if rows:
+        tables.append(_table(rows, places))
+    return tables
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(Number from 1, bytes) of each line that is not blank."""
+    number = 0
+    # Arrow's stream reads what is compressed by the file's extension.
+    with pa.input_stream(str(path)) as stream, io.BufferedReader(stream, 1 << 20) as file:
+        while line := file.readline(MOST_ROW_BYTES + 1):
+            number += 1
+            if len(line) > MOST_ROW_BYTES:
+                raise ValueError(
+                    f"line {number} is longer than {MOST_ROW_BYTES >> 20} MiB, the most that one row may have; shorten its values, or leave the row out"
+                )
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line.isspace():
+                yield number, line
+
+
+def _parsed(line: bytes, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise ValueError(f"line {number} cannot be read as JSON: {why}") from None
+    if isinstance(row, dict):
+        return row
+    raise ValueError(f"line {number} holds no JSON object; write one object in each line")
+
+
+def _table(rows: list[dict[str, Any]], places: list[int]) -> pa.Table:
+    names = dict.fromkeys(name for row in rows for name in row)
+    fields, arrays = [], []
+    for name in names:
+        values = [row.get(name) for row in rows]
+        try:
+            field = _field(name, values)
+            arrays.append(encode_column(values, field))
+        except UnicodeEncodeError:
+            raise ValueError(_half_character(name, values, places)) from None
+        fields.append(field)
+    return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def _field(name: str, values: list[Any]) -> pa.Field:
+    kinds = {type(value) for value in values if value is not None}
+    if not kinds:
+        return pa.field(name, pa.null())
+    kind = PLAIN.get(kinds.pop()) if len(kinds) == 1 else None
+    if kind is None or (kind == pa.int64() and not _fit(values)):
+        return json_field(name)
+    return pa.field(name, kind)
+
+
+def _fit(values: list[Any]) -> bool:
+    """Whether all integers have 64 bits or fewer."""
+    return all(value is None or -(1 << 63) <= value < 1 << 63 for value in values)
+
+
+def _half_character(name: str, values: list[Any], places: list[int]) -> str:
+    """The line of the first value that no UTF-8 text can hold, or of its key."""
+    texts = [name + (json_text(value) or "") for value in values]
+    broken = next(place for place, text in enumerate(texts) if SURROGATE.search(text))
+    return f"line {places[broken]} has half a character (a lone \\ud800 to \\udfff) at {name!a}, which no text can hold; remove it"

@@ -1,0 +1,248 @@
+"""The rows of a setting that names data: a file, a glob, a folder, a dataset, or a list of them.
+
+Training, evaluation and the warm start all read by `read_sources`. It refuses what cannot travel
+to a reward and back, so that no worker meets it.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from asyncrl.config import ConfigError, Source, sources_of
+from asyncrl.contracts.columns import MARK, as_json, is_json, uncarried
+from asyncrl.data.jsonl import MOST_ROW_BYTES, read_jsonl
+from asyncrl.data.splits import folder_files
+from asyncrl.runtime import parquet
+
+__all__ = ["SOURCE_COLUMN", "Rows", "RowsByNumber", "SourceRows", "files_of", "read_sources"]
+
+SOURCE_COLUMN = "source_name"
+"""Column with the name of a row's source; only where there are several."""
+ROWS_PER_LOOK = 1024
+"""Rows that are weighed together before each is weighed alone."""
+WHOLE = {pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32()}
+"""Integers that all fit in int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRows:
+    """Rows of one source: they lie one after the other in the table."""
+
+    name: str
+    rows: int
+    files: int
+    weight: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What `read_sources` found."""
+
+    table: pa.Table
+    """Columns as `asyncrl.contracts.columns` describes them."""
+    sources: tuple[SourceRows, ...]
+
+
+def read_sources(value: str | Sequence[Source], field: str = "data.train", prompt_column: str = "prompt") -> Rows:
+    """The rows of all sources, one source after the other, under one set of columns.
+
+    A column that a source lacks is null there. A column whose type differs between files or
+    sources travels as JSON text, so that each value keeps its own type. A source's own prompt
+    column is renamed to `prompt_column`.
+
+    Args:
+        value: a path, or sources.
+        field: the setting, for messages.
+
+    Raises:
+        ConfigError: a file cannot be read, or holds something that cannot travel.
+    """
+    sources = sources_of(value if isinstance(value, str) else tuple(value))
+    tables, found = [], []
+    for source in sources:
+        files = files_of(source, field)
+        table = _unified([part for file in files for part in _read_file(file, field)], field)
+        if not table.num_rows:
+            raise ConfigError(f"{field} = {source.path!r} has no rows; give a file with at least one prompt")
+        tables.append(_with_prompt_column(table, source, prompt_column, field))
+        found.append(SourceRows(source.label, table.num_rows, len(files), source.weight))
+    if len(sources) == 1:
+        return Rows(tables[0], tuple(found))
+    tables = [_named(table, one.name, field) for table, one in zip(tables, found, strict=True)]
+    return Rows(_unified(tables, field), tuple(found))
+
+
+def files_of(source: Source, field: str) -> list[Path]:
+    """The files of a source, in the order in which they are read.
+
+    Raises ConfigError if there are none, or if they do not fit the split and subset.
+    """
+    path = Path(source.path)
+    try:
+        if path.is_dir():
+            return folder_files(path, source.split, source.subset)
+    except ValueError as error:
+        raise ConfigError(f"{field} = {source.path!r} {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{field} = {source.path!r} cannot be read: {error.strerror}") from None
+    if source.split or source.subset:
+        chosen = f"split {source.split!r}" if source.split else f"subset {source.subset!r}"
+        raise ConfigError(f"{field} = {source.path!r} is no folder, and has no {chosen}")
+    if path.is_file():
+        return [path]
+    if glob.has_magic(source.path):
+        places = [Path(place) for place in glob.glob(source.path, recursive=True)]
+        if files := sorted(place for place in places if place.is_file()):
+            return files
+    raise ConfigError(f"{field} = {source.path!r}: no such file; give a Parquet or JSONL file, a glob, a folder, or owner/name of a dataset on the hub")
+
+
+def _read_file(path: Path, field: str) -> list[pa.Table]:
+    """The rows of a file as tables that may differ in columns and types."""
+    try:
+        if path.suffix not in (".parquet", ".pq"):
+            return read_jsonl(path)
+        table = parquet.read_table(path)
+    except parquet.ExtensionTypeError as error:
+        raise ConfigError(f"{field}: {error}") from None
+    except (pa.ArrowException, OSError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{field} = {str(path)!r} is neither Parquet (*.parquet) nor JSONL: {why}") from None
+    except ValueError as error:
+        raise ConfigError(f"{field} = {str(path)!r}: {error}") from None
+    _refuse_large_rows(table, path, field)
+    return [_carried(table, path, field)]
+
+
+def _refuse_large_rows(table: pa.Table, path: Path, field: str) -> None:
+    first = 0
+    for batch in table.to_batches(max_chunksize=ROWS_PER_LOOK):
+        if batch.nbytes > MOST_ROW_BYTES:
+            for row in range(batch.num_rows):
+                if (size := batch.slice(row, 1).nbytes) > MOST_ROW_BYTES:
+                    raise ConfigError(
+                        f"{field} = {str(path)!r}: row {first + row} has {size >> 20} MiB, above "
+                        f"the {MOST_ROW_BYTES >> 20} MiB that one row may have; shorten its "
+                        "values, or leave the row out"
+                    )
+        first += batch.num_rows
+
+
+def _carried(table: pa.Table, path: Path, field: str) -> pa.Table:
+    """The table without a file's own marks. Dictionaries become the values that they stand for."""
+    names = table.column_names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{field} = {str(path)!r} has columns {twice} twice; rename one")
+    columns = []
+    for column, stored in zip(table.columns, table.schema, strict=True):
+        if reason := uncarried(stored.type):
+            raise ConfigError(f"{field} = {str(path)!r}: column {stored.name!r} {reason}")
+        if pa.types.is_dictionary(stored.type):
+            column = column.cast(stored.type.value_type)
+        columns.append(column)
+    fields = [pa.field(name, column.type) for name, column in zip(names, columns, strict=True)]
+    return pa.Table.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _with_prompt_column(table: pa.Table, source: Source, wanted: str, field: str) -> pa.Table:
+    named = source.prompt_column or wanted
+    if named not in table.column_names:
+        setting = f"{field}: prompt_column" if source.prompt_column else "data.prompt_column"
+        raise ConfigError(f"{setting} = {named!r} is not a column of {source.path!r}, which has {table.column_names}; name one of them")
+    if named == wanted:
+        return table
+    if wanted in table.column_names:
+        raise ConfigError(
+            f"{field} = {source.path!r} has a column {wanted!r} beside its prompt_column {named!r}; rename it, or set data.prompt_column to another name"
+        )
+    return table.rename_columns([wanted if name == named else name for name in table.column_names])
+
+
+def _named(table: pa.Table, name: str, field: str) -> pa.Table:
+    if SOURCE_COLUMN in table.column_names:
+        raise ConfigError(f"{field}: source {name!r} has a column {SOURCE_COLUMN!r}, a name that asyncrl uses where there are several sources; rename it")
+    names = pa.array([name], pa.string()).take(pa.array(np.zeros(table.num_rows, np.int32)))
+    return table.append_column(SOURCE_COLUMN, names)
+
+
+def _unified(tables: Sequence[pa.Table], field: str) -> pa.Table:
+    """The rows of all tables under one schema: the union of their columns."""
+    names = dict.fromkeys(name for table in tables for name in table.column_names)
+    fields = [_common(name, tables) for name in names]
+    columns = []
+    for wanted in fields:
+        try:
+            parts = [_recast(table, wanted) for table in tables]
+        except (TypeError, pa.ArrowException):
+            kinds = sorted({str(t.schema.field(wanted.name).type) for t in _having(tables, wanted)})
+            raise ConfigError(
+                f"{field}: column {wanted.name!r} has types {kinds} in different files, which no column can hold together; give it one type, or rename one"
+            ) from None
+        chunks = [chunk for part in parts for chunk in part.chunks]
+        columns.append(pa.chunked_array(chunks, wanted.type))
+    return pa.Table.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _having(tables: Sequence[pa.Table], wanted: pa.Field) -> list[pa.Table]:
+    return [table for table in tables if wanted.name in table.column_names]
+
+
+def _common(name: str, tables: Sequence[pa.Table]) -> pa.Field:
+    """The field that holds a column's values of all tables without a change."""
+    there = [table.schema.field(name) for table in tables if name in table.column_names]
+    known = [field for field in there if not pa.types.is_null(field.type)]
+    kinds = {field.type for field in known}
+    if any(is_json(field) for field in known):
+        return pa.field(name, pa.string(), metadata=MARK)
+    if not kinds:
+        return pa.field(name, pa.null())
+    if len(kinds) == 1:
+        return pa.field(name, kinds.pop())
+    if kinds <= {pa.string(), pa.large_string()}:
+        return pa.field(name, pa.large_string())
+    if kinds <= WHOLE:
+        return pa.field(name, pa.int64())
+    if all(pa.types.is_floating(kind) for kind in kinds):
+        return pa.field(name, pa.float64())
+    return pa.field(name, pa.string(), metadata=MARK)
+
+
+def _recast(table: pa.Table, wanted: pa.Field) -> pa.ChunkedArray:
+    if wanted.name not in table.column_names:
+        return pa.chunked_array([pa.nulls(table.num_rows, wanted.type)])
+    column, field = table[wanted.name], table.schema.field(wanted.name)
+    if pa.types.is_null(field.type):
+        return pa.chunked_array([pa.nulls(table.num_rows, wanted.type)])
+    if is_json(wanted):
+        return as_json(column, field)
+    return column if field.type == wanted.type else column.cast(wanted.type)
+
+
+class RowsByNumber:
+    """Rows of a table by their numbers, in any order, at the price of those rows alone.
+
+    `Table.take` copies every chunk of a string column for each call.
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        self._schema = table.schema
+        self._batches = table.to_batches()
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches])
+
+    def row(self, number: int) -> pa.RecordBatch:
+        """One row, on the table's own memory."""
+        place = int(np.searchsorted(self._ends, number, side="right"))
+        batch = self._batches[place]
+        return batch.slice(number - int(self._ends[place]) + batch.num_rows, 1)
+
+    def table(self, rows: Sequence[pa.RecordBatch]) -> pa.Table:
+        """Rows of `row` as one table with memory of its own."""
+        if len(rows) == 1:
+            return pa.Table.from_batches([rows[0].take([0])], self._schema)
+        return pa.Table.from_batches(rows, self._schema).combine_chunks()

@@ -1,0 +1,177 @@
+"""The data files of a split in a folder: as its README says, else by the names of the files.
+
+The layout is that of datasets on the Hugging Face hub: `train-00000-of-00002.parquet`,
+`data/test.jsonl`, or a README.md whose front matter lists `configs` with their `data_files`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from asyncrl.runtime.yaml_files import parse_yaml
+
+__all__ = ["DATA_SUFFIXES", "data_files", "folder_files", "is_data_file"]
+
+DATA_SUFFIXES = (".parquet", ".pq", ".jsonl", ".ndjson", ".json")
+COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+"""Word in a file's path → its split, as the hub reads it."""
+SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<rest>\.[^/]*)")
+
+
+def is_data_file(name: str) -> bool:
+    """Whether this is the name of a Parquet or JSONL file, compressed JSONL included."""
+    path = PurePosixPath(name.lower())
+    if path.suffix in COMPRESSED:
+        path = path.with_suffix("")
+        return path.suffix in DATA_SUFFIXES[2:]
+    return path.suffix in DATA_SUFFIXES
+
+
+def data_files(names: Iterable[str], readme: str | None, split: str | None, subset: str | None) -> list[str]:
+    """Which files hold the split, in the order in which they are read.
+
+    Args:
+        names: paths of all files, relative to the folder, with `/`.
+        readme: text of its README.md.
+        split: None = the only one there is.
+        subset: a configuration of the README, or a folder. None = the only, or default, one.
+
+    Raises:
+        ValueError: there is no such split or subset, several are there and none is named, or a
+            shard is missing. The message names those there are.
+    """
+    there = sorted(name for name in names if _visible(name))
+    configs = _configs(readme)
+    splits = _config_splits(configs, there, subset) if configs else _name_splits(there, subset)
+    if not splits:
+        raise ValueError(f"holds no data file ({', '.join(DATA_SUFFIXES)})")
+    if split is None and len(splits) > 1:
+        raise ValueError(f"holds the splits {sorted(splits)}; name one of them as split")
+    chosen = splits.get(split if split is not None else next(iter(splits)))
+    if chosen is None:
+        raise ValueError(f"holds no split {split!r}; it has {sorted(splits)}")
+    _refuse_missing_shards(chosen)
+    return chosen
+
+
+def _visible(name: str) -> bool:
+    return not any(part.startswith((".", "_")) for part in PurePosixPath(name).parts)
+
+
+def _below(names: Sequence[str], subset: str | None) -> list[str]:
+    """The data files, of the subset's folder if one is named."""
+    found = [name for name in names if is_data_file(name)]
+    if subset is None:
+        return found
+    below = [name for name in found if subset in PurePosixPath(name).parts[:-1]]
+    if not below:
+        folders = sorted({PurePosixPath(name).parts[0] for name in found if "/" in name})
+        raise ValueError(f"holds no subset {subset!r}; it has the folders {folders}")
+    return below
+
+
+def _name_splits(names: Sequence[str], subset: str | None) -> dict[str, list[str]]:
+    """Split → files. Files without a split's word in their path are `train`, if all are so."""
+    splits: dict[str, list[str]] = {}
+    for name in _below(names, subset):
+        words = re.split(r"[^a-z0-9]+", name.lower())
+        found = next((SPLIT_WORDS[word] for word in reversed(words) if word in SPLIT_WORDS), "")
+        splits.setdefault(found, []).append(name)
+    if set(splits) == {""}:
+        return {"train": splits[""]}
+    splits.pop("", None)
+    return splits
+
+
+def _configs(readme: str | None) -> list[dict[str, Any]]:
+    """The `configs` of the README's front matter that name data files."""
+    if readme is None or not readme.startswith("---"):
+        return []
+    try:
+        tree = parse_yaml(readme.split("\n---", 1)[0].removeprefix("---"))
+    except yaml.YAMLError:
+        return []
+    configs = tree.get("configs") if isinstance(tree, dict) else None
+    if not isinstance(configs, list):
+        return []
+    return [one for one in configs if isinstance(one, dict) and one.get("data_files")]
+
+
+def _chosen(configs: Sequence[dict[str, Any]], subset: str | None) -> dict[str, Any]:
+    by_name = {str(one.get("config_name", "default")): one for one in configs}
+    default = [one for one in configs if one.get("default")] or configs[:1]
+    if subset is None and (len(by_name) == 1 or "default" in by_name or default[0].get("default")):
+        return by_name.get("default", default[0])
+    if subset not in by_name:
+        said = "holds several subsets" if subset is None else f"holds no subset {subset!r}"
+        raise ValueError(f"{said}; name one of {sorted(by_name)} as subset")
+    return by_name[subset]
+
+
+def _config_splits(configs: Sequence[dict[str, Any]], names: Sequence[str], subset: str | None) -> dict[str, list[str]]:
+    """Split → files that match the patterns of the chosen configuration."""
+    splits: dict[str, list[str]] = {}
+    try:
+        for split, patterns in _patterns(_chosen(configs, subset)["data_files"]):
+            found = [name for pattern in patterns for name in names if _matches(name, pattern)]
+            files = [name for name in dict.fromkeys(found) if is_data_file(name)]
+            if files:
+                splits.setdefault(split, []).extend(files)
+    except (KeyError, TypeError, AttributeError, re.error):
+        raise ValueError("has a README.md whose configs cannot be read; name the files") from None
+    return splits
+
+
+def _patterns(given: Any) -> list[tuple[str, list[str]]]:
+    """(Split, patterns) in any of the forms that the hub takes."""
+    if isinstance(given, dict):
+        given = [{"split": split, "path": path} for split, path in given.items()]
+    elif isinstance(given, str) or isinstance(given[0], str):
+        given = [{"split": "train", "path": given}]
+    paths = [(str(one["split"]), one["path"]) for one in given]
+    return [(split, [path] if isinstance(path, str) else path) for split, path in paths]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a glob with `*`, `?`, `[…]` and `**` (any number of folders) fits the path."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]*\])", pattern.removeprefix("./"))
+    wild = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    regex = "".join(wild.get(part) or (part if part.startswith("[") else re.escape(part)) for part in parts)
+    return re.fullmatch(regex, name) is not None
+
+
+def _refuse_missing_shards(names: Sequence[str]) -> None:
+    """Raise ValueError if a file `…-00000-of-00003…` lacks one of its siblings."""
+    shards = [match for name in names if (match := SHARD.fullmatch(name))]
+    families: dict[tuple[str, str, str], set[int]] = {}
+    for shard in shards:
+        family = shard["stem"], shard["count"], shard["rest"]
+        families.setdefault(family, set()).add(int(shard["number"]))
+    for (stem, count, rest), numbers in families.items():
+        if missing := sorted(set(range(int(count))) - numbers):
+            raise ValueError(f"lacks {stem}-{missing[0]:05d}-of-{count}{rest}; fetch it again")
+
+
+def folder_files(folder: Path, split: str | None, subset: str | None) -> list[Path]:
+    """`data_files` of a folder on this machine. Raises ValueError, OSError."""
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    readme = folder / "README.md"
+    text = readme.read_text(errors="replace") if readme.is_file() else None
+    return [folder / name for name in data_files(names, text, split, subset)]
