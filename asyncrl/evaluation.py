@@ -138,14 +138,12 @@ class Evaluator:
         generator = self.config.generator
         room = asyncio.Semaphore(generator.max_num_seqs * (generator.num_replicas if place.replica is None else 1))
         prompts = self._prompts(settings)
-        return await _together(self._siblings(settings, place, index, room) for index in range(len(prompts)))
+        seeds = [[self.config.seed + index + sample * len(prompts) for sample in range(settings.n)] for index in range(len(prompts))]
+        return await _together(self._siblings(settings, place, *one, room) for one in zip(prompts, seeds, strict=True))
 
-    async def _siblings(self, settings: EvalSet, place: _Place, index: int, room: asyncio.Semaphore) -> list[Answer]:
-        """The n answers of one prompt, scored together as one group."""
-        prompts = self._prompts(settings)
-        prompt = prompts[index]
-        requests = [self._request(settings, place, prompt, self.config.seed + index + sample * len(prompts)) for sample in range(settings.n)]
-        answers = await _together(self._answer(request, place.version, room) for request in requests)
+    async def _siblings(self, settings: EvalSet, place: _Place, prompt: Prompt, seeds: Sequence[int], room: asyncio.Semaphore) -> list[Answer]:
+        """An answer for each seed, scored together as one group."""
+        answers = await _together(self._answer(self._request(settings, place, prompt, seed), place.version, room) for seed in seeds)
         completed = [(index, answer.completion) for index, answer in enumerate(answers) if answer.completion is not None]
         if completed:
             parts = await self.score(prompt, [completion for _, completion in completed])
