@@ -1,4 +1,4 @@
-"""The learner on disk: DeepSpeed's state to go on from, and a Hugging Face directory for everybody else."""
+"""The learner on disk: DeepSpeed's state to go on from."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
-from asyncrl.runtime.files import make_directory
-from asyncrl.text.tokenizer import save_tokenizer
-from asyncrl.weights.gather import TORCH_DTYPES, gather_buckets, weight_layout
-from asyncrl.weights.published import VersionTable
-
-__all__ = ["export_hf", "load_rank", "save_rank"]
+__all__ = ["load_rank", "save_rank"]
 
 TAG = "zero3"
 COUNTERS = "counters.json"
@@ -60,44 +52,3 @@ def load_rank(engine: Any, directory: Path, rank: int, world_size: int) -> tuple
 
 def _rank_file(directory: Path, rank: int) -> Path:
     return Path(directory) / f"rank_{rank}.pt"
-
-
-def export_hf(
-    model: PreTrainedModel,
-    parameters: dict[str, torch.nn.Parameter],
-    table: VersionTable,
-    directory: Path,
-    tokenizer_source: str,
-    dtype: str,
-    bucket_bytes: int,
-    rank: int,
-) -> None:
-    """Write config, tokenizer and one safetensors file for each bucket (a collective; rank 0 writes), under the checkpoint's own names. Loads in
-    transformers and in vLLM."""
-    entries, sizes = weight_layout(table, dtype, bucket_bytes)
-    files = [f"model-{number + 1:05d}-of-{len(sizes):05d}.safetensors" for number in range(len(sizes))]
-    directory = Path(directory)
-
-    def write(number: int, content: np.ndarray) -> None:
-        flat = torch.from_numpy(content)
-        tensors = {
-            entry.name: flat[entry.offset : entry.offset + entry.nbytes].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
-            for entry in entries
-            if entry.bucket == number
-        }
-        save_file(tensors, directory / files[number], metadata={"format": "pt"})
-
-    if rank == 0:
-        make_directory(directory)
-    gather_buckets(parameters, table, entries, sizes, rank, write)
-    if rank != 0:
-        return
-    index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": {entry.name: files[entry.bucket] for entry in entries}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    config = type(model.config).from_dict(model.config.to_dict())
-    config.architectures = [type(model).__name__]
-    config.dtype = TORCH_DTYPES[dtype]
-    config.save_pretrained(directory)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
-    save_tokenizer(tokenizer_source, directory)

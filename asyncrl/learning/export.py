@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config import ConfigError, load_config
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, UnreadableCheckpoint
 from asyncrl.learning.checkpoint import TAG
+from asyncrl.learning.hf_directory import HfDirectory
 from asyncrl.redact import print_shown
-from asyncrl.text.tokenizer import save_tokenizer
-from asyncrl.weights.gather import TORCH_DTYPES
+from asyncrl.weights.gather import fill_buckets
+from asyncrl.weights.pieces import Piece
+from asyncrl.weights.published import PublishedTensor, version_table
 
 __all__ = ["export_checkpoint", "find_checkpoint"]
 
@@ -43,7 +46,8 @@ def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
 
 
 def export_checkpoint(path: Path, target: Path) -> None:
-    """Write the weights of a checkpoint that `find_checkpoint` found as a Hugging Face directory. The whole model is in memory once, in float32. The
+    """Write the weights of a checkpoint that `find_checkpoint` found as a Hugging Face directory, under the names of the model that the run began from.
+    The whole model is in memory once, in float32. The
     learner's shards are pickles: whoever exports a checkpoint trusts whoever wrote it.
 
     Raises:
@@ -54,21 +58,23 @@ def export_checkpoint(path: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     config = load_config(path / "config.yaml")
     try:
-        shape = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
+        table = version_table(config.model.path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path = {config.model.path!r}, which the run began from, cannot be read ({str(error).splitlines()[0]}); put it back") from None
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model.path = {config.model.path!r}, which the run began from, cannot be read ({reason}); put it back") from None
     weights = get_fp32_state_dict_from_zero_checkpoint(str(path / "learner"), tag=TAG)
-    dtype = TORCH_DTYPES[config.model.dtype]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=False)
-    own = {name.removeprefix(PREFIX): value.to(dtype) for name, value in weights.items() if name.startswith(PREFIX)}
-    missing, unknown = model.load_state_dict(own, strict=False, assign=True)
-    model.tie_weights()
-    missing = [name for name in missing if name not in model.all_tied_weights_keys]
-    if missing or unknown:
-        raise ConfigError(f"{path} does not fit model.path = {config.model.path!r}: {(missing or unknown)[0]} has no counterpart; put the model back as it was")
+    own = {name: weights[PREFIX + name].contiguous().reshape(-1) for name in table.parameters if PREFIX + name in weights}
+    if strange := next((name for name, shape in table.parameters.items() if name not in own or own[name].numel() != math.prod(shape)), None):
+        raise ConfigError(f"{path} does not fit model.path = {config.model.path!r}: {strange} has no counterpart; put the model back as it was")
     temporary = target.with_name(f".{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
-    save_tokenizer(config.model.path, temporary)
+    temporary.mkdir()
+    directory = HfDirectory(temporary, table, config.model.dtype, config.weights.bucket_bytes)
+
+    def parts_of(tensor: PublishedTensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+        for piece in tensor.pieces:
+            yield piece, own[piece.parameter][piece.start : piece.start + piece.span]
+
+    fill_buckets(table, directory.entries, directory.sizes, parts_of, directory.write)
+    directory.finish(config.model.path, config.model.path)
     os.replace(temporary, target)

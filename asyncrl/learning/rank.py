@@ -38,6 +38,7 @@ from asyncrl.learning.batches import (
     token_example,
     with_values,
 )
+from asyncrl.learning.hf_directory import HfDirectory
 from asyncrl.learning.kept import NormWatch, culprit, keep_batch
 from asyncrl.learning.metrics import StepSums, step_metrics
 from asyncrl.learning.optimizer import set_learning_rates
@@ -45,6 +46,7 @@ from asyncrl.learning.out_of_memory import explained
 from asyncrl.learning.schedule import learning_rate_at
 from asyncrl.learning.supervised import supervised_examples
 from asyncrl.learning.ulysses import SequenceGroup
+from asyncrl.runtime.files import make_directory
 from asyncrl.weights.gather import gather_buckets, weight_layout
 from asyncrl.weights.published import version_table
 
@@ -366,8 +368,12 @@ class LearnerRank:
 
     def export_hf(self, directory: Path, tokenizer_source: str) -> None:
         """Write a Hugging Face directory, gathered bucket by bucket onto rank 0."""
-        weights, model = self.config.weights, zero3.policy_of(self.engine).model
-        checkpoint.export_hf(model, self.parameters, self.table, directory, tokenizer_source, self.config.model.dtype, weights.bucket_bytes, self.rank)
+        target = HfDirectory(directory, self.table, self.config.model.dtype, self.config.weights.bucket_bytes)
+        if self.rank == 0:
+            make_directory(target.directory)
+        gather_buckets(self.parameters, self.table, target.entries, target.sizes, self.rank, target.write)
+        if self.rank == 0:
+            target.finish(self.config.model.path, tokenizer_source)
 
     def gather(self, version: int) -> Manifest | None:
         """Put the weights in the object store as `version`; rank 0 returns the manifest and keeps the references of the last two versions."""

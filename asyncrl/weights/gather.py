@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 
 import numpy as np
@@ -16,7 +16,7 @@ from asyncrl.weights.layout import ITEM_BYTES, plan_buckets
 from asyncrl.weights.pieces import Piece
 from asyncrl.weights.published import PublishedTensor, VersionTable
 
-__all__ = ["TORCH_DTYPES", "gather_buckets", "weight_layout"]
+__all__ = ["TORCH_DTYPES", "fill_buckets", "gather_buckets", "weight_layout"]
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
@@ -44,23 +44,39 @@ def gather_buckets(
     No parameter is gathered whole: rank 0 takes the elements of each tensor in parts from the shards that hold them, straight to their places in the
     bucket, whatever type the learner holds them in. All ranks go through the same parts in the same order; no other collective may run in between.
     """
-    buffer = np.zeros(max(sizes) if rank == 0 else 0, dtype=np.uint8)
+    limit = max(sizes) // PART_SHARE
+    if rank == 0:
+        fill_buckets(table, entries, sizes, lambda tensor: _parts(parameters, tensor, rank, limit), sink)
+        return
+    tensors = {tensor.name: tensor for tensor in table.tensors}
+    for entry in entries:
+        deque(_parts(parameters, tensors[entry.name], rank, limit), maxlen=0)
+
+
+def fill_buckets(
+    table: VersionTable,
+    entries: tuple[TensorEntry, ...],
+    sizes: tuple[int, ...],
+    parts_of: Callable[[PublishedTensor], Iterable[tuple[Piece, torch.Tensor]]],
+    sink: Callable[[int, np.ndarray], None],
+) -> None:
+    """Fill one bucket after the other and hand each to `sink`.
+
+    Args:
+        parts_of: the parts of a tensor, each with the flat elements of its parameter that it spans, from its first on.
+    """
+    buffer = np.zeros(max(sizes), dtype=np.uint8)
     tensors = {tensor.name: tensor for tensor in table.tensors}
     for number, of_bucket in groupby(entries, key=lambda entry: entry.bucket):
         for entry in of_bucket:
             tensor = tensors[entry.name]
-            parts = _parts(parameters, tensor, rank, max(sizes) // PART_SHARE)
-            if rank:
-                deque(parts, maxlen=0)
-                continue
             target = torch.from_numpy(buffer[entry.offset : entry.offset + entry.nbytes]).view(TORCH_DTYPES[entry.dtype])
-            for part, values in parts:
+            for part, values in parts_of(tensor):
                 place = target.as_strided(part.shape, part.to_strides, target.storage_offset() + part.to)
                 place.copy_(values.as_strided(part.shape, part.strides, values.storage_offset()))
             if not tensor.pieces:
                 _read(tensor, target)
-        if rank == 0:
-            sink(number, buffer[: sizes[number]])
+        sink(number, buffer[: sizes[number]])
 
 
 def _read(tensor: PublishedTensor, target: torch.Tensor) -> None:

@@ -55,6 +55,8 @@ class VersionTable:
     left_out: tuple[str, ...]
     parameters: Mapping[str, tuple[int, ...]]
     """Shape of each of the learner's parameters, by its name in transformers; of tied ones the first."""
+    architecture: str
+    """Name of transformers' class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,8 @@ def version_table(model_path: str | Path) -> VersionTable:
     tensors = [PublishedTensor(name, stored[name], renamed.get(name, ())) for name in stored if name not in left_out]
     # One layer after the other: vLLM puts each together as soon as all of it has come.
     tensors.sort(key=lambda tensor: _natural(tensor.name))
-    return VersionTable(tuple(tensors), tuple(left_out), {name: selections[name].shape for name in dict.fromkeys(first_of.values())})
+    shapes = {name: selections[name].shape for name in dict.fromkeys(first_of.values())}
+    return VersionTable(tuple(tensors), tuple(left_out), shapes, type(model).__name__)
 
 
 def outline(model_path: str | Path) -> Outline:
@@ -144,9 +147,12 @@ def _empty_model(model_path: str | Path, stored: Mapping[str, StoredTensor]) -> 
     model remembers which conversions the checkpoint's names needed."""
     import torch
     from transformers import AutoConfig
+    from transformers.integrations import is_deepspeed_zero3_enabled
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
 
+    if is_deepspeed_zero3_enabled():
+        raise RuntimeError("a version's table is made before an HfDeepSpeedConfig: while one lives, transformers makes every model sharded")
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise CannotPublish("config.json has a quantization_config: quantized weights cannot be trained; name the checkpoint without it")

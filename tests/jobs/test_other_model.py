@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,3 +54,48 @@ def test_another_family_trains_from_chat_prompts_to_a_plain_checkpoint(start_run
     assert set(GenerationConfig.from_pretrained(directory / "hf").eos_token_id) == ends
     question = [{"role": "user", "content": "3+4="}]
     assert tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == f"{BOS}<|user|>3+4={END}<|assistant|>"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_mixture_trains_publishes_every_version_and_exports_under_its_names(start_run: Callable[..., Any], tmp_path: Path) -> None:
+    """Its experts are one parameter in the learner, three tensors each in the checkpoint, and one again in vLLM. Two ranks hold a half of each."""
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl.testing.families import family
+
+    model = family("qwen3_moe").save(tmp_path / "model", max_shard_size="60KB")
+    changes = {
+        "model.path": str(model),
+        "max_steps": 2,
+        "learner.world_size": 2,
+        "data.max_prompt_length": 40,
+        "weights.bucket_bytes": 65536,
+        "weights.check_every_versions": 1,
+        "checkpoint.every_steps": 2,
+    }
+    run = start_run(changes)
+    assert run.wait(800) == 0, run.output
+    assert run.gone() == []
+    directory = tmp_path / "runs" / "run"
+    finished = asyncrl.open_run(directory)
+    checks = [record["check/logprob_max_diff"] for record in finished.records("logprob_check")]
+    assert len(checks) >= 3 and max(checks) <= 1e-4, checks
+
+    def names(path: Path) -> dict[str, list[int]]:
+        found = {}
+        for file in path.glob("model-*.safetensors"):
+            with safe_open(file, "np") as tensors:
+                found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
+        return found
+
+    assert names(directory / "hf") == names(model) and "model.layers.1.mlp.experts.3.up_proj.weight" in names(model)
+    before, after = (dict(AutoModelForCausalLM.from_pretrained(path).named_parameters()) for path in (model, directory / "hf"))
+    assert all((parameter != after[name]).any() for name, parameter in before.items()), "every parameter has been trained"
+    exported = subprocess.run([sys.executable, "-m", "asyncrl.cli", "export", directory], capture_output=True, text=True, timeout=300)
+    assert exported.returncode == 0, exported.stderr
+    saved = dict(AutoModelForCausalLM.from_pretrained(directory / "export" / "step_000002").named_parameters())
+    assert names(directory / "export" / "step_000002") == names(model)
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in after.items())

@@ -82,24 +82,41 @@ def save_model(path: Path, vocabulary: int) -> Path:
     return path
 
 
+def save_mixture(path: Path, vocabulary: int) -> Path:
+    """A Qwen3-MoE of 48 M parameters: the experts of a layer are one parameter in the learner, and larger than two buckets."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary, hidden_size=640, intermediate_size=1280, moe_intermediate_size=640, num_hidden_layers=2, num_experts=18,
+        num_experts_per_tok=2, num_attention_heads=8, num_key_value_heads=8, head_dim=80, max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    assert 4 * model.model.layers[0].mlp.experts.gate_up_proj.numel() > 2 * BUCKET_BYTES
+    model.save_pretrained(path)
+    return path
+
+
 CASES = {
-    "one rank": (1, "float32", 1000),
-    "two ranks": (2, "float32", 1000),
-    "two ranks, one parameter twice as large as a bucket, published in half of the learner's bytes": (2, "bfloat16", 40_000),
+    "one rank": (1, "float32", 1000, save_model),
+    "two ranks": (2, "float32", 1000, save_model),
+    "two ranks, one parameter twice as large as a bucket, published in half of the learner's bytes": (2, "bfloat16", 40_000, save_model),
+    "two ranks, experts taken apart": (2, "float32", 1000, save_mixture),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_private_memory_rises_by_at_most_two_buckets(ray_cluster: Any, tmp_path: Path, case: str) -> None:
-    world_size, dtype, vocabulary = CASES[case]
+    world_size, dtype, vocabulary, save = CASES[case]
     bucket = max(BUCKET_BYTES, 640 * vocabulary * ITEM_BYTES[dtype])
     assert (bucket > 2 * BUCKET_BYTES) == (vocabulary == 40_000)
     config = Config.model_validate(
         {
             "name": "gather-test",
             "max_steps": 1,
-            "model": {"path": str(save_model(tmp_path, vocabulary)), "dtype": dtype},
+            "model": {"path": str(save(tmp_path, vocabulary)), "dtype": dtype},
             "data": {"train": "none.parquet", "max_prompt_length": 32},
             "rollout": {"max_completion_length": 32},
             "reward": {"functions": {"none": {"function": "none:none"}}},

@@ -1,0 +1,70 @@
+"""A Hugging Face directory of one version: the checkpoint's own names, settings and tokenizer. Loads in transformers and in vLLM."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from asyncrl.text.tokenizer import save_tokenizer
+from asyncrl.weights.gather import TORCH_DTYPES, weight_layout
+from asyncrl.weights.published import VersionTable
+from asyncrl.weights.stored import INDEX
+
+__all__ = ["HfDirectory"]
+
+COPIED = ("generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Of the checkpoint, where it has them. vLLM needs a processor for a model that also sees."""
+
+
+class HfDirectory:
+    """Written bucket by bucket into a directory that exists, then finished."""
+
+    def __init__(self, directory: str | Path, table: VersionTable, dtype: str, bucket_bytes: int) -> None:
+        """
+        Args:
+            dtype: of the parameters, as torch names it.
+            bucket_bytes: size of each file of weights; at least the largest tensor.
+        """
+        self.directory, self.table, self.dtype = Path(directory), table, dtype
+        self.entries, self.sizes = weight_layout(table, dtype, bucket_bytes)
+        self.files = [f"model-{number + 1:05d}-of-{len(self.sizes):05d}.safetensors" for number in range(len(self.sizes))]
+
+    def write(self, number: int, content: np.ndarray) -> None:
+        """One bucket [sizes[number]] uint8, as a file."""
+        flat = torch.from_numpy(content)
+        tensors = {
+            entry.name: flat[entry.offset : entry.offset + entry.nbytes].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+            for entry in self.entries
+            if entry.bucket == number
+        }
+        save_file(tensors, self.directory / self.files[number], metadata={"format": "pt"})
+
+    def finish(self, model_path: str | Path, tokenizer_source: str) -> None:
+        """The index, and the checkpoint's settings with the type that was written."""
+        weight_map = {entry.name: self.files[entry.bucket] for entry in self.entries}
+        index = {"metadata": {"total_size": sum(entry.nbytes for entry in self.entries)}, "weight_map": weight_map}
+        (self.directory / INDEX).write_text(json.dumps(index, indent=2))
+        settings = json.loads((Path(model_path) / "config.json").read_text())
+        settings.setdefault("architectures", [self.table.architecture])
+        (self.directory / "config.json").write_text(json.dumps({**_typed(settings, self.dtype), "dtype": self.dtype}, indent=2) + "\n")
+        for name in COPIED:
+            if (Path(model_path) / name).exists():
+                shutil.copyfile(Path(model_path) / name, self.directory / name)
+        save_tokenizer(tokenizer_source, self.directory)
+
+
+def _typed(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The settings with this type wherever they name one, under its newer name."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in ("dtype", "torch_dtype"):
+            found["dtype"] = dtype
+        else:
+            found[name] = _typed(value, dtype) if isinstance(value, dict) else value
+    return found
