@@ -335,6 +335,10 @@ class LearnerConfig(Section):
     """Train in bfloat16 with fp32 master weights."""
     max_tokens_per_gpu: int = Field(default=4096, gt=0)
     """Hard cap on the tokens that one rank holds of a micro-batch, prompt and completion counted. Dynamic batching is always on."""
+    packing: Literal["rows", "none"] | None = None
+    """`rows`: many trajectories share a packed row, which is fastest. `none`: one trajectory a forward, with the model's
+    own attention, for models whose layers would carry one packed trajectory into the next. Default: rows where the model
+    allows it; `asyncrl plan` says which, and why."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, about a third more time."""
     offload_optimizer: Literal["none", "cpu"] = "none"

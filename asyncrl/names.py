@@ -69,7 +69,6 @@ RENAMED = {
     "eval_top_k": "eval.sets",
     "eval_max_response_len": "eval.sets",
     "use_dynamic_batch_size": "nothing: dynamic batching is always on, capped by learner.max_tokens_per_gpu",
-    "packing": "nothing: packing is always on",
     "padding_free": "nothing: rows are packed and never padded",
     "balance_data": "nothing: micro-batches are always balanced over the ranks",
     "micro_batch_size": "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu",

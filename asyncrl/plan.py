@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from asyncrl.config import Config, ConfigError, explain
-from asyncrl.learning.supported import refusal, uniform_rope_tokens
+from asyncrl.learning.supported import NO_SHARES, chosen_packing, keeps_state, support, uniform_rope_tokens
 from asyncrl.observe.sinks import missing_packages
 from asyncrl.preflight.evaluation import evaluation_text
 from asyncrl.room import Part, logical_cpus, placement_text
@@ -78,6 +78,7 @@ class Plan:
             [
                 f"# resolved config\n{resolved}",
                 arithmetic(config),
+                rows_text(config),
                 algorithm_text(config),
                 placement_text(config),
                 self._cpu_table(),
@@ -301,6 +302,17 @@ def arithmetic(config: Config) -> str:
     )
 
 
+def rows_text(config: Config) -> str:
+    """How the learner takes trajectories, and why."""
+    tree = json.loads((Path(config.model.path) / "config.json").read_text())
+    if chosen_packing(tree, config.learner.packing) == "rows":
+        return "# learner rows\n  packed: many trajectories in one row of tokens, each attending to itself alone"
+    asked = "learner.packing: none asks for it, and this model could be packed, which is faster"
+    reason = support(tree).reason
+    why = f"this model (model_type {tree.get('model_type')!r}) {reason}" if reason else asked
+    return f"# learner rows\n  unpacked: one trajectory a forward, with the model's own attention, because {why}"
+
+
 def algorithm_text(config: Config) -> str:
     """Advantage, loss and correction in one line; a loss that no whole run of ours has shown to learn is called experimental."""
     algorithm = config.algorithm
@@ -330,7 +342,7 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
     frequencies go.
 
     Raises:
-        ConfigError: no readable checkpoint at model.path, one that packed rows cannot train, or a trajectory could be longer than that.
+        ConfigError: no readable checkpoint at model.path, one that the learner cannot train (so), or a trajectory could be longer than that.
     """
     path = Path(at or config.model.path)
     try:
@@ -343,8 +355,12 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
         stored_files(path)
     except CheckpointFilesError as error:
         raise ConfigError(f"{field} = {error}") from None
-    if reason := refusal(tree):
-        raise ConfigError(f"{field} = {str(path)!r}: {reason}")
+    try:
+        packing = chosen_packing(tree, config.learner.packing)
+    except ValueError as error:
+        raise ConfigError(f"{field} = {str(path)!r}: {error}") from None
+    if packing == "none" and at is None and config.learner.sequence_parallel_size > 1:
+        raise ConfigError(f"{field} = {str(path)!r}: {NO_SHARES.format(size=config.learner.sequence_parallel_size)}")
     context = int(tree.get("text_config", tree).get("max_position_embeddings") or 1 << 30)
     if config.longest_trajectory > context:
         raise ConfigError(f"{length_text(config)} tokens is above the model's context of {context}; lower it, or set a lower data.max_length")
@@ -363,7 +379,7 @@ def kv_bytes_per_token(config: Config) -> int | None:
     tree = json.loads((Path(config.model.path) / "config.json").read_text())
     tree = tree.get("text_config", tree)
     heads, layers, hidden = (tree.get(name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
-    every_layer = set(tree.get("layer_types") or ["full_attention"]) == {"full_attention"} and not tree.get("num_kv_shared_layers")
+    every_layer = set(tree.get("layer_types") or ["full_attention"]) == {"full_attention"} and not tree.get("num_kv_shared_layers") and not keeps_state(tree)
     if tree.get("kv_lora_rank") or not (heads and layers and hidden and every_layer):
         return None
     width = tree.get("head_dim") or hidden // heads

@@ -292,15 +292,45 @@ def test_weights_of_a_version_are_counted_in_the_published_type(write, tiny_mode
     assert make_plan(load_config(write({"model.dtype": "bfloat16"}))).weights_bytes == stored // 2
 
 
-@pytest.mark.parametrize("part", ["model.path", "algorithm.ref_load"])
-def test_a_model_that_packed_rows_cannot_train_is_refused_by_its_config(write, tmp_path, tiny_model, part):
+@pytest.fixture
+def hybrid(tmp_path, tiny_model):
     shutil.copytree(tiny_model, tmp_path / "hybrid")
     config = json.loads((tiny_model / "config.json").read_text())
     (tmp_path / "hybrid" / "config.json").write_text(json.dumps(config | {"layer_types": ["linear_attention", "full_attention"]}))
-    changes = {part: str(tmp_path / "hybrid"), **({"algorithm.kl_loss_coef": 0.1} if part != "model.path" else {})}
-    with pytest.raises(ConfigError, match=rf"{part} = '.*hybrid': model_type 'qwen3' has layers of type linear_attention.*; use a model with full") as error:
+    return str(tmp_path / "hybrid")
+
+
+@pytest.mark.parametrize("part", ["model.path", "algorithm.ref_load"])
+def test_packed_rows_of_a_model_that_cannot_be_packed_are_refused_by_its_config(write, hybrid, part):
+    changes = {part: hybrid, "learner.packing": "rows", **({"algorithm.kl_loss_coef": 0.1} if part != "model.path" else {})}
+    with pytest.raises(
+        ConfigError, match=rf"{part} = '.*hybrid': model_type 'qwen3' has layers of type linear_attention.*; set learner.packing: none"
+    ) as error:
         make_plan(load_config(write(changes)))
     assert "\n" not in str(error.value)
+
+
+def test_the_plan_says_how_the_learner_takes_trajectories_and_why(write, hybrid):
+    text = make_plan(load_config(write({"model.path": hybrid}))).text()
+    assert "unpacked: one trajectory a forward, with the model's own attention, because this model (model_type 'qwen3') has layers of type linear" in text
+    assert "learner.packing: none asks for it, and this model could be packed" in make_plan(load_config(write({"learner.packing": "none"}))).text()
+    assert "packed: many trajectories in one row" in make_plan(load_config(write({}))).text()
+
+
+@pytest.mark.parametrize("packing", [None, "none"])
+def test_ranks_cannot_share_a_row_of_one_trajectory(write, hybrid, tiny_model, packing):
+    changes = {"model.path": str(tiny_model) if packing else hybrid, "learner.packing": packing}
+    changes |= {"learner.world_size": 2, "learner.sequence_parallel_size": 2}
+    with pytest.raises(ConfigError, match=r"learner\.sequence_parallel_size = 2 shares packed rows, and this model .*; set sequence_parallel_size: 1"):
+        make_plan(load_config(write(changes)))
+
+
+def test_a_model_that_nothing_can_train_is_refused_by_its_config(write, tmp_path, tiny_model):
+    shutil.copytree(tiny_model, tmp_path / "encoder")
+    config = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "encoder" / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
+    with pytest.raises(ConfigError, match=r"model_type 'bert' is no causal language model by itself .*; use a decoder that predicts the next token"):
+        make_plan(load_config(write({"model.path": str(tmp_path / "encoder")})))
 
 
 def test_a_bpe_tokenizer_with_a_chat_template_and_two_ends(write, llama_model):

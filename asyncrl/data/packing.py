@@ -52,7 +52,7 @@ class Pieces:
         return lengths
 
 
-def pack(lengths: Sequence[int], max_tokens: int, world_size: int = 1, quadratic: float = 0.0) -> Packing:
+def pack(lengths: Sequence[int], max_tokens: int, world_size: int = 1, quadratic: float = 0.0, one_each: bool = False) -> Packing:
     """Place every trajectory exactly once, at most `max_tokens` tokens in a micro-batch, equally many micro-batches for each rank.
 
     Best-fit decreasing gives the micro-batches; `balance.balanced_rounds` makes them a multiple of the ranks and evens out what the ranks do at
@@ -61,6 +61,7 @@ def pack(lengths: Sequence[int], max_tokens: int, world_size: int = 1, quadratic
     Args:
         lengths: tokens of each trajectory.
         quadratic: a trajectory of l tokens costs l + quadratic * l² (`balance.quadratic_cost`).
+        one_each: a micro-batch holds one trajectory, or none.
 
     Raises:
         ValueError: a length is below 1 or above `max_tokens`.
@@ -71,7 +72,7 @@ def pack(lengths: Sequence[int], max_tokens: int, world_size: int = 1, quadratic
         raise ValueError(
             f"trajectory {wrong[0]} has {tokens[wrong[0]]} tokens, not 1 to {max_tokens}; raise learner.max_tokens_per_gpu or shorten the trajectory"
         )
-    order, offsets = best_fit_decreasing(tokens, max_tokens)
+    order, offsets = (np.arange(len(tokens)), np.arange(len(tokens) + 1)) if one_each else best_fit_decreasing(tokens, max_tokens)
     bins = [items.tolist() for items in np.split(order, offsets[1:-1])] if order.size else []
     costs = (tokens + quadratic * tokens**2).tolist()
     rounds = balanced_rounds(bins, tokens.tolist(), costs, max_tokens, world_size)

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from asyncrl.config import Config
+from asyncrl.learning.supported import squares_scores
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.published import outline
 
@@ -21,6 +23,16 @@ __all__ = ["Needs", "estimate", "memory_text", "parameter_counts"]
 LIVE_CHUNKS, HEAD_GRADIENTS = 7, 2
 """What `jobs/bench_memory.py` finds alive at once in the log-probs' backward pass: chunks of logits with what is computed from them (it prints how many;
 6.8 in float32), and gradients of the head's weight (that of a chunk, and their sum in float32)."""
+
+
+KEPT_SCORES, LIVE_SCORES = 2, 3
+"""Tensors of tokens by tokens that the model's own eager attention keeps for the backward pass of a layer, and further ones while it computes."""
+HEADS, LAYERS, WIDTH = (
+    ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    ("hidden_size", "n_embd", "n_embed", "d_model"),
+)
+"""What config.json calls them, newest name first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,8 @@ class Needs:
     """Two buckets of weights, while a version is published. Host, rank 0."""
     logits: int
     """A chunk of logits, what is computed from it, and the head's gradients. Device."""
+    scores: int = 0
+    """Of the longest trajectory: scores of tokens by tokens, where the model's own attention holds them. Device."""
 
 
 def parameter_counts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -69,9 +83,23 @@ def estimate(config: Config) -> Needs:
     tree = json.loads((Path(config.model.path) / "config.json").read_text())
     text = tree.get("text_config", tree)
     vocabulary = int(text["vocab_size"])
+    width = _size_of(text, WIDTH)
     chunk = min(max(CHUNK_ELEMENTS, vocabulary), learner.max_tokens_per_gpu * vocabulary)
-    logits = 4 * (LIVE_CHUNKS * chunk + HEAD_GRADIENTS * vocabulary * int(text["hidden_size"]))
-    return Needs(total, largest, device, host // learner.world_size, 2 * min(bucket, version.nbytes(config.model.dtype)), logits)
+    logits = 4 * (LIVE_CHUNKS * chunk + HEAD_GRADIENTS * vocabulary * width)
+    return Needs(total, largest, device, host // learner.world_size, 2 * min(bucket, version.nbytes(config.model.dtype)), logits, _scores(config, tree, text))
+
+
+def _scores(config: Config, tree: dict[str, Any], text: dict[str, Any]) -> int:
+    """Bytes of the scores that grow with the longest trajectory squared; gradient_checkpointing keeps those of one layer."""
+    if not squares_scores(tree):
+        return 0
+    layers = 1 if config.learner.gradient_checkpointing else _size_of(text, LAYERS)
+    return 4 * _size_of(text, HEADS) * config.longest_trajectory**2 * (KEPT_SCORES * layers + LIVE_SCORES)
+
+
+def _size_of(text: dict[str, Any], names: tuple[str, ...]) -> int:
+    """The first of these settings that the config has; 0 without any."""
+    return next((int(text[name]) for name in names if text.get(name)), 0)
 
 
 def memory_text(config: Config) -> str:
@@ -85,6 +113,8 @@ def memory_text(config: Config) -> str:
         ("two buckets while a version is published, rank 0", "host", needs.buckets),
         ("a chunk of logits and the head's gradients", device, needs.logits),
     ]
+    if needs.scores:
+        rows.append(("scores of the longest trajectory, tokens squared", device, needs.scores))
     for place in sorted({device, "host"}):
         rows.append(("all of it, without activations and libraries", place, sum(size for _, where, size in rows if where == place)))
     note = "\n  offloading saves nothing on learner.device: cpu: both places are host memory" if on_cpu and learner.offload_optimizer == "cpu" else ""

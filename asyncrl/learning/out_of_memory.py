@@ -29,21 +29,24 @@ def explained(batch: MicroBatch, config: Config) -> Iterator[None]:
         said = " ".join(str(error).split())[:160]
         raise LearnerOutOfMemory(
             f"out of memory on learner.device: {config.learner.device} with a micro-batch of {tokens} tokens, {len(lengths)} segments, the longest of "
-            f"{max(lengths)}, and {len(batch.targets)} loss tokens; {advice(config, tokens + len(lengths))} ({said})"
+            f"{max(lengths)}, and {len(batch.targets)} loss tokens; {advice(config, tokens + len(lengths), len(lengths))} ({said})"
         ) from error
 
 
-def advice(config: Config, tokens: int) -> str:
-    """What to set after a micro-batch of `tokens` tokens ran out of memory: half of it for the cap, if the longest trajectory allows that."""
+def advice(config: Config, tokens: int, segments: int = 2) -> str:
+    """What to set after a micro-batch of `tokens` tokens in so many segments ran out of memory: half of it for the cap, if the longest
+    trajectory allows that. No cap makes one trajectory smaller."""
     learner, longest = config.learner, config.longest_trajectory
     # The reference policy shares no rows.
     least = longest if config.algorithm.has_reference else -(-longest // learner.sequence_parallel_size)
     held = min(learner.max_tokens_per_gpu, -(-tokens // learner.sequence_parallel_size))
-    if (lower := max(held // 2, least)) < held:
+    if segments > 1 and (lower := max(held // 2, least)) < held:
         return f"set learner.max_tokens_per_gpu: {lower}"
     bound = f"learner.max_tokens_per_gpu cannot be below {least}, as the longest trajectory has {longest} tokens"
     if not learner.gradient_checkpointing:
         return f"{bound}, so set learner.gradient_checkpointing: true"
+    if learner.packing == "none":
+        return f"{bound}, so lower rollout.max_completion_length"
     return f"{bound}, so raise learner.sequence_parallel_size above {learner.sequence_parallel_size}, or lower rollout.max_completion_length"
 
 

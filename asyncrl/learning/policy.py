@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from asyncrl.algorithms.logprobs import greedy_tokens, token_logprobs
+from asyncrl.algorithms.logprobs import LogitMap, greedy_tokens, token_logprobs
 from asyncrl.learning.attention import Segments, register_attention
 from asyncrl.learning.batches import MicroBatch
-from asyncrl.learning.supported import WAY_OUT, refusal
+from asyncrl.learning.supported import NO_SHARES, WAY_OUT, Packing, caps_attention, chosen_packing, logit_change
 from asyncrl.learning.ulysses import SequenceGroup
 
 __all__ = ["Policy", "checkpoint_activations", "load_policy"]
@@ -23,17 +23,28 @@ __all__ = ["Policy", "checkpoint_activations", "load_policy"]
 class Policy(nn.Module):
     """Backbone and head of a causal LM. The head's weight is used here and not in its own module: gathered once for each micro-batch,
     whatever the number of chunks, so that ranks never wait for each other inside the head. In a sequence group each rank computes for its share
-    of the row, and all have the whole row's results, with the gradient of their own share."""
+    of the row, and all have the whole row's results, with the gradient of their own share.
+
+    With `packing: none` a micro-batch holds one trajectory at most, and the model attends as transformers made it.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, temperature: float, entropy_gradient: bool = False, values: bool = False, sequence_group: SequenceGroup | None = None
+        self,
+        model: PreTrainedModel,
+        temperature: float,
+        entropy_gradient: bool = False,
+        values: bool = False,
+        sequence_group: SequenceGroup | None = None,
+        packing: Packing = "rows",
     ) -> None:
         super().__init__()
         self.model = model
         self.value_head = _value_head(model) if values else None
         """Beside the model, so that it is neither published nor exported."""
-        self.temperature, self.entropy_gradient, self.sequence_group = temperature, entropy_gradient, sequence_group
-        self.backbone_name = model.base_model_prefix
+        self.temperature, self.entropy_gradient, self.sequence_group, self.packing = temperature, entropy_gradient, sequence_group, packing
+        # Llama 4's text model has the prefix of its multimodal sibling.
+        self.backbone_name = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
+        self.logit_map = LogitMap(*logit_change(model.config.to_dict()))
         self.eval()
 
     def train(self, mode: bool = True) -> Self:
@@ -41,9 +52,13 @@ class Policy(nn.Module):
         router and layers left out at random are not part of the policy."""
         return super().train(False)
 
-    def forward(self, batch: MicroBatch, temperature: float | None = None, greedy: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, batch: MicroBatch, temperature: float | None = None, greedy: bool = False, plain: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """(log-probs [N] with gradient, entropy [N], with gradient if `entropy_gradient`, values [N] of the value head, or nothing) of the batch's
-        targets; with `greedy`, (is the target the argmax [N] bool, nothing, nothing)."""
+        targets; with `greedy`, (is the target the argmax [N] bool, nothing, nothing); with `plain`, (log-probs [N] as transformers computes them
+        for a batch of one trajectory, nothing, nothing)."""
+        if plain:
+            logprobs = self._plain(batch, temperature or self.temperature)
+            return logprobs, logprobs.new_zeros(0), logprobs.new_zeros(0)
         group = self.sequence_group
         if group is None:
             return self._forward(batch, temperature, greedy)
@@ -58,28 +73,57 @@ class Policy(nn.Module):
 
     def _forward(self, batch: MicroBatch, temperature: float | None, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
         """The same for the tokens that this rank has of the row."""
-        backbone = getattr(self.model, self.backbone_name)
-        batch.segments.attended.clear()
-        output = backbone(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, segments=batch.segments, sequence_group=self.sequence_group
-        )
-        _check_attended(self.model, batch.segments)
-        hidden = output.last_hidden_state[0, batch.select]
+        output = self._hidden_states(batch)
+        hidden = output[0, batch.select]
         head = self.model.get_output_embeddings()
         if greedy:
-            return greedy_tokens(hidden, head.weight, head.bias) == batch.targets, hidden.new_zeros(0), hidden.new_zeros(0)
+            return greedy_tokens(hidden, head.weight, head.bias, logit_map=self.logit_map) == batch.targets, hidden.new_zeros(0), hidden.new_zeros(0)
         logprobs, entropy = token_logprobs(
-            hidden, head.weight, batch.targets, temperature or self.temperature, head.bias, entropy_gradient=self.entropy_gradient
+            hidden,
+            head.weight,
+            batch.targets,
+            temperature or self.temperature,
+            head.bias,
+            entropy_gradient=self.entropy_gradient,
+            logit_map=self.logit_map,
         )
         if not len(batch.targets):
             # An empty micro-batch, or a share without loss tokens, must still reach every parameter in the backward pass: its gradients take
             # part in the reductions.
-            logprobs = logprobs + 0.0 * output.last_hidden_state.sum()
+            logprobs = logprobs + 0.0 * output.sum()
         if self.value_head is None:
             return logprobs, entropy, hidden.new_zeros(0)
         values = self.value_head(hidden)[:, 0].float()
         # A step that has no use for the values (a supervised one) reaches the head's parameters all the same, as every rank must.
         return logprobs + 0.0 * values, entropy, values
+
+    def _hidden_states(self, batch: MicroBatch) -> Tensor:
+        """The last layer's output [1, T, H]."""
+        backbone = getattr(self.model, self.backbone_name)
+        if self.packing == "none":
+            if len(batch.segments.lengths) > 1:
+                raise ValueError(f"learner.packing: none takes one trajectory a forward, not {len(batch.segments.lengths)}; give each one alone")
+            hidden: Tensor = backbone(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+            return hidden
+        batch.segments.attended.clear()
+        output = backbone(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, segments=batch.segments, sequence_group=self.sequence_group
+        )
+        _check_attended(self.model, batch.segments)
+        found: Tensor = output.last_hidden_state
+        return found
+
+    def _plain(self, batch: MicroBatch, temperature: float) -> Tensor:
+        """Log-probs [N] by the whole model as transformers has it, in its eager attention, for a batch of one trajectory."""
+        chosen = self.model.config._attn_implementation
+        if eager := self.model._can_set_attn_implementation():
+            self.model.set_attn_implementation("eager")
+        try:
+            logits = self.model(input_ids=batch.input_ids, use_cache=False).logits[0, batch.select]
+        finally:
+            if eager:
+                self.model.set_attn_implementation(chosen)
+        return (logits.float() / temperature).log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
 
 
 def _value_head(model: PreTrainedModel) -> nn.Linear:
@@ -97,20 +141,31 @@ def load_policy(
     entropy_gradient: bool = False,
     values: bool = False,
     sequence_group: SequenceGroup | None = None,
+    packing: Packing | None = None,
 ) -> Policy:
     """Load a checkpoint directory; sharded as it loads while an HfDeepSpeedConfig is alive.
 
+    Args:
+        packing: how it is to be trained; None = on packed rows if that is possible.
+
     Raises:
-        ValueError: packed trajectories could not be kept apart in the model, or its log-probs would be wrong.
+        ValueError: the model cannot be trained so, or its log-probs would be wrong.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    if reason := refusal(config.to_dict()):
-        raise ValueError(f"model.path = {path!r}: {reason}")
+    tree = config.to_dict()
+    try:
+        chosen = chosen_packing(tree, packing)
+    except ValueError as error:
+        raise ValueError(f"model.path = {path!r}: {error}") from None
+    if sequence_group is not None and chosen == "none":
+        raise ValueError(f"model.path = {path!r}: {NO_SHARES.format(size=sequence_group.size)}")
     safe = {"trust_remote_code": False, "use_safetensors": True}
-    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=register_attention(), **safe)
-    if model._is_stateful or not model._supports_attention_backend:
+    own = "eager" if caps_attention(tree) else None
+    attention = register_attention() if chosen == "rows" else own
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention, **safe)
+    if chosen == "rows" and (model._is_stateful or not model._supports_attention_backend):
         raise ValueError(f"model.path = {path!r}: {type(model).__name__} carries a state or an attention of its own along the row; {WAY_OUT}")
-    return Policy(model, temperature, entropy_gradient, values, sequence_group)
+    return Policy(model, temperature, entropy_gradient, values, sequence_group, chosen)
 
 
 def _check_attended(model: PreTrainedModel, segments: Segments) -> None:

@@ -45,6 +45,7 @@ from asyncrl.learning.optimizer import set_learning_rates
 from asyncrl.learning.out_of_memory import explained
 from asyncrl.learning.schedule import learning_rate_at
 from asyncrl.learning.supervised import supervised_examples
+from asyncrl.learning.supported import Packing as Packed
 from asyncrl.learning.ulysses import SequenceGroup
 from asyncrl.runtime.files import make_directory
 from asyncrl.weights.gather import gather_buckets, weight_layout
@@ -89,6 +90,8 @@ class LearnerRank:
         self.versions: dict[int, list[Any]] = {}
         self.norms = NormWatch()
         self.listener: socket.socket | None = None
+        self.packing: Packed = "rows"
+        """How the model is trained; known once it is loaded."""
         torch.set_num_threads(config.learner.num_threads)
         torch.manual_seed(config.seed * 1_000_003 + rank)
 
@@ -119,6 +122,7 @@ class LearnerRank:
         self.engine, self.sharded = zero3.start_engine(
             self.config.model.path, learner, self.config.rollout.temperature, algorithm.entropy_coef > 0, algorithm.advantage == "gae", sequence_group
         )
+        self.packing = zero3.policy_of(self.engine).packing
         self.parameters = dict(zero3.policy_of(self.engine).model.named_parameters())
         """Every parameter once, by its name in transformers: tied weights appear under the first one."""
         if strange := set(self.parameters) ^ set(self.table.parameters):
@@ -308,14 +312,24 @@ class LearnerRank:
         return sums.over_ranks(), plan
 
     def _plan(self, examples: Sequence[Example]) -> Packing:
-        """Micro-batches for each data-parallel rank, the same on every rank. Ranks that share rows hold as many tokens as their caps add up to."""
+        """Micro-batches for each data-parallel rank, equally many, and the same on every rank. Ranks that share rows hold as many tokens as
+        their caps add up to."""
         learner = self.config.learner
-        return pack([len(example.tokens) for example in examples], learner.max_tokens_per_row, learner.data_parallel_size, self._quadratic_cost())
+        return pack(
+            [len(example.tokens) for example in examples],
+            learner.max_tokens_per_row,
+            learner.data_parallel_size,
+            self._quadratic_cost(),
+            self.packing == "none",
+        )
 
     def _quadratic_cost(self) -> float:
         shape = zero3.policy_of(self.engine).model.config.get_text_config()
-        head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-        return quadratic_cost(shape.num_hidden_layers, shape.num_attention_heads, head_dim, sum(int(p.ds_numel) for p in self.parameters.values()))
+        heads = getattr(shape, "num_attention_heads", None)
+        if not heads:
+            return 0.0
+        head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+        return quadratic_cost(shape.num_hidden_layers, heads, head_dim, sum(int(p.ds_numel) for p in self.parameters.values()))
 
     def exact_match(self, rows: Sequence[TokenRow]) -> float:
         """Share of rows whose second ids are all the argmax after what precedes them: what greedy decoding would answer exactly."""

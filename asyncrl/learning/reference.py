@@ -38,8 +38,9 @@ class Reference:
         self.config = config
         self.device = torch.device("cuda" if config.learner.device == "cuda" else "cpu")
         dtype = torch.bfloat16 if config.learner.bf16 else torch.float32
-        self.policy = load_policy(config.reference_path, dtype, config.rollout.temperature).to(self.device)
-        check_isolation(self.policy, self.policy.model.config.get_text_config().vocab_size, self.device, dtype, config.reference_path)
+        self.policy = load_policy(config.reference_path, dtype, config.rollout.temperature, packing=config.learner.packing).to(self.device)
+        vocabulary = self.policy.model.config.get_text_config().vocab_size
+        check_isolation(self.policy, vocabulary, self.device, dtype, config.reference_path, self.policy.packing)
 
     def ready(self) -> None:
         """Answers once the model is loaded."""
@@ -55,7 +56,8 @@ class Reference:
         examples = [token_example(rows[index]) for index in asked]
         found = [np.zeros(0, dtype=np.float32)] * len(rows)
         with torch.no_grad():
-            for indices in pack([len(example.tokens) for example in examples], self.config.learner.max_tokens_per_gpu, 1).micro_batches[0]:
+            lengths, cap = [len(example.tokens) for example in examples], self.config.learner.max_tokens_per_gpu
+            for indices in pack(lengths, cap, 1, one_each=self.policy.packing == "none").micro_batches[0]:
                 batch = micro_batch(examples, indices, self.device)
                 values, *_ = self.policy(batch)
                 for place, part in zip(batch.order, values.cpu().split(list(batch.counts)), strict=True):

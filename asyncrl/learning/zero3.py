@@ -106,7 +106,7 @@ def start_engine(
     """
     chosen = settings(config)
     sharded = HfDeepSpeedConfig(chosen)
-    policy = load_policy(path, torch.bfloat16 if config.bf16 else torch.float32, temperature, entropy_gradient, values, sequence_group)
+    policy = load_policy(path, torch.bfloat16 if config.bf16 else torch.float32, temperature, entropy_gradient, values, sequence_group, config.packing)
     if config.gradient_checkpointing:
         checkpoint_activations(policy)
     head = policy.model.get_output_embeddings()
@@ -114,7 +114,7 @@ def start_engine(
         deepspeed.zero.register_external_parameter(policy, parameter)
     engine, _, _, _ = deepspeed.initialize(model=policy, optimizer=make_optimizer(policy, config), config=chosen)
     engine.eval()  # where the policy is, and stays
-    check_isolation(engine, policy.model.config.get_text_config().vocab_size, engine.device, policy.model.dtype, path)
+    check_isolation(engine, policy.model.config.get_text_config().vocab_size, engine.device, policy.model.dtype, path, policy.packing)
     return engine, sharded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import psutil
@@ -10,7 +11,11 @@ import torch
 from recorded import learner_config
 from transformers import AutoModelForCausalLM
 
+from asyncrl.config import Config
+from asyncrl.learning.batches import micro_batch, token_example
 from asyncrl.learning.estimate import estimate, memory_text, parameter_counts
+from asyncrl.learning.policy import checkpoint_activations, load_policy
+from asyncrl.testing.families import VOCABULARY, family
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "untied_model"])
@@ -59,3 +64,45 @@ def test_the_text_says_what_is_not_in_it_and_what_the_machine_has(tiny_model: Pa
     assert ("no GPU" in text) != torch.cuda.is_available()
     offloaded = memory_text(learner_config(tiny_model, gradient_checkpointing=True, offload_optimizer="cpu"))
     assert "keeps one input for each layer" in offloaded and "offloading saves nothing on learner.device: cpu" in offloaded
+
+
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["kept", "computed again"])
+def test_scores_of_tokens_by_tokens_are_counted_as_large_as_they_get(tmp_path: Path, checkpointing: bool) -> None:
+    """Gemma 2 attends eagerly: forward and backward pass of one trajectory, in resident memory, against the estimate."""
+    tokens = 1700
+    path = family("gemma2").save(tmp_path, max_position_embeddings=4096, num_attention_heads=4)
+    config = learner_config(path, max_tokens=tokens, gradient_checkpointing=checkpointing)
+    lengths = {"max_prompt_length": 100}, {"max_completion_length": tokens - 100}
+    config = Config.model_validate(config.model_dump() | {"data": config.data.model_dump() | lengths[0], "rollout": config.rollout.model_dump() | lengths[1]})
+    needed = estimate(config).scores
+    assert needed == 4 * 4 * tokens**2 * (2 * (1 if checkpointing else 2) + 3) and "tokens squared" in memory_text(config)
+    policy = load_policy(str(path), torch.float32, 1.0)
+    if checkpointing:
+        checkpoint_activations(policy)
+    batch = micro_batch([token_example(([5], [7 + at % 200 for at in range(tokens - 1)]))], [0], "cpu")
+    process, highest, done = psutil.Process(), [0], threading.Event()
+    before = process.memory_info().rss
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            highest[0] = max(highest[0], process.memory_info().rss - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    policy(batch)[0].sum().backward()
+    done.set()
+    watcher.join()
+    assert 0.6 * needed < highest[0] < 1.25 * needed
+
+
+def test_models_that_keep_no_scores_are_not_charged_for_them(tiny_model: Path, tmp_path: Path) -> None:
+    assert estimate(learner_config(tiny_model)).scores == 0
+    assert estimate(learner_config(family("qwen3_next").save(tmp_path / "hybrid"))).scores == 0
+    assert "tokens squared" not in memory_text(learner_config(tiny_model))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mamba2"])
+def test_older_names_of_sizes_are_read(tmp_path: Path, name: str) -> None:
+    """GPT-2 says n_embd; a Mamba has no attention heads."""
+    needs = estimate(learner_config(family(name).save(tmp_path / name)))
+    assert needs.logits > 4 * 2 * VOCABULARY * 64

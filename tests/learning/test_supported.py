@@ -1,4 +1,4 @@
-"""Models whose packed trajectories would leak into one another are refused: by their config, by their class, by what their layers do."""
+"""Models whose packed trajectories would leak into one another are trained one a forward, or refused: by their config, by their class, by what they do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from asyncrl.learning.attention import Segments, register_attention, segment_att
 from asyncrl.learning.batches import Example, micro_batch, token_example
 from asyncrl.learning.isolation import check_isolation
 from asyncrl.learning.policy import Policy, load_policy
-from asyncrl.learning.supported import refusal, uniform_rope_tokens
+from asyncrl.learning.supported import caps_attention, chosen_packing, logit_change, support, uniform_rope_tokens
+from asyncrl.learning.ulysses import SequenceGroup
 
 SIZES = {
     "vocab_size": 50,
@@ -32,7 +33,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-WAY_OUT = "use a model with full or sliding-window attention in every layer"
+WAY_OUT = "set learner.packing: none, or use a model with full or sliding-window attention in every layer"
 
 
 @cache
@@ -50,24 +51,40 @@ SIGNS = {
 
 
 @pytest.mark.parametrize("sign", SIGNS)
-def test_every_model_of_transformers_with_such_layers_is_refused(sign: str) -> None:
+def test_no_model_of_transformers_with_such_layers_is_packed(sign: str) -> None:
     found = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if re.search(SIGNS[sign], source(name))]
     assert len(found) > 5
-    accepted = [name for name in found if refusal({"model_type": name}) is None]
-    assert not accepted, f"transformers has {sign} in {accepted}, which would be trained"
+    packed = [name for name in found if support({"model_type": name}).packing == "rows"]
+    assert not packed, f"transformers has {sign} in {packed}, which would be packed"
 
 
-def test_every_model_of_transformers_without_the_attention_interface_is_refused() -> None:
+def test_no_model_of_transformers_without_the_attention_interface_is_packed() -> None:
     without = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if "_supports_attention_backend = True" not in source(name)]
-    assert len(without) > 30 and not [name for name in without if refusal({"model_type": name}) is None]
+    assert len(without) > 30 and not [name for name in without if support({"model_type": name}).packing == "rows"]
+
+
+def test_no_model_of_transformers_with_an_indexer_is_trained() -> None:
+    found = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if re.search(r"[Ii]ndexer", source(name))]
+    assert len(found) > 3 and not [name for name in found if support({"model_type": name}).packing is not None]
 
 
 COMMON = "deepseek_v3 gemma glm4 llama ministral ministral3 mistral mixtral olmo2 olmo3 phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2"
 
 
 @pytest.mark.parametrize("model_type", COMMON.split())
-def test_common_models_are_not_refused(model_type: str) -> None:
-    assert refusal(AutoConfig.for_model(model_type).to_dict()) is None
+def test_common_models_are_packed(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type).to_dict()
+    assert support(config).text() == "packed" and chosen_packing(config, None) == "rows" and chosen_packing(config, "none") == "none"
+
+
+HYBRIDS = "qwen3_next qwen3_5_text lfm2 nemotron_h falcon_h1 gpt_oss gemma2"
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS.split())
+def test_what_cannot_be_packed_is_trained_unpacked(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type).to_dict()
+    assert support(config).text().startswith("unpacked, because it has ") or "soft-caps" in support(config).text()
+    assert chosen_packing(config, None) == chosen_packing(config, "none") == "none"
 
 
 @pytest.mark.parametrize(
@@ -79,13 +96,50 @@ def test_common_models_are_not_refused(model_type: str) -> None:
         ({"model_type": "new", "mamba_d_state": 16}, r"has settings of recurrent layers \(mamba_d_state\)"),
         ({"model_type": "gpt_oss"}, "has attention sinks"),
         ({"model_type": "new", "attn_logit_softcapping": 50.0}, "soft-caps its attention scores"),
-        ({"model_type": "granite", "logits_scaling": 8.0}, r"changes its logits after the head \(logits_scaling\)"),
         ({"model_type": "gptj"}, "does not use transformers' attention interface"),
+        ({"model_type": "nemotron"}, "keeps from its layers what packed attention needs"),
     ],
 )
-def test_a_config_is_refused_with_model_reason_and_way_out(config: dict[str, Any], reason: str) -> None:
-    message = refusal(config)
-    assert message is not None and re.search(reason, message) and WAY_OUT in message and "\n" not in message
+def test_packed_rows_are_refused_with_model_reason_and_way_out(config: dict[str, Any], reason: str) -> None:
+    assert chosen_packing(config, None) == "none"
+    with pytest.raises(ValueError, match=f"{reason}.*, so learner.packing: rows is not possible; {WAY_OUT}") as error:
+        chosen_packing(config, "rows")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("bart", "is no causal language model by itself"), ("bert", "is no causal"), ("deepseek_v32", "an indexer"), ("rwkv", "divides its own weights")],
+)
+@pytest.mark.parametrize("asked", [None, "rows", "none"])
+def test_what_cannot_be_trained_is_refused_however_it_is_asked_for(model_type: str, reason: str, asked: Any) -> None:
+    with pytest.raises(ValueError, match=f"model_type '{model_type}' .*{reason}.*; use a decoder that predicts the next token"):
+        chosen_packing({"model_type": "multimodal", "text_config": {"model_type": model_type}} | {"model_type": model_type}, asked)
+    assert support({"model_type": model_type}).text().startswith("refused, because it ")
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        ({"model_type": "llama"}, (1.0, None)),
+        ({"model_type": "granite", "logits_scaling": 8.0}, (0.125, None)),
+        ({"model_type": "hyperclovax", "logits_scaling": 8.0}, (8.0, None)),
+        ({"model_type": "cohere", "logit_scale": 0.0625}, (0.0625, None)),
+        ({"model_type": "falcon_h1", "lm_head_multiplier": 0.5}, (0.5, None)),
+        ({"model_type": "gemma2", "final_logit_softcapping": 30.0}, (1.0, 30.0)),
+        ({"model_type": "gemma3", "text_config": {"final_logit_softcapping": None}}, (1.0, None)),
+        ({"model_type": "gemma4", "text_config": {"final_logit_softcapping": 30}}, (1.0, 30.0)),
+        ({"model_type": "recurrent_gemma", "logits_soft_cap": 30.0}, (1.0, 30.0)),
+        ({"model_type": "muse_glimmer", "output_multiplier": 2.0, "final_logit_softcapping": 20.0}, (2.0, 20.0)),
+    ],
+)
+def test_what_a_model_does_to_its_logits_is_read_from_its_config(config: dict[str, Any], change: tuple[float, float | None]) -> None:
+    assert logit_change(config) == change
+
+
+def test_a_soft_cap_on_attention_is_known() -> None:
+    assert caps_attention({"attn_logit_softcapping": 50.0}) and caps_attention({"text_config": {"attn_logit_softcapping": 50.0}})
+    assert not caps_attention({"attn_logit_softcapping": None})
 
 
 @pytest.mark.parametrize(
@@ -127,7 +181,9 @@ def test_long_rope_changes_a_short_trajectory_behind_a_long_one() -> None:
 def test_a_checkpoint_is_refused_as_it_is_loaded(tmp_path: Path) -> None:
     Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"model.path = '{tmp_path}': model_type 'lfm2' has recurrent or convolutional layers.*{WAY_OUT}"):
-        load_policy(str(tmp_path), torch.float32, 1.0)
+        load_policy(str(tmp_path), torch.float32, 1.0, packing="rows")
+    with pytest.raises(ValueError, match=r"learner\.sequence_parallel_size = 2 shares packed rows"):
+        load_policy(str(tmp_path), torch.float32, 1.0, sequence_group=SequenceGroup(None, 0, 2))
 
 
 @pytest.mark.parametrize(("name", "value"), [("_is_stateful", True), ("_supports_attention_backend", False)])
@@ -232,4 +288,4 @@ def test_attention_of_another_kind_is_refused(settings: dict[str, Any], reason: 
 def test_the_list_needs_no_torch() -> None:
     path = Path(__file__).parents[2] / "asyncrl" / "learning" / "supported.py"
     assert not re.search(r"import (torch|transformers)|from (torch|transformers)", path.read_text())
-    assert json.dumps(refusal({"model_type": "rwkv"}))
+    assert json.dumps(support({"model_type": "rwkv"}).text())
