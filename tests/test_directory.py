@@ -157,6 +157,26 @@ def test_other_data_under_the_same_name_are_refused(tmp_path):
         RunDirectory(config(tmp_path, data=data, resume="must"))
 
 
+def test_sources_may_move_and_keep_their_rows_weights_and_order(tmp_path):
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        for name in ("a", "b"):
+            (tmp_path / place / f"{name}.jsonl").write_text(json.dumps({"prompt": name}))
+
+    def data(place="here", weights=(1, 3), names="ab"):
+        sources = [{"path": str(tmp_path / place / f"{name}.jsonl"), "weight": weight} for name, weight in zip(names, weights, strict=True)]
+        return {"train": sources, "max_prompt_length": 20}
+
+    with RunDirectory(config(tmp_path, data=data())) as directory:
+        write(directory)
+    with RunDirectory(config(tmp_path, data=data("there"), resume="must")) as directory:
+        assert [line[:27] for line in directory.said if "changed" in line] == ["changed since: data.train ["]
+    (tmp_path / "there" / "b.jsonl").write_text(json.dumps({"prompt": "c"}))
+    for changed in (data(weights=(1, 2)), data(names="ba", weights=(3, 1)), data("there")):
+        with pytest.raises(ConfigError, match=r"data.train: its content .* ordinals stand for its rows; put it back"):
+            RunDirectory(config(tmp_path, data=changed, resume="must"))
+
+
 def test_another_model_under_the_same_name_is_refused(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
