@@ -6,6 +6,8 @@ The layout is that of datasets on the Hugging Face hub: `train-00000-of-00002.pa
 
 from __future__ import annotations
 
+import fnmatch
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
@@ -18,6 +20,8 @@ from asyncrl.runtime.yaml_files import parse_yaml
 __all__ = ["DATA_SUFFIXES", "data_files", "folder_files", "is_data_file"]
 
 DATA_SUFFIXES = (".parquet", ".pq", ".jsonl", ".ndjson", ".json")
+NO_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+"""What libraries write about a dataset beside its rows."""
 COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 SPLIT_WORDS = {
     "train": "train",
@@ -38,6 +42,8 @@ SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<rest>
 def is_data_file(name: str) -> bool:
     """Whether this is the name of a Parquet or JSONL file, compressed JSONL included."""
     path = PurePosixPath(name.lower())
+    if path.name in NO_DATA:
+        return False
     if path.suffix in COMPRESSED:
         path = path.with_suffix("")
         return path.suffix in DATA_SUFFIXES[2:]
@@ -62,11 +68,13 @@ def data_files(names: Iterable[str], readme: str | None, split: str | None, subs
     splits = _config_splits(configs, there, subset) if configs else _name_splits(there, subset)
     if not splits:
         raise ValueError(f"holds no data file ({', '.join(DATA_SUFFIXES)})")
+    named = sorted(one for one in splits if one)
     if split is None and len(splits) > 1:
-        raise ValueError(f"holds the splits {sorted(splits)}; name one of them as split")
-    chosen = splits.get(split if split is not None else next(iter(splits)))
+        other = f", and files of no split ({splits[''][0]})" if "" in splits else ""
+        raise ValueError(f"holds the splits {named}{other}; name one of them as split")
+    chosen = splits.get(split) if split else next(iter(splits.values()))
     if chosen is None:
-        raise ValueError(f"holds no split {split!r}; it has {sorted(splits)}")
+        raise ValueError(f"holds no split {split!r}; it has {named}")
     _refuse_missing_shards(chosen)
     return chosen
 
@@ -88,16 +96,13 @@ def _below(names: Sequence[str], subset: str | None) -> list[str]:
 
 
 def _name_splits(names: Sequence[str], subset: str | None) -> dict[str, list[str]]:
-    """Split → files. Files without a split's word in their path are `train`, if all are so."""
+    """Split → files. Those without a split's word in their path are `train`, if all are so; else "" has them."""
     splits: dict[str, list[str]] = {}
     for name in _below(names, subset):
         words = re.split(r"[^a-z0-9]+", name.lower())
         found = next((SPLIT_WORDS[word] for word in reversed(words) if word in SPLIT_WORDS), "")
         splits.setdefault(found, []).append(name)
-    if set(splits) == {""}:
-        return {"train": splits[""]}
-    splits.pop("", None)
-    return splits
+    return {"train": splits[""]} if set(splits) == {""} else splits
 
 
 def _configs(readme: str | None) -> list[dict[str, Any]]:
@@ -134,7 +139,7 @@ def _config_splits(configs: Sequence[dict[str, Any]], names: Sequence[str], subs
             files = [name for name in dict.fromkeys(found) if is_data_file(name)]
             if files:
                 splits.setdefault(split, []).extend(files)
-    except (KeyError, TypeError, AttributeError, re.error):
+    except (KeyError, TypeError, AttributeError):
         raise ValueError("has a README.md whose configs cannot be read; name the files") from None
     return splits
 
@@ -151,10 +156,16 @@ def _patterns(given: Any) -> list[tuple[str, list[str]]]:
 
 def _matches(name: str, pattern: str) -> bool:
     """Whether a glob with `*`, `?`, `[…]` and `**` (any number of folders) fits the path."""
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]*\])", pattern.removeprefix("./"))
-    wild = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    regex = "".join(wild.get(part) or (part if part.startswith("[") else re.escape(part)) for part in parts)
-    return re.fullmatch(regex, name) is not None
+    return _fit(name.split("/"), pattern.removeprefix("./").split("/"))
+
+
+def _fit(parts: Sequence[str], globs: Sequence[str]) -> bool:
+    if not globs:
+        return not parts
+    if globs[0] == "**":
+        rest = list(itertools.dropwhile("**".__eq__, globs))
+        return bool(parts) and (not rest or any(_fit(parts[at:], rest) for at in range(len(parts))))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], globs[0]) and _fit(parts[1:], globs[1:])
 
 
 def _refuse_missing_shards(names: Sequence[str]) -> None:

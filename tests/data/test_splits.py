@@ -29,6 +29,15 @@ configs:
 # GSM8K
 """
 MATH = ["README.md", "test.jsonl", "train.jsonl", "eval.py", "_private/train.jsonl"]
+SORTED = ["x/b.jsonl", "x/y/c.jsonl", "a.jsonl"]
+"""In the order of the patterns."""
+HANG = "*a" * 40 + "b"
+
+
+def test_a_pattern_of_a_strangers_readme_takes_no_time():
+    readme = f"---\nconfigs:\n- data_files: '{HANG}'\n---"
+    with pytest.raises(ValueError, match="holds no data file"):
+        data_files(["a" * 200 + ".jsonl"], readme, None, None)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +48,9 @@ MATH = ["README.md", "test.jsonl", "train.jsonl", "eval.py", "_private/train.jso
         (GSM8K, None, "test", "socratic", ["socratic/test-00000-of-00001.parquet"]),
         (GSM8K, None, "test", None, ["main/test-00000-of-00001.parquet", "socratic/test-00000-of-00001.parquet"]),
         (MATH, None, "train", None, ["train.jsonl"]),
-        (["data.parquet"], None, "train", None, ["data.parquet"]),
+        (["data.parquet", "dataset_infos.json"], None, "train", None, ["data.parquet"]),
+        (["more.jsonl", "train.jsonl"], None, "train", None, ["train.jsonl"]),
+        (["a.jsonl", "x/b.jsonl", "x/y/c.jsonl"], "---\nconfigs:\n- data_files: ['**/b.jsonl', 'x/**/**/c*', './a.*']\n---", None, None, SORTED),
         (["b.jsonl", "a.jsonl.gz", "c.csv"], None, None, None, ["a.jsonl.gz", "b.jsonl"]),
         (["data/validation.json", "data/dev_small.json", "training/x.pq"], None, "validation", None, ["data/dev_small.json", "data/validation.json"]),
         (["training/x.pq", "test/x.pq"], None, "train", None, ["training/x.pq"]),
@@ -64,7 +75,9 @@ def test_the_files_of_a_split(names, readme, split, subset, files):
         (["README.md"], None, "train", None, r"holds no data file \(.parquet"),
         (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], None, "train", None, "lacks train-00001-of-00003.parquet; fetch it again"),
         (["a.jsonl"], "---\nconfigs:\n- data_files: [{path: a.jsonl}]\n---", None, None, "has a README.md whose configs cannot be read"),
-        (["a.jsonl"], "---\nconfigs:\n- data_files: '[z-a].jsonl'\n---", None, None, "has a README.md whose configs cannot be read"),
+        (["a.jsonl"], "---\nconfigs:\n- data_files: 5\n---", None, None, "has a README.md whose configs cannot be read"),
+        (["a.jsonl"], "---\nconfigs:\n- data_files: '[z-a].jsonl'\n---", None, None, "holds no data file"),
+        (["more.jsonl", "train.jsonl"], None, None, None, r"holds the splits \['train'\], and files of no split \(more.jsonl\); name one of them"),
         (["a.jsonl"], "---\nconfigs:\n- data_files: ../../etc/*\n---", None, None, "holds no data file"),
     ],
 )
