@@ -258,6 +258,44 @@ class RewardFunction(Section):
     arguments: dict[str, Any] = {}
     """Keyword arguments of every call, beside those that asyncrl gives it. They are stored and shown with the config: no secrets."""
 
+    @property
+    def runs_code(self) -> bool:
+        """Whether it is the built-in reward that runs what a model wrote."""
+        return self.function in ("asyncrl.rewards.builtin:code_tests", "asyncrl.rewards.code:code_tests")
+
+
+class SandboxConfig(Section):
+    level: Literal["landlock", "namespaces", "container"] | None = None
+    """Least isolation of code that a model wrote: without it nothing is run. docs/sandbox.md compares the levels. None = no reward runs such code."""
+    service: str | None = Field(default=None, pattern=r"^https?://[^/]+/?$")
+    """URL of a sandbox service that runs everything, such as http://127.0.0.1:8700. None = each reward process's own machine."""
+    python: str | None = Field(default=None, pattern="^/")
+    """Absolute path of the programs' interpreter. Default: the one that runs asyncrl, without the packages of its environment."""
+    paths: list[Annotated[str, Field(pattern="^/")]] = []
+    """Absolute paths of folders that programs may read and import from, besides the system's."""
+    wall_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """Seconds on the clock for the tests of one completion."""
+    cpu_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """Seconds of processor time for them."""
+    memory_bytes: int = Field(default=1 << 30, gt=0)
+    """Address space of one process, and memory of all processes of one completion."""
+    processes: int = Field(default=32, gt=0)
+    """Processes and threads of one completion at once."""
+    disk_bytes: int = Field(default=64 << 20, gt=0)
+    """Bytes in a program's folder."""
+    output_bytes: int = Field(default=1 << 20, gt=0)
+    """Bytes that a program may print."""
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether there is a sandbox."""
+        return self.level is not None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether there is one, and this machine is it."""
+        return self.runs_code and self.service is None
+
 
 class RewardConfig(Section):
     functions: dict[Annotated[str, Field(pattern=r"^[^/]+$")], RewardFunction] = Field(min_length=1)
@@ -280,6 +318,8 @@ class RewardConfig(Section):
     when this is above 1: then it must be safe to call from several."""
     memory_bytes: int = Field(default=4 << 30, gt=0)
     """Memory of its own that one reward process may take (Linux, RLIMIT_DATA); a reward that asks for more fails, before the machine runs out."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where rewards run code that a model wrote (`asyncrl.rewards.code`)."""
     shuffle: bool = False
     """Control experiment: permute the rewards over each step's whole batch, so that there is nothing to learn. What a run gains all the same is no
     work of the rewards."""

@@ -32,6 +32,7 @@ from asyncrl.learning.group import LearnerGroup
 from asyncrl.learning.reference import start_reference
 from asyncrl.placement import needed, wait_for_placement, wait_for_room
 from asyncrl.redact import redact
+from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.score import score_completions
 from asyncrl.rewards.scoring import RayScores
@@ -261,6 +262,7 @@ async def _ready(actor: Any) -> None:
 
 async def _start_rewards(config: Config, stack: AsyncExitStack) -> RewardPool:
     """Evaluation's reward processes, every function imported."""
+    share_settings(config.reward.sandbox)
     pool = RewardPool(config.reward)
     _closing(stack, "reward processes", functools.partial(asyncio.to_thread, pool.close))
     await pool.check()

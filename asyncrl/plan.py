@@ -60,6 +60,9 @@ class Plan:
     version: Outline
     """What is published."""
 
+    sandbox: str | None = None
+    """Level that code runs at; None: no code runs."""
+
     @property
     def weights_bytes(self) -> int:
         """Bytes of one published version."""
@@ -87,6 +90,7 @@ class Plan:
                 self._kv_cache(),
                 self.evaluation_text(),
                 self.prompts_text(),
+                *self._sandbox_text(),
             ]
         )
 
@@ -94,6 +98,13 @@ class Plan:
         """What the limits did, as `truncation/<file>/<count>`."""
         files = {file.replace(" ", "_"): report for file, report in self.truncation.items()}
         return {f"truncation/{file}/{name}": count for file, report in files.items() for name, count in report.metrics().items()}
+
+    def _sandbox_text(self) -> list[str]:
+        if self.sandbox is None:
+            return []
+        settings = self.config.reward.sandbox
+        where = "here, as on every machine that scores" if settings.is_local else f"at {settings.service}"
+        return [f"# sandbox\n  code that the model wrote runs at level {self.sandbox} {where}; asked for: {settings.level}"]
 
     def _cpu_table(self) -> str:
         rows = [f"  {part.name:<24}{part.count:>4} x {part.cpus:<5g} = {part.count * part.cpus:5.2f}" for part in self.parts]
@@ -178,6 +189,7 @@ def make_plan(config: Config) -> Plan:
     if config.warm_start.data is not None:
         _check_pieces(config, context)
         truncation |= {f"supervised rows of {field}": rows for field, rows in _check_warm_start(config).items()}
+    sandbox = _check_sandbox(config)
     for name, reward in config.reward.functions.items():
         try:
             find_reward(reward.function)
@@ -197,13 +209,26 @@ def make_plan(config: Config) -> Plan:
         stops = load_stops(config.model.path, tokenizer, rollout.rollout_stop, rollout.rollout_stop_token_ids)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    plan = Plan(config, logical_cpus(config), shutil.disk_usage("/dev/shm").free, context, report, truncation, stops, _version_outline(config))
+    plan = Plan(config, logical_cpus(config), shutil.disk_usage("/dev/shm").free, context, report, truncation, stops, _version_outline(config), sandbox)
     if plan.shared_memory_needed > plan.shared_memory_free:
         raise ConfigError(
             f"/dev/shm has {plan.shared_memory_free >> 20} MiB free, and two versions in the object store plus {config.generator.num_replicas} staged "
             f"need {plan.shared_memory_needed >> 20} MiB; lower generator.num_replicas or enlarge /dev/shm"
         )
     return plan
+
+
+def _check_sandbox(config: Config) -> str | None:
+    """The level that code will run at, tried on this machine or asked of the service; None: none is asked for."""
+    from asyncrl.sandbox import SandboxError, open_sandbox
+
+    settings = config.reward.sandbox
+    if settings.level is None:
+        return None
+    try:
+        return open_sandbox(settings.level, service=settings.service, python=settings.python, paths=settings.paths).level.value
+    except (SandboxError, ValueError) as error:
+        raise ConfigError(f"reward.sandbox.level = {settings.level!r}: {error}; docs/sandbox.md says what each level needs") from None
 
 
 def _check_evaluation(config: Config, context: int) -> dict[str, TruncationReport]:

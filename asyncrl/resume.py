@@ -45,7 +45,16 @@ LONGEST = ("rollout.max_completion_length", "learner.max_tokens_per_gpu", "learn
 FREE = ("resume", "name", "runs_root", "checkpoint.load", "checkpoint.ckpt_step", "checkpoint.save")
 """Settings whose change is not worth a line: they say where, not what."""
 
-SCORED_WITH = ("reward.functions", "reward.shuffle", "reward.overlong", "algorithm.advantage", "algorithm.kl_", "algorithm.ref_load", *LONGEST)
+SCORED_WITH = (
+    "reward.functions",
+    "reward.sandbox",
+    "reward.shuffle",
+    "reward.overlong",
+    "algorithm.advantage",
+    "algorithm.kl_",
+    "algorithm.ref_load",
+    *LONGEST,
+)
 """Beginnings of the settings that a scored group stands for. When one changes, the groups that wait in the checkpoint are made again."""
 
 

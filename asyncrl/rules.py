@@ -50,6 +50,14 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("model.revision", "model.on_hub", (True,), "the name of a model on the hub in model.path"),
     ("observe.project", "observe.has_sinks", (True,), "observe.sinks"),
     ("reward.overlong_penalty", "reward.penalises_length", (True,), "reward.overlong_buffer above 0"),
+    *(
+        (f"reward.sandbox.{name}", "reward.sandbox.runs_code", (True,), "reward.sandbox.level")
+        for name in ("service", "wall_s", "cpu_s", "memory_bytes", "processes", "disk_bytes", "output_bytes")
+    ),
+    *(
+        (f"reward.sandbox.{name}", "reward.sandbox.is_local", (True,), "reward.sandbox.level and without a service, which has its own")
+        for name in ("python", "paths")
+    ),
     ("reward.retries", "reward.policy", ("retry",), "reward.policy: retry"),
     ("rollout.repetition_ngram", "rollout.stops_repetition", (True,), "rollout.repetition_stop"),
     ("rollout.repetition_stop", "rollout.ignore_eos", (False,), "rollout.ignore_eos: false"),
@@ -141,11 +149,29 @@ def _arithmetic_holds(config: Config) -> None:
     if config.warm_start.data is not None and config.eval.data is None:
         raise ValueError(f"warm_start.data = {config.warm_start.data!r} needs eval.data: its accuracy there ends the warm start; name a held-out file")
     _pieces_are_cut(config)
+    _code_has_a_sandbox(config)
     if config.eval.every_steps and not config.eval.evaluates:
         raise ValueError(f"eval.every_steps = {config.eval.every_steps} has nothing to evaluate on; set eval.data or eval.sets, or leave it out")
     _sets_can_be_evaluated(config)
     if config.eval.accuracy is not None and config.eval.accuracy not in config.reward.functions:
         raise ValueError(f"eval.accuracy = {config.eval.accuracy!r} is not one of reward.functions {sorted(config.reward.functions)}; name one")
+
+
+def _code_has_a_sandbox(config: Config) -> None:
+    """What runs a model's code has a sandbox, which ends before the reward's deadline."""
+    sandbox, deadline_s = config.reward.sandbox, config.reward.deadline_s
+    for name, reward in config.reward.functions.items():
+        if not reward.runs_code:
+            continue
+        if sandbox.level is None:
+            raise ValueError(
+                f"reward.functions.{name}.function = {reward.function!r} runs code that the model wrote: set reward.sandbox.level to namespaces, landlock or "
+                "container (docs/sandbox.md)"
+            )
+        if sandbox.wall_s >= deadline_s:
+            raise ValueError(f"reward.sandbox.wall_s = {sandbox.wall_s:g} is not below reward.deadline_s = {deadline_s:g}; raise the deadline, or lower it")
+    if sandbox.level == "container" and sandbox.service is None:
+        raise ValueError("reward.sandbox.level = 'container' is what an outside service gives; set reward.sandbox.service, or ask for namespaces or landlock")
 
 
 def _sets_can_be_evaluated(config: Config) -> None:

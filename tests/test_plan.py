@@ -338,3 +338,43 @@ def test_a_bpe_tokenizer_with_a_chat_template_and_two_ends(write, llama_model):
     assert plan.prompts.first_text == "<s><|user|>1 + 2 =<|end|><|assistant|>" and plan.prompts.first_ids.count(1) == 1
     assert plan.stops.tokens == {2: ("generation config", "tokenizer EOS"), 5: ("chat end token", "generation config")}
     assert plan.weights_bytes == weight_bytes(llama_model)
+
+
+CODE = {"reward.functions": {"code": {"function": "asyncrl.rewards.builtin:code_tests"}}}
+
+
+def test_shows_the_level_at_which_code_runs(write):
+    from asyncrl.sandbox import probe
+
+    best = probe().best
+    if best is None:
+        with pytest.raises(ConfigError, match=r"reward\.sandbox\.level = 'landlock': sandbox level 'landlock' is not reached here \("):
+            make_plan(load_config(write({**CODE, "reward.sandbox.level": "landlock"})))
+        return
+    text = make_plan(load_config(write({**CODE, "reward.sandbox.level": "landlock"}))).text()
+    assert f"# sandbox\n  code that the model wrote runs at level {best} here, as on every machine that scores; asked for: landlock" in text
+    assert "# sandbox" not in make_plan(load_config(write())).text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "runs code that the model wrote: set reward.sandbox.level"),
+        ({"reward.sandbox.level": "none"}, "reward.sandbox.level"),
+        ({"reward.sandbox.level": "container"}, "'container' is what an outside service gives; set reward.sandbox.service"),
+        ({"reward.sandbox.level": "landlock", "reward.sandbox.wall_s": 30.0}, "reward.sandbox.wall_s = 30 is not below reward.deadline_s = 30"),
+        ({"reward.sandbox.level": "landlock", "reward.sandbox.service": "http://127.0.0.1:1"}, "ASYNCRL_SANDBOX_TOKEN has 0 characters"),
+        ({"reward.sandbox.level": "landlock", "reward.sandbox.paths": ["/"]}, "sandbox path '/' would show programs far more"),
+        ({"reward.sandbox.level": "landlock", "reward.sandbox.paths": ["here"]}, "reward.sandbox.paths"),
+        ({"reward.sandbox.level": "landlock", "reward.sandbox.python": "/no/python"}, "cannot start '/no/python'"),
+        ({"reward.functions": {"f": {"function": "asyncrl.rewards.builtin:exact_match"}}, "reward.sandbox.cpu_s": 1.0}, "acts only with reward.sandbox.level"),
+        (
+            {"reward.sandbox.level": "landlock", "reward.sandbox.service": "http://127.0.0.1:1", "reward.sandbox.python": "/usr/bin/python3"},
+            "acts only with reward.sandbox.level and without a service",
+        ),
+    ],
+)
+def test_refuses_a_sandbox_that_there_is_not(write, changes, message, monkeypatch):
+    monkeypatch.delenv("ASYNCRL_SANDBOX_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_plan(load_config(write({**CODE, **changes})))

@@ -6,9 +6,9 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["check_builtin", "exact_match", "llm_judge", "math_verify", "reasoning_gym_score"]  # noqa: F822
+__all__ = ["check_builtin", "code_tests", "exact_match", "llm_judge", "math_verify", "reasoning_gym_score"]  # noqa: F822
 
-SLOW_IMPORTS = {"reasoning_gym_score": "reasoning", "math_verify": "mathematics", "llm_judge": "judge"}
+SLOW_IMPORTS = {"code_tests": "code", "reasoning_gym_score": "reasoning", "math_verify": "mathematics", "llm_judge": "judge"}
 """Functions whose packages take long to import → their module: paid when a reward process starts, and only if they are named."""
 
 

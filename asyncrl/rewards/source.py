@@ -17,6 +17,7 @@ import ray.exceptions
 
 from asyncrl.config import RewardConfig
 from asyncrl.contracts.columns import row_values
+from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.pool import GroupRewards, RewardPool, no_rewards
 from asyncrl.rewards.score import attach_reference, attach_rewards, group_call, group_rows
@@ -46,6 +47,7 @@ def rewarded_groups(config: RewardConfig, workers: Sequence[Any], reference: Any
     places = LEASED_AHEAD * config.processes * config.concurrency
     room = threading.Semaphore(places)
     stop = threading.Event()
+    share_settings(config.sandbox)
     with RewardPool(config, least) as pool:
         threading.Thread(target=_lease, args=(workers, uuid.uuid4().hex, places, room, stop, events), daemon=True, name="leases").start()
         try:

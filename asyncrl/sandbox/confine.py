@@ -121,7 +121,7 @@ def _first_process(job: Job, users: Users | None, ends: Ends) -> NoReturn:
     if program == 0:
         if users is not None:
             _become(PROGRAM_ID)
-        _start(job, OWN_FOLDER, ends, job.limits.processes + (users is None), None)
+        _start(job, OWN_FOLDER, ends, users is not None, job.limits.processes + (users is None), None)
     ends.close_all_but_status()
     if users is not None:
         _become(WARDEN_ID)
@@ -210,7 +210,7 @@ def _into_landlock(job: Job, users: Users | None, folder: str, ends: Ends) -> No
     started = os.pipe()
     program = os.fork()
     if program == 0:
-        _start(job, folder, ends, processes, paths)
+        _start(job, folder, ends, users is not None, processes, paths)
     ends.close_all_but_status()
     # Its other end closes when the program begins: until then nobody may look into that process.
     os.close(started[1])
@@ -282,10 +282,11 @@ def _ended(program: int, status: int, options: int) -> bool:
     return True
 
 
-def _start(job: Job, folder: str, ends: Ends, processes: int, paths: Mapping[str, int] | None) -> NoReturn:
+def _start(job: Job, folder: str, ends: Ends, own_user: bool, processes: int, paths: Mapping[str, int] | None) -> NoReturn:
     """Become the program.
 
     Args:
+        own_user: this user has no other process or file.
         processes: RLIMIT_NPROC.
         paths: path → rights that Landlock leaves; None: there is no Landlock.
     """
@@ -303,7 +304,8 @@ def _start(job: Job, folder: str, ends: Ends, processes: int, paths: Mapping[str
     kernel.drop_privileges()
     if paths is not None:
         kernel.restrict_paths(paths)
-    kernel.install_filter(seccomp_filter(own_files=paths is None))
+    # Who has a user of his own, or a root of his own, owns no other file.
+    kernel.install_filter(seccomp_filter(modes=paths is None or own_user, times=paths is None))
     environment = job.environment(folder)
     try:
         os.execvpe(job.argv[0], list(job.argv), environment)

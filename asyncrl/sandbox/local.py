@@ -70,7 +70,7 @@ class Levels:
 
 
 class LocalSandbox:
-    """`Sandbox` on this machine, at exactly one level. A program costs about 0.1 s."""
+    """`Sandbox` on this machine, at exactly one level. A program costs about 0.15 s of processor time beyond its own."""
 
     def __init__(self, level: Level, *, python: str | None = None, paths: Sequence[str] = ()) -> None:
         """Make one without a proof that the level is reached; `open_sandbox` asks for it.

@@ -71,6 +71,9 @@ def supervise(job: Job, lifeline: int) -> dict[str, Any]:
     """
     if not usage.children_known():
         raise Failed("the kernel does not list a process's children (CONFIG_PROC_CHILDREN)")
+    if os.readlink("/proc/self") != str(os.getpid()):
+        # Its numbers would be those of other processes, and the supervisor kills by number.
+        raise Failed("/proc is that of another PID namespace; mount one for this one")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     kernel.keep_orphans()
     users = _own_users() if os.geteuid() == 0 else None
@@ -275,7 +278,7 @@ def _answer(job: Job, seen: _Seen, seconds: float) -> dict[str, Any]:
     if verdict is None and code is not None and (code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits.cpu_s)):
         verdict = "cpu"
     return {
-        "status": verdict or ("exited" if code >= 0 else "signaled"),
+        "status": verdict or ("exited" if code is not None and code >= 0 else "signaled"),
         "exit_code": None if verdict else code,
         "stdout": bytes(seen.stdout[: limits.output_bytes]).decode(errors="replace"),
         "stderr": bytes(seen.stderr[: limits.output_bytes]).decode(errors="replace"),

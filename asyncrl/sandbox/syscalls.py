@@ -10,7 +10,7 @@ import platform
 import struct
 from collections.abc import Iterable, Sequence
 
-__all__ = ["ALLOWED", "CHECKED", "OWN_FILES", "UnknownMachine", "numbers", "seccomp_filter"]
+__all__ = ["ALLOWED", "ATTRIBUTES", "CHECKED", "MODES", "TIMES", "UnknownMachine", "numbers", "seccomp_filter"]
 
 
 def _parse(text: str) -> dict[str, tuple[int | None, int | None]]:
@@ -65,12 +65,22 @@ clone 56 220, ioctl 16 29, prctl 157 167, prlimit64 302 261, sendto 44 206, sock
 """)
 """Allowed with some arguments only: `_checks` has the rules."""
 
-OWN_FILES = _parse("""
-chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, futimesat 261 -, utime 132 -,
-utimensat 280 88, utimes 235 -
+MODES = _parse("""
+chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452
 """)
-"""Change a file's mode and times. Landlock does not hold them, so they are allowed only where every
-reachable file that the user owns lies in the sandbox."""
+"""Change a file's mode. Landlock does not hold them, so they are allowed only where every reachable
+file that the user owns lies in the sandbox."""
+
+TIMES = _parse("""
+futimesat 261 -, utime 132 -, utimensat 280 88, utimes 235 -
+""")
+"""Change a file's times, of one that may be written to as well: allowed only where none is outside."""
+
+ATTRIBUTES = _parse("""
+fgetxattr 193 10, flistxattr 196 13, getxattr 191 8, lgetxattr 192 9, listxattr 194 11,
+llistxattr 195 12
+""")
+"""Read extended attributes. Programs are told that the file system has none."""
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine → its column in the tables, and its AUDIT_ARCH number."""
@@ -88,7 +98,7 @@ No SET_PDEATHSIG: a program must die with its supervisor. No SET_DUMPABLE: the s
 LOAD, AND, JUMP_EQUAL, JUMP_GREATER, JUMP_AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x25, 0x35, 0x06
 NUMBER_AT, ARCH_AT, ARGUMENTS_AT = 0, 4, 16
 ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-EPERM, ENOTTY, ENOSYS = 1, 25, 38
+EPERM, ENOTTY, ENOSYS, EOPNOTSUPP = 1, 25, 38, 95
 CLONE3 = 435
 NEWEST = 462
 """Numbers above it are unknown here: libraries expect ENOSYS of them, and fall back."""
@@ -109,18 +119,18 @@ def numbers(table: dict[str, tuple[int | None, int | None]], machine: str) -> di
     return {name: row[column] for name, row in table.items() if row[column] is not None}  # type: ignore[misc]
 
 
-def seccomp_filter(own_files: bool, machine: str | None = None) -> bytes:
+def seccomp_filter(modes: bool, times: bool, machine: str | None = None) -> bytes:
     """The filter as an array of struct sock_filter.
 
     Args:
-        own_files: modes and times of files may be changed (`OWN_FILES`).
+        modes, times: those of files may be changed.
         machine: default: this one.
 
     Raises:
         UnknownMachine: not x86-64 or arm64.
     """
     machine = machine or platform.machine()
-    always = {**ALLOWED, **OWN_FILES} if own_files else ALLOWED
+    always = ALLOWED | (MODES if modes else {}) | (TIMES if times else {})
     allowed = sorted(numbers(always, machine).values())
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCH_AT),
@@ -133,6 +143,8 @@ def seccomp_filter(own_files: bool, machine: str | None = None) -> bytes:
     for name, number in numbers(CHECKED, machine).items():
         body = _checks(name)
         program += [(JUMP_EQUAL, 0, len(body), number), *body]
+    for number in numbers(ATTRIBUTES, machine).values():
+        program += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | EOPNOTSUPP)]
     # clone3 passes its flags in memory, where no filter can look: libraries fall back to clone.
     program += [(JUMP_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | ENOSYS)]
     program += [(JUMP_GREATER, 0, 1, NEWEST), (RETURN, 0, 0, ERRNO | ENOSYS)]

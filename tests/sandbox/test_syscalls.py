@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.sandbox.syscalls import ALLOWED, CHECKED, MACHINES, OWN_FILES, UnknownMachine, numbers, seccomp_filter
+from asyncrl.sandbox.syscalls import ALLOWED, ATTRIBUTES, CHECKED, MACHINES, MODES, TIMES, UnknownMachine, numbers, seccomp_filter
 
-ALLOW, KILL, EPERM, ENOTTY, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50019, 0x50026
+ALLOW, KILL, EPERM, ENOTTY, ENOSYS, EOPNOTSUPP = 0x7FFF0000, 0x80000000, 0x50001, 0x50019, 0x50026, 0x5005F
 HEADERS = {
     "x86_64": (Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), r"#define __NR_(\w+) (\d+)"),
     "aarch64": (Path("/usr/include/asm-generic/unistd.h"), r"#define __NR(?:3264)?_(\w+) (\d+)"),
@@ -64,13 +64,15 @@ def judge(program, machine, number, arguments=(), arch=None):
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("own_files", [True, False])
-def test_allows_its_table_and_nothing_else(machine, own_files):
-    program = seccomp_filter(own_files, machine)
-    known = set(numbers(ALLOWED | (OWN_FILES if own_files else {}), machine).values())
+@pytest.mark.parametrize(("modes", "times"), [(True, True), (True, False), (False, False)])
+def test_allows_its_table_and_nothing_else(machine, modes, times):
+    program = seccomp_filter(modes, times, machine)
+    known = set(numbers(ALLOWED | (MODES if modes else {}) | (TIMES if times else {}), machine).values())
+    absent = set(numbers(ATTRIBUTES, machine).values())
     checked = set(numbers(CHECKED, machine).values())
     for number in set(range(600)) - checked:
-        wanted = ALLOW if number in known else ENOSYS if number == 435 or number > 462 else EPERM
+        denied = EOPNOTSUPP if number in absent else ENOSYS if number == 435 or number > 462 else EPERM
+        wanted = ALLOW if number in known else denied
         assert judge(program, machine, number) == wanted, number
     assert judge(program, machine, 1 << 30) == ENOSYS  # the x32 calls of x86-64
     column = list(MACHINES).index(machine)
@@ -108,7 +110,7 @@ def test_allows_its_table_and_nothing_else(machine, own_files):
     ],
 )
 def test_looks_at_arguments(machine, name, arguments, wanted):
-    assert judge(seccomp_filter(False, machine), machine, numbers(CHECKED, machine)[name], arguments) == wanted
+    assert judge(seccomp_filter(False, False, machine), machine, numbers(CHECKED, machine)[name], arguments) == wanted
 
 
 @pytest.mark.parametrize("machine", [machine for machine, (path, _) in HEADERS.items() if path.exists()])
@@ -116,7 +118,7 @@ def test_numbers_are_those_of_the_headers(machine):
     path, pattern = HEADERS[machine]
     header = {name: int(number) for name, number in re.findall(pattern, path.read_text())}
     renamed = {"newfstatat": "fstatat"} if machine == "aarch64" else {}
-    ours = numbers(ALLOWED | CHECKED | OWN_FILES, machine)
+    ours = numbers(ALLOWED | ATTRIBUTES | CHECKED | MODES | TIMES, machine)
     assert len(ours) > 150
     new = {"fchmodat2"}  # younger than many headers
     assert {name: number for name, number in ours.items() if name not in new and header.get(renamed.get(name, name)) != number} == {}
@@ -124,4 +126,4 @@ def test_numbers_are_those_of_the_headers(machine):
 
 def test_an_unknown_machine_is_refused():
     with pytest.raises(UnknownMachine, match="riscv64"):
-        seccomp_filter(True, "riscv64")
+        seccomp_filter(True, True, "riscv64")

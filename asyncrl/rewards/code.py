@@ -1,0 +1,176 @@
+"""Reward for code: the completion's code block against the tests of a column, in a sandbox.
+
+Name it in the config as `asyncrl.rewards.builtin:code_tests`, and set `reward.sandbox.level`. A reward of
+your own gets the same sandbox from `configured_sandbox`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import re
+import secrets
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.config import SandboxConfig
+from asyncrl.sandbox import Limits, Program, Result, Sandbox, open_sandbox
+
+__all__ = ["code_block", "code_tests", "configured_sandbox", "passes", "sandbox_limits", "share_settings"]
+
+SETTINGS = "ASYNCRL_SANDBOX"
+"""Variable that carries the settings from the process that has the config to reward processes."""
+
+FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+PYTHON = ("", "python", "py", "python3")
+
+ASSERTIONS = """
+import json, os, sys
+passed = sys.stdin.readline().strip()
+with open("tests.json") as file:
+    tests = json.load(file)
+with open("solution.py") as file:
+    source = file.read()
+names = {"__name__": "solution"}
+exec(compile(source, "solution.py", "exec"), names)
+for number, test in enumerate(tests):
+    exec(compile(test, f"test {number}", "exec"), names)
+sys.stdout.flush()
+os.write(1, f"\\n{passed}".encode())
+os._exit(0)
+"""
+"""Code that ends the process before its tests are done does not print the word."""
+
+CASES = """
+import json, subprocess, sys
+outputs = []
+for case in json.load(sys.stdin):
+    done = subprocess.run([sys.executable, "-s", "-B", "solution.py"], input=case.encode(), capture_output=True)
+    outputs.append([done.returncode, done.stdout.decode(errors="replace")])
+print(json.dumps(outputs))
+"""
+"""Expected outputs stay outside: there is nothing to find, and nothing to rewrite."""
+
+
+async def code_tests(completions: Sequence[str], tests: Sequence[Any], **_: Any) -> list[float | None]:
+    """1.0 where the completion's last Python block passes all its tests, else 0.0.
+
+    Column `tests` holds, as it is or as JSON text,
+
+    - Python source, or a list of it: run after the code, among its names, such as `"assert add(1, 2) == 3"`;
+    - or a list of `{"input": text, "output": text}`: what the program prints for that standard input.
+      White space at the end of lines and of the output does not count.
+
+    Raises:
+        SandboxError: no sandbox as `reward.sandbox` asks for it. ValueError: tests of another form.
+    """
+    sandbox, limits = await asyncio.to_thread(configured_sandbox)
+    slots = asyncio.Semaphore(os.cpu_count() or 1)
+
+    async def score(completion: str, given: Any) -> float:
+        code, checked = code_block(completion), read_tests(given)
+        if code is None:
+            return 0.0
+        async with slots:
+            return float(await passes(sandbox, limits, code, checked))
+
+    return list(await asyncio.gather(*map(score, completions, tests)))
+
+
+def code_block(completion: str) -> str | None:
+    """The last fenced block that is Python or names no language; None: there is none."""
+    blocks = [code for language, code in FENCED.findall(completion) if language.lower() in PYTHON]
+    return textwrap.dedent(blocks[-1]) if blocks else None
+
+
+def read_tests(tests: Any) -> list[str] | list[tuple[str, str]]:
+    """Assertions, or (input, output) pairs; at least one.
+
+    Raises:
+        ValueError: neither.
+    """
+    found = _from_json(tests) if isinstance(tests, str) else tests
+    if isinstance(found, str):
+        found = [found]
+    if isinstance(found, Sequence) and found:
+        if all(isinstance(test, str) for test in found):
+            return [str(test) for test in found]
+        if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in found):
+            pairs = [(test["input"], test["output"]) for test in found]
+            if all(isinstance(text, str) for pair in pairs for text in pair):
+                return pairs
+    raise ValueError(f"column tests holds {str(tests)[:80]!r}; give Python source, a list of it, or a list of {{'input': text, 'output': text}}")
+
+
+def _from_json(text: str) -> Any:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return found if isinstance(found, list) else text
+
+
+async def passes(sandbox: Sandbox, limits: Limits, code: str, tests: Sequence[str] | Sequence[tuple[str, str]]) -> bool:
+    """Whether the code passes all tests within the limits, which hold for them together.
+
+    Raises:
+        SandboxError: it was not run.
+    """
+    if isinstance(tests[0], str):
+        word = secrets.token_hex(16)
+        program = Program.python(ASSERTIONS, word, {"solution.py": code, "tests.json": json.dumps(tests)})
+        return _printed(await sandbox.run_async(program, limits)).endswith(f"\n{word}")
+    inputs, expected = zip(*tests, strict=True)
+    program = Program.python(CASES, json.dumps(inputs), {"solution.py": code})
+    outputs = _outputs(_printed(await sandbox.run_async(program, limits)))
+    return outputs is not None and list(map(_lines, outputs)) == list(map(_lines, expected))
+
+
+def _outputs(printed: str) -> list[str] | None:
+    """What each run of a program printed; None unless all exited with code 0. Programs may have written this text."""
+    try:
+        runs = json.loads(printed)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(runs, list) or not all(isinstance(run, list) and len(run) == 2 for run in runs):
+        return None
+    return [output for _, output in runs] if all(code == 0 and isinstance(output, str) for code, output in runs) else None
+
+
+def _printed(result: Result) -> str:
+    """What a program printed that exited with code 0; of any other nothing."""
+    return result.stdout if result.ok else ""
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def share_settings(config: SandboxConfig) -> None:
+    """Reward processes that this process starts from now on find `reward.sandbox` in their environment."""
+    os.environ[SETTINGS] = config.model_dump_json()
+
+
+def sandbox_limits(config: SandboxConfig) -> Limits:
+    """The limits of one completion's tests."""
+    return Limits(config.wall_s, config.cpu_s, config.memory_bytes, config.processes, config.disk_bytes, output_bytes=config.output_bytes)
+
+
+def configured_sandbox() -> tuple[Sandbox, Limits]:
+    """The sandbox and the limits of `reward.sandbox`, in a reward process. Safe to call from any thread.
+
+    Raises:
+        SandboxError: its level is not reached. ValueError: it asks for none.
+    """
+    return _opened(os.environ.get(SETTINGS, "{}"))
+
+
+@functools.cache
+def _opened(settings: str) -> tuple[Sandbox, Limits]:
+    config = SandboxConfig.model_validate_json(settings)
+    if config.level is None:
+        raise ValueError("no code is run without a sandbox: set reward.sandbox.level (docs/sandbox.md)")
+    return open_sandbox(config.level, service=config.service, python=config.python, paths=config.paths), sandbox_limits(config)
