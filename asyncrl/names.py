@@ -64,6 +64,7 @@ RENAMED = {
     "report_to": "observe.sinks",
     "wandb_project": "observe.project",
     "clip_grad": "learner.max_grad_norm",
+    "enable_fp32_lm_head": "learner.cast_lm_head_to_fp32",
     "critic_lr": "learner.value_learning_rate",
     "eval_interval": "eval.every_steps",
     "eval_prompt_data": "eval.sets",

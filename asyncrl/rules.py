@@ -36,6 +36,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("algorithm.ref_num_cpus", "algorithm.has_reference", (True,), "algorithm.kl_coef or kl_loss_coef above 0"),
     ("algorithm.correction.reject_estimator", "algorithm.correction.rejects", (True,), "algorithm.correction.reject_above"),
     ("algorithm.correction.reject_level", "algorithm.correction.rejects", (True,), "algorithm.correction.reject_above"),
+    ("learner.cast_lm_head_to_fp32", "learner.bf16", (True,), "learner.bf16: true"),
     ("learner.adam_betas", "learner.optimizer", ("adamw",), "learner.optimizer: adamw"),
     ("learner.adam_eps", "learner.optimizer", ("adamw",), "learner.optimizer: adamw"),
     *(

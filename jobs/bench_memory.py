@@ -81,8 +81,8 @@ def _differences(found: dict, other: dict) -> dict[str, float]:
 
 def _chunks_text(peak: int, tokens: int, vocabulary: int, hidden: int) -> str:
     """What the peak of the chunked variant says about the constants of `asyncrl plan`'s estimate."""
-    from asyncrl.algorithms.logprobs import CHUNK_ELEMENTS
-    from asyncrl.learning.estimate import HEAD_GRADIENTS, LIVE_CHUNKS
+    from asyncrl.algorithms.logprobs import CHUNK_ELEMENTS, LIVE_CHUNKS
+    from asyncrl.learning.estimate import HEAD_GRADIENTS
 
     head = 4 * vocabulary * hidden
     chunk = 4 * vocabulary * min(tokens, max(1, CHUNK_ELEMENTS // vocabulary))

@@ -8,10 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK_ELEMENTS", "IDENTITY", "LogitMap", "greedy_tokens", "token_logprobs"]
+__all__ = ["CHUNK_ELEMENTS", "IDENTITY", "LIVE_CHUNKS", "PLAIN_HEAD", "HeadSettings", "LogitMap", "chunk_elements", "greedy_tokens", "token_logprobs"]
 
+LIVE_CHUNKS = 7
+"""Float32 tensors of the size of a chunk of logits that are alive at once in the backward pass. `jobs/bench_memory.py` prints how many: 6.8."""
 CHUNK_ELEMENTS = 1 << 23
-"""Logits of one chunk: 32 MiB in float32."""
+"""Logits of one chunk, where nothing else is said: 224 MiB for all that is alive of it."""
+
+
+def chunk_elements(memory_bytes: int) -> int:
+    """Logits of one chunk, so that all that is alive of it takes at most so many bytes."""
+    return memory_bytes // (4 * LIVE_CHUNKS)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSettings:
+    """How a policy computes log-probs from its last hidden states."""
+
+    chunk_elements: int = CHUNK_ELEMENTS
+    fp32: bool = False
+    """Compute the logits in float32, whatever type the model has."""
+
+
+PLAIN_HEAD = HeadSettings()
 
 
 @dataclass(frozen=True, slots=True)

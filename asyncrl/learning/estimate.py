@@ -20,9 +20,8 @@ from asyncrl.weights.published import outline
 
 __all__ = ["Needs", "estimate", "memory_text", "parameter_counts"]
 
-LIVE_CHUNKS, HEAD_GRADIENTS = 7, 2
-"""What `jobs/bench_memory.py` finds alive at once in the log-probs' backward pass: chunks of logits with what is computed from them (it prints how many;
-6.8 in float32), and gradients of the head's weight (that of a chunk, and their sum in float32)."""
+HEAD_GRADIENTS = 2
+"""Gradients of the head's weight that are alive at once in the log-probs' backward pass: that of a chunk, and their sum in float32."""
 
 
 KEPT_SCORES, LIVE_SCORES = 2, 3
@@ -72,7 +71,7 @@ def estimate(config: Config) -> Needs:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
-    from asyncrl.algorithms.logprobs import CHUNK_ELEMENTS
+    from asyncrl.algorithms.logprobs import LIVE_CHUNKS, chunk_elements
 
     learner = config.learner
     version = outline(config.model.path)
@@ -84,8 +83,8 @@ def estimate(config: Config) -> Needs:
     text = tree.get("text_config", tree)
     vocabulary = int(text["vocab_size"])
     width = _size_of(text, WIDTH)
-    chunk = min(max(CHUNK_ELEMENTS, vocabulary), learner.max_tokens_per_gpu * vocabulary)
-    logits = 4 * (LIVE_CHUNKS * chunk + HEAD_GRADIENTS * vocabulary * width)
+    chunk = min(max(chunk_elements(learner.logprob_memory_bytes), vocabulary), learner.max_tokens_per_gpu * vocabulary)
+    logits = 4 * (LIVE_CHUNKS * chunk + (HEAD_GRADIENTS + learner.cast_lm_head_to_fp32) * vocabulary * width)
     return Needs(total, largest, device, host // learner.world_size, 2 * min(bucket, version.nbytes(config.model.dtype)), logits, _scores(config, tree, text))
 
 

@@ -11,13 +11,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from asyncrl.algorithms.logprobs import LogitMap, greedy_tokens, token_logprobs
+from asyncrl.algorithms.logprobs import PLAIN_HEAD, HeadSettings, LogitMap, chunk_elements, greedy_tokens, token_logprobs
+from asyncrl.config import LearnerConfig
 from asyncrl.learning.attention import Segments, register_attention
 from asyncrl.learning.batches import MicroBatch
 from asyncrl.learning.supported import NO_SHARES, WAY_OUT, Packing, caps_attention, chosen_packing, logit_change
 from asyncrl.learning.ulysses import SequenceGroup
 
-__all__ = ["Policy", "checkpoint_activations", "load_policy"]
+__all__ = ["Policy", "checkpoint_activations", "head_settings", "load_policy"]
 
 
 class Policy(nn.Module):
@@ -36,12 +37,14 @@ class Policy(nn.Module):
         values: bool = False,
         sequence_group: SequenceGroup | None = None,
         packing: Packing = "rows",
+        head: HeadSettings = PLAIN_HEAD,
     ) -> None:
         super().__init__()
         self.model = model
         self.value_head = _value_head(model) if values else None
         """Beside the model, so that it is neither published nor exported."""
         self.temperature, self.entropy_gradient, self.sequence_group, self.packing = temperature, entropy_gradient, sequence_group, packing
+        self.head = head
         # Llama 4's text model has the prefix of its multimodal sibling.
         self.backbone_name = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
         self.logit_map = LogitMap(*logit_change(model.config.to_dict()))
@@ -75,17 +78,12 @@ class Policy(nn.Module):
         """The same for the tokens that this rank has of the row."""
         output = self._hidden_states(batch)
         hidden = output[0, batch.select]
-        head = self.model.get_output_embeddings()
+        scored, weight, bias = self._of_head(hidden)
+        chosen = {"chunk_elements": self.head.chunk_elements, "logit_map": self.logit_map}
         if greedy:
-            return greedy_tokens(hidden, head.weight, head.bias, logit_map=self.logit_map) == batch.targets, hidden.new_zeros(0), hidden.new_zeros(0)
+            return greedy_tokens(scored, weight, bias, **chosen) == batch.targets, hidden.new_zeros(0), hidden.new_zeros(0)
         logprobs, entropy = token_logprobs(
-            hidden,
-            head.weight,
-            batch.targets,
-            temperature or self.temperature,
-            head.bias,
-            entropy_gradient=self.entropy_gradient,
-            logit_map=self.logit_map,
+            scored, weight, batch.targets, temperature or self.temperature, bias, entropy_gradient=self.entropy_gradient, **chosen
         )
         if not len(batch.targets):
             # An empty micro-batch, or a share without loss tokens, must still reach every parameter in the backward pass: its gradients take
@@ -96,6 +94,13 @@ class Policy(nn.Module):
         values = self.value_head(hidden)[:, 0].float()
         # A step that has no use for the values (a supervised one) reaches the head's parameters all the same, as every rank must.
         return logprobs + 0.0 * values, entropy, values
+
+    def _of_head(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states [N, H] and the head's weight and bias, in the type that the logits are computed in."""
+        head = self.model.get_output_embeddings()
+        if not self.head.fp32:
+            return hidden, head.weight, head.bias
+        return hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float()
 
     def _hidden_states(self, batch: MicroBatch) -> Tensor:
         """The last layer's output [1, T, H]."""
@@ -134,6 +139,11 @@ def _value_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
+def head_settings(config: LearnerConfig) -> HeadSettings:
+    """How a policy of this learner computes log-probs."""
+    return HeadSettings(chunk_elements(config.logprob_memory_bytes), config.cast_lm_head_to_fp32)
+
+
 def load_policy(
     path: str,
     dtype: torch.dtype,
@@ -142,6 +152,7 @@ def load_policy(
     values: bool = False,
     sequence_group: SequenceGroup | None = None,
     packing: Packing | None = None,
+    head: HeadSettings = PLAIN_HEAD,
 ) -> Policy:
     """Load a checkpoint directory; sharded as it loads while an HfDeepSpeedConfig is alive.
 
@@ -165,7 +176,7 @@ def load_policy(
     model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention, **safe)
     if chosen == "rows" and (model._is_stateful or not model._supports_attention_backend):
         raise ValueError(f"model.path = {path!r}: {type(model).__name__} carries a state or an attention of its own along the row; {WAY_OUT}")
-    return Policy(model, temperature, entropy_gradient, values, sequence_group, chosen)
+    return Policy(model, temperature, entropy_gradient, values, sequence_group, chosen, head)
 
 
 def _check_attended(model: PreTrainedModel, segments: Segments) -> None:

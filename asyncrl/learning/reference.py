@@ -30,7 +30,7 @@ class Reference:
         from transformers.utils import logging as transformers_logging
 
         from asyncrl.learning.isolation import check_isolation
-        from asyncrl.learning.policy import load_policy
+        from asyncrl.learning.policy import head_settings, load_policy
 
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
@@ -38,7 +38,8 @@ class Reference:
         self.config = config
         self.device = torch.device("cuda" if config.learner.device == "cuda" else "cpu")
         dtype = torch.bfloat16 if config.learner.bf16 else torch.float32
-        self.policy = load_policy(config.reference_path, dtype, config.rollout.temperature, packing=config.learner.packing).to(self.device)
+        own = {"packing": config.learner.packing, "head": head_settings(config.learner)}
+        self.policy = load_policy(config.reference_path, dtype, config.rollout.temperature, **own).to(self.device)
         vocabulary = self.policy.model.config.get_text_config().vocab_size
         check_isolation(self.policy, vocabulary, self.device, dtype, config.reference_path, self.policy.packing)
 

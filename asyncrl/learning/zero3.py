@@ -15,7 +15,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from asyncrl.config import LearnerConfig
 from asyncrl.learning.isolation import check_isolation
 from asyncrl.learning.optimizer import make_optimizer
-from asyncrl.learning.policy import Policy, checkpoint_activations, load_policy
+from asyncrl.learning.policy import Policy, checkpoint_activations, head_settings, load_policy
 from asyncrl.learning.ulysses import SequenceGroup
 
 __all__ = [
@@ -106,7 +106,8 @@ def start_engine(
     """
     chosen = settings(config)
     sharded = HfDeepSpeedConfig(chosen)
-    policy = load_policy(path, torch.bfloat16 if config.bf16 else torch.float32, temperature, entropy_gradient, values, sequence_group, config.packing)
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    policy = load_policy(path, dtype, temperature, entropy_gradient, values, sequence_group, config.packing, head_settings(config))
     if config.gradient_checkpointing:
         checkpoint_activations(policy)
     head = policy.model.get_output_embeddings()

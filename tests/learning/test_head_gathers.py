@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ def count_gathers(rank: int, world_size: int, path: Path) -> dict[str, list[tupl
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
     import asyncrl.algorithms.logprobs as logprobs_module
-    import asyncrl.learning.policy as policy_module
     import asyncrl.learning.rank as rank_module
 
     config = learner_config(path, world_size=world_size, max_tokens=64)
@@ -88,7 +86,7 @@ def count_gathers(rank: int, world_size: int, path: Path) -> dict[str, list[tupl
     found: dict[str, list[tuple[int, int, dict[str, int]]]] = {}
     learner.supervised_step(ROWS)  # in which DeepSpeed learns the order of the modules
     for variant, rows in CHUNK_ROWS.items():
-        policy_module.token_logprobs = partial(logprobs_module.token_logprobs, chunk_elements=rows * VOCABULARY)
+        zero3.policy_of(learner.engine).head = logprobs_module.HeadSettings(chunk_elements=rows * VOCABULARY)
         found[variant] = []
         for _ in range(STEPS):
             gathers.clear()

@@ -24,10 +24,10 @@ ROWS = [(tuple(range(3, 6 + index)), tuple(range(8, 11 + 6 * index))) for index 
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "checkpointed": {"gradient_checkpointing": True},
-    "chunked": {},
+    "chunked": {"logprob_memory_bytes": 250 * 4 * 7},
     "offload": {"offload_optimizer": "cpu", "offload_param": "cpu"},
     "bf16": {"bf16": True},
-    "bf16 offload": {"bf16": True, "offload_optimizer": "cpu", "offload_param": "cpu", "gradient_checkpointing": True},
+    "bf16 offload": {"bf16": True, "cast_lm_head_to_fp32": True, "offload_optimizer": "cpu", "offload_param": "cpu", "gradient_checkpointing": True},
 }
 TINY_RATE, TINY_STEPS = 1.6e-5, 25
 
@@ -94,12 +94,9 @@ def all_variants(rank: int, world_size: int, path: Path, folder: Path) -> dict[s
 
 
 def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str) -> SimpleNamespace:
-    import asyncrl.learning.policy as policy_module
     import asyncrl.learning.rank as rank_module
-    from asyncrl.algorithms.logprobs import token_logprobs
 
     config = learner_config(path, world_size=world_size, max_tokens=64, **VARIANTS[name])
-    policy_module.token_logprobs = partial(token_logprobs, chunk_elements=250) if name == "chunked" else token_logprobs
     learner = rank_module.LearnerRank(rank, config, "run", 1)
     learner.table = version_table(path)
     learner.engine, learner.sharded = zero3.start_engine(str(path), config.learner, 1.0)
