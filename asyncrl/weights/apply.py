@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 __all__ = ["StagedInit", "StagedUpdate", "StagedWeights", "map_tensors"]
@@ -39,6 +41,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     def start_weight_update(self) -> None:
         self._received: list[tuple[str, torch.Tensor]] = []
+        self._mixtures = _without_kernels(self.model) if torch.device(self.device).type == "cpu" else []
         with torch.device(self.device):
             initialize_layerwise_reload(self.model)
 
@@ -52,17 +55,34 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     def finish_weight_update(self) -> None:
         with torch.device(self.device):
             finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
-        self._repack_tied_head()
-        self._received = []
-
-    def _repack_tied_head(self) -> None:
-        """A tied head shares the embedding's weight but computes on CPU from a packed copy, which the reload does not renew."""
-        head: Any = getattr(self.model, "lm_head", None)
-        if head is not None and getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+        for method, kernel in self._mixtures:
+            if method.moe_kernel is None:  # none of its weights came
+                method.moe_kernel = kernel
+        for head in _tied_heads(self.model):
+            # It computes on CPU from a packed copy of the embedding's weight, which the reload does not renew.
             head.quant_method.process_weights_after_loading(head)
+        self._received = []
 
     def shutdown(self) -> None:
         self._received = []
+
+
+def _without_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Take the kernels from a model's mixtures of experts; (method, kernel) of each. On CPU vLLM packs the experts' weights only while it makes a
+    kernel. A mixture that has one would compute with new weights that are not packed."""
+    taken: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            taken.append((method, method.moe_kernel))
+            method.moe_kernel = None
+    return taken
+
+
+def _tied_heads(model: torch.nn.Module) -> list[Any]:
+    """Output heads whose weight is another module's as well; in a model with vision they lie deeper."""
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    return [module for module in model.modules() if isinstance(module, ParallelLMHead) and owners[id(module.weight)] > 1]
 
 
 def map_tensors(update: StagedUpdate) -> list[tuple[str, torch.Tensor]]:
