@@ -72,6 +72,8 @@ class Ends:
 def run_child(job: Job, users: Users | None, folder: str, ends: Ends) -> NoReturn:
     """Confine this process and start the program. Never returns; what fails is on `ends.status`."""
     try:
+        # Python's own handler: by it a program could interrupt process 1, which ignores all else.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         if job.level == "namespaces":
             _into_namespaces(job, users, ends)
         _into_landlock(job, users, folder, ends)
@@ -323,7 +325,7 @@ def _limit(job: Job, processes: int) -> None:
         (resource.RLIMIT_FSIZE, limits.disk_bytes, limits.disk_bytes),
         (resource.RLIMIT_NOFILE, limits.open_files, limits.open_files),
         (resource.RLIMIT_NPROC, processes, processes),
-        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_CORE, 1, 1),  # 0 would still start a host's program that takes dumps
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):

@@ -157,6 +157,16 @@ for _ in range(4):
 time.sleep(0.3)
 print("done")
 """,
+    "war on the warden": """
+import os
+for number in range(1, 65):
+    for process in (1, os.getppid()):
+        try:
+            os.kill(process, number)
+        except OSError:
+            pass
+print("alive")
+""",
     "core": """
 import ctypes, os
 if os.fork() == 0:

@@ -140,6 +140,7 @@ def test_bombs_end_and_leave_nothing(attacked, level, user):
     assert bombs["threads"]["stdout"] == "refused\n" or not exact
     assert bombs["memory of one"]["exit_code"] == 1 and "MemoryError" in bombs["memory of one"]["stderr"]
     assert bombs["one large file"]["exit_code"] in (1, None)
+    assert bombs["war on the warden"]["stdout"] == "alive\n"
     assert bombs["core"]["stdout"] == "False []\n" and bombs["closed folders"]["stdout"] == "left\n" and bombs["survivors"]["stdout"] == "done\n"
     assert max(bomb["bytes"] for bomb in bombs.values())[0] <= 64 << 10
     assert max(bomb["memory_bytes"] for bomb in bombs.values()) < 1 << 30
