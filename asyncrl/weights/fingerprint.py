@@ -84,7 +84,7 @@ def _apart(ours: Fingerprint, theirs: Fingerprint) -> float:
 def _published_name(name: str, published: Mapping[str, Fingerprint]) -> str | None:
     if name in published:
         return name
-    return next((other for other in published if other.endswith("embed_tokens.weight")), None) if name == "lm_head.weight" else None
+    return next((other for other in published if other.endswith("embed_tokens.weight")), None) if name.endswith("lm_head.weight") else None
 
 
 def _tensor(entry: TensorEntry, bucket: Any) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,19 @@ def held_fingerprints(model: torch.nn.Module, head: type) -> dict[str, Fingerpri
         parent, _, leaf = path.rpartition(".")
         for name, products in _products(module, head):
             for part, rows in _apart(leaf, module, products, packed):
-                found[".".join(filter(None, (parent, part, name)))] = fingerprint(rows)
+                held = ".".join(filter(None, (parent, part, name)))
+                found |= dict.fromkeys(_names(model, held), fingerprint(rows))
     return found
+
+
+def _names(model: torch.nn.Module, held: str) -> Iterator[str]:
+    """The name in the engine's model, and those of the checkpoint that vLLM makes it from by another prefix, as for a model with vision. A name that
+    the checkpoint does not have is not compared."""
+    yield held
+    prefixes: Mapping[str, str | None] = getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", {})
+    for theirs, ours in prefixes.items():
+        if ours and held.startswith(ours):
+            yield theirs + held.removeprefix(ours)
 
 
 def _products(module: torch.nn.Module, head: type) -> Iterator[tuple[str, np.ndarray]]:

@@ -1,5 +1,7 @@
 """Fingerprints of published and of held tensors, without an engine: fused, padded, packed in a kernel, in bfloat16."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -115,3 +117,19 @@ def test_bfloat16_rounding_is_no_difference_and_nan_is(published):
     held["model.norm.weight"] = (float("nan"), float("nan"))
     assert "most of all 'model.norm.weight'" in difference_text(ours, {"a": held}, "bfloat16")
     assert difference_text(ours, {"a": {"other": (1.0, 1.0)}}, "bfloat16") == "no tensor could be compared by name"
+
+
+@pytest.mark.parametrize("wrong", ["model.language_model.attn.k_proj.weight", "model.language_model.embed_tokens.weight"])
+def test_a_model_with_vision_is_compared_under_the_checkpoints_names(published, wrong):
+    """vLLM gives its parts other prefixes than the checkpoint has."""
+    model = torch.nn.Module()
+    model.language_model = engine_of(published)
+    model.packed_modules_mapping = model.language_model.packed_modules_mapping
+    model.hf_to_vllm_mapper = SimpleNamespace(
+        orig_to_new_prefix={"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.", "model.audio.": None}
+    )
+    theirs = {name.replace("model.", "model.language_model."): tensor for name, tensor in published.items()}
+    held = {"a": held_fingerprints(model, Head)}
+    assert difference_text(publish(theirs), held, "float32").startswith("all 8 tensors that could be compared by name are the same")
+    text = difference_text(publish({**theirs, wrong: theirs[wrong].flip(0)}), held, "float32")
+    assert f"most of all '{wrong}' on replica a: sum " in text or "lm_head.weight'" in text
