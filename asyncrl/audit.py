@@ -20,10 +20,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from asyncrl.config import ConfigError
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
 from asyncrl.control.fates import read_fates
+from asyncrl.data.prompts import prompt_ids_of
 from asyncrl.directory import read_record
 from asyncrl.reading import Run
+from asyncrl.resume import data_hash, model_hash
 from asyncrl.rundir.rows import FAULTS, UNEVEN, Row, read_rows
 
 __all__ = ["Books", "Check", "audit", "audit_text"]
@@ -195,6 +198,7 @@ def audit(run: Run) -> list[Check]:
         _possible,
         _not_from_the_future,
         _steps,
+        _prompts,
         _tokens,
         _readable,
         _monotone,
@@ -370,6 +374,24 @@ def _steps(books: Books) -> Check:
     parts = {"not a full batch": uneven, "of several steps": torn, "without any group": missing, "of a step before the last one": disordered}
     found = [f"{name}: {_some(list(some))}" for name, some in parts.items() if some]
     return Check("every step trained one batch", not found, "; ".join([f"{len(steps)} steps", *found]))
+
+
+def _prompts(books: Books) -> Check:
+    """Every group has the prompt that its ordinal stands for, made again from the data and the tokenizer, if those are as they were."""
+    name, last = "each prompt is its ordinal's", books.attempts[books.last]
+    try:
+        config = books.run.config
+        same = data_hash(config) == last["data_hash"] != "" and model_hash(config) == last["model_hash"] != ""
+    except ConfigError as error:
+        return Check(name, True, f"not checked: {error}")
+    if not same:
+        return Check(name, True, "not checked: the data or the tokenizer that the run had are not here, or have changed")
+    rows: dict[int, list[Row]] = defaultdict(list)
+    for row in books.rows.values():
+        rows[row.ordinal].append(row)
+    made_again = prompt_ids_of(config, sorted(rows))
+    others = [(row.attempt, ordinal) for ordinal, ids in made_again for row in rows[ordinal] if row.prompt_ids != ids]
+    return Check(name, not others, f"{len(rows)} ordinals" + (f"; another prompt: {_some(others)}" if others else ""))
 
 
 def _odd_step(fates: Sequence[Mapping[str, Any]]) -> int:

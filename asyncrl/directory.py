@@ -134,6 +134,7 @@ class RunDirectory:
             "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
             "groups_per_step": config.groups_per_step,
             "data_hash": state.data_hash,
+            "model_hash": state.model_hash,
         }
         record = {"run_id": run_id, "attempts": [*known["attempts"], begun]}
         replace_text(self.path / RECORD, json.dumps({**record, "checksum": _checksum(record)}, indent=1))

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from independent_audit import wrong
+from transformers import PreTrainedTokenizerFast
 
 import asyncrl
 from asyncrl.audit import UNREADABLE, audit, audit_text
@@ -53,9 +55,9 @@ def tokens(ordinal):
 class Files(FakeScores):
     """Writes each scored group's row, as the scoring stage does."""
 
-    def __init__(self, rollouts, directory, attempt):
+    def __init__(self, rollouts, directory, attempt, prompt_ids=lambda ordinal: (1,)):
         super().__init__(rollouts)
-        self.directory, self.attempt = directory, attempt
+        self.directory, self.attempt, self.prompt_ids = directory, attempt, prompt_ids
         directory.mkdir(exist_ok=True)
 
     async def next(self):
@@ -65,7 +67,15 @@ class Files(FakeScores):
             length = tokens(scored.ordinal)
             completion = Completion((7,) * length, (-0.5 - scored.ordinal / 1024,) * length, (VersionSpan(scored.begun, 0, length),), "stop")
             trajectories = (Trajectory(completion, (1,) * length, 1.0, {"exact": 1.0}, 0.5), Trajectory(completion, (1,) * length, 0.0, {"exact": 0.0}, -0.5))
-            group = Group(self.attempt, Prompt(scored.ordinal, 0, "p", (1,)), trajectories, f"replica-{self.attempt}", now - 5, now, scored_at=now)
+            group = Group(
+                self.attempt,
+                Prompt(scored.ordinal, 0, "p", self.prompt_ids(scored.ordinal)),
+                trajectories,
+                f"replica-{self.attempt}",
+                now - 5,
+                now,
+                scored_at=now,
+            )
             table = groups_to_table([group])
             arrived.append(replace(scored, content=content_hashes(table)[0]))
             pq.write_table(table, self.directory / f"attempt_{self.attempt:04d}-{scored.ordinal:08d}.parquet")
@@ -107,14 +117,14 @@ def no_threads(monkeypatch):
     monkeypatch.setattr(asyncio, "to_thread", at_once)
 
 
-def attempt(root, steps, after, graceful=True, **changes):
+def attempt(root, steps, after, graceful=True, prompt_ids=lambda ordinal: (1,), **changes):
     """One attempt of the run, ended after so many virtual seconds (None: not at all)."""
     with RunDirectory(config(root, steps, resume="auto", **changes)) as directory:
         state = directory.state
         rollouts = FakeRollouts(
             latency=lambda ordinal: 0.1 * tokens(ordinal), fails=lambda ordinal: "broken" if ordinal % 11 == 3 else None, tokens=lambda o: SAMPLES * tokens(o)
         )
-        scores = Files(rollouts, directory.path / "groups", state.attempt)
+        scores = Files(rollouts, directory.path / "groups", state.attempt, prompt_ids)
         learner = Learner(GROUPS, latency=0.3, version=state.version, skips=lambda step: step % 5 == 4)
         recorder = Recorder(directory.path / "fates", state.attempt)
         restored = []
@@ -411,6 +421,40 @@ def test_any_flip_that_changes_what_a_reader_gets_is_found(run, folder):
         assert not all(check.passed for check in said(run).values()), f"byte {place} changed what is read"
         seen += 1
     assert seen > 100
+
+
+@pytest.fixture
+def with_data(tmp_path, tiny_model, no_threads):
+    """A short run whose prompts are those of a file, in its order."""
+    rows = [f"{number}+{number}=" for number in range(40)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in rows))
+    encode = PreTrainedTokenizerFast.from_pretrained(tiny_model).encode
+    data = {"train": str(tmp_path / "train.jsonl"), "max_prompt_length": 20, "shuffle": False}
+    attempt(tmp_path, 6, None, prompt_ids=lambda ordinal: tuple(encode(rows[ordinal % 40])), data=data, model={"path": str(tiny_model)})
+    return tmp_path / "run"
+
+
+def test_the_prompts_are_made_again_from_the_data(with_data):
+    check = said(with_data)["each prompt is its ordinal's"]
+    assert check.passed and re.fullmatch(r"\d+ ordinals", check.said), check.said
+
+
+def test_another_prompt_than_the_ordinals(with_data):
+    """With its own hash in the fate, as somebody who knows of it would do."""
+    ordinal = surviving_trained(with_data)[3]["ordinal"]
+    change(with_data, "groups", in_row(ordinal, prompt_ids=lambda ids: [*ids[:-1], ids[-1] + 1]))
+    rows = {row["ordinal"]: row for row in pq.ParquetDataset(with_data / "groups").read().to_pylist()}
+    table = pa.Table.from_pylist([rows[ordinal]], pq.read_schema(next((with_data / "groups").glob("*.parquet"))))
+    change(with_data, "fates", lambda old: [{**row, "content": content_hashes(table)[0]} if row["ordinal"] == ordinal else row for row in old])
+    failed = {name: check.said for name, check in said(with_data).items() if not check.passed}
+    assert list(failed) == ["each prompt is its ordinal's"] and f"another prompt: (0, {ordinal})" in failed["each prompt is its ordinal's"]
+
+
+def test_prompts_of_data_that_has_changed_are_not_checked_and_it_says_so(with_data):
+    path = with_data.parent / "train.jsonl"
+    path.write_text(path.read_text() + '{"prompt": "1+1="}\n')
+    check = said(with_data)["each prompt is its ordinal's"]
+    assert check.passed and check.said.startswith("not checked: the data or the tokenizer")
 
 
 def test_a_fate_that_vanished(run):

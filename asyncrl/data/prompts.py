@@ -34,6 +34,7 @@ __all__ = [
     "check_prompts",
     "limits",
     "order_of",
+    "prompt_ids_of",
     "prompt_values",
     "read_prompt_rows",
     "read_prompts",
@@ -268,6 +269,22 @@ def read_prompts(data: Data, config: Config, limit: int | None = None, field: st
     chosen = by_number.table([by_number.row(row) for row in rows])
     rendered = _render_table(_with_ordinals(chosen, rows, [0] * len(rows)), config)
     return list(_prompts(rendered, report.schema))
+
+
+def prompt_ids_of(config: Config, ordinals: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(ordinal, prompt's token ids) of ordinals of `data.train`, made again from the files.
+
+    Raises:
+        ConfigError: as `check_prompts`.
+    """
+    report = check_prompts(config)
+    order, rows = order_of(report, config), RowsByNumber(read_prompt_rows(config.data.train, config, "data.train").table)
+    for start in range(0, len(ordinals), ROWS_PER_CHECK):
+        block = list(ordinals[start : start + ROWS_PER_CHECK])
+        places = [order.place(ordinal)[1] for ordinal in block]
+        taken = rows.table([rows.row(report.kept[place] if report.kept is not None else place) for place in places])
+        rendered = _render_table(_with_ordinals(taken, block, [0] * len(block)), config)
+        yield from zip(block, map(tuple, rendered["prompt_ids"].to_pylist()), strict=True)
 
 
 def _with_ordinals(table: pa.Table, ordinals: Sequence[int], epochs: Sequence[int]) -> pa.Table:
