@@ -21,7 +21,7 @@ from asyncrl.sandbox.levels import Level, Limits, Program, Result, Sandbox, Sand
 __all__ = ["Levels", "LocalSandbox", "open_sandbox", "probe", "run", "run_async"]
 
 PACKAGES = Path(__file__).parents[2]
-SUPERVISOR = f"import sys; sys.path.insert(0, {str(PACKAGES)!r}); from asyncrl.sandbox.supervisor import main; main()"
+SUPERVISOR = f"import sys; sys.path.append({str(PACKAGES)!r}); from asyncrl.sandbox.supervisor import main; main()"
 GRACE_S = 30.0
 """Seconds beyond a program's own for a sandbox to be made and cleared away."""
 MOST_ANSWER = 1 << 16
@@ -190,6 +190,8 @@ def _checked_path(path: str) -> str:
     real = os.path.realpath(path)
     if not os.path.isdir(real):
         raise ValueError(f"sandbox path {path!r} is no folder here; name one that exists")
+    if ":" in real:
+        raise ValueError(f"sandbox path {path!r} has a colon, which PYTHONPATH cannot hold; use another folder")
     if real in NEVER_SHOWN or any(real.startswith(f"{other}/") for other in ("/proc", "/sys", "/dev")):
         raise ValueError(f"sandbox path {path!r} would show programs far more than they need; name a folder below it")
     return real
