@@ -23,7 +23,7 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 import asyncrl
 from asyncrl.config import Config
 from asyncrl.control.checkpoint import State
-from asyncrl.data.prompts import PromptReport, RayPromptSource, read_prompts
+from asyncrl.data.prompts import Data, PromptReport, RayPromptSource, read_prompts
 from asyncrl.directory import RunDirectory
 from asyncrl.generation.app import ServeGenerate, application, begin_generators, end_generators, wait_for_generators
 from asyncrl.generation.attach import attached_config
@@ -68,7 +68,7 @@ class Stations:
     rollouts: RayRollouts
     scores: RayScores
     pool: RewardPool
-    evaluation_prompts: dict[str, list[Prompt]]
+    evaluation_prompts: dict[Data, list[Prompt]]
     """Of each file that an evaluation set names."""
     kv_cache_tokens: int
     """Tokens that one replica's KV cache holds."""
@@ -107,9 +107,9 @@ class Stations:
         return await score_completions(self.pool, prompt, completions)
 
 
-def _evaluation_prompts(config: Config) -> dict[str, list[Prompt]]:
-    """The prompts of each file that is evaluated on, as many as any of its sets takes."""
-    most: dict[str, int] = {}
+def _evaluation_prompts(config: Config) -> dict[Data, list[Prompt]]:
+    """The prompts of all data that is evaluated on, as many as any of its sets takes."""
+    most: dict[Data, int] = {}
     for one in config.evaluation_sets.values():
         assert one.data is not None and one.max_prompts is not None
         most[one.data] = max(most.get(one.data, 0), one.max_prompts)

@@ -65,6 +65,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _parsed(line: bytes, number: int) -> dict[str, Any]:
+    if line.lstrip().startswith(b"["):
+        raise ValueError(f"line {number} begins a JSON array; write one object in each line")
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.config import ConfigError, Source
 from asyncrl.contracts.columns import row_values
+from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.data import jsonl, sources
 from asyncrl.data.prompts import check_prompts, read_prompts
 from asyncrl.data.sources import RowsByNumber, read_sources
@@ -127,6 +128,7 @@ def test_arrow_types_are_carried(tmp_path):
     columns = {name: row[name] for name in values}
     group = groups_to_table([group_of(Prompt(0, 0, "1+1=", (5,), columns, table.schema))])
     pq.write_table(group, tmp_path / "group.parquet")
+    assert content_hashes(pq.read_table(tmp_path / "group.parquet")) == content_hashes(group)
     assert groups_from_table(pq.read_table(tmp_path / "group.parquet"))[0].prompt.columns == expected
 
 
@@ -151,8 +153,9 @@ def test_what_cannot_travel_is_refused_before_a_worker_meets_it(tmp_path, monkey
     ("text", "message"),
     [
         ('{"prompt": "a"}\n\n{"prompt": \n', "line 3 cannot be read as JSON: Expecting value"),
-        ('{"prompt": "a"}\n["b"]\n', "line 2 holds no JSON object; write one object in each line"),
-        ('[\n{"prompt": "a"}]', "line 1 cannot be read as JSON"),
+        ('{"prompt": "a"}\n["b"]\n', "line 2 begins a JSON array; write one object in each line"),
+        ('[\n{"prompt": "a"}]', "line 1 begins a JSON array; write one object in each line"),
+        ('"a"\n', "line 1 holds no JSON object; write one object in each line"),
         ('{"prompt": "a"}\n{"prompt": "\\ud800"}\n', r"line 2 has half a character .* at 'prompt'"),
         ('{"prompt": "a", "n": ' + "9" * 5000 + "}\n", "line 1 cannot be read as JSON: Exceeds the limit"),
         ('{"prompt": "a", "n": ' + "[" * 100_000 + "}\n", "line 1 cannot be read as JSON"),
@@ -255,3 +258,6 @@ def test_what_the_plan_knows_of_several_sources(prompt_config, tmp_path):
         "  source many: 30 rows used, of 1 file; 25.0% of the prompts\n  source few: 10 rows used, of 1 file; 75.0% of the prompts\n"
     )
     assert report.columns == ("source_name",)
+    (tmp_path / "few.jsonl").write_text(json.dumps({"prompt": "1" * 17}))
+    with pytest.raises(ConfigError, match="no row of source 'few' is left; raise the limit, or take the source out"):
+        check_prompts(config)

@@ -8,6 +8,7 @@ import psutil
 import pyarrow as pa
 import ray.data
 
+from asyncrl.contracts.columns import json_field, row_values
 from asyncrl.data.stream import stream_blocks
 
 ROWS = 32
@@ -79,3 +80,15 @@ def test_two_streams_made_at_once_keep_their_own_block_sizes(ray_cluster, monkey
     for thread in threads:
         thread.join(60)
     assert sizes == {1: [1] * 8, 1 << 20: [8]}
+
+
+def marked():
+    for text in ("1", None, '{"a":null}'):
+        yield pa.Table.from_arrays([pa.array([text], pa.string()), pa.array([1])], schema=pa.schema([json_field("value"), pa.field("number", pa.int64())]))
+
+
+def test_a_column_of_json_text_is_still_one_behind_the_stream(ray_cluster):
+    """Without the mark, `groups/*.parquet` would not tell JSON text from text."""
+    ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
+    blocks = list(stream_blocks(marked, unchanged, 1, 1 << 20, "marked", replays=False))
+    assert [row for block in blocks for row in row_values(block)] == [{"value": value, "number": 1} for value in (1, None, {"a": None})]
