@@ -11,10 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from asyncrl.config import ConfigError, load_config
 from asyncrl.plan import make_plan
+from asyncrl.testing.families import family
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ def test_shows_arithmetic_cpus_memory_prompts_and_stops(write):
         "global_batch_size   = groups per step",
         "learner ranks",
         "free in /dev/shm",
+        "parameters, as float32 under the checkpoint's names\n  tensors as its files have them: none; left out, as nothing computes with them: none\n",
         "/ 1024 bytes a token = 262016 tokens a replica",
         "first prompt '1 + 2 ='",
         "stop token ids",
@@ -323,6 +325,18 @@ def test_ranks_cannot_share_a_row_of_one_trajectory(write, hybrid, tiny_model, p
     changes |= {"learner.world_size": 2, "learner.sequence_parallel_size": 2}
     with pytest.raises(ConfigError, match=r"learner\.sequence_parallel_size = 2 shares packed rows, and this model .*; set sequence_parallel_size: 1"):
         make_plan(load_config(write(changes)))
+
+
+def test_a_mixture_is_planned_with_its_buffers_and_refused_when_it_lacks_an_expert(write, tmp_path):
+    model = family("glm4_moe").save(tmp_path / "model")
+    plan = make_plan(load_config(write({"model.path": str(model), "data.max_prompt_length": 40})))
+    assert plan.weights_bytes == weight_bytes(model)
+    assert "as its files have them: 1 (first model.layers.1.mlp.gate.e_score_correction_bias); left out" in plan.text()
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if ".experts.3." not in name}, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model.path = '.*model': 'model.layers.1.mlp.experts.*' has shape \(3, .* in the checkpoint, and \(4, ") as error:
+        make_plan(load_config(write({"model.path": str(model), "data.max_prompt_length": 40})))
+    assert "\n" not in str(error.value)
 
 
 def test_a_model_that_nothing_can_train_is_refused_by_its_config(write, tmp_path, tiny_model):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,8 +84,13 @@ def fill_buckets(
 
 def _read(tensor: PublishedTensor, target: torch.Tensor) -> None:
     """A tensor that is not trained, from the checkpoint."""
-    with safe_open(tensor.stored.file, framework="pt") as file:
-        target.copy_(file.get_tensor(tensor.name).reshape(-1))
+    target.copy_(_opened(tensor.stored.file).get_tensor(tensor.name).reshape(-1))
+
+
+@lru_cache(maxsize=16)
+def _opened(file: Path) -> Any:
+    """A mapped file of weights. Its header is read once, and what it held at the first version it holds at every later one."""
+    return safe_open(file, framework="pt")
 
 
 def _parts(parameters: Mapping[str, torch.nn.Parameter], tensor: PublishedTensor, rank: int, limit: int) -> Iterator[tuple[Piece, torch.Tensor]]:
