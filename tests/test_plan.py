@@ -65,6 +65,35 @@ def test_shows_arithmetic_cpus_memory_prompts_and_stops(write):
         assert part in text
 
 
+def test_shows_each_source_and_what_all_settings_that_name_data_hold(write, tmp_path):
+    """Of a mixture: a glob, a folder with splits, and one file; the others take sources too."""
+    for name, count in (("a", 2), ("b", 1), ("folder/test", 3), ("folder/train", 5)):
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps({"prompt": f"{row} + 1 =", "answer": "1", "level": row}) + "\n" for row in range(count)))
+    test = {"path": str(tmp_path / "folder"), "split": "test"}
+    glob = {"path": str(tmp_path / "[ab].jsonl"), "weight": 1, "name": "sums"}
+    train = [glob, {**test, "split": "train", "weight": 2}, {"path": str(tmp_path / "train.parquet"), "weight": 1}]
+    changes = {
+        "data.train": train,
+        "eval.data": test,
+        "eval.sets": {"two": {"data": [test, str(tmp_path / "a.jsonl")]}},
+        "warm_start.data": [str(tmp_path / "b.jsonl"), test],
+    }
+    text = make_plan(load_config(write(changes))).prompts_text()
+    for line in (
+        "  source sums: 3 rows used, of 2 files; 25.0% of the prompts\n",
+        "  source folder.train: 5 rows used, of 1 file; 50.0% of the prompts\n",
+        "  source train: 2 rows used, of 1 file; 25.0% of the prompts\n",
+        "  data.train: 10 of 10 rows used;",
+        "  eval.data: 3 of 3 rows used;",
+        "  eval.sets.two.data: 5 of 5 rows used;",
+        "  supervised rows of warm_start.data: 4 of 4 rows used;",
+        "columns for the reward: answer, level, source_name\n",
+    ):
+        assert line in text
+
+
 @pytest.mark.parametrize(
     ("changes", "lines"),
     [
