@@ -185,7 +185,7 @@ class DataConfig(Section):
     """Which tokens of a longer prompt plus completion stay (length_policy: truncate): the first, so that the completion is cut at its end, or the
     last, so that the prompt is cut at its start. A row left without a completion token, or without a prompt, is left out and counted."""
     shuffle: bool = True
-    """Permute every epoch by (seed, epoch). False keeps the file's order."""
+    """Permute every epoch by (seed, epoch). False keeps the files' order; weighted sources take turns."""
 
 
 class RolloutConfig(Section):

@@ -1,7 +1,7 @@
-"""Prompts: the one source of a run, streamed by Ray Data as Arrow blocks, and the checks before a run starts.
+"""Prompts: streamed by Ray Data as Arrow blocks, and the checks before a run starts.
 
-A prompt is known for ever by its ordinal = epoch * rows + position in that epoch's seeded permutation. Ordinals are attached
-before rows stream, so neither a retried read task nor a resume can change which row an ordinal means.
+A prompt is known for ever by its ordinal. `asyncrl.data.mixture` says which row that is, and `asyncrl.data.sources` reads the rows.
+Ordinals are attached before rows stream, so neither a retried read task nor a resume can change which row an ordinal means.
 """
 
 from __future__ import annotations
