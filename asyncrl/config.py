@@ -311,8 +311,15 @@ class RewardConfig(Section):
     overlong_penalty (DAPO's soft overlong penalty). 0 = none."""
     overlong_penalty: float = Field(default=1.0, ge=0)
     """What a completion that reaches its limit loses."""
+    tasks: int = Field(default=1, gt=0)
+    """Scoring tasks, each with reward processes of its own. Ray spreads them over the nodes by num_cpus and num_gpus."""
     processes: int = Field(default=2, gt=0)
-    """Reward processes: so many slow groups do not delay the others."""
+    """Reward processes of one scoring task, and of evaluation: so many slow groups do not delay the others."""
+    num_cpus: float = Field(default=TASK_CPUS, ge=0)
+    """Logical CPUs that one scoring task, its reward processes included, declares to Ray."""
+    num_gpus: float = Field(default=0.0, ge=0)
+    """GPUs that one scoring task declares to Ray; its reward processes share them. Evaluation's reward processes, if there is anything to evaluate on,
+    take as many once more."""
     concurrency: int = Field(default=1, gt=0)
     """Groups that one reward process scores at once. Async functions share the process's event loop. A plain function gets a thread per group
     when this is above 1: then it must be safe to call from several."""
@@ -855,6 +862,11 @@ class Config(Section):
     def max_outstanding(self) -> int:
         """Groups that may be outstanding when every version is committed."""
         return (self.staleness.max_staleness + 1) * self.groups_per_step + self.staleness.over_sampling
+
+    @property
+    def scores_evaluation_apart(self) -> bool:
+        """Whether evaluation's reward processes are placed by Ray, where their GPUs are, and not beside the driver."""
+        return self.reward.num_gpus > 0 and self.eval.evaluates
 
     @property
     def accuracy(self) -> str:

@@ -34,6 +34,7 @@ from asyncrl.placement import needed, wait_for_placement, wait_for_room
 from asyncrl.redact import redact
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.remote import RemoteRewardPool
 from asyncrl.rewards.score import score_completions
 from asyncrl.rewards.scoring import RayScores
 from asyncrl.rollout.group import RayRollouts, start_rollouts
@@ -67,7 +68,7 @@ class Stations:
     prompts: RayPromptSource
     rollouts: RayRollouts
     scores: RayScores
-    pool: RewardPool
+    pool: RewardPool | RemoteRewardPool
     evaluation_prompts: dict[Data, list[Prompt]]
     """Of each file that an evaluation set names."""
     kv_cache_tokens: int
@@ -260,10 +261,10 @@ async def _ready(actor: Any) -> None:
         await actor.ready.remote()
 
 
-async def _start_rewards(config: Config, stack: AsyncExitStack) -> RewardPool:
+async def _start_rewards(config: Config, stack: AsyncExitStack) -> RewardPool | RemoteRewardPool:
     """Evaluation's reward processes, every function imported."""
     share_settings(config.reward.sandbox)
-    pool = RewardPool(config.reward)
+    pool = RemoteRewardPool(config.reward) if config.scores_evaluation_apart else RewardPool(config.reward)
     _closing(stack, "reward processes", functools.partial(asyncio.to_thread, pool.close))
     await pool.check()
     return pool

@@ -70,7 +70,8 @@ def logical_cpus(config: Config) -> tuple[Part, ...]:
         *([Part("reference policy", 1, config.algorithm.ref_num_cpus)] if config.algorithm.has_reference else []),
         Part("rollout workers", config.rollout.num_workers, TASK_CPUS),
         Part("prompt stream", 1, TASK_CPUS),
-        Part("scoring stream", 2, TASK_CPUS),
+        Part("scoring stream", config.reward.tasks, config.reward.num_cpus),
+        *([Part("evaluation's rewards", 1, config.reward.num_cpus)] if config.scores_evaluation_apart else []),
     )
 
 
@@ -88,6 +89,8 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
         amounts = {"CPU": part.cpus}
         if cuda.get(part.name) == "cuda":
             amounts["GPU"] = 1.0
+        if part.name in ("scoring stream", "evaluation's rewards") and config.reward.num_gpus:
+            amounts["GPU"] = config.reward.num_gpus
         if version_bytes:
             amounts |= _bytes_of(part.name, config, version_bytes)
         needs.append(Need(part.name, part.count, amounts))
@@ -135,12 +138,13 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
     actors = learner.world_size * (learner.device == "cuda")
     rollouts = generator.num_replicas * (generator.device == "cuda")
     reference = int(config.algorithm.has_reference and learner.device == "cuda")
-    extra = f" + reference {reference}" if reference else ""
+    rewards = config.reward.num_gpus * (config.reward.tasks + config.scores_evaluation_apart)
+    extra = (f" + reference {reference}" if reference else "") + (f" + rewards {rewards:g}" if rewards else "")
     devices = "" if actors and rollouts else f" (learner.device: {learner.device}, generator.device: {generator.device}; what is on cpu takes no GPU)"
     return (
         "# placement, in slime's terms\n"
         f"  actor_num_nodes * actor_num_gpus_per_node = learner.world_size = {actors} GPUs, rollout_num_gpus = generator.num_replicas = {rollouts}{devices}\n"
-        f"  decoupled needs total >= {actors} + {rollouts}{extra} = {actors + rollouts + reference}{_gpus(nodes)}\n"
+        f"  decoupled needs total >= {actors} + {rollouts}{extra} = {actors + rollouts + reference + rewards:g}{_gpus(nodes)}\n"
         f"  colocate  needs total >= {actors}{extra}; it is not implemented: {NOT_IMPLEMENTED['colocate'].partition(';')[0]}"
     )
 

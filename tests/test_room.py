@@ -29,6 +29,20 @@ def test_needs_hand_computed():
     assert offloaded["learner ranks"]["memory"] == (30 << 20) * 16 / 3
 
 
+def test_rewards_on_gpus_are_placed_where_those_are():
+    """Two tasks of half a GPU, and as much once more for evaluation, if there is any."""
+    reward = {"functions": {"r": {"function": "m:r"}}, "tasks": 2, "num_cpus": 3, "num_gpus": 0.5}
+    [scoring] = [need for need in run_needs(config(reward=reward)) if need.part == "scoring stream"]
+    assert (scoring.count, scoring.amounts) == (2, {"CPU": 3, "GPU": 0.5})
+    evaluated = config(reward=reward, eval={"data": "held_out.parquet"})
+    [apart] = [need for need in run_needs(evaluated) if need.part == "evaluation's rewards"]
+    assert (apart.count, apart.amounts) == (1, {"CPU": 3, "GPU": 0.5})
+    assert shortages(run_needs(evaluated), [node("a", 16, 1), node("b", 16, 0.5)], "registered") == []
+    assert shortages(run_needs(evaluated), [node("a", 16, 1)], "registered")[0] == "GPU: 1.5 needed, 1 registered"
+    assert "decoupled needs total >= 0 + 0 + rewards 1.5 = 1.5" in placement_text(evaluated)
+    assert "rewards" not in placement_text(config()) and "evaluation's rewards" not in [need.part for need in run_needs(config(eval={"data": "h.parquet"}))]
+
+
 def test_what_fits_is_short_of_nothing():
     assert shortages(run_needs(config(), 1 << 20), [node("a", 2.0)], "free") == []
     assert shortages(run_needs(config(**GPUS)), [node("a", 16, 3), node("b", 8, 1)], "registered") == []
@@ -63,7 +77,7 @@ def test_memory_is_asked_of_one_node_too_and_a_silent_node_may_have_any():
     assert shortages(wanted, [*small, node("c", 1)], "free") == []
 
 
-@pytest.mark.parametrize(("rank", "replica", "free"), [(0.1, 0.2, 0.7), (0.1, 0.1, 0.6)])
+@pytest.mark.parametrize(("rank", "replica", "free"), [(0.1, 0.2, 0.6), (0.1, 0.1, 0.5)])
 def test_fractions_add_up(rank, replica, free):
     """0.1 + 0.2 is not 0.3 in binary: what is needed may come out a little above what is free, and is enough all the same."""
     needs = run_needs(config(learner={"num_cpus": rank}, generator={"num_cpus": replica}))
@@ -87,7 +101,7 @@ def test_the_table_shows_each_node_and_who_holds_what():
     for line in (
         "# cluster, 2 nodes",
         "needed registered free",
-        "CPU 16.4 16 10",
+        "CPU 16.3 16 10",
         "GPU 4 3 2",
         "shared memory 3.00 GiB not known not known",
         "node 10.0.0.1",

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ray.data.datasource import Datasource, ReadTask
 from asyncrl.config import TASK_CPUS
 from asyncrl.stacks import register_stacks_as
 
-__all__ = ["EndlessSource", "quiet_ray_data", "stream_blocks"]
+__all__ = ["EndlessSource", "Tasks", "quiet_ray_data", "stream_blocks"]
 
 _MAKING = threading.Lock()
 """The current context belongs to the process, not to a thread: two streams made at once would take each other's block sizes."""
@@ -34,6 +35,20 @@ HELD_BACK_PAUSE_S = 0.05
 """Seconds between two looks at whether the consumer has room again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """The tasks of a stream, spread over the nodes by what each declares to Ray."""
+
+    count: int = 1
+    num_cpus: float = TASK_CPUS
+    num_gpus: float = 0.0
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Arguments of Ray Data. The same for every stage, or they would not be fused."""
+        return {"num_cpus": self.num_cpus} | ({"num_gpus": self.num_gpus} if self.num_gpus else {})
+
+
 class HeldBackPause(ExecutionCallback):
     """Rests after a scheduling step in which a stage was held back by its consumer: Ray Data's loop would spin, and take a core of the driver."""
 
@@ -43,18 +58,18 @@ class HeldBackPause(ExecutionCallback):
 
 
 class EndlessSource(Datasource):
-    """A datasource with one read task, which yields Arrow tables until its generator returns."""
+    """A datasource whose read tasks each yield Arrow tables until their generator returns."""
 
-    def __init__(self, tables: Callable[[], Iterable[pa.Table]]) -> None:
+    def __init__(self, tables: Callable[[], Iterable[pa.Table]], tasks: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tables = tables
+        self._tables, self._tasks = tables, tasks
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
 
     def get_read_tasks(self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None) -> list[ReadTask]:
         metadata = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
-        return [ReadTask(self._tables, metadata)]
+        return [ReadTask(self._tables, metadata) for _ in range(self._tasks)]
 
 
 def stream_blocks(
@@ -65,8 +80,9 @@ def stream_blocks(
     name: str,
     replays: bool,
     stacks: Path | None = None,
+    tasks: Tasks | None = None,
 ) -> Iterator[pa.Table]:
-    """Run one endless source and one stage, which Ray Data fuses into one task, and give its blocks as they come.
+    """Run one endless source and one stage, which Ray Data fuses into one task (or several), and give its blocks as they come.
 
     Closing the generator ends the execution and its task. It is `iter_batches` that tells Ray Data of a consumer outside; without one
     (`iter_internal_ref_bundles`) the memory limit is waived whenever it is reached, and the source runs ahead for ever.
@@ -79,6 +95,7 @@ def stream_blocks(
         replays: whether `tables` gives the same tables each time. Then Ray runs a task that dies again, and passes over as many blocks as it has had from
             it before; else such a task's death ends the stream, since the blocks passed over would be others.
         stacks: folder where the task says what it does when it is asked (`asyncrl.stacks.stacks_as`, by `name`).
+        tasks: how many tasks run the source, each with a generator of its own, and what each declares to Ray. Default: one.
 
     Raises:
         ray.exceptions.RayError: the task failed; without `replays`, also that it died (`asyncrl.data.groups.DEATHS`).
@@ -93,13 +110,15 @@ def stream_blocks(
     context.print_on_execution_start = False
     context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, HeldBackPause]
     quiet_ray_data()
+    tasks = tasks or Tasks()
     life = {"max_retries": -1 if replays else 0}
     if stacks is not None:
         tables = functools.partial(_with_stacks, tables, stacks, name)
     with _MAKING, DataContext.current(context):
         # The same options for both, or they would not be fused. Ray has no name of its own for the read's `max_retries`.
-        source = ray.data.read_datasource(EndlessSource(tables), override_num_blocks=1, num_cpus=TASK_CPUS, ray_remote_args=life, **PLAIN_ARROW)
-        dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, num_cpus=TASK_CPUS, **life, **PLAIN_ARROW)
+        reader = EndlessSource(tables, tasks.count)
+        source = ray.data.read_datasource(reader, override_num_blocks=tasks.count, **tasks.resources, ray_remote_args=life, **PLAIN_ARROW)
+        dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, **tasks.resources, **life, **PLAIN_ARROW)
         dataset.set_name(name)
     yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=0)
 

@@ -109,6 +109,10 @@ class RewardPool:
         """
         return asyncio.run_coroutine_threadsafe(self._tracked(self._score(call)), self._loop)
 
+    async def score(self, call: GroupCall) -> GroupRewards:
+        """As `submit`, on the caller's event loop."""
+        return await asyncio.wrap_future(self.submit(call))
+
     def close(self) -> None:
         """Kill the processes and what they have started, whatever they do."""
         self._loop.call_soon_threadsafe(self._close)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -14,7 +13,7 @@ from asyncrl.algorithms.advantages import group_advantages, soft_overlong_penalt
 from asyncrl.algorithms.kl import reward_kl
 from asyncrl.config import AlgorithmConfig, Config, RewardConfig
 from asyncrl.rewards.contract import GroupCall
-from asyncrl.rewards.pool import GroupRewards, RewardPool, total_rewards
+from asyncrl.rewards.pool import GroupRewards, total_rewards
 from asyncrl.types import REFERENCE_COLUMN, REFERENCE_LOGPROBS, SCORED_COLUMNS, TRUNCATED, Completion, Prompt, reward_parts_type
 
 __all__ = ["attach_reference", "attach_rewards", "group_call", "group_rows", "score_completions", "score_table"]
@@ -107,7 +106,14 @@ def trajectory_status(reward: float | None, logprobs: Sequence[float], prompt_to
     return "unscored" if reward is None else "ok"
 
 
-async def score_completions(pool: RewardPool, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[float | None]]:
+class ScoresGroups(Protocol):
+    """Reward processes, here or on another node."""
+
+    async def score(self, call: GroupCall) -> GroupRewards:
+        """Rewards of one group, under the policy. Raises RewardError under policy `fail`."""
+
+
+async def score_completions(pool: ScoresGroups, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[float | None]]:
     """Raw rewards of one prompt's completions outside the training stream (evaluation).
 
     Returns:
@@ -125,5 +131,4 @@ async def score_completions(pool: RewardPool, prompt: Prompt, completions: Seque
         finish_reasons=[completion.finish_reason for completion in completions],
         truncated=[completion.finish_reason in TRUNCATED for completion in completions],
     )
-    group = await asyncio.wrap_future(pool.submit(call))
-    return dict(group.parts)
+    return dict((await pool.score(call)).parts)

@@ -14,6 +14,7 @@ import math
 import queue
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -29,7 +30,7 @@ from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.control.protocols import RolloutFailed, Rollouts, Scored
 from asyncrl.data.groups import DEATHS, broken_stream, groups_at
 from asyncrl.data.sources import SOURCE_COLUMN
-from asyncrl.data.stream import stream_blocks
+from asyncrl.data.stream import Tasks, stream_blocks
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact, write_groups
 from asyncrl.rewards.garbled import has_loop, unprintable
@@ -161,13 +162,15 @@ class RayScores:
         """Thread: rows from Ray Data, as they come. Where the task's process dies, a new execution follows: to the rollout workers a new reader, which is
         offered what was not acknowledged."""
         least = 0.0 if self._config.algorithm.advantage == "maxrl" else None
-        source = partial(rewarded_groups, self._config.reward, self._workers, self._reference, least)
+        reward = self._config.reward
+        tasks = Tasks(reward.tasks, reward.num_cpus, reward.num_gpus)
         stage = partial(score_table, config=self._config)
         deaths: list[float] = []
         end: BaseException | None = None
         while end is None and not self._closed:
             try:
-                for block in stream_blocks(source, stage, 1, STREAM_BYTES, "scoring", False, self._stacks):
+                source = partial(rewarded_groups, reward, uuid.uuid4().hex, self._workers, self._reference, least)
+                for block in stream_blocks(source, stage, 1, STREAM_BYTES, "scoring", False, self._stacks, tasks):
                     self._arrived.put(block)
                 end = RuntimeError("it ended though its rollout workers live")
             except Exception as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -32,14 +31,16 @@ LEASED_AHEAD = 2
 """Groups that a task leases for each that its processes run at once."""
 
 
-def rewarded_groups(config: RewardConfig, workers: Sequence[Any], reference: Any = None, least: float | None = None) -> Iterator[pa.Table]:
+def rewarded_groups(config: RewardConfig, reader: str, workers: Sequence[Any], reference: Any = None, least: float | None = None) -> Iterator[pa.Table]:
     """One-row tables with raw rewards, in the order in which rewards are done; ends when every worker has closed its outbox.
 
     A slow group holds back no other. The task leases as many groups as its reward processes run at once, and as many again, so that none
-    of them waits for a lease. Under policy `fail` the group that failed comes with its failure; the consumer ends the run. Runs in the
-    read task; a task run again after a crash is a new reader to the workers.
+    of them waits for a lease. Under policy `fail` the group that failed comes with its failure; the consumer ends the run. Runs in
+    each read task of the execution.
 
     Args:
+        reader: name of the execution. Its tasks are one reader to the workers, and each group is leased by one of them; another name takes over all
+            that has not been acknowledged.
         reference: the actor of the reference policy, whose log-probs are added; None = there is none.
         least: as of `RewardPool`.
     """
@@ -49,7 +50,7 @@ def rewarded_groups(config: RewardConfig, workers: Sequence[Any], reference: Any
     stop = threading.Event()
     share_settings(config.sandbox)
     with RewardPool(config, least) as pool:
-        threading.Thread(target=_lease, args=(workers, uuid.uuid4().hex, places, room, stop, events), daemon=True, name="leases").start()
+        threading.Thread(target=_lease, args=(workers, reader, places, room, stop, events), daemon=True, name="leases").start()
         try:
             while (event := events.get()) is not None:
                 if isinstance(event, BaseException):

@@ -246,3 +246,21 @@ def no_part(completions, **_):
 
 def part_with_a_slash(completions, **_):
     return {"a/b": [1.0, 1.0]}
+
+
+def meets_another_pool(completions, folder, slow, **_):
+    """Returns when rewards of two pools have been called; the slow one writes its pool's process id once and hangs."""
+    pool = psutil.Process(os.getppid()).ppid()
+    if slow[0] == "1":
+        return names_its_reader(completions, [f"{folder[0]}/reader"], slow)
+    with open(f"{folder[0]}/pool-{pool}", "w"):
+        pass
+    while len([name for name in os.listdir(folder[0]) if name.startswith("pool-")]) < 2:
+        time.sleep(0.01)
+    return [1.0 for _ in completions]
+
+
+def names_its_process(completions, **_):
+    if "fail" in completions:
+        raise ValueError("no such thing")
+    return [float(os.getpid()) for _ in completions]

@@ -158,6 +158,32 @@ def test_when_the_read_task_dies_its_groups_are_scored_by_the_next_one(ray_clust
     assert sorted(pyarrow.parquet.read_table(tmp_path / "groups")["ordinal"].to_pylist()) == [*range(8)]
 
 
+def test_several_tasks_share_the_groups_and_one_that_dies_loses_none(ray_cluster, tmp_path):
+    folder = tmp_path / "met"
+    folder.mkdir()
+    reader = folder / "reader"
+
+    async def scenario():
+        config = make_config("meets_another_pool", tasks=2, processes=1, deadline_s=120.0)
+        async with Station(config, tmp_path / "groups") as station:
+            # More than one task holds at a time.
+            for ordinal in range(6):
+                await station.rollouts.rollout(prompt(ordinal, folder=str(folder), slow="0"), 0)
+            groups = await station.take(6)
+            await station.rollouts.rollout(prompt(6, folder=str(folder), slow="1"), 0)
+            async with asyncio.timeout(120):
+                while not reader.exists() or not reader.read_text():  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            os.kill(int(reader.read_text()), signal.SIGKILL)
+            await station.rollouts.rollout(prompt(7, folder=str(folder), slow="0"), 0)
+            groups += await station.take(2)
+            await station.until_all_acknowledged()
+            return sorted(group.ordinal for group in groups)
+
+    assert asyncio.run(scenario()) == [*range(8)]
+    assert sorted(pyarrow.parquet.read_table(tmp_path / "groups")["ordinal"].to_pylist()) == [*range(8)]
+
+
 def test_a_second_copy_of_a_group_is_acknowledged_and_dropped(ray_cluster, tmp_path):
     async def scenario():
         # One process: with two, the copy may come after the group that the test waits for.
