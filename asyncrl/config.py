@@ -255,6 +255,9 @@ class RewardFunction(Section):
     """`package.module:function`, importable in a fresh process."""
     weight: float = 1.0
     """Weight in the reward. 0 = reported only."""
+    per_token: bool = False
+    """The function returns a list of rewards for each trajectory, one per completion token. Under advantage: gae each comes with its token; under every
+    other advantage the trajectory's reward is their sum."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of every call, beside those that asyncrl gives it. They are stored and shown with the config: no secrets."""
 
@@ -330,6 +333,11 @@ class RewardConfig(Section):
     shuffle: bool = False
     """Control experiment: permute the rewards over each step's whole batch, so that there is nothing to learn. What a run gains all the same is no
     work of the rewards."""
+
+    @property
+    def per_token(self) -> bool:
+        """Whether any function rewards each token."""
+        return any(reward.per_token for reward in self.functions.values())
 
     @property
     def penalises_length(self) -> bool:

@@ -20,7 +20,7 @@ from asyncrl.control.fates import FATES
 from asyncrl.evaluation import COLUMNS as ANSWERS
 from asyncrl.observe.metrics import read_metrics
 from asyncrl.runtime import parquet
-from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, SPAN
+from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, SPAN, TOKEN_REWARDS_COLUMN
 
 __all__ = ["Run", "RunNotFound", "Status", "open_run"]
 
@@ -36,6 +36,7 @@ PER_TRAJECTORY = (
     "status",
     "reward_parts",
     REFERENCE_COLUMN,
+    TOKEN_REWARDS_COLUMN,
 )
 """List columns of a group with one item per trajectory."""
 
@@ -181,8 +182,9 @@ def _explode(groups: pa.Table) -> pa.Table:
     """Groups' rows → trajectories' rows."""
     groups = groups.combine_chunks()
     parents = pc.list_parent_indices(groups["completion_ids"])
-    if REFERENCE_COLUMN in groups.column_names and groups[REFERENCE_COLUMN].null_count:
-        groups = groups.drop_columns([REFERENCE_COLUMN])  # an attempt had no reference policy
+    for name in (REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN):
+        if name in groups.column_names and groups[name].null_count:
+            groups = groups.drop_columns([name])  # an attempt had no reference policy, or no reward per token
     lists = [name for name in PER_TRAJECTORY if name in groups.column_names]
     table = groups.drop_columns(lists).take(parents)
     counts = pc.list_value_length(groups["completion_ids"]).to_pylist()

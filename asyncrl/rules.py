@@ -296,6 +296,11 @@ def _algorithm_holds(config: Config) -> None:
         )
     if algorithm.filter_zero_variance and algorithm.advantage in ("reinforce_plus_plus", "gae"):
         raise ValueError(f"algorithm.filter_zero_variance drops groups that advantage: {algorithm.advantage} learns from; leave one of them out")
+    if config.reward.shuffle and config.reward.per_token and algorithm.advantage == "gae":
+        raise ValueError(
+            "reward.shuffle permutes rewards between trajectories, and those of a function with per_token: true belong to the tokens of theirs; leave one of "
+            "them out, or use another advantage than gae"
+        )
     negative = [name for name, function in config.reward.functions.items() if function.weight < 0]
     if algorithm.advantage == "maxrl" and (negative or config.reward.overlong_buffer or algorithm.kl_coef):
         raise ValueError(

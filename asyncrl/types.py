@@ -20,6 +20,8 @@ __all__ = [
     "REFERENCE_LOGPROBS",
     "SCORED_COLUMNS",
     "STATUSES",
+    "TOKEN_REWARDS",
+    "TOKEN_REWARDS_COLUMN",
     "TRAJECTORY_COLUMNS",
     "TRUNCATED",
     "Completion",
@@ -66,6 +68,11 @@ SCORED_COLUMNS: dict[str, pa.DataType] = {
 REFERENCE_COLUMN = "reference_logprobs"
 REFERENCE_LOGPROBS = pa.list_(pa.list_(pa.float32()))
 """The reference policy's log-probs of the completions: a column of runs with a KL term."""
+
+TOKEN_REWARDS_COLUMN = "token_rewards"
+TOKEN_REWARDS = pa.list_(pa.list_(pa.float32()))
+"""The part of each trajectory's reward that belongs to its tokens: a column of runs with a reward function that is `per_token`. `reward` is their sum and
+all else that counts; null where the trajectory is unscored."""
 
 STATUSES = ("ok", "unscored", "bad_logprob", "over_long", "no_token")
 """`ok` trajectories are trained; the others are masked: kept in the row, without loss and outside the group's statistics."""
@@ -127,7 +134,7 @@ class Prompt:
     def __post_init__(self) -> None:
         if not self.token_ids:
             raise ValueError(f"prompt {self.ordinal} has no tokens")
-        taken = sorted(set(self.columns) & {*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN})
+        taken = sorted(set(self.columns) & {*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN})
         if taken:
             raise ValueError(f"dataset columns {taken} have names that asyncrl uses; rename them")
 
@@ -144,6 +151,8 @@ class Trajectory:
     status: str = "ok"
     reference_logprobs: tuple[float, ...] | None = None
     """[T], of a frozen reference policy; None in a run without a KL term."""
+    token_rewards: tuple[float, ...] | None = None
+    """[T]; None without a reward per token."""
 
     def __post_init__(self) -> None:
         if len(self.loss_mask) != len(self.completion.token_ids):
@@ -245,7 +254,7 @@ def table_from_ipc(stream: pa.Buffer) -> pa.Table:
 
 def groups_from_table(table: pa.Table) -> list[Group]:
     """The groups of a table, exactly as `groups_to_table` was given them."""
-    known = {*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN}
+    known = {*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN}
     names = [name for name in table.column_names if name not in known]
     schema = table.select(names).schema
     return [_group(row, {name: row[name] for name in names}, schema) for row in row_values(table)]
@@ -284,6 +293,8 @@ def _scored_arrays(groups: Sequence[Group]) -> dict[str, pa.Array]:
     parts = [[dict(t.reward_parts) for t in group.trajectories] for group in groups]
     if groups[0].trajectories[0].reference_logprobs is not None:
         arrays[REFERENCE_COLUMN] = pa.array([[t.reference_logprobs for t in group.trajectories] for group in groups], REFERENCE_LOGPROBS)
+    if any(t.token_rewards is not None for group in groups for t in group.trajectories):
+        arrays[TOKEN_REWARDS_COLUMN] = pa.array([[t.token_rewards for t in group.trajectories] for group in groups], TOKEN_REWARDS)
     if names:
         arrays["reward_parts"] = pa.array(parts, reward_parts_type(names))
     return arrays
@@ -327,4 +338,9 @@ def _trajectory(row: Mapping[str, Any], index: int) -> Trajectory:
         advantage=row["advantage"][index],
         status=row["status"][index],
         reference_logprobs=tuple(row[REFERENCE_COLUMN][index]) if row.get(REFERENCE_COLUMN) else None,
+        token_rewards=_tuple((row.get(TOKEN_REWARDS_COLUMN) or {index: None})[index]),
     )
+
+
+def _tuple(values: Sequence[float] | None) -> tuple[float, ...] | None:
+    return None if values is None else tuple(values)

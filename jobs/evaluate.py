@@ -83,7 +83,7 @@ def accuracy(config: Config, prompts: list[Prompt], answers: list[tuple[str, lis
     """Mean of the reward that the config calls accuracy, over the answers that it scores."""
     reward = config.reward.functions[config.accuracy]
     calls = [GroupCall([prompt.text], [text], [ids], prompt.columns) for prompt, (text, ids) in zip(prompts, answers, strict=True)]
-    rewards = [call_reward(reward.function, call, reward.arguments).rewards[0] for call in calls]
+    rewards = [call_reward(reward.function, call, reward.arguments, reward.per_token).rewards[0] for call in calls]
     scored = [value for value in rewards if value is not None]
     return sum(scored) / len(scored) if scored else math.nan
 

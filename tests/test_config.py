@@ -247,6 +247,16 @@ def test_command_line_wins_over_yaml(tmp_path):
         ({"learner.offload_param": "cpu"}, "learner.offload_param = 'cpu' acts only with learner.offload_optimizer: cpu"),
         ({"learner.offload_optimizer": "nvme"}, "learner.offload_optimizer = 'nvme': input should be 'none' or 'cpu'"),
         ({"reward.functions.exact.function": "no colon"}, "reward.functions.exact.function = 'no colon'"),
+        (
+            {
+                "reward.functions": {"steps": {"function": "m:f", "per_token": True}},
+                "reward.shuffle": True,
+                "algorithm.advantage": "gae",
+                "eval.accuracy": "steps",
+            },
+            "reward.shuffle permutes rewards between trajectories, and those of a function with per_token: true belong to the tokens",
+        ),
+        ({"reward.functions": {"a/b": {"function": "m:f"}}}, "reward.functions.a/b"),
         ({"eval.accuracy": "wrong"}, r"eval.accuracy = 'wrong' is not one of reward.functions \['exact'\]"),
         ({"eval.sets": {"greedy": {"data": "d"}}}, "eval.sets.greedy: a set's name is .* not one of eval.data's own sets greedy, sampled; choose another"),
         ({"eval.sets": {"a/b": {"data": "d"}}}, "eval.sets.a/b: a set's name is 1 to 32 letters"),

@@ -287,6 +287,12 @@ def test_two_ranks_and_two_replicas_fit_two_cpus(write):
             "generator.kv_cache_memory_bytes = 261120 holds 0 tokens of 1024 bytes, and the longest request has .*; raise it to 262144 or more",
         ),
         ({"reward.functions": {"mine": {"function": "nowhere_to_be_found:score"}}}, None, "reward.functions.mine.function: .*'nowhere_to_be_found'"),
+        (
+            {"reward.functions": {"mine": {"function": "asyncrl.rewards.builtin:llm_judge", "arguments": {"judge": {"url": "http://127.0.0.1:1/v1"}}}}},
+            None,
+            "reward.functions.mine.arguments: model is missing; set it",
+        ),
+        ({"reward.functions": {"mine": {"function": "asyncrl.rewards.builtin:exact"}}}, None, "reward.functions.mine: there is no 'exact' in asyncrl"),
     ],
 )
 def test_refusals_are_one_line_and_leave_nothing(write, tmp_path, changes, rows, message):

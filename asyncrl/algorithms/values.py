@@ -8,16 +8,17 @@ from torch import Tensor
 __all__ = ["gae", "value_loss"]
 
 
-def gae(reward: float, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+def gae(reward: float, values: np.ndarray, gamma: float, lam: float, token_rewards: np.ndarray | None = None) -> np.ndarray:
     """Advantages [T] of one trajectory's tokens by generalised advantage estimation (arXiv:1506.02438, eq. 16): A_t = δ_t + γ·λ·A_{t+1}, with
-    δ_t = r_t + γ·V_{t+1} - V_t. The reward comes with the last token, after which the value is 0.
+    δ_t = r_t + γ·V_{t+1} - V_t. The reward, less what came with tokens before, comes with the last token, after which the value is 0.
 
     Args:
         values: [T], V of the state in which each token was chosen.
+        token_rewards: [T], the part of the reward that comes with each token. Default: none of it.
     """
     following = np.append(values[1:], 0.0)
-    rewards = np.zeros(len(values))
-    rewards[-1:] = reward
+    rewards = np.zeros(len(values)) if token_rewards is None else token_rewards.astype(np.float64)
+    rewards[-1:] += reward - rewards.sum()
     deltas = rewards + gamma * following - values
     advantages = np.zeros(len(values))
     running = 0.0

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS
+from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TOKEN_REWARDS_COLUMN
 
 __all__ = ["content_hashes"]
 
 BYTES = 16
-TYPED = frozenset({*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN})
+TYPED = frozenset({*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN})
 """Columns whose Arrow type never changes. A dataset's column may get another one when files are merged, so its plain values are hashed."""
 
 

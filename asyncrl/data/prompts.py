@@ -26,7 +26,7 @@ from asyncrl.data.sources import Rows, RowsByNumber, SourceRows, read_sources
 from asyncrl.data.truncation import Limit, Limits, TooLong, Truncated, TruncationReport, truncate
 from asyncrl.text.template import Rendered, Template, TemplateError
 from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
-from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TRAJECTORY_COLUMNS, Prompt
+from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TOKEN_REWARDS_COLUMN, TRAJECTORY_COLUMNS, Prompt
 
 __all__ = [
     "PromptReport",
@@ -57,7 +57,7 @@ MESSAGES = "messages"
 """Column with the chat that a template rendered; rewards get it."""
 Data = str | tuple[Source, ...]
 """A setting that names rows."""
-TAKEN_COLUMNS = {*COLUMNS, *SCORED_COLUMNS, REFERENCE_COLUMN, "reward_parts", "prompts", "completions", *TRAJECTORY_COLUMNS}
+TAKEN_COLUMNS = {*COLUMNS, *SCORED_COLUMNS, REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN, "reward_parts", "prompts", "completions", *TRAJECTORY_COLUMNS}
 """Names of our own columns and of the reward's arguments."""
 
 

@@ -14,7 +14,7 @@ from asyncrl.algorithms.advantages import Advantage, group_advantages
 from asyncrl.algorithms.losses import PolicyTokens
 from asyncrl.algorithms.values import gae
 from asyncrl.learning.attention import Segments
-from asyncrl.types import REFERENCE_COLUMN
+from asyncrl.types import REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN
 
 __all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "plain_example", "shuffle_rewards", "token_example", "with_values"]
 
@@ -41,6 +41,8 @@ class Example:
     """[C] float32, nats: of the frozen reference policy."""
     returns: np.ndarray | None = None
     """[C], what the values should be; at loss tokens."""
+    token_rewards: np.ndarray | None = None
+    """[C] float32: the part of the reward that comes with each token."""
     group: int = -1
     """Ordinal of its group."""
     trajectory: int = 0
@@ -162,6 +164,7 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
     nested = [table[name][row].values for name in ("completion_ids", "loss_mask", "logprobs")]
     spans = table["versions"][row].values
     reference = table[REFERENCE_COLUMN][row].values if REFERENCE_COLUMN in table.column_names else None
+    per_token = table[TOKEN_REWARDS_COLUMN][row].as_py() if TOKEN_REWARDS_COLUMN in table.column_names else None
     ordinal = table["ordinal"][row].as_py()
     examples = []
     for index, status in enumerate(statuses):
@@ -173,8 +176,21 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
         tokens = np.concatenate([prompt, ids]).astype(np.int64)
         versions = _token_versions(spans[index].values)
         referred = reference[index].values.to_numpy(zero_copy_only=False) if reference is not None else None
-        behaviour, advantage = logprobs.astype(np.float32), float(advantages[index])
-        examples.append(Example(tokens, len(prompt), mask.astype(bool), behaviour, advantage, versions, referred, group=ordinal, trajectory=index))
+        token_rewards = np.asarray(per_token[index], dtype=np.float32) if per_token is not None else None
+        examples.append(
+            Example(
+                tokens=tokens,
+                prompt_length=len(prompt),
+                loss_mask=mask.astype(bool),
+                behaviour_logprobs=logprobs.astype(np.float32),
+                advantage=float(advantages[index]),
+                versions=versions,
+                reference_logprobs=referred,
+                token_rewards=token_rewards,
+                group=ordinal,
+                trajectory=index,
+            )
+        )
     return [example for example in examples if example.loss_tokens]
 
 
@@ -210,7 +226,8 @@ def with_values(example: Example, values: np.ndarray, gamma: float, lam: float) 
     """
     places = np.flatnonzero(example.loss_mask)
     advantages, returns = np.zeros(len(example.loss_mask)), np.zeros(len(example.loss_mask))
-    advantages[places] = gae(float(example.advantage), values, gamma, lam)
+    token_rewards = example.token_rewards[places] if example.token_rewards is not None else None
+    advantages[places] = gae(float(example.advantage), values, gamma, lam, token_rewards)
     returns[places] = advantages[places] + values
     return replace(example, advantage=advantages, returns=returns)
 

@@ -19,6 +19,9 @@ It returns one of
 - a dict of named parts, each such a list. The entry `reward` is the reward and the others are only reported. Without that
   entry the reward is the sum of the parts, and None where a part is None.
 
+- with `per_token: true` in the config, and only then: a list of n lists, each with a finite number per completion token, or None
+  where the trajectory cannot be scored. Its reward is their sum; under `algorithm.advantage: gae` each comes with its token.
+
 Anything else breaks the contract.
 """
 
@@ -81,6 +84,8 @@ class FunctionRewards:
     rewards: list[float | None]
     parts: dict[str, list[float | None]] = field(default_factory=dict)
     """The parts of which it told, n values each."""
+    tokens: list[list[float] | None] | None = None
+    """Of a function with per_token: one list for each trajectory, whose sum is its reward; None where that is None."""
 
 
 def find_reward(function: str) -> None:
@@ -117,7 +122,7 @@ def import_reward(function: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def call_reward(function: str, call: GroupCall, arguments: Mapping[str, Any] | None = None) -> FunctionRewards:
+def call_reward(function: str, call: GroupCall, arguments: Mapping[str, Any] | None = None, per_token: bool = False) -> FunctionRewards:
     """Call one reward for one group, in this process and without a deadline.
 
     Raises:
@@ -130,7 +135,7 @@ def call_reward(function: str, call: GroupCall, arguments: Mapping[str, Any] | N
             values = asyncio.run(_wait_for(values))
     except Exception as error:
         raise failed(function, error) from None
-    return check_rewards(function, values, len(call.completions))
+    return check_rewards(function, values, call, per_token)
 
 
 async def _wait_for(values: Any) -> Any:
@@ -164,8 +169,11 @@ def failed(function: str, error: BaseException) -> RewardError:
     return RewardError(f"reward function {function!r} raised {type(error).__name__}: {error}")
 
 
-def check_rewards(function: str, values: Any, n: int) -> FunctionRewards:
-    """The rewards as floats and None. Raises ContractError unless `values` is what the contract allows for n trajectories."""
+def check_rewards(function: str, values: Any, call: GroupCall, per_token: bool = False) -> FunctionRewards:
+    """The rewards as floats and None. Raises ContractError unless `values` is what the contract allows for this group."""
+    n = len(call.completions)
+    if per_token:
+        return _check_tokens(function, values, call)
     if not isinstance(values, Mapping):
         return FunctionRewards(_check_list(function, values, n))
     if not values or not all(isinstance(name, str) and name and "/" not in name for name in values):
@@ -177,19 +185,40 @@ def check_rewards(function: str, values: Any, n: int) -> FunctionRewards:
     return FunctionRewards(total, parts)
 
 
+def _check_tokens(function: str, values: Any, call: GroupCall) -> FunctionRewards:
+    _check_length(function, values, len(call.completions), "lists of floats, or None, as per_token: true says")
+    tokens: list[list[float] | None] = []
+    for index, (given, ids) in enumerate(zip(values, call.completion_ids, strict=True)):
+        if given is None:
+            tokens.append(None)
+            continue
+        _check_length(f"{function}, trajectory {index}", given, len(ids), "floats, one per token")
+        checked = [_check_one(f"{function}, trajectory {index}", value, place) for place, value in enumerate(given)]
+        if None in checked:
+            raise ContractError(f"reward function {function!r} returned None for a token of trajectory {index}; return None for the trajectory, or a number")
+        tokens.append([value for value in checked if value is not None])
+    return FunctionRewards([None if some is None else math.fsum(some) for some in tokens], tokens=tokens)
+
+
 def _check_list(function: str, values: Any, n: int) -> list[float | None]:
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
-        raise ContractError(f"reward function {function!r} returned {type(values).__name__}; return a list of {n} floats or None")
-    if len(values) != n:
-        raise ContractError(f"reward function {function!r} returned {len(values)} rewards for {n} completions; return one for each")
+    _check_length(function, values, n, "floats or None")
     return [_check_one(function, value, index) for index, value in enumerate(values)]
+
+
+def _check_length(function: str, values: Any, n: int, wanted: str) -> None:
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+        raise ContractError(f"reward function {function!r} returned {type(values).__name__}; return a list of {n} {wanted}")
+    if len(values) != n:
+        what = "tokens" if wanted.endswith("token") else "completions"
+        raise ContractError(f"reward function {function!r} returned {len(values)} rewards for {n} {what}; return one for each")
 
 
 def _check_one(function: str, value: Any, index: int) -> float | None:
     if value is None:
         return None
     if not isinstance(value, numbers.Real):
-        raise ContractError(f"reward function {function!r} returned {value!r} ({type(value).__name__}) at index {index}; return a float or None")
+        fix = "return a float or None (one per token needs per_token: true)" if isinstance(value, list | tuple) else "return a float or None"
+        raise ContractError(f"reward function {function!r} returned {value!r} ({type(value).__name__}) at index {index}; {fix}")
     if not math.isfinite(value):
         raise ContractError(f"reward function {function!r} returned {value!r} at index {index}; return a finite number, or None if it cannot be scored")
     return float(value)

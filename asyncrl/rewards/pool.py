@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -54,11 +55,13 @@ class GroupRewards:
     parts: Mapping[str, list[float | None]] = field(default_factory=dict)
     """Name of the reward function → n rewards, and name/part → n values of each part that it told of."""
     failure: str | None = None
+    tokens: list[list[float] | None] | None = None
+    """Weighted sum of the functions that reward each token, trajectory by trajectory; None without such a function."""
 
 
 def no_rewards(config: RewardConfig, n: int, failure: str) -> GroupRewards:
     """A group of n trajectories that was given up."""
-    return GroupRewards({name: [None] * n for name in config.functions}, failure)
+    return GroupRewards({name: [None] * n for name in config.functions}, failure, [None] * n if config.per_token else None)
 
 
 def total_rewards(parts: Mapping[str, Sequence[float | None]], weights: Mapping[str, float]) -> list[float | None]:
@@ -68,6 +71,10 @@ def total_rewards(parts: Mapping[str, Sequence[float | None]], weights: Mapping[
         return [0.0 for _ in next(iter(parts.values()))]
     columns = zip(*(values for _, values in weighted), strict=True)
     return [None if None in row else sum(weight * value for (weight, _), value in zip(weighted, row, strict=True)) for row in columns]
+
+
+def _weighted_sum(weights: Sequence[float], rewards: Sequence[list[float] | None]) -> list[float]:
+    return [math.fsum(weight * value for weight, value in zip(weights, token, strict=True)) for token in zip(*(some or [] for some in rewards), strict=True)]
 
 
 class RewardPool:
@@ -146,7 +153,10 @@ class RewardPool:
         tries = config.retries + 1 if config.policy == "retry" else 1
         for left in reversed(range(tries)):
             try:
-                return GroupRewards(self._allowed(await self._try(call)))
+                given = await self._try(call)
+                rewards = self._allowed({name: one.rewards for name, one in given.items()})
+                parts = {f"{name}/{part}": values for name, one in given.items() for part, values in one.parts.items()}
+                return GroupRewards(rewards | parts, tokens=self._token_rewards(given))
             except RewardError as error:
                 if config.policy == "fail":
                     raise
@@ -157,7 +167,7 @@ class RewardPool:
     def _allowed(self, rewards: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
         """The rewards. Raises RewardError if a trajectory's total is below the least one that the advantage is defined for."""
         weights = {name: function.weight for name, function in self._config.functions.items()}
-        totals = total_rewards({name: rewards[name] for name in weights}, weights)
+        totals = total_rewards(rewards, weights)
         below = min((total for total in totals if total is not None), default=0.0)
         if self._least is not None and below < self._least:
             raise RewardError(
@@ -166,16 +176,23 @@ class RewardPool:
             )
         return rewards
 
-    async def _try(self, call: GroupCall) -> dict[str, list[float | None]]:
+    def _token_rewards(self, given: Mapping[str, FunctionRewards]) -> list[list[float] | None] | None:
+        """Weighted sum of what functions gave for each token; None for a trajectory that one of them could not score."""
+        weights = {name: function.weight for name, function in self._config.functions.items()}
+        weighted = [(weights[name], one.tokens) for name, one in given.items() if one.tokens is not None and weights[name]]
+        if not weighted:
+            return None
+        trajectories = zip(*(tokens for _, tokens in weighted), strict=True)
+        return [None if None in some else _weighted_sum([weight for weight, _ in weighted], some) for some in trajectories]
+
+    async def _try(self, call: GroupCall) -> dict[str, FunctionRewards]:
         """All functions side by side; the first that fails ends the others. Raises RewardError."""
         tasks = {name: asyncio.ensure_future(self._ask(name, call)) for name in self._config.functions}
         try:
-            given = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
+            return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
         finally:
             for task in tasks.values():
                 task.cancel()
-        rewards = {name: one.rewards for name, one in given.items()}
-        return rewards | {f"{name}/{part}": values for name, one in given.items() for part, values in one.parts.items()}
 
     async def _ask(self, name: str, group: GroupCall) -> FunctionRewards:
         waiting = _Waiting(Call(next(self._numbers), name, group), self._loop.create_future())
@@ -231,7 +248,7 @@ class RewardPool:
 
     def _setup(self) -> Setup:
         config = self._config
-        named = {name: Named(reward.function, reward.arguments) for name, reward in config.functions.items()}
+        named = {name: Named(reward.function, reward.arguments, reward.per_token) for name, reward in config.functions.items()}
         return Setup(named, config.concurrency, config.deadline_s, config.memory_bytes)
 
     def _functions(self) -> list[str]:

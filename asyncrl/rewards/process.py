@@ -41,6 +41,7 @@ class Named:
 
     function: str
     arguments: Mapping[str, Any]
+    per_token: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ class _Process:
                     values = await values
         except Exception as error:
             raise failed(named.function, error) from None
-        return check_rewards(named.function, values, len(group.completions))
+        return check_rewards(named.function, values, group, named.per_token)
 
     def _in_thread(self, work: Callable[[], Any]) -> Future[Any]:
         if self._threads is not None:

@@ -14,7 +14,17 @@ from asyncrl.algorithms.kl import reward_kl
 from asyncrl.config import AlgorithmConfig, Config, RewardConfig
 from asyncrl.rewards.contract import GroupCall
 from asyncrl.rewards.pool import GroupRewards, total_rewards
-from asyncrl.types import REFERENCE_COLUMN, REFERENCE_LOGPROBS, SCORED_COLUMNS, TRUNCATED, Completion, Prompt, reward_parts_type
+from asyncrl.types import (
+    REFERENCE_COLUMN,
+    REFERENCE_LOGPROBS,
+    SCORED_COLUMNS,
+    TOKEN_REWARDS,
+    TOKEN_REWARDS_COLUMN,
+    TRUNCATED,
+    Completion,
+    Prompt,
+    reward_parts_type,
+)
 
 __all__ = ["attach_reference", "attach_rewards", "group_call", "group_rows", "score_completions", "score_table"]
 
@@ -27,10 +37,12 @@ def group_call(row: Mapping[str, Any], columns: Sequence[str]) -> GroupCall:
 
 
 def attach_rewards(group: pa.Table, rewards: GroupRewards) -> pa.Table:
-    """One group's one-row table with its raw rewards: columns reward_parts and failure."""
+    """One group's one-row table with its raw rewards: columns reward_parts, failure, and token_rewards if there are any."""
     names = list(rewards.parts)
     parts = [dict(zip(names, values, strict=True)) for values in zip(*rewards.parts.values(), strict=True)]
     group = group.append_column("reward_parts", pa.array([parts], reward_parts_type(names)))
+    if rewards.tokens is not None:
+        group = group.append_column(TOKEN_REWARDS_COLUMN, pa.array([rewards.tokens], TOKEN_REWARDS))
     return group.append_column("failure", pa.array([rewards.failure], SCORED_COLUMNS["failure"]))
 
 

@@ -14,6 +14,14 @@ def test_gae_on_hand_computed_numbers() -> None:
     assert gae(1.0, np.array([0.2, 0.5, 0.4]), 0.5, 0.0).tolist() == pytest.approx([0.25 - 0.2, 0.2 - 0.5, 1 - 0.4])
 
 
+def test_a_reward_of_a_token_comes_with_it_and_the_rest_with_the_last() -> None:
+    """λ = γ = 1 without values: the advantage is all reward from here on. 0.5 + 0 + 1 comes with tokens, 2 - 1.5 at the end."""
+    per_token = np.array([0.5, 0.0, 1.0])
+    assert gae(2.0, np.zeros(3), 1.0, 1.0, per_token).tolist() == [2.0, 1.5, 1.5]
+    assert gae(2.0, np.zeros(3), 1.0, 0.0, per_token).tolist() == [0.5, 0.0, 1.5]
+    assert per_token.tolist() == [0.5, 0.0, 1.0]
+
+
 def test_gae_with_lambda_one_is_the_return_less_the_value() -> None:
     values = np.random.default_rng(0).random(7)
     discounted = 2.0 * 0.9 ** np.arange(6, -1, -1)

@@ -264,3 +264,19 @@ def names_its_process(completions, **_):
     if "fail" in completions:
         raise ValueError("no such thing")
     return [float(os.getpid()) for _ in completions]
+
+
+def of_each_token(completion_ids, **_):
+    return [[float(token) for token in ids] for ids in completion_ids]
+
+
+def none_for_one(completion_ids, **_):
+    return [None, *([0.5] * len(ids) for ids in completion_ids[1:])]
+
+
+def one_token_short(completion_ids, **_):
+    return [[1.0] * (len(ids) - 1) for ids in completion_ids]
+
+
+def a_token_is_none(completion_ids, **_):
+    return [[None] * len(ids) for ids in completion_ids]

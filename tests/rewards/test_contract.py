@@ -4,9 +4,9 @@ from asyncrl.rewards.builtin import exact_match, reasoning_gym_score
 from asyncrl.rewards.contract import ContractError, GroupCall, RewardError, call_reward, import_reward
 
 
-def call(name, columns=None, arguments=None):
+def call(name, columns=None, arguments=None, per_token=False):
     group = GroupCall(["p", "p"], ["a", "bcd"], [[1, 2], [1, 2]], columns or {}, ["stop", "length"], [False, True])
-    return call_reward(f"tests.rewards.rewards_under_test:{name}", group, arguments)
+    return call_reward(f"tests.rewards.rewards_under_test:{name}", group, arguments, per_token)
 
 
 @pytest.mark.parametrize(("name", "rewards"), [("by_length", [1.0, 3.0]), ("async_half", [0.5, 0.5]), ("some_none", [None, 1.0])])
@@ -50,6 +50,28 @@ def test_a_function_without_further_columns_gets_what_it_names():
 def test_the_parts_of_a_dict_are_summed_unless_one_is_the_reward():
     assert call("parts_with_a_total").rewards == [2.0, 2.0] and call("parts_with_a_total").parts == {"length": [1.0, 3.0]}
     assert call("a_part_is_none").rewards == [1.5, None]
+
+
+def test_rewards_of_tokens_add_up_to_the_trajectorys():
+    given = call("of_each_token", per_token=True)
+    assert (given.tokens, given.rewards) == ([[1.0, 2.0], [1.0, 2.0]], [3.0, 3.0])
+    given = call("none_for_one", per_token=True)
+    assert (given.tokens, given.rewards) == ([None, [0.5, 0.5]], [None, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "per_token", "message"),
+    [
+        ("one_token_short", True, "trajectory 0' returned 1 rewards for 2 tokens"),
+        ("a_token_is_none", True, "returned None for a token of trajectory 0"),
+        ("by_length", True, "trajectory 0' returned float; return a list of 2 floats, one per token"),
+        ("too_few", True, "returned 1 rewards for 2 completions"),
+        ("of_each_token", False, r"at index 0; return a float or None \(one per token needs per_token: true\)"),
+    ],
+)
+def test_rewards_of_tokens_are_one_for_each_and_asked_for(name, per_token, message):
+    with pytest.raises(ContractError, match=message):
+        call(name, per_token=per_token)
 
 
 def test_an_exception_is_reported_under_the_functions_name():

@@ -209,3 +209,12 @@ def test_parts_of_a_function_are_kept_beside_its_reward(reward_config):
     with RewardPool(reward_config("parts_with_a_total", "by_length")) as pool:
         parts = rewards(pool).parts
     assert parts == {"parts_with_a_total": [2.0, 2.0], "by_length": [1.0, 3.0], "parts_with_a_total/length": [1.0, 3.0]}
+
+
+def test_rewards_of_tokens_are_weighted_and_kept(reward_config):
+    config = reward_config("of_each_token", "none_for_one", "by_length")
+    per_token = {name: config.functions[name].model_copy(update={"per_token": True, "weight": 2.0}) for name in ("of_each_token", "none_for_one")}
+    config = config.model_copy(update={"functions": config.functions | per_token})
+    with RewardPool(config) as pool:
+        scored = pool.submit(GroupCall(["p"] * 2, ["a", "bcd"], [[1, 2], [3]])).result(timeout=60)
+    assert scored.tokens == [None, [7.0]] and scored.parts["of_each_token"] == [3.0, 3.0]

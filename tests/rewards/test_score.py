@@ -6,6 +6,7 @@ import pyarrow as pa
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.learning.batches import examples_of
 from asyncrl.rewards.pool import GroupRewards, RewardPool
 from asyncrl.rewards.score import attach_reference, attach_rewards, score_completions, score_table
 from asyncrl.rewards.scoring import scored_summary
@@ -157,3 +158,16 @@ def test_signs_of_gibberish_are_counted(config):
     row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0] * 3, "b": [1.0] * 3})), config)
     summary = scored_summary(row, "reference")
     assert (summary.logprob_sum, summary.looping, summary.characters, summary.unprintable) == (-64.0, 1, 8, 2)
+
+
+def test_rewards_of_tokens_are_a_column_that_the_learner_reads(config):
+    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(3), trajectory(2), trajectory(2)), "replica", 1.0, 2.0)
+    rewards = GroupRewards({"a": [1.5, 1.0, None], "b": [0.0] * 3}, tokens=[[0.5, 0.0, 1.0], [0.0, 1.0], None])
+    row = score_table(attach_rewards(groups_to_table([group]), rewards), config)
+    assert row["token_rewards"].to_pylist() == [[[0.5, 0.0, 1.0], [0.0, 1.0], None]]
+    [scored] = groups_from_table(row)
+    assert [t.token_rewards for t in scored.trajectories] == [(0.5, 0.0, 1.0), (0.0, 1.0), None]
+    assert groups_from_table(groups_to_table([scored])) == [scored]
+    assert [example.token_rewards.tolist() for example in examples_of(row)] == [[0.5, 0.0, 1.0], [0.0, 1.0]]
+    without = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.5, 1.0, None], "b": [0.0] * 3})), config)
+    assert "token_rewards" not in without.column_names and examples_of(without)[0].token_rewards is None
