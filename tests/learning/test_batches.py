@@ -59,8 +59,8 @@ def test_a_value_heads_advantages_and_returns_lie_at_the_loss_tokens() -> None:
     np.testing.assert_allclose(valued.advantage, advantages)
     np.testing.assert_allclose(valued.returns, [advantages[0] + 0.2, 0, advantages[2] + 0.5, 1.0])
     per_token = np.array([0.5, 9.0, 0.0, 0.25], dtype=np.float32)
-    advantages = with_values(replace(example, token_rewards=per_token), np.zeros(3), 1.0, 0.0).advantage
-    np.testing.assert_allclose(advantages, [0.5, 0, 0, 0.5], err_msg="what came with no loss token comes with the last")
+    rewarded = with_values(replace(example, token_rewards=per_token), np.zeros(3), 1.0, 0.0)
+    np.testing.assert_allclose(rewarded.advantage, [0.5, 0, 0, 0.5], err_msg="what came with no loss token comes with the last")
     batch = micro_batch([valued], [0], "cpu")
     np.testing.assert_allclose(batch.advantages, [advantages[0], advantages[2], advantages[3]], rtol=1e-6)
     assert batch.policy_tokens(batch.ages, batch.ages).returns is not None and micro_batch([example], [0], "cpu").returns is None
