@@ -9,6 +9,7 @@ import ray
 import ray.exceptions
 
 from asyncrl.config import RewardConfig
+from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import GroupCall, RewardError
 from asyncrl.rewards.pool import GroupRewards, RewardPool
 
@@ -22,6 +23,7 @@ class RewardActor:
     """The actor around the pool."""
 
     def __init__(self, config: RewardConfig) -> None:
+        share_settings(config.sandbox)
         self._pool = RewardPool(config)
 
     async def check(self) -> None:
