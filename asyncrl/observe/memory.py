@@ -151,7 +151,10 @@ def process_name(process: psutil.Process) -> str:
     first = first or plain
     if first.rsplit("/", 1)[-1].startswith("python"):
         if "-c" in words:
-            return "python (multiprocessing)" if "multiprocessing" in words[words.index("-c") + 1] else "python -c"
+            code = words[words.index("-c") + 1]
+            if "asyncrl.rewards.supervisor" in code:
+                return "reward process"
+            return "python (multiprocessing)" if "multiprocessing" in code else "python -c"
         modules = [word for word in words[1:] if word.endswith(".py") or not word.startswith("-")]
         return f"python {Path(modules[0]).name}" if modules else "python"
     return first.rsplit("/", 1)[-1]

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.observe.memory import process_name
 from asyncrl.rewards.contract import ContractError, GroupCall, RewardError
 from asyncrl.rewards.pool import RewardPool, total_rewards
 
@@ -218,3 +219,9 @@ def test_rewards_of_tokens_are_weighted_and_kept(reward_config):
     with RewardPool(config) as pool:
         scored = pool.submit(GroupCall(["p"] * 2, ["a", "bcd"], [[1, 2], [3]])).result(timeout=60)
     assert scored.tokens == [None, [7.0]] and scored.parts["of_each_token"] == [3.0, 3.0]
+
+
+def test_a_reward_process_has_a_name_in_the_accounts_of_memory(reward_config):
+    with RewardPool(reward_config("names_its_process")) as pool:
+        process = psutil.Process(int(rewards(pool).parts["names_its_process"][0]))
+        assert process_name(process) == process_name(process.parent()) == "reward process"
