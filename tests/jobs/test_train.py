@@ -81,7 +81,7 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(start_run, shared_memory, t
     documented = (ROOT / "docs" / "metrics.md").read_text()
     for record in metrics.read_metrics(directory):
         own = [re.sub("^eval/(greedy|sampled)_", "eval/<set>_", name) for name in set(record) - {*metrics.RESERVED}]
-        own = [re.sub("(reward/|eval/<set>_)(digits|unhurried)$", r"\1<name>", name) for name in own]
+        own = [re.sub("(reward/|eval/<set>_)(digits|unhurried)(?=$|/)", r"\1<name>", name) for name in own]
         own = [re.sub("^truncation/[^/]+/", "truncation/<file>/", name) for name in own]
         assert not [name for name in own if f"`{name}`" not in documented], record["event"]
     executions = (directory / "logs" / "attempt_0" / "ray" / "ray-data" / "ray-data.log").read_text()
