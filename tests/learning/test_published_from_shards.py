@@ -73,6 +73,8 @@ def export_all(rank: int, world_size: int, checkpoints: dict[str, Path], target:
 
     tables = {name: version_table(path) for name, path in checkpoints.items()}
     sharded = HfDeepSpeedConfig(zero3.settings(LearnerConfig(world_size=world_size)))
+    with pytest.raises(RuntimeError, match="before an HfDeepSpeedConfig"):
+        version_table(checkpoints["mixtral"])
     for family_name, path in checkpoints.items():
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         parameters = dict(model.named_parameters())
