@@ -204,7 +204,7 @@ FAMILIES: Mapping[str, Family] = {
         _made("Llama", "llama", attention_bias=True, mlp_bias=True, head_dim=32),
         _made("Mistral", "mistral", sliding_window=6, head_dim=32),
         _made("Ministral", "ministral", sliding_window=6, layer_types=SLIDING, head_dim=32),
-        _made("Qwen2", "qwen2", use_sliding_window=True, sliding_window=6, layer_types=SLIDING),
+        _made("Qwen2", "qwen2"),
         _made("Qwen2-MoE", "qwen2_moe", **MIXTURE, shared_expert_intermediate_size=48),
         _made("Qwen3", "qwen3", head_dim=32, tie_word_embeddings=True),
         _made("Qwen3-MoE", "qwen3_moe", **MIXTURE, mlp_only_layers=[0], norm_topk_prob=True),

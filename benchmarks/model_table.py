@@ -1,0 +1,389 @@
+"""The table of docs/models.md: what each family of tiny random checkpoints does in the learner, and some of them in vLLM.
+
+    python -m benchmarks.model_table [--families NAME ...] [--no-engines] [--write]
+
+Every family of `asyncrl.testing.families` is taken through:
+
+load        `asyncrl plan`'s own rule for how it is trained: packed, one trajectory at a time, or refused.
+isolation   the check at a learner's start: no trajectory reaches another, nothing looks ahead.
+plain       log-probs and gradients of five trajectories as the learner computes them, beside those of transformers alone.
+train       log-probs of the policy told to train, beside those of the policy told to evaluate.
+names       what is published, tensor by tensor, beside the checkpoint's own files.
+vLLM        for the families of `ENGINES`: every parameter is changed, a version is published under the checkpoint's names and
+            loaded by vLLM as in a run; then the log-probs of what it samples beside the learner's.
+
+Exits with 1 if a family misses a bar. `--write` puts the table into docs/models.md, between its two marks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.testing.families import FAMILIES, VOCABULARY, Family, family
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- made by: python -m benchmarks.model_table --write -->", "<!-- end -->"
+
+ENGINES = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_neox", "gpt2", "opt", "seed_oss", "gemma2", "gemma3_text", "gemma4_text", "phi3",
+    "olmo2", "olmoe", "granite", "granitemoe", "cohere", "starcoder2",
+)  # fmt: skip
+"""Families that go through vLLM as well."""
+
+UNSERVED: Mapping[str, str] = {
+    "apertus": "no: differs by 4e-03 nats",
+    "cohere2": "no: differs by 0.1 nats",
+    "deepseek_v3": "no: wants `topk_method` in config.json",
+    "gemma3": "no: wants an image processor",
+    "glm4_moe": "no: wants `head_dim` in config.json",
+    "gpt_oss": "no: differs by 2 nats",
+    "lfm2": "no: wants chunked prefill, which generators leave off on CPU",
+    "phimoe": "no: does not load",
+}
+"""Families that vLLM 0.32.0 on CPU was asked for once, and did not serve like the learner: they are checked on the learner's side alone."""
+
+LENGTHS = (3, 5, 17, 17, 40)
+"""Tokens of the trajectories in the comparison with transformers."""
+SAME = 2e-5
+"""Nats, and shares of the largest gradient: rounding of two ways to compute the same in float32."""
+ENGINE_SAME = 1e-4
+"""Nats, between vLLM's kernels and the learner's: `weights.logprob_tolerance` in float32."""
+NOISE = 0.05
+"""Standard deviation of what is added to each parameter before it is published."""
+PROMPTS, TOKENS = 4, 24
+UPDATE = "update.json"
+"""Beside a checkpoint: what vLLM is to load."""
+ENGINE_TIMEOUT_S = 540.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One family. Numbers are largest differences; None = not measured."""
+
+    name: str
+    title: str
+    mode: str
+    """packed, one at a time, or refused."""
+    reason: str = ""
+    """Why not packed."""
+    plain: float | None = None
+    """Nats from transformers' log-probs."""
+    gradient: float | None = None
+    """From transformers' gradients, as a share of the largest one."""
+    train: float | None = None
+    """Nats between train and eval mode."""
+    names: int | None = None
+    """Tensors published under the checkpoint's names, each equal to the file's."""
+    engine: float | None = None
+    """Nats between vLLM after an update of every parameter, and the learner."""
+    note: str = ""
+    """What failed, or why vLLM was not asked."""
+
+    def missed(self) -> str:
+        """The bar that this family misses; empty if none."""
+        if self.note and self.mode != "refused":
+            return self.note
+        bars = (("plain", SAME), ("gradient", 10 * SAME), ("train", 0.0), ("engine", ENGINE_SAME))
+        over = [f"{name} {getattr(self, name):.1e}" for name, bar in bars if getattr(self, name) is not None and not getattr(self, name) <= bar]
+        return ", ".join(over)
+
+
+def learner_row(made: Family, folder: Path) -> Row:
+    """Everything but vLLM. `folder` gets the checkpoint."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl.learning.batches import micro_batch, token_example
+    from asyncrl.learning.isolation import check_isolation
+    from asyncrl.learning.policy import load_policy
+    from asyncrl.learning.supported import support
+
+    found = support(json.loads((folder / "config.json").read_text()))
+    row = Row(made.name, made.title, {"rows": "packed", "none": "one at a time", None: "refused"}[found.packing], found.reason)
+    if found.packing is None:
+        return row
+    try:
+        policy = load_policy(str(folder), torch.float32, 1.0)
+        check_isolation(policy, VOCABULARY, "cpu", torch.float32, made.name, policy.packing)
+    except ValueError as error:
+        return replace(row, note=str(error))
+    draw = np.random.default_rng(0)
+    ids = [draw.integers(4, 260, length).tolist() for length in LENGTHS]
+    examples = [token_example((tokens[:1], tokens[1:])) for tokens in ids]
+    together = [list(range(len(ids)))] if policy.packing == "rows" else [[index] for index in range(len(ids))]
+
+    def of_policy() -> list[torch.Tensor]:
+        logprobs: dict[int, torch.Tensor] = {}
+        for indices in together:
+            batch = micro_batch(examples, indices, "cpu")
+            logprobs |= dict(zip(batch.order, policy(batch)[0].split(list(batch.counts)), strict=True))
+        return [logprobs[index] for index in range(len(ids))]
+
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def of_plain() -> list[torch.Tensor]:
+        rows = [torch.tensor([tokens]) for tokens in ids]
+        return [plain(input_ids=row, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0] for row in rows]
+
+    ours, theirs = of_policy(), of_plain()
+    for logprobs in (ours, theirs):
+        torch.cat(logprobs).sum().backward()
+    gradients = dict(plain.named_parameters())
+    largest = max(float(parameter.grad.abs().max()) for parameter in gradients.values() if parameter.grad is not None)
+    off = [_furthest(one.grad, gradients[name].grad) for name, one in policy.model.named_parameters() if gradients[name].grad is not None]
+    with torch.no_grad():
+        told_to_train = torch.cat(of_policy()) if policy.train() else None
+        told_to_evaluate = torch.cat(of_policy()) if policy.eval() else None
+    row = replace(
+        row,
+        plain=_furthest(torch.cat(ours), torch.cat(theirs)),
+        gradient=max(off) / largest,
+        train=_furthest(told_to_train, told_to_evaluate),
+    )
+    return _with_names(row, folder, policy.model)
+
+
+def _furthest(one: Any, other: Any) -> float:
+    return float("inf") if one is None else float((one - other).detach().abs().max())
+
+
+def _with_names(row: Row, folder: Path, model: Any) -> Row:
+    from safetensors.torch import load_file
+
+    from asyncrl.weights.published import CannotPublish
+
+    stored = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    try:
+        published = version_tensors(folder, model)
+    except CannotPublish as error:
+        return replace(row, note=f"cannot be published: {error}")
+    import torch
+
+    wrong = sorted({*stored} ^ {*published}) or [name for name in stored if not torch.equal(stored[name], published[name])]
+    return replace(row, names=len(published), note=f"{wrong[0]!r} is published otherwise than the file has it" if wrong else "")
+
+
+def version_tensors(folder: Path, model: Any) -> dict[str, Any]:
+    """Every tensor of a version by its name in the checkpoint: of the model's parameters, or as the file has it."""
+    import torch
+    from safetensors import safe_open
+
+    from asyncrl.weights.published import version_table
+
+    parameters = {name: parameter.detach().contiguous().reshape(-1) for name, parameter in model.named_parameters()}
+    found = {}
+    for tensor in version_table(folder).tensors:
+        if not tensor.pieces:
+            with safe_open(tensor.stored.file, framework="pt") as file:
+                found[tensor.name] = file.get_tensor(tensor.name)
+            continue
+        target = torch.full((tensor.stored.elements,), float("nan"))
+        for piece in tensor.pieces:
+            source = parameters[piece.parameter].as_strided(piece.shape, piece.strides, piece.start)
+            target.as_strided(piece.shape, piece.to_strides, piece.to).copy_(source)
+        found[tensor.name] = target.view(tensor.stored.shape)
+    return found
+
+
+def disturbed(path: Path) -> Any:
+    """The policy of a checkpoint with every parameter changed; its version lies beside the checkpoint, for vLLM to load."""
+    import torch
+
+    from asyncrl.learning.policy import load_policy
+
+    policy = load_policy(str(path), torch.float32, 1.0)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draw) * NOISE)
+    (path / UPDATE).write_text(json.dumps(staged(version_tensors(path, policy.model), path / "version.bin")))
+    return policy
+
+
+def say_samples(names: Sequence[str], folder: Path) -> None:
+    """What vLLM samples from each family after its update, a line of JSON each. vLLM is imported once for all."""
+    from vllm.model_executor.models import registry
+
+    # vLLM looks at a model's class in a process of its own, which imports everything again.
+    registry._run_in_subprocess = lambda function: function()
+    for name in names:
+        try:
+            said = {"samples": samples(folder / name)}
+        except Exception as error:
+            # Of any kind: the table says it, and goes on with the next family.
+            said = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        print(json.dumps({"engine": name} | said), flush=True)
+
+
+def samples(path: Path) -> list[dict[str, Any]]:
+    """Prompt, ids and log-probs of completions by vLLM after an update of every parameter."""
+    import gc
+
+    from vllm import LLM, SamplingParams
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from asyncrl.weights.engine import BACKEND
+
+    llm = LLM(
+        model=str(path),
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=16 << 20,
+        max_model_len=256,
+        max_num_seqs=PROMPTS,
+        enable_chunked_prefill=False,
+        skip_tokenizer_init=True,
+        load_format="safetensors",
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        seed=0,
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+    )
+    try:
+        llm.init_weight_transfer_engine({"init_info": {}})
+        llm.start_weight_update()
+        llm.update_weights({"update_info": json.loads((path / UPDATE).read_text())})
+        llm.finish_weight_update("1")
+        prompts = [[4 + 7 * place, 30 + place, 90] for place in range(PROMPTS)]
+        settings = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True, logprobs=0, detokenize=False, seed=1)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], settings, use_tqdm=False)
+        found = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            ids = list(output.outputs[0].token_ids)
+            logprobs = [known[token].logprob for token, known in zip(ids, output.outputs[0].logprobs, strict=True)]
+            found.append({"prompt": prompt, "ids": ids, "logprobs": logprobs})
+        return found
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def from_learner(policy: Any, found: Sequence[Mapping[str, Any]]) -> float:
+    """Largest difference between log-probs of vLLM's samples and the policy's own, in nats."""
+    import torch
+
+    from asyncrl.learning.batches import micro_batch, token_example
+
+    worst = 0.0
+    for sample in found:
+        batch = micro_batch([token_example((sample["prompt"], sample["ids"]))], [0], "cpu")
+        with torch.no_grad():
+            worst = max(worst, _furthest(policy(batch)[0], torch.tensor(sample["logprobs"])))
+    return worst
+
+
+def staged(tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Write a staging file as a replica has it; return vLLM's update of it."""
+    places, offset = [], 0
+    with path.open("wb") as file:
+        for name, tensor in tensors.items():
+            content = tensor.contiguous().numpy().tobytes()
+            padding = -len(content) % 64
+            file.write(content + b"\0" * padding)
+            places.append((name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset))
+            offset += len(content) + padding
+    return {"path": str(path), "nbytes": offset, "tensors": places}
+
+
+def in_engines(rows: Sequence[Row], names: Sequence[str], folder: Path) -> list[Row]:
+    """The rows with vLLM's differences; vLLM runs in one process of its own."""
+    from asyncrl.generation.engine import engine_environment
+
+    asked = [row.name for row in rows if row.name in names and not row.note and row.mode != "refused"]
+    if not asked:
+        return list(rows)
+    policies = {name: disturbed(folder / name) for name in asked}
+    environment = os.environ | engine_environment("cpu") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "benchmarks.model_table", "--engines-in", str(folder), "--families", *asked]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S, check=False)
+    said = {one["engine"]: one for one in map(json.loads, (line for line in done.stdout.splitlines() if line.startswith('{"engine"')))}
+    if missing := [name for name in asked if name not in said]:
+        raise RuntimeError(f"vLLM's process ended before {missing[0]}: {done.stderr[-2000:]}")
+    measured_rows = []
+    for row in rows:
+        if row.name in said and "error" in said[row.name]:
+            row = replace(row, note=f"vLLM: {said[row.name]['error']}")
+        elif row.name in said:
+            row = replace(row, engine=from_learner(policies[row.name], said[row.name]["samples"]))
+        measured_rows.append(row)
+    return measured_rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown, and why some are trained one at a time."""
+    reasons = sorted({row.reason for row in rows if row.reason})
+    lines = [
+        "| family | `model_type` | trained | log-probs | gradients | train - eval | tensors | vLLM |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: row.title.lower()):
+        trained = f"{row.mode} ({reasons.index(row.reason) + 1})" if row.reason else row.mode
+        numbers = [_number(row.plain, " nats"), _number(row.gradient), _number(row.train, " nats"), str(row.names or "")]
+        vllm = row.note or UNSERVED.get(row.name, "not asked") if row.engine is None else _number(row.engine, " nats")
+        lines.append(f"| {' | '.join([row.title, f'`{FAMILIES[row.name].model_type}`', trained, *numbers, vllm])} |")
+    notes = [f"({number}) The model {reason}." for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", *(line for note in notes for line in (note, ""))]).rstrip()
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "" if value is None else f"{value:.0e}{unit}" if value else f"0{unit}"
+
+
+def write(rows: Sequence[Row]) -> None:
+    """Put the table into the page, between its marks."""
+    page = PAGE.read_text()
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    PAGE.write_text(f"{head}{BEGIN}\n\n{table(rows)}\n\n{END}{tail}")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.model_table", description=__doc__.splitlines()[0])
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), metavar="NAME")
+    parser.add_argument("--no-engines", action="store_true", help="leave vLLM out")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--engines-in", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    if asked.engines_in:
+        say_samples(asked.families, asked.engines_in)
+        return 0
+    rows = measured(asked.families, () if asked.no_engines else ENGINES)
+    print(table(rows))
+    if asked.write:
+        write(rows)
+    missed = {row.name: row.missed() for row in rows if row.missed()}
+    for name, what in missed.items():
+        print(f"MISSED {name}: {what}")
+    return int(bool(missed))
+
+
+def measured(names: Sequence[str], engines: Sequence[str]) -> list[Row]:
+    """The rows of these families, `engines` of them through vLLM as well."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="asyncrl_models_") as place:
+        folder = Path(place)
+        rows = [learner_row(family(name), family(name).save(folder / name)) for name in names]
+        return in_engines(rows, engines, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
