@@ -1,0 +1,55 @@
+"""A Serve replica like ours in everything but its engine: that one makes tokens of the version that it has, each in a millisecond."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from asyncrl.generation import replica
+from asyncrl.generation.protocol import GenerateRequest
+from asyncrl.types import Completion, VersionSpan
+
+TOKEN_S = 0.001
+
+
+class StubEngine:
+    def __init__(self, app: Any) -> None:
+        self.version = 0
+        self.tokens_generated = self.aborted_tokens = self.preemptions = self.waiting = 0
+        self.kv_use, self.aborted, self.load, self.broken = 0.0, [], None, None
+
+    async def start(self) -> None: ...
+
+    async def check(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
+        made_by = []
+        for _ in range(request.max_tokens):
+            await asyncio.sleep(TOKEN_S)
+            made_by.append(self.version)
+        spans = [VersionSpan(version, made_by.index(version), made_by.index(version) + made_by.count(version)) for version in sorted(set(made_by))]
+        tokens = len(made_by)
+        return (Completion((3,) * tokens, (-0.1,) * tokens, tuple(spans), "length", "3" * tokens),) * request.n
+
+    async def apply(self, update: Any, version: int) -> dict[str, float]:
+        self.version = version
+        return {"pause_s": 0.0}
+
+    def take_longest_gap(self) -> float:
+        return 0.0
+
+
+class StubGenerator(replica.Generator):
+    """Its process is the replica's own, so what it replaces there is nobody else's."""
+
+    async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits a replica's constructor
+        module: Any = replica
+        module.Engine, module.expected_parameters = StubEngine, lambda model, dtype: {}
+        module.fetch = lambda manifest, *arguments: SimpleNamespace(update_info=dict, remove=lambda: None, fetch_s=0.0)
+        await super().__init__(app)
+
+    async def status(self) -> dict[str, Any]:
+        return {"replica": self.replica, "weights": self.weights, "held": self.held, "applied": dict(self._applied)}

@@ -1,0 +1,174 @@
+"""An evaluation on one of several replicas: Serve, its routers, pushes and the board are real, the engines are stubs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small_config import SMALL
+from stub_replicas import StubGenerator
+
+from asyncrl.config import Config, GeneratorConfig
+from asyncrl.control.checkpoint import State
+from asyncrl.control.coordinator import Coordinator, Parts, Schedule
+from asyncrl.control.protocols import Finished, Manifest
+from asyncrl.control.staleness import Staleness
+from asyncrl.evaluation import Evaluator
+from asyncrl.generation import app as app_module
+from asyncrl.generation.app import ServeGenerate, start_generators, stop_generators
+from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica, WeightsId
+from asyncrl.generation.settings import GeneratorApp, board_name
+from asyncrl.reading import open_run
+from asyncrl.testing import FakeLearner, FakePrompts, FakeRecorder, FakeRollouts, FakeScores
+from asyncrl.types import Completion, Prompt
+from asyncrl.weights.board import open_board
+from asyncrl.weights.push import ServeWeightSync
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def two(ray_cluster: Any) -> Iterator[SimpleNamespace]:
+    """Two replicas: `handle` and `board`."""
+    name = "two-stubs"
+    board = open_board(board_name(name))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app_module, "_replica_class", lambda args: StubGenerator)
+        handle = start_generators(GeneratorApp(model="m", generator=GeneratorConfig(num_replicas=2, num_cpus=0.1)), name)
+    yield SimpleNamespace(handle=handle, board=board)
+    stop_generators(name)
+    ray_cluster.kill(board)
+
+
+def manifest(run: str, version: int) -> Manifest:
+    return Manifest(run, 0, version, (), (), (), ())
+
+
+def request(run: str, version: int, replica: str | None = None) -> GenerateRequest:
+    return GenerateRequest((1,), 1, 2, 1.0, min_weights=WeightsId(run, 0, version), replica=replica, deadline_s=60)
+
+
+async def asked(generate: ServeGenerate, wanted: GenerateRequest, times: int = 20) -> Counter[tuple[str, int]]:
+    """(Replica, version) of so many answers."""
+    answers = await asyncio.gather(*(generate.generate(wanted) for _ in range(times)))
+    return Counter((answer.replica, answer.completions[0].versions[-1].version) for answer in answers)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    while not await condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+
+
+def test_requests_that_name_the_held_replica_go_there_and_no_others_do(two: SimpleNamespace) -> None:
+    sync, generate = ServeWeightSync(two.handle, two.board, push_timeout_s=60), ServeGenerate(two.handle)
+
+    async def scenario() -> None:
+        await sync.push(manifest("a", 1))
+        held = await sync.hold(1)
+        assert held is not None
+        assert await asked(generate, request("a", 1, held)) == {(held, 1): 20}
+        report = await sync.push(manifest("a", 2))
+        [other] = report.replicas
+        assert other != held
+        # Routers may not know yet that it is held: it refuses what it may not answer, and the other one is asked.
+        assert await asked(generate, request("a", 2)) == {(other, 2): 20}
+        assert await asked(generate, request("a", 1, held)) == {(held, 1): 20}
+
+        async def avoided() -> bool:  # by requests that it could answer
+            return set(await asked(generate, request("a", 1))) == {(other, 2)}
+
+        await until(avoided)
+        for wanted in (request("a", 2, held), request("a", 1, "gone")):
+            with pytest.raises(StaleReplica):
+                await generate.generate(wanted)
+        await sync.release(held)
+
+        async def both() -> bool:
+            return {name for name, _ in await asked(generate, request("a", 2), 60)} == {held, other}
+
+        await until(both)
+        assert set((await sync.push(manifest("a", 3))).replicas) == {held, other}
+
+    asyncio.run(asyncio.wait_for(scenario(), 200))
+
+
+class Rollouts(FakeRollouts):
+    """Groups made by the replicas."""
+
+    def __init__(self, generate: ServeGenerate, run: str) -> None:
+        super().__init__()
+        self.generate, self.run = generate, run
+        self.made: list[tuple[str, int]] = []
+
+    async def _generate(self, ordinal: int) -> Finished:
+        answer: Generated = await self.generate.generate(request(self.run, self.newest_committed))
+        begun = answer.completions[0].versions[0].version
+        self.made.append((answer.replica, begun))
+        return Finished(ordinal, begun, 2)
+
+
+class Counting(FakeLearner):
+    """Counts the seconds in which it works."""
+
+    worked = 0.0
+
+    async def _work(self) -> None:
+        await super()._work()
+        self.worked += self.latency
+
+    async def gather(self, version: int) -> Manifest:
+        await super().gather(version)
+        return manifest("b", version)
+
+
+def test_a_run_trains_on_while_it_evaluates(two: SimpleNamespace, tmp_path: Any) -> None:
+    """The learner's step is slow beside everything else, so what it waits for would be the evaluation."""
+    generate = ServeGenerate(two.handle)
+    sets = {"long": {"data": "d", "n": 8, "max_completion_length": 400}}
+    config = Config.model_validate({**SMALL, "eval": {"sets": sets, "every_steps": 8}, "generator": {"num_replicas": 2, "max_num_seqs": 4}})
+
+    async def score(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[float | None]]:
+        return {"f": [1.0] * len(completions)}
+
+    data = config.evaluation_sets["long"].data
+    assert data is not None
+    prompts = {data: [Prompt(ordinal, 0, "p", (1,)) for ordinal in range(3)]}
+    evaluator = Evaluator(config, generate, score, prompts, "b", 0, tmp_path / "evaluations")
+    learner, rollouts = Counting(4, latency=0.5), Rollouts(generate, "b")
+    seen: list[tuple[int, str | None, float, float, int]] = []
+
+    async def evaluate(version: int, replica: str | None) -> dict[str, float]:
+        clock = asyncio.get_running_loop().time
+        began, worked = clock(), learner.worked
+        metrics = await evaluator(version, replica)
+        seconds = clock() - began
+        seen.append((version, replica, seconds, seconds - (learner.worked - worked), coordinator.progress.committed))
+        return metrics
+
+    sync, recorder = ServeWeightSync(two.handle, two.board, push_timeout_s=60), FakeRecorder()
+    parts = Parts(FakePrompts(), rollouts, FakeScores(rollouts), learner, sync, recorder, evaluate=evaluate)
+    schedule = Schedule(24, Staleness(2, 4), evaluate_every=8)
+    coordinator = Coordinator(parts, schedule, State("b", 0, 0, 0, 0, ()))
+    asyncio.run(asyncio.wait_for(coordinator.run(), 200))
+
+    held = [one for one in seen if one[1] is not None]
+    assert len(held) >= 2
+    assert seen[-1][:2] == (24, None)
+    for version, replica, seconds, idle, committed in held[1:]:  # the first one begins before there are groups to train
+        print(f"version {version} on {replica}: {seconds:.1f} s, of which the learner was idle {idle:.2f} s; {committed} was committed at the end")
+        assert committed > version
+        # What a step or gather that was under way at either end worked is counted in the other half second.
+        assert idle <= 0.05 * seconds + learner.latency
+        assert not any(name == replica and version + 1 < begun < committed for name, begun in rollouts.made)
+    (tmp_path / "config.yaml").write_text("")
+    rows = open_run(tmp_path).evaluations().to_pylist()
+    assert {row["status"] for row in rows} == {"ok"}
+    for version, replica, *_ in seen:
+        mine = [row for row in rows if row["version"] == version]
+        assert len(mine) == 24
+        assert replica is None or {row["replica"] for row in mine} == {replica}
+        assert all({span["version"] for span in row["versions"]} == {version} for row in mine)
