@@ -17,6 +17,8 @@ class StubEngine:
     def __init__(self, app: Any) -> None:
         self.version = 0
         self.tokens_generated = self.aborted_tokens = self.preemptions = self.waiting = 0
+        self.under_way = 0
+        """Requests that have made a token, and will make another."""
         self.kv_use, self.aborted, self.load, self.broken = 0.0, [], None, None
 
     async def start(self) -> None: ...
@@ -26,10 +28,12 @@ class StubEngine:
     async def stop(self) -> None: ...
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
-        made_by = []
-        for _ in range(request.max_tokens):
+        made_by = [self.version]
+        self.under_way += 1
+        for _ in range(request.max_tokens - 1):
             await asyncio.sleep(TOKEN_S)
             made_by.append(self.version)
+        self.under_way -= 1
         spans = [VersionSpan(version, made_by.index(version), made_by.index(version) + made_by.count(version)) for version in sorted(set(made_by))]
         tokens = len(made_by)
         return (Completion((3,) * tokens, (-0.1,) * tokens, tuple(spans), "length", "3" * tokens),) * request.n
@@ -47,9 +51,9 @@ class StubGenerator(replica.Generator):
 
     async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits a replica's constructor
         module: Any = replica
-        module.Engine, module.expected_parameters = StubEngine, lambda model, dtype: {}
+        module.Engine, module.expected_tensors = StubEngine, lambda model, dtype: {}
         module.fetch = lambda manifest, *arguments: SimpleNamespace(update_info=dict, remove=lambda: None, fetch_s=0.0)
         await super().__init__(app)
 
     async def status(self) -> dict[str, Any]:
-        return {"replica": self.replica, "weights": self.weights, "held": self.held, "applied": dict(self._applied)}
+        return {"replica": self.replica, "weights": self.weights, "held": self.held, "applied": dict(self._applied), "under_way": self.engine.under_way}

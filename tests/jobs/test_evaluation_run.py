@@ -1,0 +1,48 @@
+"""A whole run on two real replicas: one of them evaluates, and training goes on with the other."""
+
+from collections import Counter
+
+import pytest
+
+import asyncrl
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_learner_does_not_wait_for_an_evaluation(start_run, tmp_path):
+    """Micro-batches of one or two trajectories make the learner the slow part, so what it waits for would be the evaluation."""
+    long = {"n": 16, "temperature": 0.8, "max_completion_length": 300}
+    run = start_run(
+        {
+            "max_steps": 20,
+            "rollout.rollout_batch_size": 8,
+            "rollout.n_samples_per_prompt": 8,
+            "learner.max_tokens_per_gpu": 18,
+            "generator.num_replicas": 2,
+            "eval.every_steps": 4,
+            "eval.sets": {"long": long},
+            "checkpoint.every_steps": 0,
+            "weights.check_every_versions": 0,
+        }
+    )
+    assert run.wait(800) == 0, run.output
+    finished = asyncrl.open_run(tmp_path / "runs" / "run")
+    evaluations, commits, rows = finished.records("evaluation"), finished.records("commit"), finished.evaluations().to_pylist()
+    assert len(evaluations) >= 3
+    assert (evaluations[0]["version"], evaluations[-1]["version"]) == (0, 20)
+    for record in evaluations:
+        mine = [row for row in rows if row["version"] == record["version"]]
+        assert Counter(row["set"] for row in mine) == {"greedy": 16, "sampled": 16, "long": 256}
+        assert {row["status"] for row in mine} == {"ok"}
+        assert all([span["version"] for span in row["versions"]] == [record["version"]] for row in mine)
+        assert 0 <= record["eval/long_pass_at_1"] <= record["eval/long_pass_at_16"] <= 1
+    for record in evaluations[1:-1]:  # the first begins before there is a batch; nothing is trained during the last
+        began = record["time"] - record["eval/seconds"]
+        waited = sum(step["time/learner_waited_s"] for step in finished.records("step") if began < step["time"] <= record["time"])
+        meanwhile = [commit for commit in commits if began + 1 < commit["time"] < record["time"]]
+        print(f"version {record['version']}: {record['eval/seconds']:.1f} s, of which the learner waited {waited:.3f} s; {len(meanwhile)} versions committed")
+        assert waited <= 0.05 * record["eval/seconds"]
+        assert len({row["replica"] for row in rows if row["version"] == record["version"]}) == 1
+        assert all(commit["weights/replicas"] == 1 for commit in meanwhile)
+    assert any(commit["weights/replicas"] == 1 for commit in commits)
+    assert run.gone() == []
