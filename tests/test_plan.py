@@ -224,6 +224,14 @@ def test_a_long_rope_model_is_held_to_its_short_frequencies(write, tiny_model, t
         assert "\n" not in str(error.value)
 
 
+def test_pieces_of_supervised_rows_are_held_to_the_short_frequencies_too(write, tmp_path):
+    """A piece may fill a micro-batch, and reach further than any trajectory."""
+    split = {"warm_start.completion_policy": "split", "warm_start.packing_strategy": "bfd_split"}
+    files = {"warm_start.data": "HERE/train.parquet", "eval.data": "HERE/train.parquet", "model.path": str(family("phi3_longrope").save(tmp_path / "phi3"))}
+    with pytest.raises(ConfigError, match=r"makes pieces of up to .* = 65 tokens, above the model's context of 64; lower learner\.max_tokens_per_gpu"):
+        make_plan(load_config(write({**split, **files, "learner.max_tokens_per_gpu": 65})))
+
+
 def test_the_context_of_a_text_config_is_seen(write, tmp_path, tiny_model):
     shutil.copytree(tiny_model, tmp_path / "nested")
     tree = json.loads((tiny_model / "config.json").read_text())
