@@ -163,7 +163,7 @@ def test_whatever_starts_reward_processes_hands_them_the_settings(monkeypatch, s
     monkeypatch.setattr(module, "RewardPool", start)
     with pytest.raises(StartedPool, match=r'"level":"landlock".*"wall_s":7.0'):
         if module is source:
-            next(source.rewarded_groups(config.reward, []))
+            next(source.rewarded_groups(config.reward, "reader", []))
         else:
             asyncio.run(launch._start_rewards(config, AsyncExitStack()))
 
