@@ -958,7 +958,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     except OSError as error:
         raise ConfigError(f"config {str(path)!r} cannot be read ({error.strerror or error}); give the path of a YAML file") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"config {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"config {str(path)!r} cannot be used as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config {str(path)!r} holds {type(tree).__name__}, not a mapping of settings; see jobs/quickstart.yaml")
     try:

@@ -312,8 +312,14 @@ def test_files_that_are_no_config(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match="not a mapping"):
         load_config(tmp_path / "list.yaml")
+    (tmp_path / "twice.yaml").write_text("learner: {learning_rate: 1.0e-3}\nrollout:\n  temperature: 1\n\nlearner:\n  world_size: 2\n")
+    with pytest.raises(ConfigError, match="'learner' stands twice, on lines 1 and 5; keep one"):
+        load_config(tmp_path / "twice.yaml")
+    (tmp_path / "inner.yaml").write_text("rollout:\n  temperature: 1\n  'temperature': 0.5\n")
+    with pytest.raises(ConfigError, match="'temperature' stands twice, on lines 2 and 3"):
+        load_config(tmp_path / "inner.yaml")
     (tmp_path / "broken.yaml").write_text("a: [1\n")
-    with pytest.raises(ConfigError, match="is not YAML"):
+    with pytest.raises(ConfigError, match="cannot be used as YAML"):
         load_config(tmp_path / "broken.yaml")
 
 

@@ -280,9 +280,9 @@ def test_yaml_makes_no_objects(tmp_path: Path, marker: Path) -> None:
     evil = f"!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.PosixPath [{str(marker)!r}]]"
     path = tmp_path / "config.yaml"
     path.write_text(f"name: {evil}\n")
-    with pytest.raises(ConfigError, match="is not YAML"):
+    with pytest.raises(ConfigError, match="cannot be used as YAML"):
         load_config(path)
-    with pytest.raises(ConfigError, match="is not YAML"):
+    with pytest.raises(ConfigError, match="cannot be used as YAML"):
         _ = open_run(tmp_path).config
 
 

@@ -28,7 +28,7 @@ def parse_yaml(text: str) -> Any:
     """Plain values, lists and mappings.
 
     Raises:
-        yaml.YAMLError: this is no YAML, makes objects, or is too large, too deep or endless with its aliases expanded.
+        yaml.YAMLError: this is no YAML, makes objects, has a key twice in one mapping, or is too large, too deep or endless with its aliases expanded.
     """
     if len(text) > LARGEST_TEXT:
         raise yaml.YAMLError(f"it has {len(text):,} characters, above {LARGEST_TEXT:,}")
@@ -51,12 +51,26 @@ def _expanded(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
             raise yaml.YAMLError("an alias stands inside what it names, so it would never end; write the value out")
         return count
     known[id(node)] = None
+    if isinstance(node, yaml.MappingNode):
+        _refuse_repeated_key(node)
     parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value if isinstance(node, yaml.SequenceNode) else []
     total = 1 + sum(_expanded(part, known, depth + 1) for part in parts)
     if total > MOST_NODES:
         raise yaml.YAMLError(f"its aliases stand for more than {MOST_NODES:,} values; write out what is needed")
     known[id(node)] = total
     return total
+
+
+def _refuse_repeated_key(mapping: yaml.MappingNode) -> None:
+    """PyYAML keeps the last of two equal keys and says nothing: a second `learner:` would reset the first."""
+    lines: dict[tuple[str, str], int] = {}
+    for key, _ in mapping.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        line = key.start_mark.line + 1
+        if (key.tag, key.value) in lines:
+            raise yaml.YAMLError(f"{key.value!r} stands twice, on lines {lines[key.tag, key.value]} and {line}; keep one, with the settings of both")
+        lines[key.tag, key.value] = line
 
 
 def _too_deep() -> yaml.YAMLError:
