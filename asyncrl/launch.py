@@ -31,6 +31,7 @@ from asyncrl.generation.settings import GeneratorApp, board_name
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.learning.reference import start_reference
 from asyncrl.placement import needed, wait_for_placement, wait_for_room
+from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.redact import redact
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.pool import RewardPool
@@ -119,10 +120,15 @@ def _evaluation_prompts(config: Config) -> dict[Data, list[Prompt]]:
 
 @contextmanager
 def cluster(config: Config, logs: Path) -> Iterator[None]:
-    """A Ray cluster: the one that RAY_ADDRESS names (in a submitted job, the job's), else a local one that ends with the run."""
+    """A Ray cluster: the one that RAY_ADDRESS names (in a submitted job, the job's), else a local one that ends with the run.
+
+    Raises:
+        ConfigError: no cluster answers at RAY_ADDRESS.
+        RuntimeError: the cluster takes work without a token.
+    """
     # A thread that calls Ray after its end would start a second cluster, which nobody ends.
     auto_init_hook.enable_auto_connect = False
-    address = os.environ.get("RAY_ADDRESS")
+    address = answering_cluster()
     if address:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     else:

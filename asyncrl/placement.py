@@ -20,6 +20,7 @@ from asyncrl.config import Config, ConfigError
 from asyncrl.environment import passed_on
 from asyncrl.holders import holders_by_node
 from asyncrl.learning.group import PlacementError, resource_table
+from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.redact import print_shown
 from asyncrl.room import Node, cluster_text, logical_cpus, placement_text, run_needs, shortages
 from asyncrl.snapshot import Snapshot, difference, in_cache, look, read_snapshot
@@ -122,14 +123,7 @@ def plan_on_cluster(config: Config, version_bytes: int) -> int:
 
 @contextmanager
 def _connected() -> Iterator[None]:
-    address = os.environ.get("RAY_ADDRESS", "auto")
-    try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except ConnectionError:
-        raise ConfigError(
-            f"--cluster: no Ray cluster answers at RAY_ADDRESS = {address!r}; start one with `ray start --head`, or leave --cluster out: without RAY_ADDRESS "
-            "`asyncrl train` starts a local one"
-        ) from None
+    ray.init(address=answering_cluster("auto"), log_to_driver=False, configure_logging=False)
     try:
         yield
     finally:

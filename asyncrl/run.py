@@ -43,6 +43,7 @@ from asyncrl.observe.sinks import open_sinks
 from asyncrl.observe.watchdog import Standing, Watchdog, marks, standing
 from asyncrl.placement import check_models, wait_for_room
 from asyncrl.plan import Plan, arithmetic, make_plan
+from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.redact import RedactingFormatter, print_shown, shown
 from asyncrl.runtime.files import append_to
 from asyncrl.snapshot import resolve_models
@@ -81,8 +82,9 @@ def train(config: Config, resume_command: Sequence[str], after: Callable[[Config
         after: called with the summary of a finished run, to print more.
 
     Raises:
-        ConfigError: something in the config cannot be used; nothing was started.
+        ConfigError: something in the config cannot be used, or no cluster answers at RAY_ADDRESS; nothing was started.
     """
+    answering_cluster()
     config = resolve_models(config)
     plan = make_plan(config)
     resume = _variables() + shlex.join([*_without_resume(resume_command, config), "--name", config.name, "--resume", "must"])

@@ -1,0 +1,63 @@
+"""Which Ray cluster a command uses, and whether it answers: Ray itself waits for many minutes on an address where nobody is."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import grpc
+from ray._private.grpc_utils import init_grpc_channel
+from ray._private.services import canonicalize_bootstrap_address, parse_address
+
+from asyncrl.config import ConfigError
+
+__all__ = ["answering_cluster"]
+
+CONNECT_S = 3.0
+"""Seconds that a cluster's machine gets to take a connection."""
+ANSWER_S = 6.0
+"""Seconds that a cluster's control service (GCS) gets to answer on it."""
+WAY_OUT = "set it to the host and port that `ray start` printed, or unset it: `asyncrl train` then starts a local cluster"
+
+
+def answering_cluster(default: str | None = None) -> str | None:
+    """The `host:port` of the cluster that RAY_ADDRESS (else `default`) names, where a control service has just answered. None: no cluster is named.
+
+    Raises:
+        ConfigError: RAY_ADDRESS is no cluster's address, or nobody answers there within about ten seconds.
+    """
+    named = os.environ.get("RAY_ADDRESS") or default
+    if named in (None, "local"):
+        return None
+    if named.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"RAY_ADDRESS = {named!r} is the address of Ray's job service; submit with `ray job submit --address {named} -- asyncrl train …`, or {WAY_OUT}"
+        )
+    if named.startswith("ray://"):
+        raise ConfigError(f"RAY_ADDRESS = {named!r} is Ray Client's address, which Serve and Ray Data do not work through; {WAY_OUT}")
+    try:
+        address = canonicalize_bootstrap_address(named)
+    except ConnectionError:
+        raise ConfigError(f"RAY_ADDRESS = {named!r}: no Ray cluster runs on this machine; start one with `ray start --head`, or {WAY_OUT}") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"RAY_ADDRESS = {named!r} is no host and port ({error}); {WAY_OUT}") from None
+    if address is None:
+        return None
+    if why := _why_silent(address):
+        raise ConfigError(f"RAY_ADDRESS = {named!r}: no Ray cluster answers at {address} ({why}); {WAY_OUT}")
+    return address
+
+
+def _why_silent(address: str) -> str:
+    """Why no gRPC service answers there; empty: one does."""
+    host, port = parse_address(address)
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        return f"{getattr(error, 'strerror', None) or error or type(error).__name__}"
+    with init_grpc_channel(address) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=ANSWER_S)
+        except grpc.FutureTimeoutError:
+            return f"something listens there, and did not answer as Ray within {ANSWER_S:g} s"
+    return ""
