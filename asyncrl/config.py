@@ -1015,11 +1015,18 @@ def _explain_one(item: dict[str, Any]) -> str:
     if item["type"] == "extra_forbidden":
         section = name.rpartition(".")[0]
         of_source = field_names(Source, f"{section}.") if "(sources)" in item["loc"] else []
-        return explain_unknown(name, of_source or field_names())
+        return "; ".join(explain_unknown(one, of_source or field_names()) for one in _leaves(name, item["input"]))
     if item["type"] == "missing":
         return f"{name} is missing; set it"
     message = item["msg"].removeprefix("Value error, ")
     return f"{name} = {item['input']!r}: {message[0].lower()}{message[1:]}" if name else message
+
+
+def _leaves(name: str, value: Any) -> list[str]:
+    """The settings inside a section that nobody here has, such as verl's `actor_rollout_ref`."""
+    if not isinstance(value, dict) or not value:
+        return [name]
+    return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
 
 
 def _refuse_unknown_overrides(overrides: list[str]) -> None:

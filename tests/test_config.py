@@ -1,5 +1,6 @@
 """Every refusal names the field, the value and the fix; every shipped YAML is a valid config."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from asyncrl.config import Config, ConfigError, Source, WarmStartConfig, field_names, load_config
-from asyncrl.names import NOT_IMPLEMENTED, RENAMED
+from asyncrl.names import NOT_IMPLEMENTED, RENAMED, explain_unknown
 from asyncrl.rules import WARM_START
 
 ROOT = Path(__file__).parents[1]
@@ -267,7 +268,7 @@ def test_command_line_wins_over_yaml(tmp_path):
         ({"eval.every_steps": 5}, "eval.every_steps = 5 has nothing to evaluate on; set eval.data or eval.sets"),
         ({"model": {}}, "model.path is missing; set it"),
         ({"data.train": []}, "data.train is an empty list; name a path"),
-        ({"data.train": [{"path": "a", "wait": 1}]}, "data.train.0.wait is unknown; did you mean data.train.0.weight"),
+        ({"data.train": [{"path": "a", "weigth": 1}]}, "data.train.0.weigth is unknown; did you mean data.train.0.weight"),
         ({"data.train": [{"weight": 1}]}, "data.train.0.path is missing; set it"),
         ({"data.train": [{"path": "a", "weight": 0}, "b"]}, r"data.train.0.weight = 0: input should be greater than 0"),
         ({"data.train": [{"path": "a", "weight": 2}, "b"]}, "data.train: source 'b' has no weight, and others have one; give all of them"),
@@ -356,12 +357,6 @@ def test_runs_never_lie_in_rays_working_directory(tmp_path, monkeypatch):
         _ = config.run_directory
 
 
-def test_renamed_names_point_to_fields_or_say_why_not():
-    known = set(field_names())
-    assert all(target in known or target.startswith("nothing: ") for target in RENAMED.values())
-    assert not {name.rsplit(".", 1)[-1] for name in field_names()} & {*RENAMED, *NOT_IMPLEMENTED}
-
-
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
@@ -379,6 +374,78 @@ def test_renamed_names_point_to_fields_or_say_why_not():
 def test_what_others_call_the_learners_settings(tmp_path, name, answer):
     with pytest.raises(ConfigError, match=rf"learner.{name} (is unknown; here it is )?{answer}"):
         load(tmp_path, {f"learner.{name}": 1})
+
+
+VERL = """
+data: {train_files: train.parquet, max_response_length: 64, train_batch_size: 32}
+actor_rollout_ref:
+  model: {path: tiny}
+  actor: {ppo_mini_batch_size: 16, optim: {lr: 1.0e-6}, ppo_epochs: 2}
+  rollout: {n: 8, tensor_model_parallel_size: 2, log_prob_micro_batch_size_per_gpu: 4}
+algorithm: {adv_estimator: grpo, use_kl_in_reward: false}
+trainer: {total_epochs: 15, test_freq: 5, n_gpus_per_node: 8, logger: [console]}
+"""
+
+
+def test_a_config_of_verl_is_answered_line_by_line(tmp_path):
+    (tmp_path / "verl.yaml").write_text(VERL)
+    with pytest.raises(ConfigError) as raised:
+        load_config(tmp_path / "verl.yaml")
+    expected = {
+        "data.train_files": "data.train",
+        "data.max_response_length": "rollout.max_completion_length",
+        "data.train_batch_size": "rollout.rollout_batch_size, in prompts",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": "rollout.global_batch_size, in trajectories",
+        "actor_rollout_ref.actor.optim.lr": "learner.learning_rate",
+        "actor_rollout_ref.rollout.n": "rollout.n_samples_per_prompt",
+        "algorithm.adv_estimator": "algorithm.advantage",
+        "algorithm.use_kl_in_reward": "algorithm.kl_coef",
+        "trainer.total_epochs": "max_steps",
+        "trainer.test_freq": "eval.every_steps",
+        "trainer.n_gpus_per_node": "learner.world_size",
+        "trainer.logger": "observe.sinks",
+    }
+    text = str(raised.value)
+    for name, here in expected.items():
+        assert f"{name} is unknown; here it is {here}" in text, name
+    for name in ("actor_rollout_ref.actor.ppo_epochs", "actor_rollout_ref.rollout.tensor_model_parallel_size"):
+        assert f"{name} is not implemented: " in text, name
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("num_train_epochs", "here it is max_steps"),
+        ("num_generations", "here it is rollout.n_samples_per_prompt"),
+        ("rollout.batch_size", "here it is rollout.rollout_batch_size"),
+        ("train.batch_size", "here it is rollout.global_batch_size"),
+        ("algo.kl.init_coef", "here it is algorithm.kl_coef"),
+        ("init_kl_coef", "here it is algorithm.kl_coef"),
+        ("async-queue-size", "here it is staleness.max_staleness"),
+        ("ds.lora.rank", "is not implemented: all weights are trained"),
+        ("lora_rank", "is not implemented: all weights are trained"),
+        ("tensor_parallel_size", "is not implemented: "),
+        ("modle.path", "did you mean model.path?"),
+        ("learner.learning-rate", "did you mean learner.learning_rate?"),
+        ("train.lerning_rate", "did you mean learner.learning_rate?"),
+        ("algorithm.kl", "see asyncrl train --help"),
+        ("evals", "see asyncrl train --help"),
+        ("temper", "see asyncrl train --help"),
+        ("foo", "see asyncrl train --help"),
+    ],
+)
+def test_an_unknown_name_gets_a_true_answer_or_none(name, answer):
+    assert answer in explain_unknown(name, field_names())
+
+
+def test_the_tables_of_foreign_names_point_at_settings_that_exist():
+    known = set(field_names())
+    assert not {name.rsplit(".", 1)[-1] for name in known} & {*RENAMED, *NOT_IMPLEMENTED}
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    for foreign, here in RENAMED.items():
+        named = re.findall(rf"\b(?:{'|'.join(sections)})\.[a-z0-9_.]+[a-z0-9_]", here)
+        assert set(named) <= known, foreign
+        assert named or here.startswith("nothing: ") or re.split("[:, ]", here)[0] in known, foreign
 
 
 def test_every_field_says_what_it_is():
