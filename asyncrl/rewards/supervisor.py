@@ -6,7 +6,7 @@
 
 The supervisor is a subreaper: a process whose parent has died becomes its child, not init's, whether or not it has a session of
 its own. When the reward process ends, or the pool closes the lifeline or dies, the supervisor stops and kills all its
-descendants until none is left. Then it exits with the reward process's code (128 + n after signal n).
+descendants until none is left. Then it exits with the reward process's code (128 + n after signal n, its own SIGKILL included).
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def main(lifeline: int, connection: int) -> None:
         _become_reward_process(connection)
     os.close(connection)
     status = _wait(process, lifeline, woken, ended)
-    _kill_descendants()
-    code = 0 if status is None else os.waitstatus_to_exitcode(status)
+    # A process that ends closes its connection first. The pool may then be quicker than the kernel: the code is there once the process is reaped.
+    reaped = _kill_descendants()
+    code = os.waitstatus_to_exitcode(reaped.get(process, 0) if status is None else status)
     os._exit(code if code >= 0 else 128 - code)
 
 
@@ -107,13 +108,15 @@ def _reap() -> list[tuple[int, int]]:
     return reaped
 
 
-def _kill_descendants() -> None:
-    """Return when no descendant is left. They are stopped before they are killed: one that goes on starting others would outrun us."""
+def _kill_descendants() -> dict[int, int]:
+    """Return when no descendant is left: wait statuses by process id. They are stopped before they are killed: one that starts others would outrun us."""
     this = psutil.Process()
+    reaped: dict[int, int] = {}
     while left := this.children(recursive=True):
         for send in (psutil.Process.suspend, psutil.Process.kill):
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     send(process)
-        _reap()
+        reaped |= _reap()
         time.sleep(LOOK_AGAIN_S)
+    return reaped
