@@ -60,11 +60,13 @@ def run(command: str, path: str, overrides: list[str], on_cluster: bool = False)
         config = load_config(path, overrides)
         if command == "plan":
             from asyncrl.plan import make_plan
+            from asyncrl.preflight.rewards import rewards_text, try_rewards
             from asyncrl.snapshot import resolve_models
 
             config = resolve_models(config)
             plan = make_plan(config)
             print_shown(plan.text())
+            print_shown(f"\n{rewards_text(try_rewards(config, plan.prompts))}")
             if on_cluster:
                 from asyncrl.placement import plan_on_cluster
 

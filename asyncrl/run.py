@@ -44,6 +44,7 @@ from asyncrl.observe.watchdog import Standing, Watchdog, marks, standing
 from asyncrl.placement import check_models, wait_for_room
 from asyncrl.plan import Plan, arithmetic, make_plan
 from asyncrl.preflight.cluster_address import answering_cluster
+from asyncrl.preflight.rewards import try_rewards
 from asyncrl.redact import RedactingFormatter, print_shown, shown
 from asyncrl.runtime.files import append_to
 from asyncrl.snapshot import resolve_models
@@ -87,6 +88,7 @@ def train(config: Config, resume_command: Sequence[str], after: Callable[[Config
     answering_cluster()
     config = resolve_models(config)
     plan = make_plan(config)
+    try_rewards(config, plan.prompts)
     resume = _variables() + shlex.join([*_without_resume(resume_command, config), "--name", config.name, "--resume", "must"])
     restarts_left = config.max_restarts
     while True:

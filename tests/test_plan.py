@@ -327,7 +327,9 @@ def test_the_command_finds_rewards_in_the_current_directory(write, tmp_path):
     command = [Path(sys.executable).with_name("asyncrl"), "plan", config]
     planned = subprocess.run(command, capture_output=True, cwd=tmp_path, text=True)
     assert planned.returncode == 0 and planned.stderr == ""
-    assert re.search(r"\n  stop token ids .*\n\n# learner memory, per rank\n(  .*\n)+  this machine: .* GiB of memory, .* free; .*\n$", planned.stdout)
+    assert re.search(
+        r"\n  stop token ids .*\n\n# rewards\n(  .*\n)+\n# learner memory, per rank\n(  .*\n)+  this machine: .* GiB of memory, .* free; .*\n$", planned.stdout
+    )
     assert b"'my_rewards'" in subprocess.run(command, capture_output=True, cwd=tmp_path.parent).stderr
 
 

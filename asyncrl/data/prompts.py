@@ -32,6 +32,7 @@ __all__ = [
     "PromptReport",
     "RayPromptSource",
     "check_prompts",
+    "first_prompt",
     "limits",
     "order_of",
     "prompt_ids_of",
@@ -269,6 +270,13 @@ def read_prompts(data: Data, config: Config, limit: int | None = None, field: st
     chosen = by_number.table([by_number.row(row) for row in rows])
     rendered = _render_table(_with_ordinals(chosen, rows, [0] * len(rows)), config)
     return list(_prompts(rendered, report.schema))
+
+
+def first_prompt(config: Config, report: PromptReport) -> Prompt:
+    """The first prompt of `data.train` that `report`, which `check_prompts` made of it, says is used."""
+    table = read_prompt_rows(config.data.train, config, "data.train").table
+    row = report.kept[0] if report.kept is not None else 0
+    return next(_prompts(_render_table(_with_ordinals(table.slice(row, 1), [row], [0]), config), report.schema))
 
 
 def prompt_ids_of(config: Config, ordinals: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:

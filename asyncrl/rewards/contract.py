@@ -33,8 +33,10 @@ import importlib.util
 import inspect
 import math
 import numbers
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -48,8 +50,13 @@ __all__ = [
     "find_reward",
     "import_reward",
     "keyword_arguments",
+    "with_notes",
 ]
 
+CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("process.py"))}
+"""Files whose frames come before those of a reward."""
+MOST_FRAMES = 12
+"""Frames of a traceback that are kept, the innermost."""
 TOTAL = "reward"
 """The part that is the reward, where a function returns a dict."""
 
@@ -116,7 +123,7 @@ def import_reward(function: str) -> Callable[..., Any]:
         raise RewardError(f"reward function {function!r} cannot be imported ({error}); check its name and that its package is installed") from None
     except Exception as error:
         # Whatever a module raises while it is imported is reported under the function's name.
-        raise RewardError(f"reward function {function!r} cannot be imported ({type(error).__name__}: {error}); repair its module") from None
+        raise RewardError(f"reward function {function!r} cannot be imported ({type(error).__name__}: {error}{_place(error)}); repair its module") from None
     if not callable(found):
         raise RewardError(f"reward function {function!r} is a {type(found).__name__}; name a function")
     return found  # type: ignore[no-any-return]
@@ -144,7 +151,11 @@ async def _wait_for(values: Any) -> Any:
 
 def keyword_arguments(reward: Callable[..., Any], call: GroupCall, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """All that the function can be told of a group, as far as its parameters take it. The dataset's columns win over `truncated` and `finish_reason`,
-    and `arguments` over both."""
+    and `arguments` over both.
+
+    Raises:
+        TypeError: it needs something that nothing tells it.
+    """
     n = len(call.completions)
     told: dict[str, Any] = {}
     if call.finish_reasons:
@@ -159,14 +170,38 @@ def keyword_arguments(reward: Callable[..., Any], call: GroupCall, arguments: Ma
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return told
     named = {parameter.name for parameter in parameters}
+    needed = {parameter.name for parameter in parameters if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL}
+    if missing := sorted(needed - told.keys()):
+        there = ", ".join(sorted(told)) or "nothing"
+        raise TypeError(f"it takes {', '.join(missing)}, which neither a column of the data nor an entry of its arguments is; there are {there}")
     return {name: value for name, value in told.items() if name in named}
 
 
 def failed(function: str, error: BaseException) -> RewardError:
-    """Whatever a reward raised, under its name."""
+    """Whatever a reward raised, under its name and with the line that raised it. The traceback from the function on is a note."""
     if isinstance(error, MemoryError):
         return RewardError(f"reward function {function!r} asked for more memory than reward.memory_bytes leaves it; raise that, or free what is not used")
-    return RewardError(f"reward function {function!r} raised {type(error).__name__}: {error}")
+    wrapped = RewardError(f"reward function {function!r} raised {type(error).__name__}: {error}{_place(error)}")
+    if frames := _frames(error):
+        wrapped.add_note("".join(["Traceback (most recent call last):\n", *traceback.format_list(frames[-MOST_FRAMES:])]).rstrip())
+    return wrapped
+
+
+def _place(error: BaseException) -> str:
+    frames = _frames(error)
+    return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """What was called, from the reward on."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    ours = [index for index, frame in enumerate(frames) if frame.filename in CALLERS]
+    return frames[ours[-1] + 1 :] if ours else frames
+
+
+def with_notes(error: BaseException) -> str:
+    """The message and its notes, such as the traceback of a reward that raised."""
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
 def check_rewards(function: str, values: Any, call: GroupCall, per_token: bool = False) -> FunctionRewards:

@@ -270,7 +270,10 @@ class RewardPool:
             waiting.fail(self._killed(waiting))
         else:
             kind = ContractError if message["error"] == ContractError.__name__ else RewardError
-            waiting.fail(kind(f"reward {waiting.call.name}: {message['message']}"))
+            failure = kind(f"reward {waiting.call.name}: {message['message']}")
+            for note in message.get("notes", []):
+                failure.add_note(note)
+            waiting.fail(failure)
 
     def _after_the_end(self, process: _Process, code: int | None) -> None:
         """Answer the calls that a process took with it, or have them run again: in their turn if it is known who ended it, else alone."""

@@ -137,7 +137,7 @@ class _Process:
         except asyncio.CancelledError:
             given = {"error": RewardError.__name__, "message": "cancelled"}
         except RewardError as error:
-            given = {"error": type(error).__name__, "message": str(error)}
+            given = {"error": type(error).__name__, "message": str(error), "notes": getattr(error, "__notes__", [])}
         self._send({"number": call.number, **given})
 
     async def _within_deadline(self, call: Call) -> dict[str, Any]:

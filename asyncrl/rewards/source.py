@@ -17,7 +17,7 @@ import ray.exceptions
 from asyncrl.config import RewardConfig
 from asyncrl.contracts.columns import row_values
 from asyncrl.rewards.code import share_settings
-from asyncrl.rewards.contract import RewardError
+from asyncrl.rewards.contract import RewardError, with_notes
 from asyncrl.rewards.pool import GroupRewards, RewardPool, no_rewards
 from asyncrl.rewards.score import attach_reference, attach_rewards, group_call, group_rows
 from asyncrl.rollout.outbox import OutboxClosed
@@ -99,7 +99,7 @@ def _result(config: RewardConfig, event: _Rewarded) -> GroupRewards:
     try:
         return event.rewards.result()
     except RewardError as error:
-        return no_rewards(config, len(event.group["completion_ids"][0]), str(error))
+        return no_rewards(config, len(event.group["completion_ids"][0]), with_notes(error))
 
 
 def _lease(workers: Sequence[Any], reader: str, places: int, room: threading.Semaphore, stop: threading.Event, events: queue.Queue[Any]) -> None:

@@ -199,7 +199,7 @@ def test_a_module_that_raises_while_it_is_imported_is_named(reward_config, tmp_p
         return RewardPool(config.model_copy(update={"functions": functions}))
 
     with named("raises_at_import") as pool:
-        assert "'raises_at_import:f' cannot be imported (ValueError: no licence)" in rewards(pool).failure
+        assert "'raises_at_import:f' cannot be imported (ValueError: no licence at " in rewards(pool).failure
     with named("ends_at_import") as pool:
         with pytest.raises(RewardError, match=r"ended \(exit code 5\) while it imported \['ends_at_import:f'\]"):
             asyncio.run(pool.check())
