@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Collection
+from importlib.metadata import version
 from pathlib import Path
 
-from asyncrl.config import ConfigError, command_line, load_config
+from asyncrl.config import Config, ConfigError, command_line, load_config
 from asyncrl.redact import print_shown
 
 __all__ = ["main"]
@@ -15,7 +17,11 @@ __all__ = ["main"]
 ON_A_CONFIG = {"train": "train a model as a YAML file says", "plan": "check a config and show what it asks for; allocates nothing"}
 AUDIT = "add up a run's groups, fates and checkpoints again, and say of each invariant whether it holds"
 EXPORT = "write a checkpoint's weights as a Hugging Face directory"
-CLUSTER = "ask the cluster at RAY_ADDRESS, or the one that runs here, whether there is room, and who holds what is not free"
+PLAN_OPTIONS = {
+    "brief": "ten lines in place of the whole plan",
+    "config": "every setting with its value as well",
+    "cluster": "ask the cluster at RAY_ADDRESS, or the one that runs here, whether there is room, and who holds what is not free",
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -24,13 +30,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="asyncrl", description="Asynchronous reinforcement-learning post-training for language models, on Ray.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"asyncrl {version('asyncrl')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,audit,export}")
     for name, text in ON_A_CONFIG.items():
         command = commands.add_parser(name, help=text, description=text, add_help=False, allow_abbrev=False)
         command.add_argument("config", nargs="?", metavar="CONFIG")
         command.add_argument("-h", "--help", action="store_true")
         if name == "plan":
-            command.add_argument("--cluster", action="store_true", help=CLUSTER)
+            for option, text in PLAN_OPTIONS.items():
+                command.add_argument(f"--{option}", action="store_true", dest=f"show_{option}", help=text)
     for name, text in (("audit", AUDIT), ("export", EXPORT)):
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("run", metavar="RUN", help="run directory, such as runs/quickstart")
@@ -47,43 +55,53 @@ def main(arguments: list[str] | None = None) -> None:
             print_shown("asyncrl: CONFIG is missing: give the path of a YAML file, such as jobs/quickstart.yaml", file=sys.stderr)
             sys.exit(2)
         if known.command == "plan":
-            print_shown(f"asyncrl plan CONFIG --cluster: {CLUSTER}\n")
+            print_shown("".join(f"asyncrl plan CONFIG --{option}: {text}\n" for option, text in PLAN_OPTIONS.items()))
         command_line(["--help"], {}, exit_on_error=True)
-    sys.exit(run(known.command, known.config, overrides, on_cluster=getattr(known, "cluster", False)))
+    options = {option for option in PLAN_OPTIONS if getattr(known, f"show_{option}", False)}
+    sys.exit(run(known.command, known.config, overrides, options))
 
 
-def run(command: str, path: str, overrides: list[str], on_cluster: bool = False) -> int:
-    """The exit code of a subcommand on a config. `on_cluster`: the plan looks for room on a live cluster as well."""
+def run(command: str, path: str, overrides: list[str], options: Collection[str] = ()) -> int:
+    """The exit code of a subcommand on a config. `options`: those of PLAN_OPTIONS that were given."""
     # As `python -m` does, and as Ray does for its workers: reward functions may lie in the current directory.
     sys.path.insert(0, os.getcwd())
     try:
         config = load_config(path, overrides)
         if command == "plan":
-            from asyncrl.plan import make_plan
-            from asyncrl.preflight.rewards import rewards_text, try_rewards
-            from asyncrl.snapshot import resolve_models
-
-            config = resolve_models(config)
-            plan = make_plan(config)
-            print_shown(plan.text())
-            print_shown(f"\n{rewards_text(try_rewards(config, plan.prompts))}")
-            if on_cluster:
-                from asyncrl.placement import plan_on_cluster
-
-                print_shown()
-                if code := plan_on_cluster(config, plan.weights_bytes):
-                    return code
-            # It imports DeepSpeed, which takes seconds: the rest can be read meanwhile.
-            from asyncrl.learning.estimate import memory_text
-
-            print_shown(f"\n{memory_text(config)}")
-            return 0
+            return _plan(config, options)
         from asyncrl.run import command_name, train
 
         return train(config, resume_command=[command_name(), "train", path, *overrides])
     except ConfigError as error:
         print_shown(f"asyncrl: {error}", file=sys.stderr)
         return 2
+
+
+def _plan(config: Config, options: Collection[str]) -> int:
+    from asyncrl.plan import make_plan
+    from asyncrl.preflight.rewards import rewards_text, try_rewards
+    from asyncrl.snapshot import resolve_models
+
+    config, brief = resolve_models(config), "brief" in options
+    plan = make_plan(config)
+    if "config" in options:
+        print_shown(f"{plan.config_text()}\n")
+    print_shown(plan.brief() if brief else plan.text())
+    rewards = rewards_text(try_rewards(config, plan.prompts))
+    if not brief:
+        print_shown(f"\n{rewards}")
+    if "cluster" in options:
+        from asyncrl.placement import plan_on_cluster
+
+        print_shown()
+        if code := plan_on_cluster(config, plan.weights_bytes):
+            return code
+    if not brief:
+        # It imports DeepSpeed, which takes seconds: the rest can be read meanwhile.
+        from asyncrl.learning.estimate import memory_text
+
+        print_shown(f"\n{memory_text(config)}")
+    return 0
 
 
 def on_a_run(known: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from pydantic import (
 from asyncrl.names import explain_unknown
 from asyncrl.redact import redact_tree
 from asyncrl.rules import check_rules
-from asyncrl.runtime.yaml_files import read_yaml
+from asyncrl.runtime.yaml_files import parse_yaml, read_yaml
 
 __all__ = ["TASK_CPUS", "Config", "ConfigError", "Source", "Sources", "is_hub_data", "is_hub_name", "load_config", "sources_of"]
 
@@ -947,6 +947,10 @@ def _runs_root(configured: str | None) -> Path:
     return Path(configured or os.environ.get("ASYNCRL_RUNS") or "runs").expanduser().resolve()
 
 
+MAPPINGS = ("reward.functions.", "eval.sets.", "data.chat_template_kwargs.")
+"""Settings whose keys are the user's own."""
+
+
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file and apply command-line overrides such as `["--rollout.temperature", "0.8"]`.
 
@@ -964,8 +968,11 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     try:
         if not overrides:
             return Config.model_validate(tree)
-        _refuse_unknown_overrides(overrides)
-        return command_line(overrides, tree)
+        of_mappings, others = _overrides_of_mappings(overrides)
+        for name, value in of_mappings:
+            tree = _with_value(tree, name, value)
+        _refuse_unknown_overrides(others)
+        return command_line(others, tree) if others else Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
 
@@ -1029,9 +1036,47 @@ def _leaves(name: str, value: Any) -> list[str]:
     return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
 
 
+def _overrides_of_mappings(overrides: list[str]) -> tuple[list[tuple[str, Any]], list[str]]:
+    """(Name, value) of overrides inside mappings whose keys are the user's, such as `--reward.functions.exact.weight 2`; and the other words. A value is read
+    as YAML is.
+
+    Raises:
+        ConfigError: one has no value, or its value is no YAML.
+    """
+    found: list[tuple[str, Any]] = []
+    others: list[str] = []
+    words = iter(overrides)
+    for word in words:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name.startswith(MAPPINGS):
+            others.append(word)
+            continue
+        given = text if equals else next(words, None)
+        if given is None or (not equals and given.startswith("--")):
+            raise ConfigError(f"--{name} has no value; write --{name} VALUE")
+        try:
+            found.append((name, parse_yaml(given)))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--{name} = {given!r} cannot be used as YAML: {' '.join(str(error).split())}") from None
+    return found, others
+
+
+def _with_value(tree: Any, name: str, value: Any, above: str = "") -> dict[str, Any]:
+    """The tree with one setting replaced.
+
+    Raises:
+        ConfigError: what it would be in is no mapping.
+    """
+    key, _, rest = name.partition(".")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{above} = {tree!r} is no mapping, so it has no {key!r}; write {above} out as one")
+    here = f"{above}.{key}" if above else key
+    return {**tree, key: _with_value(tree.get(key, {}), rest, value, here) if rest else value}
+
+
 def _refuse_unknown_overrides(overrides: list[str]) -> None:
     known = set(field_names())
     for word in overrides:
         name = word.removeprefix("--").split("=", 1)[0]
-        if word.startswith("--") and name not in known and not name.startswith(("reward.functions.", "eval.sets.")):
+        if word.startswith("--") and name not in known:
             raise ConfigError(explain_unknown(name, field_names()))

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "Plan", "logical_cpus", "make_plan", "model_context"]
 
+BRIEF_CHARACTERS = 60
+"""Characters of the first prompt in the brief plan."""
 KV_BLOCK = 128
 """Tokens of a block of vLLM's KV cache on CPU."""
 SHOWN = {
@@ -73,13 +75,35 @@ class Plan:
         """Two versions in the object store, and one staging file per replica."""
         return (2 + self.config.generator.num_replicas) * self.weights_bytes
 
+    def config_text(self) -> str:
+        """Every setting with its value."""
+        return f"# resolved config\n{yaml.safe_dump(self.config.dump(), sort_keys=False).rstrip()}"
+
+    def brief(self) -> str:
+        """Ten lines: what is trained on what, and how."""
+        config, rollout, learner, generator = self.config, self.config.rollout, self.config.learner, self.config.generator
+        evaluated = f"{', '.join(config.evaluation_sets) or 'no set'}, every {config.eval.every_steps} steps" if config.evaluation_sets else "none"
+        rewards = ", ".join(f"{name} ({one.function}, weight {one.weight:g})" for name, one in config.reward.functions.items())
+        where = generator.attach or f"{generator.num_replicas} on {generator.device}"
+        lines = {
+            "run": f"{config.run_directory}, {config.max_steps} steps, a checkpoint every {config.checkpoint.every_steps}",
+            "model": f"{config.model.path}, {self.version.trained:,} elements trained, published as {config.model.dtype}",
+            "prompts": f"{self.prompts.rows:,} rows used, the longest of {self.prompts.longest} tokens; first {_cut(self.prompts.first_text)!r}",
+            "batch": f"{config.groups_per_step} groups x {rollout.n_samples_per_prompt} = {config.global_batch_size} trajectories a step",
+            "length": f"at most {config.longest_trajectory} tokens, {rollout.max_completion_length} in the completion; temperature {rollout.temperature:g}",
+            "staleness": f"{config.staleness.max_staleness} versions at most; {config.max_outstanding} groups outstanding",
+            "algorithm": algorithm_text(config).splitlines()[1].strip(),
+            "learner": f"{learner.world_size} rank(s) on {learner.device}, learning rate {learner.learning_rate:g}, {learner.max_tokens_per_row} tokens a row",
+            "generators": f"{where}; {self._kv_cache().splitlines()[1].strip()}",
+            "rewards": f"{rewards}; evaluated: {evaluated}",
+        }
+        return "\n".join(f"{name:<11}{text}" for name, text in lines.items())
+
     def text(self) -> str:
         """The plan as a person reads it."""
         config = self.config
-        resolved = yaml.safe_dump(config.dump(), sort_keys=False).rstrip()
         return "\n\n".join(
             [
-                f"# resolved config\n{resolved}",
                 arithmetic(config),
                 rows_text(config),
                 algorithm_text(config),
@@ -164,6 +188,10 @@ class Plan:
             f"# prompts\n{sources}{truncation}  longest prompt {report.longest} tokens; columns for the reward: {', '.join(report.columns) or 'none'}\n"
             f"{notes}  first prompt {report.first_text!r}\n  its token ids {ids}\n  stop token ids {stops}{loop}"
         )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= BRIEF_CHARACTERS else f"{text[:BRIEF_CHARACTERS]}…"
 
 
 def make_plan(config: Config) -> Plan:

@@ -140,10 +140,10 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
     reference = int(config.algorithm.has_reference and learner.device == "cuda")
     rewards = config.reward.num_gpus * (config.reward.tasks + config.scores_evaluation_apart)
     extra = (f" + reference {reference}" if reference else "") + (f" + rewards {rewards:g}" if rewards else "")
-    devices = "" if actors and rollouts else f" (learner.device: {learner.device}, generator.device: {generator.device}; what is on cpu takes no GPU)"
     return (
         "# placement, in slime's terms\n"
-        f"  actor_num_nodes * actor_num_gpus_per_node = learner.world_size = {actors} GPUs, rollout_num_gpus = generator.num_replicas = {rollouts}{devices}\n"
+        f"  actor_num_nodes * actor_num_gpus_per_node = {actors} GPUs (learner.world_size {learner.world_size} on {learner.device})\n"
+        f"  rollout_num_gpus                          = {rollouts} GPUs (generator.num_replicas {generator.num_replicas} on {generator.device})\n"
         f"  decoupled needs total >= {actors} + {rollouts}{extra} = {actors + rollouts + reference + rewards:g}{_gpus(nodes)}\n"
         f"  colocate  needs total >= {actors}{extra}; it is not implemented: {NOT_IMPLEMENTED['colocate'].partition(';')[0]}"
     )

@@ -307,6 +307,33 @@ def test_bad_overrides(tmp_path, overrides, message):
         load(tmp_path, (), overrides)
 
 
+def test_what_is_in_a_mapping_of_the_users_own_keys_is_overridden_as_well(tmp_path):
+    overrides = ["--reward.functions.exact.weight", "2", "--rollout.temperature=0.5", "--reward.functions.fmt.function=m:f", "--eval.sets.math.n", "4"]
+    overrides += ["--eval.sets.math.data", "held.parquet", "--reward.functions.exact.arguments", "{strict: true, eps: 1.0e-3}"]
+    config = load(tmp_path, (), overrides)
+    assert config.reward.functions["exact"].weight == 2 and config.reward.functions["exact"].function == "package.module:function"
+    assert config.reward.functions["exact"].arguments == {"strict": True, "eps": 0.001}
+    assert config.reward.functions["fmt"].function == "m:f" and config.rollout.temperature == 0.5
+    assert config.eval.sets["math"].n == 4 and str(config.eval.sets["math"].data).endswith("held.parquet")
+    assert load(tmp_path, (), ["--reward.functions.exact.weight", "-1"]).reward.functions["exact"].weight == -1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--reward.functions.exact.weight"], "--reward.functions.exact.weight has no value; write --reward.functions.exact.weight VALUE"),
+        (["--reward.functions.exact.weight", "--seed", "1"], "--reward.functions.exact.weight has no value"),
+        (["--reward.functions.exact.weight", "[1"], r"--reward.functions.exact.weight = '\[1' cannot be used as YAML"),
+        (["--reward.functions.exact.wieght", "1"], "reward.functions.exact.wieght is unknown"),
+        (["--reward.functions.exact.function.name", "1"], "reward.functions.exact.function = 'package.module:function' is no mapping, so it has no 'name'"),
+        (["--reward.functions.exact.weight", "heavy"], "reward.functions.exact.weight = 'heavy'"),
+    ],
+)
+def test_bad_overrides_inside_a_mapping(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, (), overrides)
+
+
 def test_files_that_are_no_config(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "none.yaml")

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from asyncrl import cli
 from asyncrl.config import ConfigError, load_config
 from asyncrl.plan import make_plan
 from asyncrl.testing.families import family
@@ -59,7 +60,6 @@ def test_shows_arithmetic_cpus_memory_prompts_and_stops(write):
         "/ 1024 bytes a token = 262016 tokens a replica",
         "first prompt '1 + 2 ='",
         "stop token ids",
-        "temperature: 1.0",
         "decoupled needs total >= 0 + 0 = 0\n",
     ):
         assert part in text
@@ -162,6 +162,18 @@ def test_shows_what_template_stops_and_bos_do(write, llama_model, tmp_path):
     changes |= {"data.apply_chat_template": True, "data.system_prompt": "Be brief.", "data.max_prompt_length": 80}
     text = make_plan(load_config(write(changes))).prompts_text()
     assert "\n  system prompt of 9 characters\n  first prompt '<s><|system|>Be brief.<|end|><|user|>1 + 2 =<|end|><|assistant|>'\n" in text
+
+
+def test_ten_lines_and_the_config_are_there_on_request(write, capsys):
+    path = str(write())
+    assert cli.run("plan", path, [], {"brief"}) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()] == [
+        *("run", "model", "prompts", "batch", "length", "staleness", "algorithm", "learner", "generators", "rewards")
+    ]
+    assert "2 rows used, the longest of " in said and "first '1 + 2 ='" in said and "= 28 " not in said
+    plan = make_plan(load_config(path))
+    assert "temperature: 1.0" in plan.config_text() and "temperature: 1.0" not in plan.text()
 
 
 @pytest.mark.parametrize(

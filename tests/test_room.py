@@ -91,7 +91,7 @@ def test_slimes_arithmetic_for_both_placements():
     assert text.endswith("  colocate  needs total >= 3; it is not implemented: generators and learner always have processes of their own")
     reference = placement_text(config(**GPUS, algorithm={"kl_loss_coef": 0.1}))
     assert "decoupled needs total >= 3 + 1 + reference 1 = 5\n" in reference and "colocate  needs total >= 3 + reference 1;" in reference
-    assert "= 0 GPUs" in placement_text(config()) and "what is on cpu takes no GPU" in placement_text(config())
+    assert "= 0 GPUs (learner.world_size 1 on cpu)" in placement_text(config()) and "= 0 GPUs (generator.num_replicas 1 on cpu)" in placement_text(config())
 
 
 def test_the_table_shows_each_node_and_who_holds_what():
