@@ -55,6 +55,23 @@ def test_what_a_merge_makes_of_a_datasets_columns_does_not_matter():
     assert merged.schema.field("number").type == pa.float64() and content_hashes(merged) == apart
 
 
+@pytest.mark.parametrize("column", ["reward", "advantage", "reward_parts", "logprobs", "completion_ids", "versions", "failure", "token_rewards"])
+def test_a_value_that_is_missing_in_one_row_does_not_show_in_another(column):
+    """Flushes of one group each are merged: one with an unscored trajectory may lie beside others."""
+    whole = [row | {"token_rewards": [[0.5, 0.0], []]} for row in TABLE.to_pylist()]
+    schema = TABLE.schema.append(pa.field("token_rewards", pa.list_(pa.list_(pa.float32()))))
+    for row in whole:
+        row |= {"reward": [1.0, 0.0], "advantage": [0.5, -0.5], "failure": "why", "reward_parts": [{"exact": 1.0, "judge": 0.5}] * 2}
+    torn = [row | ({column: None if row["ordinal"] == 2 else row[column]} if column == "failure" else {}) for row in whole]
+    if column != "failure":
+        torn[2] = {**whole[2], column: [None, *whole[2][column][1:]]}
+    apart = [content_hashes(pa.Table.from_pylist([row], schema))[0] for row in torn]
+    together = pa.Table.from_pylist(torn, schema)
+    assert content_hashes(together) == apart == content_hashes(pa.concat_tables([together.slice(0, 4), together.slice(4)]))
+    assert [content_hashes(together.slice(row, 1))[0] for row in range(6)] == apart
+    assert [a == b for a, b in zip(apart, content_hashes(pa.Table.from_pylist(whole, schema)), strict=True)] == [True, True, False, True, True, True]
+
+
 @pytest.mark.parametrize("name", TABLE.column_names)
 def test_a_change_in_any_column_is_seen(name):
     rows = TABLE.to_pylist()

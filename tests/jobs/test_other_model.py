@@ -13,6 +13,8 @@ from llama_checkpoint import BOS, END, EOS, SPECIAL
 
 import asyncrl
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -54,6 +56,12 @@ def test_another_family_trains_from_chat_prompts_to_a_plain_checkpoint(start_run
     assert set(GenerationConfig.from_pretrained(directory / "hf").eos_token_id) == ends
     question = [{"role": "user", "content": "3+4="}]
     assert tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == f"{BOS}<|user|>3+4={END}<|assistant|>"
+
+    evaluated = subprocess.run(
+        [sys.executable, ROOT / "jobs" / "evaluate.py", directory], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent
+    )
+    assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
+    assert "held-out greedy accuracy on " in evaluated.stdout
 
 
 @pytest.mark.slow
