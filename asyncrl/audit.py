@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
+import re
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,26 +24,39 @@ import pyarrow as pa
 
 from asyncrl.config import ConfigError
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
-from asyncrl.control.fates import read_fates
+from asyncrl.control.fates import OUTCOMES, read_fates
 from asyncrl.data.prompts import prompt_ids_of
 from asyncrl.directory import read_record
+from asyncrl.observe.metrics import METRICS_FILE, read_metrics
 from asyncrl.reading import Run
 from asyncrl.resume import data_hash, model_hash
 from asyncrl.rundir.rows import FAULTS, UNEVEN, Row, read_rows
+from asyncrl.runtime import parquet
+from asyncrl.runtime.files import open_regular, read_text
 
 __all__ = ["Books", "Check", "audit", "audit_text"]
 
 Key = tuple[int, int]
 """(attempt that made the group, ordinal)."""
 
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError, pa.ArrowException)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError, RecursionError, pa.ArrowException)
 """What reading a damaged file can raise."""
 ENDED = ("trained", "skipped", "filtered", "dropped", "failed")
 COLUMNS = 120
+MOST_OF_A_HOLE = 1000
+LOST = ("late", "failed")
+"""Of an evaluation's completions, those that did not come."""
+CLOSE = 1e-5
+"""Rewards are kept in float32."""
 SHOWN = 5
 """Examples named by a check that fails."""
 BIAS = 0.05
 """Largest difference between the length distributions of what was trained and what was generated, as a share; chance is added."""
+
+
+FATES_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-\d{6,12}\.parquet")
+GROUPS_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-\d{8,12}\.parquet")
+EVALUATIONS_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-version_\d{8,12}-[A-Za-z0-9_-]+\.parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +73,9 @@ class Books:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.attempts: list[dict[str, Any]] = read_record(run.directory)["attempts"]
+        record = read_record(run.directory)
+        self.run_id: str = record["run_id"]
+        self.attempts: list[dict[str, Any]] = record["attempts"]
         self.unreadable: list[str] = []
         """A line for each file that cannot be read, or does not hold what was written."""
         self.fates: list[dict[str, Any]] = []
@@ -68,36 +85,76 @@ class Books:
         self.rows: dict[Key, Row] = {}
         self.twice: list[Key] = []
         """Groups of which there are two rows that differ."""
-        for path in self._files("fates"):
-            self._read(path, self._read_fates)
+        self.records: list[dict[str, Any]] = []
+        """Of metrics.jsonl, those of steps and evaluations."""
+        self.answers: dict[tuple[int, int, str], list[dict[str, Any]]] = defaultdict(list)
+        """(attempt, version, set) → what was kept of its completions."""
+        self._read_folder("fates", FATES_FILE, self._read_fates)
         self.fates = list({tuple(fate.values()): fate for fate in self.fates}.values())
-        for path in self._files("groups"):
-            self._read(path, self._read_rows)
+        self._read_folder("groups", GROUPS_FILE, self._read_rows)
+        self._read_folder("evaluations", EVALUATIONS_FILE, self._read_answers)
+        self._read(run.directory / METRICS_FILE, self._read_metrics)
 
     @property
     def last(self) -> int:
         return len(self.attempts) - 1
 
-    def _files(self, folder: str) -> list[Path]:
-        return [path for path in sorted((self.run.directory / folder).glob("*.parquet")) if not path.name.startswith(".")]
+    def _read_folder(self, folder: str, named: re.Pattern[str], read: Callable[[Path], None]) -> None:
+        directory = self.run.directory / folder
+        if not directory.is_dir():
+            if directory.exists():
+                self.unreadable.append(f"{directory} is no directory; put back what asyncrl wrote")
+            return
+        for path in sorted(directory.iterdir()):
+            if path.name.startswith("."):
+                continue  # still being written, or left by a crash: nobody reads it
+            if path.is_symlink():
+                self.unreadable.append(f"{path} is a symbolic link; put a real file in its place")
+            elif (found := named.fullmatch(path.name)) is None or int(found["attempt"]) > self.last:
+                self.unreadable.append(f"{path} is no file of this run's attempts; move it elsewhere")
+            else:
+                self._read(path, read)
 
     def _read(self, path: Path, read: Callable[[Path], None]) -> None:
         try:
             read(path)
         except UNREADABLE as error:
             reason = " ".join(str(error).split())
-            self.unreadable.append(reason if str(path) in reason else f"{path}: {reason}")
+            self.unreadable.append(reason if str(path) in reason else f"{path}: {reason or type(error).__name__}")
 
     def _read_fates(self, path: Path) -> None:
         table, outstanding = read_fates(path)
-        self.fates += table.to_pylist()
-        self.outstanding[int(path.name.split("-")[0].removeprefix("attempt_"))] = set(outstanding)
+        attempt = int(path.name.removeprefix("attempt_").split("-")[0])
+        for fate in table.to_pylist():
+            if reason := _impossible_fate(fate, attempt):
+                self.unreadable.append(f"{path}: the fate of ordinal {fate['ordinal']} {reason}")
+            else:
+                self.fates.append(fate)
+        self.outstanding[attempt] = set(outstanding)
 
     def _read_rows(self, path: Path) -> None:
+        attempt = int(path.name.removeprefix("attempt_").split("-")[0])
         for row in read_rows(path):
+            if row.attempt != attempt or row.ordinal is None or row.ordinal < 0:
+                self.unreadable.append(f"{path}: a row says that it is ordinal {row.ordinal} of attempt {row.attempt}")
+                continue
             known = self.rows.setdefault((row.attempt, row.ordinal), row)
             if known.content != row.content:
                 self.twice.append((row.attempt, row.ordinal))
+
+    def _read_answers(self, path: Path) -> None:
+        for answer in parquet.read_table(path, ["set", "attempt", "version", "ordinal", "index", "status", "accuracy"]).to_pylist():
+            if path.name != f"attempt_{answer['attempt']:04d}-version_{answer['version']:08d}-{answer['set']}.parquet":
+                raise ValueError(f"a row is of set {answer['set']!r}, attempt {answer['attempt']}, version {answer['version']}")
+            self.answers[answer["attempt"], answer["version"], answer["set"]].append(answer)
+
+    def _read_metrics(self, path: Path) -> None:
+        if path.is_symlink():
+            raise ValueError("it is a symbolic link; put a real file in its place")
+        if path.exists():
+            open_regular(path).close()
+            records = [{"attempt": None, "step": None, "version": None, **record} for record in read_metrics(path.parent)]
+            self.records = [record for record in records if record.get("event") in ("step", "evaluation", "checkpoint")]
 
     @cached_property
     def successor(self) -> dict[int, int]:
@@ -201,6 +258,9 @@ def audit(run: Run) -> list[Check]:
         _prompts,
         _tokens,
         _readable,
+        _record,
+        _metrics,
+        _evaluations,
         _monotone,
         _lengths,
     )
@@ -219,7 +279,7 @@ def _balance(books: Books) -> Check:
     """admitted = trained + skipped + filtered + dropped + failed + waiting + abandoned; and no admitted ordinal without a trace."""
     counts = Counter(books.outcome.values())
     abandoned = len(books.admitted - books.outcome.keys() - books.waiting)
-    lost = [key for attempt in range(len(books.attempts)) for key in _lost(books, attempt)]
+    lost = [(attempt, ordinal) for attempt in range(len(books.attempts)) for ordinal in _lost(books, attempt)]
     parts = [*((name, counts[name]) for name in ENDED), ("waiting", len(books.waiting)), ("abandoned by a restart", abandoned)]
     total = len(books.admitted)
     said = f"{total} admitted = " + " + ".join(f"{count} {name}" for name, count in parts if count or name == "trained")
@@ -230,36 +290,54 @@ def _balance(books: Books) -> Check:
     return Check("every admitted group is accounted for", not lost and not forgotten and total == sum(count for _, count in parts), said)
 
 
-def _lost(books: Books, attempt: int) -> Iterator[Key]:
+def _lost(books: Books, attempt: int) -> list[int]:
     """Ordinals are admitted in their order: between the first and the last of an attempt, each has a trace, unless it was admitted after the last
     record and the attempt was killed."""
-    made = {ordinal for made_in, ordinal in books.admitted if made_in == attempt}
     begun = books.attempts[attempt]
-    taken_over = {ordinal for _, ordinal in begun["waiting"]}
     recorded = [*books.outstanding.get(attempt, ()), *(fate["ordinal"] for fate in books.fates if fate["attempt"] == attempt)]
-    for ordinal in range(begun["frontier"], max(recorded, default=-1) + 1):
-        if ordinal not in made and ordinal not in taken_over and not books.finished_before(attempt, ordinal):
-            yield attempt, ordinal
+    traced = {ordinal for made_in, ordinal in books.admitted if made_in == attempt} | {ordinal for _, ordinal in begun["waiting"]}
+    return _holes(begun["frontier"], max(recorded, default=-1) + 1, traced | set(begun["finished_above"]))
+
+
+def _holes(start: int, stop: int, known: Set[int]) -> list[int]:
+    """What `known` lacks of start, …, stop - 1; of each hole at most MOST_OF_A_HOLE numbers, since a damaged file may give any number for an end."""
+    found: list[int] = []
+    at = start
+    for one in [*sorted(number for number in known if start <= number < stop), stop]:
+        found += range(at, min(one, at + MOST_OF_A_HOLE))
+        at = one + 1
+    return found
 
 
 def _one_outcome(books: Books) -> Check:
     counts = Counter(fate["ordinal"] for fate in books.surviving)
     twice = sorted(ordinal for ordinal, count in counts.items() if count > 1)
     said = f"{len(counts)} ordinals" + (f"; with two or more: {_some(twice)}" if twice else "")
-    return Check("each ordinal has one outcome", not twice, said)
+    written = Counter((fate["attempt"], fate["ordinal"], fate["ended_in"]) for fate in books.fates)
+    again = sorted(
+        {key[:2] for key, count in written.items() if count > 1} - {(fate["attempt"], fate["ordinal"]) for fate in books.surviving if fate["ordinal"] in twice}
+    )
+    said += f"; with two fates in one attempt: {_some(again)}" if again else ""
+    odd = sorted({(fate["attempt"], fate["ordinal"]) for fate in books.fates if (fate["outcome"] == "trained") != (fate["trained_at_version"] is not None)})
+    said += f"; not trained, and with a version that trained it: {_some(odd)}" if odd else ""
+    return Check("each ordinal has one outcome", not twice and not again and not odd, said)
 
 
 def _no_gap(books: Books) -> Check:
     """Below the frontier every ordinal has its outcome, and the newest checkpoint says the same of those that it knows."""
     finished = {fate["ordinal"] for fate in books.surviving}
     first = books.attempts[min(books.successor, default=books.last)]
-    base = set(range(first["frontier"])) | set(first["finished_above"])
-    frontier, above = first["frontier"], set()
+    known = finished | set(first["finished_above"])
+    frontier, above, again = first["frontier"], set(), []
     if books.checkpoint is not None:
-        frontier, above = books.checkpoint[1].frontier, set(books.checkpoint[1].finished_above)
-    missing = sorted(ordinal for ordinal in (set(range(frontier)) | above) - base if ordinal not in finished)
-    where = f"frontier {frontier}" + (f" of {books.checkpoint[0].name}" if books.checkpoint else "; no checkpoint yet")
-    return Check("no gap below the frontier", not missing, where + (f"; without an outcome: {_some(missing)}" if missing else ""))
+        state = books.checkpoint[1]
+        frontier, above = state.frontier, set(state.finished_above)
+        again = sorted(fate["ordinal"] for fate, _ in books.trained(state.version) if fate["ordinal"] >= frontier and fate["ordinal"] not in above)
+    missing = sorted({*_holes(first["frontier"], frontier, known), *(ordinal for ordinal in above - known if ordinal >= first["frontier"])})
+    said = f"frontier {frontier}" + (f" of {books.checkpoint[0].name}" if books.checkpoint else "; no checkpoint yet")
+    said += f"; without an outcome: {_some(missing)}" if missing else ""
+    said += f"; trained before it, and it would train them again: {_some(again)}" if again else ""
+    return Check("no gap below the frontier", not missing and not again, said)
 
 
 def _distinct(books: Books) -> Check:
@@ -326,7 +404,7 @@ def _content(books: Books) -> Check:
         checked += 1
         if row.content != fate["content"]:
             changed.append((row.attempt, row.ordinal))
-        if fate["completion_tokens"] is not None and fate["completion_tokens"] != sum(row.lengths):
+        if fate["completion_tokens"] != sum(row.lengths) and (fate["completion_tokens"] is not None or fate["outcome"] == "trained"):
             tokens.append((row.attempt, row.ordinal))
     unsealed = sorted({(fate["attempt"], fate["ordinal"]) for fate in books.fates if fate["outcome"] == "trained" and not fate["content"]})
     said = f"{checked} compared" + (f"; changed since: {_some(sorted(set(changed)))}" if changed else "")
@@ -354,26 +432,129 @@ def _not_from_the_future(books: Books) -> Check:
 
 
 def _steps(books: Books) -> Check:
-    """Each applied step trained as many groups as a batch has, under one number, and the versions follow one another."""
+    """Each step, applied or skipped, took as many groups as a batch has, under one number, and numbers and versions follow one another."""
     steps: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    skipped: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for fate in books.fates:
         if fate["outcome"] == "trained":
             steps[fate["ended_in"], fate["trained_at_version"]].append(fate)
+        elif fate["outcome"] == "skipped":
+            skipped[fate["ended_in"], fate["step"]].append(fate)
+    batches = [(attempt, f"version {version}", fates) for (attempt, version), fates in sorted(steps.items())]
+    batches += [(attempt, f"skipped step {step}", fates) for (attempt, step), fates in sorted(skipped.items())]
     uneven = [
-        f"version {version} has {len(fates)} of {size} ({_some(sorted(fate['ordinal'] for fate in fates))})"
-        for (attempt, version), fates in sorted(steps.items())
+        f"{name} has {len(fates)} of {size} ({_some(sorted(fate['ordinal'] for fate in fates))})"
+        for attempt, name, fates in batches
         if len(fates) != (size := books.attempts[attempt]["groups_per_step"])
     ]
     torn = [f"version {version} (ordinal {_odd_step(fates)})" for (_, version), fates in sorted(steps.items()) if len({fate["step"] for fate in fates}) > 1]
-    missing, disordered = [], []
-    for attempt in sorted({attempt for attempt, _ in steps}):
+    missing, disordered, unnumbered = [], [], []
+    for attempt in sorted({attempt for attempt, _ in steps} | {attempt for attempt, _ in skipped}):
         mine = sorted(version for made_in, version in steps if made_in == attempt)
-        missing += [version for version in range(books.attempts[attempt]["version"], mine[-1]) if version not in mine]
+        missing += _holes(books.attempts[attempt]["version"], max(mine, default=-1), set(mine))
         numbers = [steps[attempt, version][0]["step"] for version in mine]
         disordered += [mine[place + 1] for place in range(len(mine) - 1) if numbers[place] >= numbers[place + 1]]
-    parts = {"not a full batch": uneven, "of several steps": torn, "without any group": missing, "of a step before the last one": disordered}
+        taken = {*numbers, *(step for made_in, step in skipped if made_in == attempt)}
+        unnumbered += [(attempt, step) for step in _holes(min(taken), max(taken), taken)]
+    parts = {
+        "not a full batch": uneven,
+        "of several steps": torn,
+        "without any group": missing,
+        "of a step before the last one": disordered,
+        "steps of which no group tells (attempt, step)": unnumbered,
+    }
     found = [f"{name}: {_some(list(some))}" for name, some in parts.items() if some]
     return Check("every step trained one batch", not found, "; ".join([f"{len(steps)} steps", *found]))
+
+
+def _record(books: Books) -> Check:
+    """run.json, config.yaml and the checkpoints are of one run, with the same bounds."""
+    last, config, wrong = books.attempts[books.last], books.run.config, []
+    bounds = {
+        "max_staleness": config.staleness.max_staleness,
+        "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
+        "groups_per_step": config.groups_per_step,
+    }
+    wrong += [f"attempt {books.last} began with {name} {last[name]}, and config.yaml has {value}" for name, value in bounds.items() if last[name] != value]
+    for begun in books.attempts:
+        step = Path(begun["checkpoint"] or "").name.removeprefix("step_")
+        if (int(step) if step.isdigit() else 0) != begun["version"]:
+            wrong.append(f"attempt {begun['attempt']} began at version {begun['version']}, and from {begun['checkpoint'] or 'no checkpoint'}")
+        if begun["checkpoint"] is None and (begun["frontier"] or begun["finished_above"] or begun["waiting"] or begun["trained_tokens"]):
+            wrong.append(
+                f"attempt {begun['attempt']} began from no checkpoint, and at frontier {begun['frontier']} with {begun['trained_tokens']} tokens trained"
+            )
+    if books.checkpoint is not None and books.checkpoint[1].run_id != books.run_id:
+        wrong.append(f"{books.checkpoint[0].name} is of run {books.checkpoint[1].run_id!r}, and run.json of {books.run_id!r}")
+    if books.checkpoint is None and not books.damage and any(record["event"] == "checkpoint" for record in books.records):
+        wrong.append(f"{books.run.checkpoints_directory} holds no checkpoint, and {METRICS_FILE} tells of some")
+    return Check("record, config and checkpoints agree", not wrong, "; ".join(wrong[:SHOWN]) or f"{len(books.attempts)} attempts")
+
+
+def _metrics(books: Books) -> Check:
+    """What metrics.jsonl says of each step, worked out again from its groups: staleness, rewards, tokens. A step that was killed before its record has none."""
+    batches: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for fate in books.fates:
+        if fate["outcome"] in ("trained", "skipped"):
+            batches[fate["ended_in"], fate["step"]].append(fate)
+    records = {(record["attempt"], record["step"]): record for record in books.records if record["event"] == "step"}
+    wrong = []
+    for key, record in records.items():
+        differing = _differing(books, batches.get(key, []), record)
+        if differing:
+            wrong.append(f"step {record['step']} of attempt {record['attempt']}: {differing}")
+    without = [key for key in sorted(batches) if key not in records and any(other[0] == key[0] and other[1] > key[1] for other in records)]
+    said = f"{len(records)} steps" + (f"; not what its groups give: {_some(wrong)}" if wrong else "")
+    said += f"; without a record (attempt, step): {_some(without)}" if without else ""
+    return Check("metrics are those of the groups", not wrong and not without, said)
+
+
+def _differing(books: Books, fates: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> str:
+    """The first metric of a step's record that its groups do not give, with both values and the ordinals; "" if all of them fit."""
+    rows = [books.rows.get((fate["attempt"], fate["ordinal"])) for fate in fates]
+    if not rows or any(row is None for row in rows):
+        return "" if rows else "no fate is of it"
+    known = [row for row in rows if row is not None]
+    trained = fates[0]["outcome"] == "trained"
+    expected: dict[str, float] = {"version": fates[0]["trained_at_version"] + 1} if trained else {}
+    if trained:
+        expected["staleness/mean"] = math.fsum(fate["staleness"] or 0 for fate in fates) / len(fates)
+        expected["tokens"] = sum(row.loss_tokens for row in known)
+    completions = sum(len(row.lengths) for row in known)
+    rewards = [reward for row in known for reward in row.rewards]
+    if completions:
+        expected["rollout/completion_tokens"] = sum(sum(row.lengths) for row in known) / completions
+    if rewards:
+        expected["reward/mean"] = math.fsum(rewards) / len(rewards)
+    for name, value in expected.items():
+        if name in record and not _close(record[name], value):
+            return f"{name} {record[name]}, its groups give {value:g} (ordinals {_some(sorted(fate['ordinal'] for fate in fates))})"
+    return ""
+
+
+def _evaluations(books: Books) -> Check:
+    """The accuracy of each evaluated set, worked out again from its kept completions: one that did not come is 0, one without a score is left out."""
+    records = {(record["attempt"], record["version"]): record for record in books.records if record["event"] == "evaluation"}
+    wrong, compared = [], 0
+    for (attempt, version, name), answers in sorted(books.answers.items()):
+        record = records.get((attempt, version), {})
+        if f"eval/{name}_accuracy" not in record:
+            continue  # killed before its record, or a reward of another set has this name
+        compared += 1
+        places = Counter((answer["ordinal"], answer["index"]) for answer in answers)
+        judged = [0.0 if answer["status"] in LOST else answer["accuracy"] for answer in answers if answer["status"] != "unscored"]
+        if max(places.values()) > 1 or None in judged:
+            wrong.append(f"set {name} at version {version} of attempt {attempt} has an answer twice, or without its score")
+        elif judged and not _close(record[f"eval/{name}_accuracy"], found := math.fsum(judged) / len(judged)):
+            wrong.append(f"set {name} at version {version} of attempt {attempt}: accuracy {record[f'eval/{name}_accuracy']}, its completions give {found:g}")
+    kept = {(attempt, version) for attempt, version, _ in books.answers}
+    without = sorted(key for key in records if key not in kept)
+    said = f"{compared} sets" + (f"; {_some(wrong)}" if wrong else "") + (f"; without completions (attempt, version): {_some(without)}" if without else "")
+    return Check("evaluations are those of their completions", not wrong and not without, said)
+
+
+def _close(recorded: Any, value: float) -> bool:
+    return isinstance(recorded, int | float) and math.isclose(recorded, value, rel_tol=CLOSE, abs_tol=CLOSE)
 
 
 def _prompts(books: Books) -> Check:
@@ -394,6 +575,21 @@ def _prompts(books: Books) -> Check:
     return Check(name, not others, f"{len(rows)} ordinals" + (f"; another prompt: {_some(others)}" if others else ""))
 
 
+def _impossible_fate(fate: Mapping[str, Any], attempt: int) -> str:
+    """What nobody can count with, in a fate that a file of that attempt holds; "" if nothing."""
+    if any(fate[name] is None for name in ("attempt", "ordinal", "outcome", "step", "ended_in")):
+        return "lacks a value"
+    if fate["outcome"] not in OUTCOMES:
+        return f"is {fate['outcome']!r}, which is none of {', '.join(OUTCOMES)}"
+    if fate["ended_in"] != attempt or not 0 <= fate["attempt"] <= attempt:
+        return f"was made in attempt {fate['attempt']} and decided in attempt {fate['ended_in']}"
+    if fate["ordinal"] < 0 or fate["step"] < 0:
+        return f"is of step {fate['step']}"
+    if fate["outcome"] == "trained" and (fate["trained_at_version"] is None or fate["trained_at_version"] < 0):
+        return f"was trained at version {fate['trained_at_version']}"
+    return ""
+
+
 def _odd_step(fates: Sequence[Mapping[str, Any]]) -> int:
     """The ordinal whose step the fewest of its batch have."""
     counts = Counter(fate["step"] for fate in fates)
@@ -405,11 +601,14 @@ def _tokens(books: Books) -> Check:
     if books.checkpoint is None:
         return Check("trained tokens equal the learner's count", not books.damage, "no checkpoint can be read" if books.damage else "no checkpoint yet")
     path, state = books.checkpoint
-    counters = json.loads((path / "learner" / "counters.json").read_text())
+    try:
+        counted = int(json.loads(read_text(path / "learner" / "counters.json"))["trained_tokens"])
+    except UNREADABLE as error:
+        return Check("trained tokens equal the learner's count", False, f"{path / 'learner' / 'counters.json'} cannot be read ({error})")
     base = books.attempts[min(books.successor, default=books.last)]["trained_tokens"]
     found = base + sum(row.loss_tokens for _, row in books.trained(state.version) if row is not None)
-    said = f"{found} up to {path.name}, the learner counted {counters['trained_tokens']}"
-    return Check("trained tokens equal the learner's count", found == counters["trained_tokens"], said)
+    said = f"{found} up to {path.name}, the learner counted {counted}"
+    return Check("trained tokens equal the learner's count", found == counted, said)
 
 
 def _readable(books: Books) -> Check:

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.confined import EscapesDirectory, refuse_links
@@ -27,6 +29,9 @@ OURS = ("groups", "fates", "kept", "evaluations", "checkpoints", "logs", "hf", "
 """Folders of a run that only asyncrl writes to: no link is allowed in them at any depth."""
 RECORD = "run.json"
 """The run's id, and of each attempt where it began."""
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class LockLost(RuntimeError):
@@ -200,15 +205,44 @@ def read_record(directory: Path) -> dict[str, Any]:
         ConfigError: it is missing, damaged, changed by hand, or of an asyncrl that kept no record of its attempts.
     """
     try:
-        record: dict[str, Any] = json.loads(read_text(directory / RECORD))
-        checksum = record.pop("checksum", None)
-    except (OSError, ValueError) as error:
+        record: Any = json.loads(read_text(directory / RECORD))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{directory / RECORD} cannot be read ({error}); without it nothing says where the attempts began") from None
-    if not isinstance(record.get("attempts"), list):
+    checksum = record.pop("checksum", None) if isinstance(record, dict) else None
+    if not isinstance(record, dict) or not isinstance(record.get("attempts"), list):
         raise ConfigError(f"{directory / RECORD} is of an older asyncrl, which kept no record of its attempts; start a new run with checkpoint.load")
     if checksum != _checksum(record):
         raise ConfigError(f"{directory / RECORD} is damaged or was changed by hand: it does not fit its checksum; put back what asyncrl wrote")
+    try:
+        begun = TypeAdapter(Annotated[list[_Begun], Field(min_length=1)]).validate_python(record["attempts"])
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = " ".join(map(str, first["loc"]))
+        raise ConfigError(f"{directory / RECORD} is damaged: attempts, {where}: {first['msg'].lower()}; put back what asyncrl wrote") from None
+    for number, one in enumerate(begun):
+        if one.attempt != number or (one.from_attempt is not None and one.from_attempt >= number):
+            raise ConfigError(f"{directory / RECORD} is damaged: attempt {number} is called {one.attempt} and goes on from {one.from_attempt}")
     return record
+
+
+class _Begun(BaseModel):
+    """What run.json says of one attempt, as far as somebody counts with it."""
+
+    model_config = ConfigDict(strict=True)
+
+    attempt: Count
+    from_attempt: Count | None
+    checkpoint: str | None
+    trained_tokens: Count
+    version: Count
+    frontier: Count
+    finished_above: list[Count]
+    waiting: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+    max_staleness: Count
+    n_samples_per_prompt: Count
+    groups_per_step: Count
+    data_hash: str
+    model_hash: str
 
 
 def _checksum(record: Mapping[str, Any]) -> str:

@@ -23,7 +23,8 @@ from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.fates import OUTSTANDING, FatesWriter, _sealed, read_fates
 from asyncrl.control.staleness import Staleness
-from asyncrl.directory import RunDirectory
+from asyncrl.directory import RunDirectory, _checksum
+from asyncrl.evaluation import COLUMNS
 from asyncrl.rewards.files import compact
 from asyncrl.rundir.rows import read_rows
 from asyncrl.runtime.parquet import write_table
@@ -379,6 +380,261 @@ def test_a_record_that_was_changed(run, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run)])
     assert ended.value.code == 2 and "was changed by hand" in capsys.readouterr().err
+
+
+def reseal(run, ordinal):
+    """The row's own hash in its fates, as somebody who knows of it would write it."""
+    hashes = {}
+    for path in (run / "groups").glob("*.parquet"):
+        table = pq.read_table(path)
+        hashes |= dict(zip(zip(table["attempt"].to_pylist(), table["ordinal"].to_pylist(), strict=True), content_hashes(table), strict=True))
+    change(
+        run,
+        "fates",
+        lambda rows: [{**row, "content": row["content"] and hashes[row["attempt"], row["ordinal"]]} if row["ordinal"] == ordinal else row for row in rows],
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"ended_in": 99}, "was made in attempt 0 and decided in attempt 99"),
+        ({"ended_in": None}, "lacks a value"),
+        ({"attempt": -1}, "was made in attempt -1"),
+        ({"ordinal": None}, "lacks a value"),
+        ({"ordinal": -5}, "is of step"),
+        ({"outcome": "lost"}, "is 'lost', which is none of"),
+        ({"trained_at_version": None}, "was trained at version None"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_fate_that_cannot_be(run, changes, text):
+    fate = surviving_trained(run)[5]
+    change(run, "fates", lambda rows: [{**row, **changes} if row == fate else row for row in rows])
+    check = said(run)["every file can be read"]
+    assert not check.passed and f"the fate of ordinal {changes.get('ordinal', fate['ordinal'])} {text}" in check.said
+
+
+@pytest.mark.parametrize("text", [b'["a"]', b"7", b"[[1]]", b"[" * 100000, b"[-1]"])
+def test_outstanding_ordinals_that_are_none(run, text):
+    path = sorted((run / "fates").glob("*.parquet"))[-1]
+    pq.write_table(_sealed(pq.read_table(path), text), path)
+    check = said(run)["every file can be read"]
+    assert not check.passed and f"{path} is damaged: its outstanding ordinals" in check.said
+
+
+def test_ordinals_of_any_size_are_no_work(run):
+    path = sorted((run / "fates").glob("*.parquet"))[-1]
+    pq.write_table(_sealed(pq.read_table(path), b"[1000000000000]"), path)
+    assert not said(run)["every admitted group is accounted for"].passed
+
+
+@pytest.mark.parametrize("folder", ["groups", "fates", "evaluations"])
+@pytest.mark.parametrize("name", ["zz.parquet", "attempt_0077-00000001.parquet", "notes.txt", "folder", "link"])
+def test_what_asyncrl_did_not_write_is_named(run, folder, name):
+    (run / folder).mkdir(exist_ok=True)
+    path = run / folder / name
+    if name == "folder":
+        path.mkdir()
+    elif name == "link":
+        path = sorted((run / "groups").glob("*.parquet"))[0] if folder != "evaluations" else path
+        if path.exists():
+            path.rename(run / "moved")
+        path.symlink_to(run / "moved")
+    else:
+        path.write_bytes(sorted((run / "groups").glob("*.parquet"))[0].read_bytes())
+    check = said(run)["every file can be read"]
+    assert not check.passed and str(path) in check.said
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "fault"),
+    [
+        ("reward", lambda values: [float("nan"), *values[1:]], "rewards or advantages that are no numbers"),
+        ("advantage", lambda values: [float("inf"), *values[1:]], "rewards or advantages that are no numbers"),
+        ("logprobs", first_token(lambda value: 3.0), "log-probs that are no log-probs"),
+        ("logprobs", first_token(lambda value: float("nan")), "log-probs that are no log-probs"),
+        ("completion_ids", first_token(lambda value: -7), "negative or missing token ids"),
+        ("completion_ids", first_token(lambda value: None), "negative or missing token ids"),
+        ("status", lambda values: ["fine", *values[1:]], "an unknown status or finish reason"),
+        ("finish_reason", lambda values: [None, *values[1:]], "an unknown status or finish reason"),
+        ("finished_at", lambda value: float("inf"), "times that go back"),
+    ],
+)
+def test_values_that_asyncrl_cannot_have_written(run, name, new, fault):
+    """Also when the fate was given the hash of the changed row."""
+    fate = surviving_trained(run)[5]
+    change(run, "groups", in_row(fate["ordinal"], **{name: new}))
+    reseal(run, fate["ordinal"])
+    checks = said(run)
+    assert not checks[POSSIBLE].passed and f"{fault}: ({fate['attempt']}, {fate['ordinal']})" in checks[POSSIBLE].said
+    assert checks[CONTENT].passed
+
+
+def test_two_fates_of_one_group_in_one_attempt(run):
+    fate = surviving_trained(run)[-5]
+    other = {**fate, "outcome": "waiting", "trained_at_version": None, "staleness": None}
+    change(run, "fates", lambda rows: [one for row in rows for one in ([row, other] if row == fate else [row])])
+    check = said(run)["each ordinal has one outcome"]
+    assert not check.passed and f"with two fates in one attempt: ({fate['attempt']}, {fate['ordinal']})" in check.said
+
+
+@pytest.mark.parametrize(("outcome", "text"), [("failed", "not a full batch: skipped step"), ("every", "of which no group tells")])
+def test_a_skipped_step_is_a_batch_as_well(run, outcome, text):
+    """One of its groups, or all of them, are said to have failed."""
+    skipped = [fate for path in sorted((run / "fates").glob("*.parquet")) for fate in pq.read_table(path).to_pylist() if fate["outcome"] == "skipped"]
+    chosen = skipped[:1] if outcome == "failed" else skipped
+    change(run, "fates", lambda rows: [{**row, "outcome": "failed"} if row in chosen else row for row in rows])
+    check = said(run)["every step trained one batch"]
+    assert not check.passed and text in check.said
+
+
+def rewrite_record(run, edit):
+    """With its checksum, as somebody who knows of it would do."""
+    tree = json.loads((run / "run.json").read_text())
+    del tree["checksum"]
+    edit(tree)
+    (run / "run.json").write_text(json.dumps({**tree, "checksum": _checksum(tree)}))
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda tree: tree["attempts"][0].update(from_attempt=5), "attempt 0 is called 0 and goes on from 5"),
+        (lambda tree: tree["attempts"][3].update(from_attempt=3), "goes on from 3"),
+        (lambda tree: tree["attempts"][5].pop("frontier"), "attempts, 5 frontier: field required"),
+        (lambda tree: tree["attempts"][5].update(waiting=[3]), "attempts, 5 waiting 0"),
+        (lambda tree: tree.update(attempts=[]), "at least 1 item"),
+        (lambda tree: tree["attempts"].reverse(), "attempt 0 is called 5"),
+    ],
+)
+def test_a_record_that_cannot_be(run, edit, text, capsys):
+    rewrite_record(run, edit)
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run)])
+    assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", "[" * 100000, "{", "3"])
+def test_a_record_that_is_none(run, text, capsys):
+    (run / "run.json").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run)])
+    assert ended.value.code == 2 and "run.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda tree: [one.update(max_staleness=50) for one in tree["attempts"]], "began with max_staleness 50, and config.yaml has 2"),
+        (lambda tree: tree["attempts"][5].update(version=3), "attempt 5 began at version 3, and from"),
+        (lambda tree: tree["attempts"][0].update(frontier=10**12), "began from no checkpoint, and at frontier 1000000000000"),
+        (lambda tree: tree.update(run_id="another"), "is of run"),
+    ],
+)
+def test_a_record_that_the_other_files_do_not_bear_out(run, edit, text):
+    rewrite_record(run, edit)
+    check = said(run)["record, config and checkpoints agree"]
+    assert not check.passed and text in check.said
+
+
+def write_metrics(run):
+    """The steps' records, by plain loops over the files."""
+    rows = {(row["attempt"], row["ordinal"]): row for path in (run / "groups").glob("*.parquet") for row in pq.read_table(path).to_pylist()}
+    steps = {}
+    for path in sorted((run / "fates").glob("*.parquet")):
+        for fate in pq.read_table(path).to_pylist():
+            if fate["outcome"] in ("trained", "skipped"):
+                steps.setdefault((fate["ended_in"], fate["step"]), []).append(fate)
+    lines = []
+    for (attempt_, step), fates in sorted(steps.items()):
+        mine = [rows[fate["attempt"], fate["ordinal"]] for fate in fates]
+        lengths = [len(ids) for row in mine for ids in row["completion_ids"]]
+        applied = fates[0]["outcome"] == "trained"
+        record = {"schema": 1, "event": "step", "attempt": attempt_, "step": step, "version": fates[0]["trained_at_version"] + 1 if applied else 0, "time": 1.0}
+        if applied:
+            record |= {"staleness/mean": sum(fate["staleness"] for fate in fates) / len(fates), "reward/mean": 0.5, "tokens": float(sum(lengths))}
+        lines.append(json.dumps(record | {"rollout/completion_tokens": sum(lengths) / len(lengths)}) + "\n")
+    (run / "metrics.jsonl").write_text("".join(lines))
+
+
+METRICS = "metrics are those of the groups"
+
+
+def test_metrics_bear_out_what_each_step_trained(run):
+    """A group moved to the next step with its staleness, and a reward changed with its hash, leave the other files in agreement."""
+    write_metrics(run)
+    checks = said(run)
+    assert all(check.passed for check in checks.values()), audit_text(list(checks.values()))
+    trained = [fate for fate in surviving_trained(run) if fate["ended_in"] == 5]
+    pairs = ((a, b) for a in trained for b in trained if b["trained_at_version"] == a["trained_at_version"] + 1)
+    one, other = next((a, b) for a, b in pairs if a["staleness"] < 2 and b["staleness"] and a["completion_tokens"] != b["completion_tokens"])
+    moved = {
+        one["ordinal"]: {"trained_at_version": other["trained_at_version"], "step": other["step"], "staleness": one["staleness"] + 1},
+        other["ordinal"]: {"trained_at_version": one["trained_at_version"], "step": one["step"], "staleness": other["staleness"] - 1},
+    }
+    change(run, "fates", lambda rows: [{**row, **moved[row["ordinal"]]} if row in (one, other) else row for row in rows])
+    failed = {name: check.said for name, check in said(run).items() if not check.passed}
+    assert list(failed) == [METRICS] and f"step {one['step']} of attempt 5" in failed[METRICS], failed
+
+
+def test_a_reward_that_was_changed_with_its_hash(run):
+    write_metrics(run)
+    fate = surviving_trained(run)[5]
+    change(run, "groups", in_row(fate["ordinal"], reward=lambda values: [5.0, *values[1:]]))
+    reseal(run, fate["ordinal"])
+    failed = {name: check.said for name, check in said(run).items() if not check.passed}
+    assert list(failed) == [METRICS] and "reward/mean 0.5, its groups give" in failed[METRICS] and str(fate["ordinal"]) in failed[METRICS]
+
+
+@pytest.mark.parametrize("how", ["edited", "gone", "garbage", "pipe", "link"])
+def test_metrics_that_were_changed(run, how):
+    write_metrics(run)
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    if how == "edited":
+        path.write_text("".join([*lines[:3], lines[3].replace('"staleness/mean": ', '"staleness/mean": 9'), *lines[4:]]))
+    elif how == "gone":
+        path.write_text("".join([*lines[:1], *lines[2:]]))
+    elif how == "garbage":
+        path.write_text("{bad\n")
+    else:
+        path.unlink()
+        os.mkfifo(path) if how == "pipe" else path.symlink_to(run / "config.yaml")
+    check = said(run)[METRICS if how in ("edited", "gone") else "every file can be read"]
+    assert not check.passed and ("step" in check.said if how in ("edited", "gone") else str(path) in check.said)
+
+
+def test_an_evaluation_is_that_of_its_completions(run):
+    rows = {"set": ["a"] * 4, "attempt": [5] * 4, "version": [24] * 4, "ordinal": [0, 1, 2, 3], "index": [0] * 4}
+    rows |= {"status": ["ok", "late", "unscored", "ok"], "accuracy": [1.0, None, None, 0.5]}
+    kinds = {name: COLUMNS[name] for name in rows}
+    (run / "evaluations").mkdir()
+    path = run / "evaluations" / "attempt_0005-version_00000024-a.parquet"
+    pq.write_table(pa.table({name: pa.array(rows[name], kind) for name, kind in kinds.items()}), path)
+    record = {"schema": 1, "event": "evaluation", "attempt": 5, "step": 30, "version": 24, "time": 1.0, "eval/a_accuracy": 0.5}
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    name = "evaluations are those of their completions"
+    assert all(check.passed for check in said(run).values())
+    (run / "metrics.jsonl").write_text(json.dumps(record | {"eval/a_accuracy": 0.75}) + "\n")
+    assert "set a at version 24 of attempt 5: accuracy 0.75, its completions give 0.5" in said(run)[name].said
+    path.rename(path.with_name("attempt_0005-version_00000023-a.parquet"))
+    assert "a row is of set 'a', attempt 5, version 24" in said(run)["every file can be read"].said
+    assert "without completions (attempt, version): (5, 24)" in said(run)[name].said
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"trained_tokens": null}', "[" * 100000])
+def test_counters_that_are_none(run, content):
+    path = max((run / "checkpoints").glob("step_*")) / "learner" / "counters.json"
+    path.write_text(content)
+    from asyncrl.control.checkpoint import _checksum_of_text, _size_and_checksum
+
+    manifest = path.parent.parent / "MANIFEST"
+    text = json.dumps(json.loads(manifest.read_text()) | {"learner/counters.json": _size_and_checksum(path)})
+    manifest.write_text(text)
+    (manifest.parent / "COMMITTED").write_text(str(_checksum_of_text(text)))
+    check = said(run)["trained tokens equal the learner's count"]
+    assert not check.passed and f"{path} cannot be read" in check.said
 
 
 @pytest.mark.parametrize("folder", ["groups", "fates"])

@@ -315,8 +315,14 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("name: " + "[" * 2000 + "]" * 2000, "deep inside one another"),
         ("name: " + "[" * 100 + "]" * 100, "more than 64 deep"),
         ("# " + "x" * (5 << 20), "characters, above"),
+        ("seed: " + "9" * 5000, "a number has 5,000 digits"),
+        ("seed: 0x" + "f" * 5000, "digits, above 100"),
+        ("seed: 2001-99-99", "a value cannot be read"),
+        ("seed: !!timestamp x", "a value cannot be read"),
+        ("seed: !!bool x", "a value cannot be read"),
+        ('name: "\\ud800"', "half of a surrogate pair"),
     ],
-    ids=["bomb", "endless", "too deep to parse", "too deep", "too long"],
+    ids=["bomb", "endless", "too deep to parse", "too deep", "too long", "long", "hex", "date", "time", "flag", "half"],
 )
 def test_a_yaml_file_stands_for_no_more_than_it_says(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "config.yaml"

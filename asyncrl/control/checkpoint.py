@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from asyncrl.confined import refuse_links
 from asyncrl.control.protocols import Learner, Scored, Scores
 from asyncrl.runtime.files import append_to, explain_disk_full, make_directory, open_regular, read_text, replace_text, sync_file
@@ -207,11 +209,9 @@ class Checkpoints:
             for name, expected in manifest.items():
                 if _size_and_checksum(listed[name]) != expected:
                     raise UnreadableCheckpoint(f"checkpoint {path} is damaged: {name} is not what its MANIFEST says")
-            tree = json.loads(read_text(path / "state.json"))
-            lists = {"finished_above": tuple(tree["finished_above"]), "evaluations_due": tuple(tree.get("evaluations_due", ()))}
-            return State(**{**tree, **lists, "waiting": tuple((made_in, ordinal) for made_in, ordinal in tree.get("waiting", ()))})
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UnreadableCheckpoint(f"checkpoint {path} cannot be read ({error})") from error
+            return TypeAdapter(State).validate_json(read_text(path / "state.json"), strict=True)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise UnreadableCheckpoint(f"checkpoint {path} cannot be read ({' '.join(str(error).split())})") from error
 
     def newest_first(self) -> list[Path]:
         """The committed ones: what LATEST names, then the older ones on the way to it, then those that were gone back from."""

@@ -13,7 +13,7 @@ import pyarrow as pa
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
 
-__all__ = ["FATES", "Fate", "FatesWriter", "read_fates"]
+__all__ = ["FATES", "OUTCOMES", "Fate", "FatesWriter", "read_fates"]
 
 FATES = pa.schema(
     [
@@ -47,11 +47,24 @@ def read_fates(path: Path) -> tuple[pa.Table, list[int]]:
         OSError: it cannot be read.
     """
     table = parquet.read_table(path)
+    for field in FATES:
+        if field.name not in table.column_names or table.schema.field(field.name).type != field.type:
+            raise ValueError(f"{path} is damaged, or of an older asyncrl: it has no column {field.name!r} of type {field.type}")
     metadata = table.schema.metadata or {}
     outstanding = metadata.get(OUTSTANDING, b"[]")
     if metadata.get(CHECKSUM) != _checksum(table, outstanding):
         raise ValueError(f"{path} does not hold what was written: its rows and its checksum disagree")
-    return table, json.loads(outstanding)
+    return table, _ordinals(outstanding, path)
+
+
+def _ordinals(text: bytes, path: Path) -> list[int]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(type(ordinal) is int and ordinal >= 0 for ordinal in found):
+        raise ValueError(f"{path} is damaged: its outstanding ordinals are no list of whole numbers")
+    return found
 
 
 def _sealed(table: pa.Table, outstanding: bytes) -> pa.Table:

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.runtime import parquet
-from asyncrl.types import COLUMNS, SCORED_COLUMNS
+from asyncrl.types import COLUMNS, FINISH_REASONS, SCORED_COLUMNS, STATUSES
 
 __all__ = ["FAULTS", "Row", "read_rows"]
 
+ROUNDING = 1e-3
+"""Nats above 0 that rounding may give the log-prob of a certain token."""
 UNEVEN = "lists of different lengths, or missing values"
 GENERATION = ("replica", "started_at", "finished_at", "completion_ids", "logprobs")
 """Columns that no two generations have in common: where, when, and what was sampled."""
@@ -43,6 +46,8 @@ class Row:
     generation: str
     """Hash of where, when and what was sampled."""
     prompt_ids: tuple[int, ...]
+    rewards: tuple[float, ...]
+    """Of the trajectories with status ok."""
     faults: tuple[str, ...]
     """Names of FAULTS that it has."""
 
@@ -75,7 +80,7 @@ def _rows_or_none(table: pa.Table) -> list[Row]:
     except (ValueError, IndexError, TypeError):
         attempt, ordinal = (table[name][0].as_py() for name in ("attempt", "ordinal"))
         (content,) = content_hashes(table)
-        return [Row(attempt, ordinal, "", 0.0, 0.0, (), 0, None, None, False, content, content, (), (UNEVEN,))]
+        return [Row(attempt, ordinal, "", 0.0, 0.0, (), 0, None, None, False, content, content, (), (), (UNEVEN,))]
 
 
 def _rows(table: pa.Table) -> Iterator[Row]:
@@ -88,9 +93,9 @@ def _rows(table: pa.Table) -> Iterator[Row]:
     loss = masks[ends] - masks[ends - lengths]
     bad = {name: find(table, lengths) for name, find in FAULTS.items()}
     hashes = zip(content_hashes(table), content_hashes(table.select(list(GENERATION))), strict=True)
-    names = ("attempt", "ordinal", "replica", "started_at", "finished_at", "versions", "status", "prompt_ids")
+    names = ("attempt", "ordinal", "replica", "started_at", "finished_at", "versions", "status", "prompt_ids", "reward")
     columns = zip(*(table[name].to_pylist() for name in names), strict=True)
-    for number, ((attempt, ordinal, replica, started_at, finished_at, versions, status, prompt), (content, generation)) in enumerate(
+    for number, ((attempt, ordinal, replica, started_at, finished_at, versions, status, prompt, rewards), (content, generation)) in enumerate(
         zip(columns, hashes, strict=True)
     ):
         mine = slice(bounds[number], bounds[number + 1])
@@ -111,6 +116,7 @@ def _rows(table: pa.Table) -> Iterator[Row]:
             content,
             generation,
             tuple(prompt),
+            tuple(reward for reward, how in zip(rewards, status, strict=True) if how == "ok" and reward is not None),
             tuple(name for name, found in bad.items() if found[mine].any()),
         )
 
@@ -152,14 +158,55 @@ def _impossible_spans(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
 
 
 def _times_that_go_back(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
-    back = ~(_column(table, "started_at").to_numpy(zero_copy_only=False) <= _column(table, "finished_at").to_numpy(zero_copy_only=False))
+    started, finished = (_column(table, name).to_numpy(zero_copy_only=False) for name in ("started_at", "finished_at"))
+    back = ~((started <= finished) & np.isfinite(started) & np.isfinite(finished))
     return np.repeat(back, _trajectories(table))
+
+
+def _not_finite_or_positive_logprobs(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
+    """Of the trajectories with status ok; the others may have been masked for it."""
+    logprobs = _flat(table, "logprobs")
+    owner = np.repeat(np.arange(len(lengths)), _token_counts(table, "logprobs"))
+    found = np.zeros(len(lengths), bool)
+    found[owner[~np.isfinite(logprobs) | (logprobs > ROUNDING)]] = True
+    return found & _ok(table)
+
+
+def _impossible_rewards(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
+    """A trajectory with status ok has a reward and an advantage, unless its whole group was given up; no value is NaN or infinite."""
+    found = np.zeros(len(lengths), bool)
+    for name in ("reward", "advantage"):
+        values = _column(table, name).flatten()
+        found |= values.is_valid().to_numpy(zero_copy_only=False) & ~np.isfinite(values.fill_null(0).to_numpy(zero_copy_only=False))
+        if name == "reward":
+            found |= values.is_null().to_numpy(zero_copy_only=False) & _ok(table)
+    return found
+
+
+def _unknown_words(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
+    known = {"status": STATUSES, "finish_reason": FINISH_REASONS}
+    columns = [pc.is_in(_column(table, name).flatten(), pa.array(words)).to_numpy(zero_copy_only=False) for name, words in known.items()]
+    return ~np.logical_and(*columns)
+
+
+def _negative_tokens(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
+    found = np.zeros(len(lengths), bool)
+    found[np.repeat(np.arange(len(lengths)), lengths)[~(_flat(table, "completion_ids") >= 0)]] = True
+    return found
+
+
+def _ok(table: pa.Table) -> np.ndarray:
+    return pc.fill_null(pc.equal(_column(table, "status").flatten(), "ok"), False).to_numpy(zero_copy_only=False)
 
 
 FAULTS: Mapping[str, Callable[[pa.Table, np.ndarray], np.ndarray]] = {
     "masks other than 0 and 1": _masks_other_than_0_and_1,
     "overlapping or impossible version spans": _impossible_spans,
     "times that go back": _times_that_go_back,
+    "log-probs that are no log-probs": _not_finite_or_positive_logprobs,
+    "rewards or advantages that are no numbers": _impossible_rewards,
+    "an unknown status or finish reason": _unknown_words,
+    "negative or missing token ids": _negative_tokens,
 }
 """What no row of asyncrl's can have: name → (table, completion tokens [T trajectories]) → whether each trajectory has it."""
 

@@ -15,6 +15,9 @@ LARGEST_TEXT = 4 << 20
 """Characters of a file."""
 MOST_NODES = 100_000
 """Keys, values, lists and mappings of a file with every alias expanded. A few lines of nested aliases would otherwise stand for billions."""
+LONGEST_INTEGER = 100
+"""Characters of a whole number."""
+INTEGER = "tag:yaml.org,2002:int"
 DEEPEST = 64
 """Lists and mappings inside one another."""
 
@@ -38,7 +41,10 @@ def parse_yaml(text: str) -> Any:
         raise _too_deep() from None
     if tree is not None:
         _expanded(tree, {}, 0)
-    return yaml.safe_load(text)
+    try:
+        return yaml.safe_load(text)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:  # such as an integer of 5,000 digits, or a day that no month has
+        raise yaml.YAMLError(f"a value cannot be read ({error}); put it in quotes") from None
 
 
 def _expanded(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
@@ -53,6 +59,8 @@ def _expanded(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
     known[id(node)] = None
     if isinstance(node, yaml.MappingNode):
         _refuse_repeated_key(node)
+    elif isinstance(node, yaml.ScalarNode):
+        _refuse_unusual(node)
     parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value if isinstance(node, yaml.SequenceNode) else []
     total = 1 + sum(_expanded(part, known, depth + 1) for part in parts)
     if total > MOST_NODES:
@@ -71,6 +79,15 @@ def _refuse_repeated_key(mapping: yaml.MappingNode) -> None:
         if (key.tag, key.value) in lines:
             raise yaml.YAMLError(f"{key.value!r} stands twice, on lines {lines[key.tag, key.value]} and {line}; keep one, with the settings of both")
         lines[key.tag, key.value] = line
+
+
+def _refuse_unusual(scalar: yaml.ScalarNode) -> None:
+    """Half a character, which no file can hold, and a number of thousands of digits, which Python refuses to print."""
+    line = f"line {scalar.start_mark.line + 1}"
+    if any("\ud800" <= character <= "\udfff" for character in scalar.value):
+        raise yaml.YAMLError(f"{line}: a text has half of a surrogate pair; write whole characters")
+    if scalar.tag == INTEGER and len(scalar.value) > LONGEST_INTEGER:
+        raise yaml.YAMLError(f"{line}: a number has {len(scalar.value):,} digits, above {LONGEST_INTEGER}")
 
 
 def _too_deep() -> yaml.YAMLError:
