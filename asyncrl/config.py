@@ -630,20 +630,20 @@ class EvalSet(Section):
     max_completion_length: int | None = Field(default=None, gt=0)
     """Longest completion, in tokens; data.max_length does not bound it then. Default: as in rollouts."""
     max_prompts: int | None = Field(default=None, gt=0)
-    """Its prompts: the first so many of the file. Default: eval.max_prompts."""
+    """Its prompts: the first so many of the file; of several sources, equally many of each as far as they go. Default: eval.max_prompts."""
 
 
 class EvalConfig(Section):
     data: Sources | None = None
-    """Held-out prompts: a path or sources as in data.train, without weights; the sources' rows
-    come one after the other. They are the sets `greedy` (temperature 0) and `sampled`
+    """Held-out prompts: a path or sources as in data.train, without weights; several sources
+    take turns, row by row. They are the sets `greedy` (temperature 0) and `sampled`
     (rollout.temperature). None = no evaluation, unless there are `sets`."""
     sets: dict[str, EvalSet] = {}
     """Name → further set. Metrics are `eval/<name>_...`."""
     every_steps: int = Field(default=0, ge=0)
     """Evaluate every so many steps. 0 = before and after only."""
     max_prompts: int = Field(default=1024, gt=0)
-    """Prompts of one evaluation: the first so many of the file."""
+    """Prompts of one evaluation: the first so many of the file; of several sources, equally many of each as far as they go."""
     accuracy: str | None = None
     """Name of the reward function whose mean is called accuracy. Default: the first one of reward.functions."""
     pass_threshold: float = 1.0

@@ -33,6 +33,7 @@ __all__ = [
     "RayPromptSource",
     "check_prompts",
     "first_prompt",
+    "in_turn",
     "limits",
     "order_of",
     "prompt_ids_of",
@@ -258,14 +259,16 @@ def truncate_prompts(texts: Sequence[str], ids: Sequence[Sequence[int]], config:
 
 
 def read_prompts(data: Data, config: Config, limit: int | None = None, field: str = "eval.data") -> list[Prompt]:
-    """The first `limit` prompts of small data, in its order, with their row index as ordinal and epoch 0.
+    """The first `limit` prompts of small data, in its order, with their row index as ordinal and epoch 0. Several sources take turns.
 
     Raises:
         ConfigError: as `check_prompts`.
     """
     report = check_prompts(config, data, field)
-    table = read_prompt_rows(data, config, field).table
-    rows = list(report.kept if report.kept is not None else range(table.num_rows))[:limit]
+    found = read_prompt_rows(data, config, field)
+    table = found.table
+    kept = report.kept if report.kept is not None else range(table.num_rows)
+    rows = [kept[place] for place in in_turn(kept, found.sources)][:limit]
     by_number = RowsByNumber(table)
     chosen = by_number.table([by_number.row(row) for row in rows])
     rendered = _render_table(_with_ordinals(chosen, rows, [0] * len(rows)), config)
@@ -277,6 +280,16 @@ def first_prompt(config: Config, report: PromptReport) -> Prompt:
     table = read_prompt_rows(config.data.train, config, "data.train").table
     row = report.kept[0] if report.kept is not None else 0
     return next(_prompts(_render_table(_with_ordinals(table.slice(row, 1), [row], [0]), config), report.schema))
+
+
+def in_turn(rows: Sequence[int], sources: Sequence[SourceRows]) -> list[int]:
+    """Places of row numbers, in an order in which the sources take turns: any number of first ones has as many of each source, until it has no more."""
+    numbers = np.asarray(rows, np.int64)
+    source = np.searchsorted(np.cumsum([one.rows for one in sources]), numbers, side="right")
+    turn = np.empty(len(numbers), np.int64)
+    for one in range(len(sources)):
+        turn[source == one] = np.arange(int((source == one).sum()))
+    return np.lexsort((source, turn)).tolist()
 
 
 def prompt_ids_of(config: Config, ordinals: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.contracts.columns import column_values
-from asyncrl.data.prompts import ROWS_PER_CHECK, TOKENS, Data, limits, named, read_prompt_rows, refuse_empty, render_rows
+from asyncrl.data.prompts import ROWS_PER_CHECK, TOKENS, Data, in_turn, limits, named, read_prompt_rows, refuse_empty, render_rows
 from asyncrl.data.truncation import TooLong, TruncationReport, truncate
 from asyncrl.text.template import TemplateError
 from asyncrl.text.tokenizer import load_tokenizer
@@ -20,8 +20,8 @@ Row = tuple[Sequence[int], Sequence[int]]
 
 
 def read_supervised(config: Config, data: Data, field: str) -> tuple[list[Row], TruncationReport]:
-    """The rows of a file with prompts and warm_start.target_column, in its order, and what the limits did. Those of warm_start.data may be of any length
-    under warm_start.completion_policy: split.
+    """The rows of a file with prompts and warm_start.target_column, in its order (several sources take turns), and what the limits did.
+    Those of warm_start.data may be of any length under warm_start.completion_policy: split.
 
     EOS is appended to a target before anything is cut, so a target cut at its end has none: the model is not taught to stop in mid-answer. A row
     without a target (null) has nothing to learn from, and is refused.
@@ -29,7 +29,8 @@ def read_supervised(config: Config, data: Data, field: str) -> tuple[list[Row], 
     Raises:
         ConfigError: the file, a column or a row cannot be used, or no row is left.
     """
-    table = read_prompt_rows(data, config, field).table
+    found = read_prompt_rows(data, config, field)
+    table, kept = found.table, list[int]()
     column = config.warm_start.target_column
     if column not in table.column_names:
         others = sorted(set(table.column_names) - {config.data.prompt_column})
@@ -47,10 +48,11 @@ def read_supervised(config: Config, data: Data, field: str) -> tuple[list[Row], 
         except (TooLong, TemplateError) as error:
             raise ConfigError(f"{named(data, field)}: {error}") from None
         rows += zip(truncated.prompts.to_pylist(), truncated.completions["completion"].to_pylist(), strict=True)
+        kept += (truncated.kept + start).tolist()
         report += truncated.report
     if not rows:
         raise ConfigError(f"{named(data, field)}: no row is left ({report.text()}); raise the limits, or give targets in {column!r}")
-    return rows, report
+    return [rows[place] for place in in_turn(kept, found.sources)], report
 
 
 def supervised_rows(config: Config) -> tuple[list[Row], list[Row]]:

@@ -75,6 +75,21 @@ def test_columns_come_to_the_reward_as_the_file_gave_them_whatever_group_they_tr
         assert same(dict(back[ordinal].prompt.columns), expected)
 
 
+@pytest.mark.parametrize("limit", [2, 5, 7, None])
+def test_several_sources_take_turns_where_only_some_prompts_are_used(prompt_config, tmp_path, limit):
+    """In evaluation and in the warm start's held-out rows; ordinals stay the numbers of the rows."""
+    from asyncrl.data.supervised import read_supervised
+
+    rows = {"a": 5, "b": 2, "c": 1}
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": f"{i}+{i}=", "answer": f"{name}{i}"} for i in range(n)]) for name, n in rows.items()]
+    config = prompt_config([{"prompt": "1+1="}], {"eval": {"data": [{"path": path} for path in paths]}})
+    prompts = read_prompts(config.eval.data, config, limit)
+    assert [prompt.columns["answer"] for prompt in prompts] == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"][:limit]
+    assert [prompt.ordinal for prompt in prompts] == [0, 5, 7, 1, 6, 2, 3, 4][:limit]
+    held_out, _ = read_supervised(config, config.eval.data, "eval.data")
+    assert [tuple(ids) for ids, _ in held_out][:limit] == [prompt.token_ids for prompt in prompts]
+
+
 def test_a_parquet_chat_has_only_the_keys_that_a_message_has(prompt_config, tmp_path, tiny_model):
     """Arrow fills absent struct fields with None, and a template would print them."""
     from asyncrl.data.prompts import prompt_values
