@@ -19,6 +19,10 @@ WARM_START = (
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 OWN_SETS = ("greedy", "sampled")
 """The evaluation sets that eval.data stands for."""
+MEASURED = ("prompts", "accuracy", "scored", "unscored_ratio", "late_ratio", "failed_ratio", "completion_tokens", "truncated_ratio")
+"""What is reported of every set, beside its rewards."""
+OVER_ALL_SETS = ("failed_ratio", "newest_version")
+"""Metrics of an evaluation as a whole whose names a set's could have."""
 
 ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("algorithm.eps_clip", "algorithm.clips", (True,), "algorithm.loss: ppo, gspo or cispo and an old_policy other than learner"),
@@ -154,6 +158,7 @@ def _arithmetic_holds(config: Config) -> None:
     if config.eval.every_steps and not config.eval.evaluates:
         raise ValueError(f"eval.every_steps = {config.eval.every_steps} has nothing to evaluate on; set eval.data or eval.sets, or leave it out")
     _sets_can_be_evaluated(config)
+    _evaluation_metrics_differ(config)
     if config.eval.accuracy is not None and config.eval.accuracy not in config.reward.functions:
         raise ValueError(f"eval.accuracy = {config.eval.accuracy!r} is not one of reward.functions {sorted(config.reward.functions)}; name one")
 
@@ -189,6 +194,18 @@ def _sets_can_be_evaluated(config: Config) -> None:
             raise ValueError(f"{field}.{cut[0]} acts on nothing at temperature 0, which takes the most probable token; leave one of them out")
         if one.temperature == 0 and one.n > 1:
             raise ValueError(f"{field}.n = {one.n} at temperature 0 would give the same completion {one.n} times; set n: 1, or a temperature above 0")
+
+
+def _evaluation_metrics_differ(config: Config) -> None:
+    """No two metrics of an evaluation have one name: one would hide the other."""
+    known = dict.fromkeys(OVER_ALL_SETS, "all sets")
+    for one in [*(OWN_SETS if config.eval.data is not None else ()), *config.eval.sets]:
+        for measured in [*MEASURED, *(name for name in config.reward.functions if name != config.accuracy or name not in MEASURED)]:
+            metric = f"{one}_{measured}"
+            if metric in known:
+                reward = f"reward.functions.{measured}" if measured in config.reward.functions else f"eval.sets.{one}"
+                raise ValueError(f"{reward}: two metrics would be called eval/{metric} (the other one is of {known[metric]}); choose another name")
+            known[metric] = f"set {one}"
 
 
 def _pieces_are_cut(config: Config) -> None:

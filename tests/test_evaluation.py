@@ -208,3 +208,29 @@ def test_the_summary_names_every_set():
     last = {**first, "eval/accuracy": 0.5, "eval/math_accuracy": 0.5, "eval/math_my_accuracy": 0.1, "eval/new_accuracy": 1.0}
     assert _accuracies(first, last) == ["held-out math accuracy  25.0% → 50.0%   (+25.0% on 8 prompts)"]
     assert _accuracies({**first, "eval/math_accuracy": None}, last) == [], "NaN is null in a record"
+
+
+def test_parts_of_a_reward_are_reported(tmp_path):
+    async def score(prompt, completions):
+        return {"exact": [1.0] * len(completions), "exact/format": [0.5 if prompt.ordinal else None for _ in completions]}
+
+    metrics = evaluate(tmp_path, config_of({"data": "d"}), Recording(), score)
+    assert (metrics["eval/greedy_exact"], metrics["eval/greedy_exact/format"], metrics["eval/greedy_accuracy"]) == (1.0, 0.5, 1.0)
+    assert [row["reward_parts"] for row in rows(tmp_path, "greedy")] == [{"exact": 1.0, "exact/format": None}, {"exact": 1.0, "exact/format": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("sets", "reward", "metric"),
+    [
+        ({"a": {}, "a_b": {}}, "b_accuracy", "a_b_accuracy"),
+        ({}, "accuracy", "greedy_accuracy"),
+        ({}, "late_ratio", "greedy_late_ratio"),
+        ({"failed": {}}, "ratio", "failed_ratio"),
+        ({"newest": {}}, "version", "newest_version"),
+    ],
+)
+def test_no_metric_hides_another(sets, reward, metric):
+    rewards = {"functions": dict.fromkeys(("exact", reward), REWARD["functions"]["exact"])}
+    with pytest.raises(ValueError, match=f"two metrics would be called eval/{metric}"):
+        config_of({"data": "d", "sets": sets}, reward=rewards)
+    config_of({"data": "d"}, reward={"functions": {"accuracy": REWARD["functions"]["exact"]}})  # it is what accuracy means
