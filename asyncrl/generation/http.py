@@ -10,6 +10,7 @@ Knows no Serve: what answers is a small protocol, so that the routes can be trie
 import asyncio
 import hmac
 import ipaddress
+import json
 import re
 import time
 import uuid
@@ -21,7 +22,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
 
-from asyncrl.generation.openai import ApiError, ServedModel, answer, check_name, model_list, parse, to_request, weights
+from asyncrl.generation.openai import ApiError, ServedModel, answer, check_name, model_list, parse, printable, to_request, weights
 from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTimeout, InvalidRequest, StaleReplica, Standing
 
 __all__ = ["KEY_VARIABLE", "Served", "api_key", "close_own_routes", "is_loopback", "refuse_open_host", "routes"]
@@ -235,10 +236,21 @@ async def _json(request: Request) -> Any:
     """The body. A page in a browser may send other types than JSON to any address unasked."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "Content-Type is not application/json; set it", "invalid_content_type")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "Content-Encoding is not identity; send the body uncompressed", "invalid_content_encoding")
     try:
-        return await request.json()
+        return json.loads(await request.body(), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not JSON; send an object with model and prompt", "invalid_body") from None
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Of a field that stands twice some readers take the first and some the last."""
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        name = next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place]))
+        raise ApiError(400, f"{printable(name)} stands twice in one object; send it once", "invalid_body")
+    return tree
 
 
 def _as_api_error(error: Any) -> ApiError:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from asyncrl.generation.protocol import Generated, GenerateRequest, Standing
 from asyncrl.types import Completion
 
-__all__ = ["ApiError", "CompletionBody", "ServedModel", "answer", "model_list", "parse", "to_request"]
+__all__ = ["ApiError", "CompletionBody", "ServedModel", "answer", "model_list", "parse", "printable", "to_request"]
 
 MOST_COMPLETIONS = 128
 """Completions of one HTTP request."""
@@ -31,6 +31,9 @@ HINTS = {
     "max_completion_tokens": "here it is max_tokens",
 }
 """Fields of OpenAI's and vLLM's that there are not → why, and what to do."""
+
+KINDS = {"prompt": "send a text, or one list of token ids", "stop": "send a text, or a list of at most 4 texts"}
+"""Fields of two kinds → what they may be. pydantic would name the first kind alone."""
 
 
 class ApiError(Exception):
@@ -210,13 +213,20 @@ def _choice(index: int, completion: Completion) -> dict[str, Any]:
     }
 
 
+def printable(name: str) -> str:
+    """The beginning of a name that a client gave, without what moves a terminal."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in name[:64])
+
+
 def _explain(item: dict[str, Any]) -> ApiError:
     """The first wrong field in one line. Its value is not repeated: it may be long, or not for a log."""
-    field = str(item["loc"][0])[:64] if item["loc"] else None
+    field = printable(str(item["loc"][0])) if item["loc"] else None
     if item["type"] == "extra_forbidden":
         return ApiError(400, f"{field} is unknown; {HINTS.get(str(field), 'leave it out')}", "unknown_parameter", field)
     if item["type"] == "missing":
         return ApiError(400, f"{field} is missing; set it", "missing_parameter", field)
+    if field in KINDS and item["type"] != "value_error":
+        return ApiError(400, f"{field}: {KINDS[field]}", "invalid_value", field)
     message = item["msg"].removeprefix("Value error, ")
     if field is None:  # of several fields together: it names the first itself
         return ApiError(400, message, "invalid_value", message.partition(":")[0])

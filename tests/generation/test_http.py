@@ -406,3 +406,22 @@ def test_a_key_is_a_key() -> None:
     for wrong in ("", " ", " key", "key\n", "schlüssel"):
         with pytest.raises(ValueError, match="ASYNCRL_API_KEY is set, and is empty or"):
             api_key({"ASYNCRL_API_KEY": wrong})
+
+
+@pytest.mark.parametrize(
+    ("raw", "headers", "status", "words"),
+    [
+        (b'{"model": "tiny", "prompt": [1], "prompt": [2]}', {}, 400, "prompt stands twice"),
+        (b'{"model": "tiny", "prompt": [1], "x": {"a\x1b": 1, "a\x1b": 2}}', {}, 400, "the body is not JSON"),
+        (b'{"model": "tiny", "prompt": [1], "a\\u009b2J": 1, "a\\u009b2J": 2}', {}, 400, "a\ufffd2J stands twice"),
+        (b'{"model": "tiny", "prompt": [1], "a\\u202e": 1}', {}, 400, "a\ufffd is unknown"),
+        (b'{"model": "tiny", "prompt": [[1]]}', {}, 400, "prompt: send a text, or one list of token ids"),
+        (b'{"model": "tiny", "prompt": [true]}', {}, 400, "prompt: send a text, or one list of token ids"),
+        (b'{"model": "tiny", "prompt": [1], "stop": ["a", "b", "c", "d", "e"]}', {}, 400, "stop: send a text, or a list of at most 4 texts"),
+        (b'{"model": "tiny", "prompt": [1], "stop": ""}', {}, 400, "stop: an empty string would stop at once"),
+        (json.dumps(BODY).encode(), {"content-encoding": "gzip"}, 415, "send the body uncompressed"),
+    ],
+)
+def test_bodies_that_could_be_read_in_two_ways_or_not_at_all(raw: bytes, headers: dict[str, str], status: int, words: str) -> None:
+    found, body, _ = ask(routes(served(), None), "POST", "/v1/completions", headers=headers, raw=raw)
+    assert found == status and words in body["error"]["message"], body
