@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import base64
 import io
 import json
 import logging
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -421,6 +423,52 @@ def test_ray_logs_are_kept_without_secrets(tmp_path: Path, secret: str) -> None:
 def test_what_looks_like_a_secret_goes(text: str) -> None:
     assert "[redacted]" in redact(text)
     assert not any(part in redact(text) for part in ("hunter22", "abcdef"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Authorization: Basic aHVudGVyOmh1bnRlcjI=",
+        "X-Api-Key: hunter22",
+        "{'api_key': 'hunter22'}",
+        '{"password": "hunter22"}',
+        "mysql://me:hunt@hunter22@db.example/x",
+        "https://hunter22@db.example/x",
+        "gho_hunter22hunter22hunter22",
+        "github_pat_11hunter22hunter22_hunter22",
+        "xoxp-123456789012-hunter22hunter22",
+        "AKIAHUNTER22HUNTER22",
+        "eyJhunter22.eyJhunter22.hunter22",
+        "bearer\thunter22",
+        "-----BEGIN RSA PRIVATE KEY-----\nhunter22\n-----END RSA PRIVATE KEY-----",
+    ],
+)
+def test_more_that_looks_like_a_secret_goes(text: str) -> None:
+    assert "[redacted]" in redact(text) and not re.search("hunter22|aHVudGVy", redact(text), re.IGNORECASE), redact(text)
+
+
+@pytest.mark.parametrize("value", ["p@ss w0rd/+é!x", "abcdefgh12345678", "first line\nsecond line"])
+def test_a_secret_goes_in_whatever_it_was_written_into(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", value)
+    content = value.encode()
+    forms = [json.dumps(json.dumps({"a": value})), quote(value), quote_plus(value), quote(value, safe="").lower(), content.hex(), *value.splitlines()]
+    forms += [base64.b64encode(b"x" * before + content + b"y" * after).decode() for before in range(4) for after in range(4)]
+    for form in forms:
+        assert "[redacted WANDB_API_KEY]" in redact(f"with {form} there"), form
+
+
+@pytest.mark.parametrize("name", ["refreshToken", "privateKey", "Authorization", "PROXY_AUTH", "SENTRY_DSN", "TLS_PEM", "session_cookie"])
+def test_more_names_of_secrets(name: str) -> None:
+    assert redact_tree({name: ["a", {"b": "c"}, 5]}) == {name: ["[redacted]", {"b": "[redacted]"}, 5]}
+
+
+@pytest.mark.parametrize("text", ["basic arithmetic", "a token: then", "keys of the monkey", "http://host/a@b", "the password is wrong", "version 1.2.3"])
+def test_plain_words_stay(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_a_secret_in_a_name_goes(secret: str) -> None:
+    assert redact_tree({secret: 1, "monkey": "x", "max_tokens": 5}) == {"[redacted ASYNCRL_API_KEY]": 1, "monkey": "x", "max_tokens": 5}
 
 
 @pytest.mark.parametrize("name", ["PGPASSWORD", "DB_PWD", "GITHUB_PAT", "API_KEY_2", "TOKEN1", "SMTP_PASS", "clientSecret", "WANDB_API_KEY"])
