@@ -17,6 +17,7 @@ from asyncrl.config import Config, ConfigError, explain
 from asyncrl.learning.supported import NO_SHARES, chosen_packing, keeps_state, support, uniform_rope_tokens
 from asyncrl.observe.sinks import missing_packages
 from asyncrl.preflight.evaluation import evaluation_text
+from asyncrl.preflight.served import refusal
 from asyncrl.room import Part, logical_cpus, placement_text
 from asyncrl.rules import length_text
 from asyncrl.text.stops import Stops, load_stops
@@ -412,6 +413,8 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
         packing = chosen_packing(tree, config.learner.packing)
     except ValueError as error:
         raise ConfigError(f"{field} = {str(path)!r}: {error}") from None
+    if at is None and (reason := refusal(tree, config)):
+        raise ConfigError(f"{field} = {str(path)!r} (model_type {tree.get('model_type')!r}): {reason}")
     if packing == "none" and at is None and config.learner.sequence_parallel_size > 1:
         raise ConfigError(f"{field} = {str(path)!r}: {NO_SHARES.format(size=config.learner.sequence_parallel_size)}")
     context = int(tree.get("text_config", tree).get("max_position_embeddings") or 1 << 30)

@@ -501,6 +501,9 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
         **length,
         **device,
     )
+    if generator.device == "cpu" and arguments.create_model_config().has_inner_state:
+        # vLLM keeps the states of a prefix only where prefill comes in pieces.
+        arguments.enable_prefix_caching = False
     config = arguments.create_engine_config()
     if generator.device == "cpu":
         # vLLM gives a CPU worker a process of its own so that it can bind its threads. Ours are not bound, and without it

@@ -10,6 +10,7 @@ a tensor that is lost changes the log-probs. Dropout and jitter are those of the
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,8 @@ class Family:
     """Arguments of the config class, beside `SHAPE`. None removes an argument of `SHAPE`."""
     text_settings: Mapping[str, Any] | None = None
     """For a multimodal checkpoint: the same for its `text_config`, where `SHAPE` then goes."""
+    published: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of `config.json` that published checkpoints have, and that transformers does not write. vLLM reads them."""
 
     def config(self, **changes: Any) -> Any:
         """The transformers config; `changes` go into the text model's settings.
@@ -83,6 +86,9 @@ class Family:
         """
         path = Path(path)
         self.build(seed, **changes).save_pretrained(path, max_shard_size=max_shard_size)
+        if self.published:
+            tree = json.loads((path / "config.json").read_text())
+            (path / "config.json").write_text(json.dumps(tree | self.published, indent=2))
         byte_tokenizer().save_pretrained(path)
         return path
 
@@ -151,8 +157,8 @@ def _stir(model: Any) -> None:
                 raise ValueError(f"{type(model).__name__}: {name} is not finite")
 
 
-def _made(title: str, name: str, of: str = "", text: Mapping[str, Any] | None = None, **settings: Any) -> Family:
-    return Family(name, title, of or name, settings, text)
+def _made(title: str, name: str, of: str = "", text: Mapping[str, Any] | None = None, published: Mapping[str, Any] | None = None, **settings: Any) -> Family:
+    return Family(name, title, of or name, settings, text, published or {})
 
 
 SLIDING = ["sliding_attention", "full_attention"]
@@ -253,7 +259,7 @@ FAMILIES: Mapping[str, Family] = {
                 "original_max_position_embeddings": 64,
             },
         ),
-        _made("Phi-3.5-MoE", "phimoe", num_local_experts=4, attention_bias=True, lm_head_bias=True),
+        _made("Phi-3.5-MoE", "phimoe", published={"architectures": ["PhiMoEForCausalLM"]}, num_local_experts=4, attention_bias=True, lm_head_bias=True),
         _made("OLMo", "olmo", clip_qkv=1.0),
         _made("OLMo 2", "olmo2"),
         _made("OLMo 3", "olmo3", sliding_window=6, layer_types=SLIDING),
@@ -280,6 +286,7 @@ FAMILIES: Mapping[str, Family] = {
         _made(
             "GLM-4.5 (MoE)",
             "glm4_moe",
+            published={"head_dim": 32},
             n_routed_experts=4,
             num_experts_per_tok=2,
             n_shared_experts=1,
@@ -297,11 +304,18 @@ FAMILIES: Mapping[str, Family] = {
         _made("Hunyuan", "hunyuan_v1_dense", head_dim=32),
         _made("Nemotron", "nemotron", head_dim=32),
         _made("DeepSeek-V2", "deepseek_v2", **DEEPSEEK, topk_method="group_limited_greedy"),
-        _made("DeepSeek-V3", "deepseek_v3", **DEEPSEEK),
-        _made("MiniMax-M2", "minimax_m2", head_dim=32, num_local_experts=4, num_experts_per_tok=2),
+        _made("DeepSeek-V3", "deepseek_v3", published={"topk_method": "noaux_tc"}, **DEEPSEEK),
+        _made(
+            "MiniMax-M2",
+            "minimax_m2",
+            published={"rotary_dim": 32, "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
+            head_dim=32,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
         _made("Qwen3-Next", "qwen3_next", **DELTA, **MIXTURE, shared_expert_intermediate_size=48),
         _made("Qwen3.5 (text)", "qwen3_5_text", **DELTA),
-        _made("LFM2", "lfm2", layer_types=["conv", "full_attention"], block_multiple_of=16),
+        _made("LFM2", "lfm2", published={"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64}, layer_types=["conv", "full_attention"], block_multiple_of=16),
         _made(
             "Nemotron-H",
             "nemotron_h",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,6 +12,9 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from asyncrl.weights.direct_copies import DirectCopies
 
 __all__ = ["StagedInit", "StagedUpdate", "StagedWeights", "map_tensors"]
 
@@ -42,6 +46,7 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
     def start_weight_update(self) -> None:
         self._received: list[tuple[str, torch.Tensor]] = []
         self._mixtures = _without_kernels(self.model) if torch.device(self.device).type == "cpu" else []
+        _name_loaders(self.model)
         with torch.device(self.device):
             initialize_layerwise_reload(self.model)
 
@@ -50,7 +55,11 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
         # mapping has to outlive this call: it ends with its last tensor, in finish_weight_update.
         self._received = map_tensors(update_info)
         model: Any = self.model
-        model.load_weights(iter(self._received))
+        with torch.device(self.device):
+            copies = DirectCopies(model)
+            with copies:
+                model.load_weights(iter(self._received))
+            copies.finish()
 
     def finish_weight_update(self) -> None:
         with torch.device(self.device):
@@ -65,6 +74,16 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     def shutdown(self) -> None:
         self._received = []
+
+
+def _name_loaders(model: torch.nn.Module) -> None:
+    """Name the loaders that are partial functions (MiniMax-M2's): vLLM's reload asks each loader for its name, which those do not have."""
+    for layer in model.modules():
+        kept = get_layerwise_info(layer).restore_metadata
+        for tensor in (*layer._parameters.values(), *layer._buffers.values(), *kept[0].values(), *kept[1].values()):
+            loader = getattr(tensor, "weight_loader", None)
+            if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+                loader.__name__ = getattr(loader.func, "__name__", "partial")  # type: ignore[attr-defined]
 
 
 def _without_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:

@@ -107,3 +107,57 @@ def test_a_mixture_trains_publishes_every_version_and_exports_under_its_names(st
     saved = dict(AutoModelForCausalLM.from_pretrained(directory / "export" / "step_000002").named_parameters())
     assert names(directory / "export" / "step_000002") == names(model)
     assert all(torch.equal(parameter, saved[name]) for name, parameter in after.items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rewards_for_each_token_code_in_the_sandbox_and_stop_strings_in_one_run(start_run: Callable[..., Any], llama_model: Path, tmp_path: Path) -> None:
+    functions = {
+        "digits": {"function": "rewards_for_runs:digit_tokens", "per_token": True},
+        "code": {"function": "rewards_for_runs:runs_code", "weight": 0.0},
+    }
+    changes = {
+        "model.path": str(llama_model),
+        "max_steps": 2,
+        "data.apply_chat_template": True,
+        "data.system_prompt": "Add.",
+        "data.max_prompt_length": 32,
+        "rollout.rollout_stop": ["7"],
+        "reward.functions": functions,
+        "reward.sandbox": {"level": "landlock"},
+        "algorithm.advantage": "gae",
+        "weights.check_every_versions": 1,
+        "checkpoint.every_steps": 2,
+    }
+    run = start_run(changes)
+    assert run.wait(800) == 0, run.output
+    assert run.gone() == []
+    directory = tmp_path / "runs" / "run"
+    finished = asyncrl.open_run(directory)
+    assert max(record["check/logprob_max_diff"] for record in finished.records("logprob_check")) <= 1e-4
+    groups = finished.groups().to_pylist()
+    texts = [text for group in groups for text in group["completion_text"]]
+    assert all("7" not in text[:-1] for text in texts), "a stop string ends a completion"
+    for group in groups:
+        assert group["prompt_text"].startswith(f"{BOS}<|system|>Add.{END}<|user|>")
+        assert [part["code"] for part in group["reward_parts"]] == [1.0] * len(group["completion_ids"])
+        for reward, tokens, ids in zip(group["reward"], group["token_rewards"], group["completion_ids"], strict=True):
+            assert len(tokens) == len(ids) and sum(tokens) == pytest.approx(reward)
+    audited = subprocess.run([sys.executable, "-m", "asyncrl.cli", "audit", directory], capture_output=True, text=True, timeout=300)
+    assert audited.returncode == 0, audited.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hybrid_with_recurrent_layers_trains_one_trajectory_at_a_time_beside_vllm(start_run: Callable[..., Any], tmp_path: Path) -> None:
+    from asyncrl.testing.families import family
+
+    model = family("falcon_h1").save(tmp_path / "model")
+    changes = {"model.path": str(model), "max_steps": 2, "data.max_prompt_length": 40, "weights.check_every_versions": 1, "checkpoint.every_steps": 2}
+    run = start_run(changes)
+    assert run.wait(800) == 0, run.output
+    assert run.gone() == []
+    finished = asyncrl.open_run(tmp_path / "runs" / "run")
+    checks = [record["check/logprob_max_diff"] for record in finished.records("logprob_check")]
+    assert len(checks) >= 3 and max(checks) <= 1e-4, checks
+    assert len(finished.records("step")) == 2
