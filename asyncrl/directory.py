@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -21,12 +22,13 @@ from asyncrl.confined import EscapesDirectory, refuse_links
 from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.observe.metrics import METRICS_FILE, read_metrics
 from asyncrl.resume import Beginning, config_text, data_hash, find_beginning, hash_of, model_hash
-from asyncrl.runtime.files import NotAFile, append_to, make_directory, read_text, replace_text
+from asyncrl.runtime.files import DiskFull, NotAFile, append_to, make_directory, read_text, replace_text
 
 __all__ = ["LockLost", "RunDirectory", "read_record", "replace_directory"]
 
 OURS = ("groups", "fates", "kept", "evaluations", "checkpoints", "logs", "hf", ".hf")
 """Folders of a run that only asyncrl writes to: no link is allowed in them at any depth."""
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 RECORD = "run.json"
 """The run's id, and of each attempt where it began."""
 
@@ -63,11 +65,15 @@ class RunDirectory:
             self._refuse_in_use()
             raise ConfigError(f"run directory {self.path} exists; go on with it (--resume auto), or choose another --name")
         # A directory that is there is locked before it is read. Another is made only when there is something to begin.
-        self._locks = [self._acquire()] if self.path.exists() else []
+        self._locks: list[_Lock] = []
         try:
+            self._locks += [self._acquire()] if self.path.exists() else []
             self._begin(config)
-        except BaseException:
+        except BaseException as error:
             self._release()
+            if isinstance(error, OSError) and error.errno in UNWRITABLE:
+                why = error.strerror if isinstance(error, DiskFull) else f"{os.strerror(error.errno or 0)}; set runs_root or ASYNCRL_RUNS to another place"
+                raise ConfigError(f"run directory {self.path} cannot be written: {why}") from None
             raise
 
     def _begin(self, config: Config) -> None:

@@ -1,6 +1,7 @@
 """Who may write to a run directory, and where an attempt begins."""
 
 import asyncio
+import errno
 import json
 import os
 from dataclasses import replace
@@ -353,4 +354,19 @@ def test_a_pipe_in_the_run_directory_is_named_and_nobody_waits_for_it(tmp_path, 
     (tmp_path / "run" / name).unlink()
     os.mkfifo(tmp_path / "run" / name)
     with pytest.raises(ConfigError, match=f"{name}.* is a named pipe"):
+        RunDirectory(config(tmp_path, resume="auto"))
+
+
+@pytest.mark.parametrize(
+    ("number", "why"), [(errno.EROFS, "Read-only file system"), (errno.ENOSPC, "No space left on device"), (errno.EACCES, "Permission denied")]
+)
+@pytest.mark.parametrize("there", [False, True], ids=["new", "existing"])
+def test_a_place_that_cannot_be_written_is_named_with_the_way_out(tmp_path, monkeypatch, number, why, there):
+    def refuse(path):
+        raise OSError(number, why, ".lock")
+
+    if there:
+        (tmp_path / "run").mkdir()
+    monkeypatch.setattr("asyncrl.directory.append_to", refuse)
+    with pytest.raises(ConfigError, match=f"run directory {tmp_path / 'run'} cannot be written: {why}; set runs_root or ASYNCRL_RUNS"):
         RunDirectory(config(tmp_path, resume="auto"))
