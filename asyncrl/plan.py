@@ -17,7 +17,7 @@ from asyncrl.config import Config, ConfigError, explain
 from asyncrl.learning.supported import NO_SHARES, chosen_packing, keeps_state, support, uniform_rope_tokens
 from asyncrl.observe.sinks import missing_packages
 from asyncrl.preflight.evaluation import evaluation_text
-from asyncrl.preflight.served import refusal
+from asyncrl.preflight.served import refusal, unusable
 from asyncrl.room import Part, logical_cpus, placement_text
 from asyncrl.rules import length_text
 from asyncrl.text.stops import Stops, load_stops
@@ -208,6 +208,10 @@ def make_plan(config: Config) -> Plan:
 
     _ = config.run_directory  # refuses a place that would be lost; before a path below it is looked for
     context = model_context(config)
+    try:
+        load_tokenizer(config.model.path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     _check_heads(config)
     _check_kv_cache(config, context)
     if config.algorithm.has_reference:
@@ -405,6 +409,8 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
         raise ConfigError(f"{field} = {str(path)!r}: {error.strerror} (config.json); give a Hugging Face checkpoint directory") from None
     except ValueError as error:
         raise ConfigError(f"{field} = {str(path)!r}: config.json is not JSON ({error})") from None
+    if why := unusable(tree):
+        raise ConfigError(f"{field} = {str(path)!r}: config.json {why}")
     try:
         stored_files(path)
     except CheckpointFilesError as error:

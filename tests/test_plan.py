@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -391,7 +392,10 @@ def test_a_mixture_is_planned_with_its_buffers_and_refused_when_it_lacks_an_expe
     assert "as its files have them: 1 (first model.layers.1.mlp.gate.e_score_correction_bias); left out" in plan.text()
     tensors = load_file(model / "model.safetensors")
     save_file({name: tensor for name, tensor in tensors.items() if ".experts.3." not in name}, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"model.path = '.*model': 'model.layers.1.mlp.experts.*' has shape \(3, .* in the checkpoint, and \(4, ") as error:
+    with pytest.raises(
+        ConfigError,
+        match=r"of 3 experts for 'model.layers.1.mlp.experts.*, and Glm4MoeForCausalLM has 4; complete it",
+    ) as error:
         make_plan(load_config(write({"model.path": str(model), "data.max_prompt_length": 40})))
     assert "\n" not in str(error.value)
 
@@ -449,3 +453,55 @@ def test_refuses_a_sandbox_that_there_is_not(write, changes, message, monkeypatc
     monkeypatch.delenv("ASYNCRL_SANDBOX_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_plan(load_config(write({**CODE, **changes})))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """`checkpoint(family, change)`: a tiny one whose tensors `change` has changed, by name."""
+    from safetensors.torch import load_file, save_file
+
+    def made(name, change):
+        path = family(name).save(tmp_path / "made")
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        return path
+
+    return made
+
+
+def quantized(tensors):
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+
+
+def without_an_expert(tensors):
+    del tensors["model.layers.0.block_sparse_moe.experts.2.w2.weight"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", quantized, "'model.layers.0.mlp.up_proj.weight' of the checkpoint has type int8: it is quantized"),
+        ("mixtral", without_an_expert, "tensors of 3 experts for 'model.layers.0.mlp.experts.down_proj', and MixtralForCausalLM has 4; complete it"),
+    ],
+)
+def test_tensors_that_cannot_be_trained_are_refused(write, checkpoint, name, change, message):
+    with pytest.raises(ConfigError, match=message):
+        make_plan(load_config(write({"model.path": str(checkpoint(name, change))})))
+
+
+def test_a_checkpoint_without_a_tokenizer_or_of_an_unknown_type_is_refused_in_one_line(write, checkpoint):
+    path = checkpoint("llama", lambda tensors: None)
+    tree = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**tree, "model_type": "zork"}))
+    with pytest.raises(ConfigError, match=r"made': transformers cannot read its config.json \(.*zork") as error:
+        make_plan(load_config(write({"model.path": str(path)})))
+    assert "\n" not in str(error.value)
+    (path / "config.json").write_text(json.dumps(tree))
+    path = path.rename(path.with_name("bare"))
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"bare': its tokenizer cannot be loaded .*; put the files of its tokenizer there") as error:
+        make_plan(load_config(write({"model.path": str(path)})))
+    assert "\n" not in str(error.value)

@@ -1,9 +1,12 @@
 """Models that vLLM does not serve as transformers computes them are refused before anything starts."""
 
+import re
+
 import pytest
 from small_config import small_config
 
-from asyncrl.preflight.served import NOT_SERVED_ON_CPU, refusal
+from asyncrl.preflight.served import NOT_SERVED_ON_CPU, refusal, unusable
+from asyncrl.testing.families import FAMILIES
 
 BF16 = {"model": {"path": "m", "dtype": "bfloat16"}}
 CUDA = {"generator": {"device": "cuda"}, "learner": {"device": "cuda"}}
@@ -27,6 +30,42 @@ def test_cohere2_is_served_within_its_window():
     assert refusal({"model_type": "cohere2", "sliding_window": longest}, small_config()) is None
     assert refusal({"model_type": "cohere2"}, small_config()) is None
     assert f"set data.max_length: {longest - 1} or less" in refusal({"model_type": "cohere2", "sliding_window": longest - 1}, small_config())
+
+
+def test_mamba_2_is_trained_in_float32_on_cpu():
+    assert "set learner.bf16: false" in refusal({"model_type": "mamba2"}, small_config(learner={"bf16": True}))
+    assert refusal({"model_type": "mamba2"}, small_config()) is None
+    assert refusal({"model_type": "mamba2"}, small_config(generator={"device": "cuda"}, learner={"device": "cuda", "bf16": True})) is None
+
+
+GOOD = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("tree", "reason"),
+    [
+        ([1], "holds list, not an object"),
+        ({"architectures": ["LlamaForCausalLM"]}, "has no model_type"),
+        ({**GOOD, "num_attention_heads": "two"}, "has num_attention_heads = 'two', not a whole number"),
+        ({**GOOD, "hidden_size": 0}, "has hidden_size = 0"),
+        ({**GOOD, "vocab_size": 1.5}, "has vocab_size = 1.5"),
+        ({**GOOD, "num_key_value_heads": [2, "x"]}, r"has num_key_value_heads = \[2, 'x'\]"),
+        ({**GOOD, "text_config": {"num_hidden_layers": True}}, "has num_hidden_layers = True"),
+        ({"model_type": "llama"}, "names no architectures"),
+        ({**GOOD, "architectures": "LlamaForCausalLM"}, "names no architectures"),
+        ({**GOOD, "architectures": ["LlamaForSequenceClassification"]}, "does not predict the next token"),
+        ({**GOOD, "architectures": ["Qwen2ForRewardModel"]}, "does not predict the next token"),
+    ],
+)
+def test_a_config_json_that_cannot_be_used_says_why(tree, reason):
+    assert re.search(reason, unusable(tree))
+
+
+def test_a_config_json_of_each_family_can_be_used():
+    assert unusable(GOOD) is None and unusable({**GOOD, "num_key_value_heads": [1, 2]}) is None
+    for made in FAMILIES.values():
+        tree = {"architectures": ["SomeForCausalLM"], **made.config().to_dict()}
+        assert unusable({**tree, "architectures": ["SomeForCausalLM"]}) is None, made.name
 
 
 def test_others_are_served():

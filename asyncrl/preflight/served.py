@@ -10,18 +10,48 @@ from typing import Any
 
 from asyncrl.config import Config
 
-__all__ = ["NOT_SERVED_ON_CPU", "refusal"]
+__all__ = ["NOT_SERVED_ON_CPU", "refusal", "unusable"]
+
+COUNTS = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size")
+"""Settings of config.json that are whole numbers wherever they are."""
+OTHER_TASKS = ("Classification", "QuestionAnswering", "MaskedLM", "RewardModel")
+"""In the names of classes that predict something else than the next token."""
 
 NOT_SERVED_ON_CPU: Mapping[str, str] = {
+    "bamba": "has no code for its recurrent layers",
     "deepseek_v3": "gives other log-probs for it than transformers (0.7 nats apart at published head sizes; why is not known)",
     "ernie4_5": "turns other pairs of dimensions in its rotary embedding than transformers",
     "ernie4_5_moe": "gives other log-probs for it than transformers (0.5 nats apart; why is not known)",
     "jamba": "has no selective scan",
     "lfm2": "gives other log-probs for the first token of a completion than transformers (0.9 nats apart; why is not known)",
     "minimax_m2": "fails in its normalization of queries and keys",
+    "qwen3_5_text": "cannot load its class",
     "phimoe": "gives other log-probs for it than transformers (0.3 nats apart; why is not known)",
 }
 """`model_type` → what vLLM 0.32.0 does on CPU, after "vLLM on CPU". On a GPU none of them has been tried."""
+
+
+def unusable(tree: Any) -> str | None:
+    """What is wrong with a config.json whatever the run, after "config.json"; None: nothing that shows."""
+    if not isinstance(tree, dict):
+        return f"holds {type(tree).__name__}, not an object of settings; download it again"
+    if not isinstance(tree.get("model_type"), str):
+        return "has no model_type, by which transformers knows the model; add it"
+    parts = [tree, *(part for part in [tree.get("text_config")] if isinstance(part, dict))]
+    for name in COUNTS:
+        if wrong := [part[name] for part in parts if part.get(name) is not None and not _is_count(part[name])]:
+            return f"has {name} = {wrong[0]!r}, not a whole number above 0; repair it"
+    named = tree.get("architectures")
+    if not isinstance(named, list) or not named or not all(isinstance(one, str) for one in named):
+        return 'names no architectures, by which vLLM knows the model; add them, such as "architectures": ["LlamaForCausalLM"]'
+    if other := next((one for one in named if any(task in one for task in OTHER_TASKS)), None):
+        return f"has architecture {other!r}, which does not predict the next token; name a causal language model"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    """A number, or one for each layer."""
+    return all(type(one) is int and one > 0 for one in (value if isinstance(value, list) and value else [value]))
 
 
 def refusal(tree: Mapping[str, Any], config: Config) -> str | None:
@@ -38,6 +68,8 @@ def refusal(tree: Mapping[str, Any], config: Config) -> str | None:
         return "vLLM on CPU computes its linear attention in bfloat16 alone; set model.dtype: bfloat16"
     if kind == "apertus" and config.model.dtype == "float32":
         return "vLLM keeps the parameters of its activation (xIELU) in bfloat16, 0.004 nats away from float32; set model.dtype: bfloat16"
+    if kind == "mamba2" and config.learner.bf16 and config.learner.device == "cpu":
+        return "transformers mixes float32 and bfloat16 in its recurrent layers on CPU; set learner.bf16: false"
     window = text.get("sliding_window")
     if kind == "cohere2" and window and config.longest_trajectory > window:
         return (

@@ -46,15 +46,23 @@ class TokenizerError(ValueError):
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a Hugging Face checkpoint directory. It is shared: nobody changes it."""
-    if (Path(path) / "tokenizer.json").exists():
-        # Holds all that a fast tokenizer does. AutoTokenizer would import torch: seconds, in every process that reads or writes text.
-        from transformers import PreTrainedTokenizerFast
+    """The tokenizer of a Hugging Face checkpoint directory. It is shared: nobody changes it.
 
-        return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
-    from transformers import AutoTokenizer
+    Raises:
+        TokenizerError: there is none that can be read.
+    """
+    try:
+        if (Path(path) / "tokenizer.json").exists():
+            # Holds all that a fast tokenizer does. AutoTokenizer would import torch: seconds, in every process that reads or writes text.
+            from transformers import PreTrainedTokenizerFast
 
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises Exception itself
+        why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise TokenizerError(f"model.path = {path!r}: its tokenizer cannot be loaded ({why}); put the files of its tokenizer there") from error
 
 
 def save_tokenizer(path: str, directory: Path) -> None:

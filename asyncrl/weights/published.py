@@ -30,6 +30,10 @@ __all__ = ["CannotPublish", "Outline", "PublishedTensor", "VersionTable", "outli
 TABLE_TIMEOUT_S = 300.0
 
 
+TRAINED_TYPES = ("float32", "float16", "bfloat16", "float64")
+"""Of a checkpoint's tensors that become parameters."""
+
+
 class CannotPublish(ValueError):
     """The generators could not be given this checkpoint's tensors from the learner's parameters."""
 
@@ -102,6 +106,8 @@ def version_table(model_path: str | Path) -> VersionTable:
     # vLLM makes a module new as soon as one of its tensors comes, and then needs them all.
     modules = {name.rpartition(".")[0] for name in found}
     left_out = [name for name in rest if _not_loaded(name, model) and name.rpartition(".")[0] not in modules]
+    if whole := next((name for name in sorted(found) if stored[name].dtype not in TRAINED_TYPES), None):
+        raise CannotPublish(f"{whole!r} of the checkpoint has type {stored[whole].dtype}: it is quantized, and cannot be trained")
     if unknown := next((name for name in rest if name not in left_out and stored[name].dtype not in ITEM_BYTES), None):
         raise CannotPublish(f"{unknown!r} of the checkpoint has type {stored[unknown].dtype}: it is quantized, and cannot be trained")
     tensors = [PublishedTensor(name, stored[name], renamed.get(name, ())) for name in stored if name not in left_out]
@@ -153,7 +159,10 @@ def _empty_model(model_path: str | Path, stored: Mapping[str, StoredTensor]) -> 
 
     if is_deepspeed_zero3_enabled():
         raise RuntimeError("a version's table is made before an HfDeepSpeedConfig: while one lives, transformers makes every model sharded")
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    except Exception as error:  # a setting of another type than its class expects raises whatever it likes
+        raise CannotPublish(f"transformers cannot read its config.json ({_first_line(error)}); repair it") from error
     if getattr(config, "quantization_config", None) is not None:
         raise CannotPublish("config.json has a quantization_config: quantized weights cannot be trained; name the checkpoint without it")
     try:
@@ -181,6 +190,8 @@ def _empty_model(model_path: str | Path, stored: Mapping[str, StoredTensor]) -> 
         if bars:
             logging.enable_progress_bar()
     for name, there, here in sorted(loading["mismatched_keys"]):
+        if len(there) == len(here) == 3 and there[1:] == here[1:]:  # experts, put together
+            raise CannotPublish(f"the checkpoint has tensors of {there[0]} experts for {name!r}, and {model_class.__name__} has {here[0]}; complete it")
         raise CannotPublish(f"{name!r} has shape {tuple(there)} in the checkpoint, and {tuple(here)} in {model_class.__name__}; save it with its own config")
     return model, set(loading["missing_keys"])
 
@@ -205,6 +216,10 @@ def _first_names(model: PreTrainedModel) -> dict[str, str]:
     for name, _ in model.named_parameters(remove_duplicate=False):
         found[name] = firsts.setdefault(tied.get(name, name), name)
     return found
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 def _stored_name(name: str, stored: Mapping[str, StoredTensor], prefix: str) -> str | None:
