@@ -113,7 +113,7 @@ def _read_file(path: Path, field: str) -> list[pa.Table]:
         raise ConfigError(f"{field}: {error}") from None
     except (pa.ArrowException, OSError) as error:
         why = " ".join(str(error).split())
-        raise ConfigError(f"{field} = {str(path)!r} is neither Parquet (*.parquet) nor JSONL: {why}") from None
+        raise ConfigError(f"{field} = {str(path)!r} cannot be read as Parquet (*.parquet) or JSONL ({why})") from None
     except ValueError as error:
         raise ConfigError(f"{field} = {str(path)!r}: {error}") from None
     _refuse_large_rows(table, path, field)

@@ -55,6 +55,8 @@ __all__ = [
 
 CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("process.py"))}
 """Files whose frames come before those of a reward."""
+MOST_CHARACTERS = 500
+"""Of what a reward raised or returned, in a message."""
 MOST_FRAMES = 12
 """Frames of a traceback that are kept, the innermost."""
 TOTAL = "reward"
@@ -123,7 +125,9 @@ def import_reward(function: str) -> Callable[..., Any]:
         raise RewardError(f"reward function {function!r} cannot be imported ({error}); check its name and that its package is installed") from None
     except Exception as error:
         # Whatever a module raises while it is imported is reported under the function's name.
-        raise RewardError(f"reward function {function!r} cannot be imported ({type(error).__name__}: {error}{_place(error)}); repair its module") from None
+        raise RewardError(
+            f"reward function {function!r} cannot be imported ({type(error).__name__}: {_short(str(error))}{_place(error)}); repair its module"
+        ) from None
     if not callable(found):
         raise RewardError(f"reward function {function!r} is a {type(found).__name__}; name a function")
     return found  # type: ignore[no-any-return]
@@ -181,10 +185,16 @@ def failed(function: str, error: BaseException) -> RewardError:
     """Whatever a reward raised, under its name and with the line that raised it. The traceback from the function on is a note."""
     if isinstance(error, MemoryError):
         return RewardError(f"reward function {function!r} asked for more memory than reward.memory_bytes leaves it; raise that, or free what is not used")
-    wrapped = RewardError(f"reward function {function!r} raised {type(error).__name__}: {error}{_place(error)}")
+    wrapped = RewardError(f"reward function {function!r} raised {type(error).__name__}: {_short(str(error))}{_place(error)}")
     if frames := _frames(error):
         wrapped.add_note("".join(["Traceback (most recent call last):\n", *traceback.format_list(frames[-MOST_FRAMES:])]).rstrip())
     return wrapped
+
+
+def _short(text: str) -> str:
+    """What fits a message and a column of text: no half characters, and not a megabyte."""
+    text = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _place(error: BaseException) -> str:
@@ -209,10 +219,12 @@ def check_rewards(function: str, values: Any, call: GroupCall, per_token: bool =
     n = len(call.completions)
     if per_token:
         return _check_tokens(function, values, call)
+    if hasattr(values, "tolist"):  # an array or a tensor
+        values = values.tolist()
     if not isinstance(values, Mapping):
         return FunctionRewards(_check_list(function, values, n))
     if not values or not all(isinstance(name, str) and name and "/" not in name for name in values):
-        raise ContractError(f"reward function {function!r} returned a dict with the keys {list(values)}; name its parts by strings without '/'")
+        raise ContractError(f"reward function {function!r} returned a dict with the keys {_short(repr(list(values)))}; name its parts by strings without '/'")
     parts = {name: _check_list(f"{function}, part {name}", some, n) for name, some in values.items()}
     total = parts.pop(TOTAL, None)
     if total is None:
@@ -249,11 +261,13 @@ def _check_length(function: str, values: Any, n: int, wanted: str) -> None:
 
 
 def _check_one(function: str, value: Any, index: int) -> float | None:
+    if getattr(value, "ndim", None) == 0:  # a number of numpy or torch
+        value = value.item()
     if value is None:
         return None
     if not isinstance(value, numbers.Real):
         fix = "return a float or None (one per token needs per_token: true)" if isinstance(value, list | tuple) else "return a float or None"
-        raise ContractError(f"reward function {function!r} returned {value!r} ({type(value).__name__}) at index {index}; {fix}")
+        raise ContractError(f"reward function {function!r} returned {_short(repr(value))} ({type(value).__name__}) at index {index}; {fix}")
     if not math.isfinite(value):
         raise ContractError(f"reward function {function!r} returned {value!r} at index {index}; return a finite number, or None if it cannot be scored")
     return float(value)

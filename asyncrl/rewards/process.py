@@ -173,7 +173,9 @@ class _Process:
                 stage.in_thread = False
                 if inspect.isawaitable(values):
                     values = await values
-        except Exception as error:
+        except (asyncio.CancelledError, SystemExit):
+            raise
+        except BaseException as error:  # KeyboardInterrupt, and what packages derive from BaseException
             raise failed(named.function, error) from None
         return check_rewards(named.function, values, group, named.per_token)
 

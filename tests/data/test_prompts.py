@@ -94,7 +94,7 @@ def test_chat_templates_are_rendered(prompt_config, tiny_model, tmp_path, rows, 
 
 def test_a_file_that_is_neither_parquet_nor_jsonl(prompt_config, tmp_path):
     (tmp_path / "broken.parquet").write_text("no parquet")
-    with pytest.raises(ConfigError, match="neither Parquet"):
+    with pytest.raises(ConfigError, match="cannot be read as Parquet"):
         check_prompts(prompt_config(ROWS, train=str(tmp_path / "broken.parquet")))
 
 

@@ -280,3 +280,41 @@ def one_token_short(completion_ids, **_):
 
 def a_token_is_none(completion_ids, **_):
     return [[None] * len(ids) for ids in completion_ids]
+
+
+def array(completions, **_):
+    import numpy as np
+
+    return np.array([0.25 for _ in completions], dtype=np.float32)
+
+
+def tensor(completions, **_):
+    import torch
+
+    return torch.tensor([0.25 for _ in completions])
+
+
+def tensors(completions, **_):
+    import torch
+
+    return {"reward": [torch.tensor(0.25) for _ in completions]}
+
+
+def long_text(completions, **_):
+    return ["x" * 10**7 for _ in completions]
+
+
+def raises_half_a_character(completions, **_):
+    raise ValueError("\ud800" + "x" * 10**6)
+
+
+def interrupts(completions, **_):
+    raise KeyboardInterrupt
+
+
+async def interrupts_later(completions, **_):
+    raise KeyboardInterrupt
+
+
+def asks_for_what_nobody_tells(completions, solution):
+    return [0.0 for _ in completions]

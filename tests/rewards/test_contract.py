@@ -36,6 +36,24 @@ def test_a_broken_contract_names_the_function(name, message):
         call(name)
 
 
+@pytest.mark.parametrize("name", ["array", "tensor", "tensors"])
+def test_arrays_tensors_and_their_numbers_are_rewards(name):
+    assert call(name).rewards == [0.25, 0.25]
+
+
+def test_what_a_reward_gave_or_raised_is_short_in_a_message_and_fits_a_text_column():
+    for name in ("long_text", "raises_half_a_character"):
+        with pytest.raises(RewardError) as raised:
+            call(name)
+        assert len(str(raised.value).encode()) < 2000
+    assert r"ValueError: \ud800xx" in str(raised.value) and "rewards_under_test.py:" in str(raised.value)
+
+
+def test_what_nobody_tells_a_reward_is_named():
+    with pytest.raises(RewardError, match="it takes solution, which neither a column of the data nor an entry of its arguments is; there are answer, "):
+        call("asks_for_what_nobody_tells", {"answer": "x"})
+
+
 def test_a_reward_is_told_how_each_completion_ended_what_was_asked_and_its_own_arguments():
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
     given = call("told", {"messages": chat}, {"bonus": 0.25})

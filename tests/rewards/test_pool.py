@@ -225,3 +225,10 @@ def test_a_reward_process_has_a_name_in_the_accounts_of_memory(reward_config):
     with RewardPool(reward_config("names_its_process")) as pool:
         process = psutil.Process(int(rewards(pool).parts["names_its_process"][0]))
         assert process_name(process) == process_name(process.parent()) == "reward process"
+
+
+@pytest.mark.parametrize("name", ["interrupts", "interrupts_later"])
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_what_derives_from_base_exception_is_a_failure_like_any_other(reward_config, name, concurrency):
+    with RewardPool(reward_config(name, concurrency=concurrency, policy="drop_group")) as pool:
+        assert "raised KeyboardInterrupt" in rewards(pool).failure
