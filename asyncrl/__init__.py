@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asyncrl.embedded import train
     from asyncrl.reading import open_run
 
-__all__ = ["open_run"]
+__all__ = ["open_run", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from asyncrl.reading import open_run
 
         return open_run
+    if name == "train":
+        from asyncrl.embedded import train
+
+        return train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

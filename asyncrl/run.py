@@ -14,6 +14,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -74,13 +75,19 @@ class Summary:
     """Seconds by phase."""
 
 
-def train(config: Config, resume_command: Sequence[str], after: Callable[[Config, Summary], None] | None = None) -> int:
+def train(
+    config: Config,
+    resume_command: Sequence[str],
+    after: Callable[[Config, Summary], None] | None = None,
+    began: Callable[[Callable[[], None]], None] | None = None,
+) -> int:
     """Train as the config says and return the exit code: 0 done, 1 failed, 130 interrupted. When a part of the run has died, a new attempt begins from
     the last committed checkpoint, at most `max_restarts` times without a checkpoint between.
 
     Args:
         resume_command: the command that was given, from which the resume command is made.
         after: called with the summary of a finished run, to print more.
+        began: called with a function that interrupts the run, from any thread.
 
     Raises:
         ConfigError: something in the config cannot be used, or no cluster answers at RAY_ADDRESS; nothing was started.
@@ -95,7 +102,7 @@ def train(config: Config, resume_command: Sequence[str], after: Callable[[Config
         with RunDirectory(config) as directory:
             _announce(plan, directory, resume)
             try:
-                summary = asyncio.run(_interruptible(_train(config, plan, directory)))
+                summary = asyncio.run(_interruptible(_train(config, plan, directory), began))
                 break
             except (asyncio.CancelledError, KeyboardInterrupt):
                 print_shown(f"\ninterrupted; {_way_on(directory, resume)}", file=sys.stderr)
@@ -121,14 +128,18 @@ def train(config: Config, resume_command: Sequence[str], after: Callable[[Config
     return 0
 
 
-async def _interruptible(work: Any) -> Summary:
+async def _interruptible(work: Any, began: Callable[[Callable[[], None]], None] | None) -> Summary:
     """Ctrl-C and SIGTERM cancel the work once; its clean-up then has time. Ray replaces SIGTERM's handler, so `_train` sets ours again."""
     task = asyncio.ensure_future(work)
     _catch_signals(task)
+    if began is not None:
+        began(partial(asyncio.get_running_loop().call_soon_threadsafe, _stop, task))
     return await task  # type: ignore[no-any-return]
 
 
 def _catch_signals(task: asyncio.Future[Any]) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return  # signals come to the main thread alone, and are its owner's
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _stop, task)

@@ -14,6 +14,7 @@ LAYERS = {
     2: ["control", "generation.protocol"],
     3: ["stacks", "data", "generation", "rollout", "rewards", "learning", "weights"],
     4: [
+        "embedded",
         "launch",
         "run",
         "cli",
