@@ -57,7 +57,8 @@ def step_metrics(
 ) -> dict[str, float]:
     """The step's metrics. Means are over its `tokens` loss tokens; `input_tokens` counts prompts as well; `grad_norm` is before clipping.
 
-    ess: effective sample size as a share of the tokens, (Σr)² / (N·Σr²); chi2: mean r² - 1; r = π_learner / π_behaviour.
+    ess: effective sample size as a share of the tokens, (Σr)² / (N·Σr²); chi2: mean (r - 1)², the chi-squared divergence, whose
+    expected value is the variance of r; r = π_learner / π_behaviour.
     """
     input_tokens = sum(len(example.tokens) for example in examples)
     return {
@@ -74,7 +75,7 @@ def step_metrics(
         "ratio_mean": totals["ratio"] / tokens,
         "ratio_max": totals["ratio_max"],
         "ess": min(1.0, totals["ratio"] ** 2 / (tokens * totals["ratio_squared"])) if totals["ratio_squared"] else float("nan"),
-        "chi2": totals["ratio_squared"] / tokens - 1,
+        "chi2": (totals["ratio_squared"] - 2 * totals["ratio"]) / tokens + 1,
         "clip_fraction": totals["clipped"] / tokens,
         "mask_fraction": totals["masked"] / tokens,
         **{f"mask_fraction/{reason}": totals[f"masked_{reason}"] / tokens for reason in ("band", "rejected", "sequence")},

@@ -24,7 +24,7 @@ LESS_STALE = "lower staleness.max_staleness or learner.learning_rate"
 
 RANGES = {
     "ess": Range(0.5, 1.0, LESS_STALE),
-    "chi2": Range(0.0, 1.0, LESS_STALE),
+    "chi2": Range(-math.inf, 1.0, LESS_STALE),
     "ratio_mean": Range(0.8, 1.25, LESS_STALE),
     "kl_k3": Range(0.0, 0.1, LESS_STALE),
     "clip_fraction": Range(0.0, 0.3, LESS_STALE),
@@ -61,6 +61,11 @@ def alarms(metrics: Mapping[str, Any], cut: bool = False) -> list[str]:
             continue
         value = metrics.get(name)
         if isinstance(value, int | float) and not math.isnan(value) and not healthy.low <= value <= healthy.high:
-            span = f"{healthy.low:g} to {healthy.high:g}" if healthy.high != healthy.low else f"{healthy.low:g}"
-            lines.append(f"{name} = {value:.3g} is outside {span}: {healthy.advice}")
+            lines.append(f"{name} = {value:.3g} is {_outside(healthy)}: {healthy.advice}")
     return lines
+
+
+def _outside(healthy: Range) -> str:
+    if healthy.low == -math.inf:
+        return f"above {healthy.high:g}"
+    return f"outside {healthy.low:g} to {healthy.high:g}" if healthy.high != healthy.low else f"outside {healthy.low:g}"

@@ -50,3 +50,10 @@ def test_without_such_tokens_a_mean_is_no_number() -> None:
 
 def test_every_sum_of_the_loss_is_carried_over_the_ranks() -> None:
     assert {field.name for field in fields(LossSums)} <= {*NAMES, "ratio_max", "nonfinite"}
+
+
+def test_the_variance_of_ratios_that_are_all_small_is_not_below_zero() -> None:
+    ratios = [0.8, 0.9]
+    totals = dict.fromkeys(NAMES, 0.0) | {"ratio": sum(ratios), "ratio_squared": sum(ratio**2 for ratio in ratios), "ratio_max": 0.9}
+    found = step_metrics(totals, 2, [], Packing(((),), 0.0, 0.0), 1.0, 1e-3, True, 1.0)["chi2"]
+    assert found == pytest.approx(sum((ratio - 1) ** 2 for ratio in ratios) / 2) and found > 0

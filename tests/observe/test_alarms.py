@@ -32,5 +32,5 @@ def test_the_list_of_metrics_with_an_alarm_is_whole():
 
 
 def test_what_compares_two_distributions_raises_no_alarm_where_one_of_them_is_cut():
-    metrics = {"ess": 0.25, "chi2": -0.1, "ratio_mean": 0.7, "kl_k3": 0.3, "rollout/truncated_ratio": 0.8}
+    metrics = {"ess": 0.25, "chi2": 1.5, "ratio_mean": 0.7, "kl_k3": 0.3, "rollout/truncated_ratio": 0.8}
     assert len(alarms(metrics)) == 5 and len(alarms(metrics, cut=True)) == 1
