@@ -55,6 +55,7 @@ async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[
     nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
     if short := shortages(wanted, nodes, "registered"):
         fix = "lower generator.num_replicas, learner.world_size or their num_cpus, or add nodes"
+        fix += "; without GPUs, set learner.device and generator.device to cpu" if any(line.startswith("GPU:") for line in short) else ""
         raise PlacementError(f"the cluster is too small for this run ({'; '.join(short)}); {fix}\n{await _tables(config, version_bytes, nodes)}")
     deadline, told = clock() + limit, clock() - TELL_EVERY_S
     while short := shortages(wanted, nodes, "free"):

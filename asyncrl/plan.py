@@ -108,7 +108,7 @@ class Plan:
                 arithmetic(config),
                 rows_text(config),
                 algorithm_text(config),
-                placement_text(config),
+                placement_text(config) + no_gpu_text(config, len(list(Path("/dev").glob("nvidia[0-9]*")))),
                 self._cpu_table(),
                 self._version(),
                 self._memory(),
@@ -358,6 +358,15 @@ def arithmetic(config: Config) -> str:
         f"{learner.max_tokens_per_row} tokens\n"
         f"  data-parallel size  = world_size {learner.world_size} / sequence_parallel_size {learner.sequence_parallel_size} = {learner.data_parallel_size}"
     )
+
+
+def no_gpu_text(config: Config, gpus: int) -> str:
+    """What is on cuda where this machine has no such devices; empty if nothing is, or if it has some."""
+    on_cuda = [name for name, part in (("learner", config.learner), ("generator", config.generator)) if part.device == "cuda"]
+    if gpus or not on_cuda:
+        return ""
+    named = " and ".join(f"{name}.device" for name in on_cuda)
+    return f"\n  this machine has no GPU, and {named} is cuda: name a cluster that has some by RAY_ADDRESS, or set device: cpu"
 
 
 def rows_text(config: Config) -> str:

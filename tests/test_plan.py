@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl import cli
 from asyncrl.config import ConfigError, load_config
-from asyncrl.plan import make_plan
+from asyncrl.plan import make_plan, no_gpu_text
 from asyncrl.testing.families import family
 
 
@@ -163,6 +163,12 @@ def test_shows_what_template_stops_and_bos_do(write, llama_model, tmp_path):
     changes |= {"data.apply_chat_template": True, "data.system_prompt": "Be brief.", "data.max_prompt_length": 80}
     text = make_plan(load_config(write(changes))).prompts_text()
     assert "\n  system prompt of 9 characters\n  first prompt '<s><|system|>Be brief.<|end|><|user|>1 + 2 =<|end|><|assistant|>'\n" in text
+
+
+def test_a_machine_without_a_gpu_is_named_where_something_asks_for_one(write):
+    config = load_config(write({"generator.device": "cuda"}))
+    assert "this machine has no GPU, and generator.device is cuda: name a cluster that has some by RAY_ADDRESS, or set device: cpu" in no_gpu_text(config, 0)
+    assert no_gpu_text(config, 1) == "" and no_gpu_text(load_config(write()), 0) == ""
 
 
 def test_ten_lines_and_the_config_are_there_on_request(write, capsys):
