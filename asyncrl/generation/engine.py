@@ -23,6 +23,7 @@ from asyncrl.environment import claim_caches, passed_on, preload_openmp
 from asyncrl.generation.ahead import AheadProcess, handed_to_vllm, import_engine
 from asyncrl.generation.protocol import EngineDied, GenerateRequest, GenerationTimeout, InvalidRequest, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
+from asyncrl.runtime.temporary import temporary_folder
 from asyncrl.stacks import stack_here
 from asyncrl.text.stops import Stops, load_stops, special_token, text_before
 from asyncrl.text.tokenizer import decode, encode_prompts, load_tokenizer, refuse_lossy, tokenizer_fingerprint
@@ -134,7 +135,7 @@ class Engine:
         """Load the model and generate one token. The weights are the checkpoint's, version 0."""
         begun = time.monotonic()
         caches = claim_caches("generator")
-        self._stacks = tempfile.TemporaryDirectory(prefix="asyncrl_stacks_")
+        self._stacks = temporary_folder("stacks")
         os.environ[STACKS] = self._stacks.name
         if self.app.generator.device == "cpu":
             os.environ["LD_PRELOAD"] = preload_openmp(os.environ.get("LD_PRELOAD", ""))
