@@ -206,11 +206,12 @@ class Engine:
 
         Raises:
             GenerationTimeout: not done `deadline_s` seconds from now; aborted.
-            StaleReplica: the engine was lost in an update.
+            StaleReplica: the engine was lost in an update, or has been stopped.
             InvalidRequest: the prompt leaves no room for max_tokens in the model's context, or vLLM refuses the request.
         """
         from vllm.exceptions import VLLMClientError
 
+        self._refuse_stopped()
         longest = len(request.prompt_ids) + request.max_tokens
         if longest > self.max_model_len:
             asked = f"prompt of {len(request.prompt_ids)} tokens + max_tokens = {request.max_tokens}"
@@ -226,6 +227,10 @@ class Engine:
         strings = self._stops(request).strings
         return tuple(_completion(output, self._tokenizer, strings) for output in outputs)
 
+    def _refuse_stopped(self) -> None:
+        if self._llm is None:
+            raise StaleReplica("the engine has been stopped, or was never started")
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, special tokens as in a run's plain prompts."""
         return encode_prompts(self._tokenizer, [text])[0][0]
@@ -236,6 +241,7 @@ class Engine:
         Raises:
             StaleReplica: the engine was lost.
         """
+        self._refuse_stopped()
         await self._open.wait()
         return list(await asyncio.gather(*(self._score(list(prompt), list(completion)) for prompt, completion in rows)))
 
@@ -383,6 +389,7 @@ class Engine:
 
         if self.broken is not None:
             raise StaleReplica(self.broken)
+        self._refuse_stopped()
         if self._llm.errored:
             raise StaleReplica("the vLLM engine's process has died")
         prompt = tokens_input(prompt_ids, cache_salt=salt)

@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.generation.engine import Engine
+from asyncrl.generation.protocol import GenerateRequest, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
 
 
@@ -51,6 +52,17 @@ def test_so_does_a_cancelled_one():
         asyncio.run(cancelled())
     with pytest.raises(RuntimeError, match="the update of version 3 failed: CancelledError"):
         asyncio.run(broken.check())
+
+
+def test_a_stopped_engine_refuses_requests_by_name():
+    async def asked():
+        stopped = Engine(GeneratorApp(model="unused"))
+        await stopped.stop()
+        for ask in (stopped.generate(GenerateRequest((1,), 1, 1, 1.0)), stopped.logprobs([((1,), (2,))])):
+            with pytest.raises(StaleReplica, match="the engine has been stopped"):
+                await ask
+
+    asyncio.run(asked())
 
 
 class Process:
