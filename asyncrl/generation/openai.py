@@ -23,14 +23,31 @@ OTHER_FIELDS = 64 << 10
 LARGEST_SEED = 1 << 53
 """JSON numbers above it lose digits in some clients."""
 
+WHOLE = "the model's whole distribution is sampled, so that log-probs are those of the policy; use temperature"
 HINTS = {
     "stream": "answers come whole; leave it out",
-    "logprobs": "every answer has them; leave it out",
-    "top_p": "the model's whole distribution is sampled, so that log-probs are those of the policy; use temperature",
-    "top_k": "the model's whole distribution is sampled, so that log-probs are those of the policy; use temperature",
-    "max_completion_tokens": "here it is max_tokens",
+    "logprobs": "every answer has those of its tokens; leave it out",
+    "max_completion_tokens": "max_tokens says something else; send one of them",
+    **dict.fromkeys(("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"), WHOLE),
 }
 """Fields of OpenAI's and vLLM's that there are not → why, and what to do."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stream": (False, None),
+    "stream_options": (None,),
+    "logprobs": (0, False, None),
+    "echo": (False, None),
+    "suffix": ("", None),
+    "top_p": (1, 1.0, None),
+    "top_k": (0, -1, None),
+    "min_p": (0, 0.0, None),
+    "frequency_penalty": (0, 0.0, None),
+    "presence_penalty": (0, 0.0, None),
+    "repetition_penalty": (1, 1.0, None),
+    "logit_bias": ({}, None),
+    "best_of": (1, None),
+}
+"""Fields that there are not → values that change nothing, and are taken: clients send them as they are by default."""
 
 KINDS = {"prompt": "send a text, or one list of token ids", "stop": "send a text, or a list of at most 4 texts"}
 """Fields of two kinds → what they may be. pydantic would name the first kind alone."""
@@ -73,7 +90,7 @@ class ServedModel:
 
 
 class CompletionBody(BaseModel):
-    """The body of POST /v1/completions. Unknown fields and wrong types are refused."""
+    """The body of POST /v1/completions, without `NEUTRAL` fields. Unknown fields and wrong types are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -132,9 +149,19 @@ def parse(tree: Any, model: ServedModel) -> CompletionBody:
     except UnicodeEncodeError:
         raise ApiError(400, "the body has half of a surrogate pair, which no tokenizer takes; send whole characters", "invalid_body") from None
     try:
-        return CompletionBody.model_validate(tree)
+        return CompletionBody.model_validate(_without_neutral(tree))
     except ValidationError as error:
         raise _explain(dict(error.errors(include_url=False)[0])) from None
+
+
+def _without_neutral(tree: dict[str, Any]) -> dict[str, Any]:
+    """The body without fields whose values change nothing, and with OpenAI's newer name of max_tokens under the older one."""
+    kept = {name: value for name, value in tree.items() if not any(type(value) is type(same) and value == same for same in NEUTRAL.get(name, ()))}
+    if isinstance(kept.get("user"), str):  # whom the client serves; nothing here asks
+        del kept["user"]
+    if "max_completion_tokens" in kept and kept.setdefault("max_tokens", kept["max_completion_tokens"]) == kept["max_completion_tokens"]:
+        del kept["max_completion_tokens"]
+    return kept
 
 
 def _refuse_long(prompt: Any, model: ServedModel) -> None:

@@ -138,6 +138,12 @@ def test_models_and_health_say_whose_weights_answer() -> None:
         ({"stop": ["a"] * 5}, 400, "invalid_value", "stop: "),
         ({"stream": True}, 400, "unknown_parameter", "answers come whole"),
         ({"top_p": 0.5}, 400, "unknown_parameter", "use temperature"),
+        ({"stream": 0}, 400, "unknown_parameter", "answers come whole"),
+        ({"top_p": True}, 400, "unknown_parameter", "use temperature"),
+        ({"frequency_penalty": 0.1}, 400, "unknown_parameter", "use temperature"),
+        ({"logprobs": 5}, 400, "unknown_parameter", "every answer has those of its tokens"),
+        ({"user": ["a"]}, 400, "unknown_parameter", "user is unknown"),
+        ({"max_tokens": 8, "max_completion_tokens": 9}, 400, "unknown_parameter", "max_tokens says something else"),
         ({"weights": "/tmp/x"}, 400, "unknown_parameter", "weights is unknown; leave it out"),
         ({"prompt": "\ud800"}, 400, "invalid_body", "surrogate"),
         ({"\ud800": 1}, 400, "invalid_body", "surrogate"),
@@ -150,6 +156,17 @@ def test_bad_input_is_refused_in_openais_form(change: dict[str, Any], status: in
     assert (got, error["code"], error["type"]) == (status, code, "invalid_request_error")
     assert text in error["message"] and "\n" not in error["message"] and len(error["message"]) < 300
     assert replica.requests == []
+
+
+def test_fields_whose_values_change_nothing_are_taken() -> None:
+    neutral: dict[str, Any] = {"stream": False, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logprobs": None, "echo": False}
+    neutral |= {"user": "me", "best_of": 1, "logit_bias": {}, "stream_options": None, "suffix": None, "top_k": -1, "min_p": 0.0}
+    replica = served()
+    plain = ask(routes(replica, None), "POST", "/v1/completions", BODY)
+    taken = ask(routes(replica, None), "POST", "/v1/completions", {**BODY, **neutral})
+    assert plain[0] == taken[0] == 200 and replica.requests[0] == replica.requests[1]
+    named = {**{name: value for name, value in BODY.items() if name != "max_tokens"}, "max_completion_tokens": BODY["max_tokens"]}
+    assert ask(routes(replica, None), "POST", "/v1/completions", named)[0] == 200 and replica.requests[2] == replica.requests[0]
 
 
 @pytest.mark.parametrize(
