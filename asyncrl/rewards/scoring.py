@@ -122,7 +122,12 @@ class RayScores:
 
     async def save(self, groups: Sequence[Scored], path: Path) -> None:
         """Write the groups' rows as one Parquet file, in this order."""
-        await asyncio.to_thread(write_groups, path, groups_at([scored.ref for scored in groups]))
+        references = [scored.ref for scored in groups]
+
+        def write() -> None:
+            write_groups(path, groups_at(references))  # asks the object store, which may take seconds
+
+        await asyncio.to_thread(write)
 
     async def load(self, path: Path) -> list[Scored]:
         """The groups of a file that `save` wrote, in its order, in the object store again. They do not come by `next`."""

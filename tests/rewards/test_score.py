@@ -171,3 +171,18 @@ def test_rewards_of_tokens_are_a_column_that_the_learner_reads(config):
     assert [example.token_rewards.tolist() for example in examples_of(row)] == [[0.5, 0.0, 1.0], [0.0, 1.0]]
     without = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.5, 1.0, None], "b": [0.0] * 3})), config)
     assert "token_rewards" not in without.column_names and examples_of(without)[0].token_rewards is None
+
+
+def test_saving_groups_asks_the_object_store_beside_the_event_loop(monkeypatch, tmp_path):
+    import asyncio
+    import threading
+    from types import SimpleNamespace
+
+    from asyncrl.rewards import scoring
+
+    asked = []
+    monkeypatch.setattr(scoring, "groups_at", lambda references: asked.append((references, threading.current_thread())) or references)
+    monkeypatch.setattr(scoring, "write_groups", lambda path, groups: asked.append((path, groups)))
+    saving = scoring.RayScores.save(scoring.RayScores.__new__(scoring.RayScores), [SimpleNamespace(ref="a"), SimpleNamespace(ref="b")], tmp_path / "x")
+    asyncio.run(saving)
+    assert asked[0][0] == ["a", "b"] and asked[0][1] is not threading.main_thread() and asked[1] == (tmp_path / "x", ["a", "b"])
