@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from asyncrl.config import Config, ConfigError, explain
 from asyncrl.learning.supported import NO_SHARES, chosen_packing, keeps_state, support, uniform_rope_tokens
-from asyncrl.observe.sinks import missing_packages
+from asyncrl.observe.sinks import missing_packages, wandb_asks_for_a_key
 from asyncrl.preflight.evaluation import evaluation_text
 from asyncrl.preflight.served import refusal, unusable
 from asyncrl.room import Part, logical_cpus, placement_text
@@ -235,6 +235,10 @@ def make_plan(config: Config) -> Plan:
             raise ConfigError(f"reward.functions.{name}: {error}") from None
     if missing := missing_packages(config):
         raise ConfigError(f"observe.sinks names {missing[0]}, which is not installed; pip install 'asyncrl[{missing[0]}]', or take it out")
+    if host := wandb_asks_for_a_key(config, os.environ):
+        raise ConfigError(
+            f"observe.sinks names wandb, and there is no key for {host}; set WANDB_API_KEY, run `wandb login`, set WANDB_MODE=offline, or take it out"
+        )
     rollout = config.rollout
     try:
         tokenizer = load_tokenizer(config.model.path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
+import netrc
 import os
 import queue
 import threading
@@ -12,10 +14,23 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from asyncrl.config import Config
 
-__all__ = ["PACKAGES", "Background", "MLflowSink", "Sink", "SinkRun", "TensorBoardSink", "TrackioSink", "WandbSink", "missing_packages", "open_sinks"]
+__all__ = [
+    "PACKAGES",
+    "Background",
+    "MLflowSink",
+    "Sink",
+    "SinkRun",
+    "TensorBoardSink",
+    "TrackioSink",
+    "WandbSink",
+    "missing_packages",
+    "open_sinks",
+    "wandb_asks_for_a_key",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +188,19 @@ class Background:
 def missing_packages(config: Config) -> list[str]:
     """Sinks asked for whose package is not installed."""
     return [name for name in config.observe.sinks if importlib.util.find_spec(name) is None]
+
+
+def wandb_asks_for_a_key(config: Config, variables: Mapping[str, str]) -> str | None:
+    """The host whose key wandb would ask for on the terminal; None: it is not asked for, has a key, or sends nothing."""
+    if "wandb" not in config.observe.sinks or variables.get("WANDB_MODE", "online") not in ("online", "run", "shared") or variables.get("WANDB_API_KEY"):
+        return None
+    host = urlsplit(variables.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or "api.wandb.ai"
+    home = Path(variables.get("HOME", "~")).expanduser()
+    for path in [Path(variables["NETRC"])] if variables.get("NETRC") else [home / ".netrc", home / "_netrc"]:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(path).authenticators(host):
+                return None
+    return host
 
 
 def open_sinks(config: Config, directory: Path, run_id: str) -> list[Sink]:

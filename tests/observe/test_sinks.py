@@ -90,3 +90,22 @@ def test_a_sink_that_fails_is_named_and_left_out_and_the_others_go_on(caplog: py
         "the sink never failed and gets nothing more: ValueError: no key",
         "the sink bad failed and gets nothing more: ConnectionError: no such host",
     ]
+
+
+def test_wandb_without_a_key_is_noticed_before_it_asks(tmp_path):
+    from small_config import small_config
+
+    from asyncrl.observe.sinks import wandb_asks_for_a_key
+
+    config, home = small_config(observe={"sinks": ["wandb"]}), {"HOME": str(tmp_path)}
+    assert wandb_asks_for_a_key(config, home) == "api.wandb.ai"
+    assert wandb_asks_for_a_key(config, home | {"WANDB_BASE_URL": "https://wandb.example:8080/x"}) == "wandb.example"
+    for variables in ({"WANDB_API_KEY": "k"}, {"WANDB_MODE": "offline"}, {"WANDB_MODE": "disabled"}):
+        assert wandb_asks_for_a_key(config, home | variables) is None
+    assert wandb_asks_for_a_key(small_config(), home) is None
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert wandb_asks_for_a_key(config, home) is None
+    assert wandb_asks_for_a_key(config, home | {"WANDB_BASE_URL": "https://wandb.example"}) == "wandb.example"
+    (tmp_path / "broken").write_text("machine")
+    assert wandb_asks_for_a_key(config, home | {"NETRC": str(tmp_path / "broken")}) == "api.wandb.ai"
