@@ -24,12 +24,16 @@ SCHEMA = 1
 
 METRICS_FILE = "metrics.jsonl"
 
+ONCE = ("startup", "truncation")
+"""Events of one record in an attempt: nothing to plot."""
+
 RESERVED = ("schema", "event", "attempt", "step", "version", "time")
 """Fields that every record has: layout, kind of record, attempt, steps attempted (in a warm start, supervised ones), policy version, Unix seconds."""
 
 
 class MetricsWriter:
-    """Appends records to `<run>/metrics.jsonl`, and gives their numbers to the sinks: a step's under their names, others under `<event>/<name>`.
+    """Appends records to `<run>/metrics.jsonl`, and gives their numbers to the sinks, in groups: what a step or an evaluation names `<group>/<name>` keeps
+    that name, the rest of a step goes under `train/`, other events under `<event>/`. An evaluation is plotted at the version that it evaluated.
 
     A record is one line, written whole and flushed, so a reader of a live run sees complete lines only (but for the last).
     Numbers that JSON does not know (NaN, Inf) are written as null. A new attempt appends to the same file.
@@ -55,11 +59,10 @@ class MetricsWriter:
         record = {"schema": SCHEMA, "event": event, "attempt": self._attempt, "step": step, "version": version, "time": now, **_plain(values)}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
-        prefix = "" if event == "step" else f"{event}/"
-        scalars = {prefix + name: float(value) for name, value in _items(record) if _is_number(value)}
-        if scalars:
+        scalars = {_plotted(event, name): float(value) for name, value in _items(record) if _is_number(value)}
+        if scalars and event not in ONCE:
             for sink in self._sinks:
-                sink.add(step, now, scalars)
+                sink.add(version if event == "evaluation" else step, now, scalars)
         return record
 
     def close(self, failed: bool = False) -> None:
@@ -108,6 +111,13 @@ def _items(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}/{index}", item) for index, item in enumerate(value))
         else:
             yield name, value
+
+
+def _plotted(event: str, name: str) -> str:
+    """A metric's name in a sink: all are in groups, and no group is named twice."""
+    if event in ("step", "evaluation"):
+        return name if "/" in name else f"{'train' if event == 'step' else 'eval'}/{name}"
+    return f"{event}/{name}"
 
 
 def _is_number(value: Any) -> bool:

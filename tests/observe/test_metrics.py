@@ -52,10 +52,15 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
 
     with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path / "tensorboard")]) as writer:
         for step in range(1, 4):
-            writer.write("step", step, step, {"reward/mean": step / 4, "note": "text is left out", "staleness/histogram": [1, step]})
-        writer.write("evaluation", 3, 3, {"eval/greedy_accuracy": 0.75})
+            writer.write("step", step, step, {"reward/mean": step / 4, "loss": 0.5, "note": "text is left out", "staleness/histogram": [1, step]})
+        writer.write("evaluation", 3, 0, {"eval/greedy_accuracy": 0.75})
+        writer.write("startup", 0, 0, {"engine_s": 1.0})
+        writer.write("memory", 3, 3, {"total_bytes": 1})
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert board.Tags()["scalars"] == ["reward/mean", "staleness/histogram/0", "staleness/histogram/1", "evaluation/eval/greedy_accuracy"]
+    assert board.Tags()["scalars"] == [
+        *("reward/mean", "train/loss", "staleness/histogram/0", "staleness/histogram/1", "eval/greedy_accuracy", "memory/total_bytes")
+    ]
+    assert [(event.step, event.value) for event in board.Scalars("eval/greedy_accuracy")] == [(0, 0.75)], "at the version that was evaluated"
     assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert [event.value for event in board.Scalars("staleness/histogram/1")] == [1, 2, 3]
 

@@ -41,7 +41,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
     write(tmp_path, "wandb", WANDB_MODE="offline")
     (file,) = tmp_path.glob("wandb/offline-run-*-id0/run-id0.wandb")
     content = file.read_bytes()
-    assert b"reward/mean" in content and b"evaluation/eval/greedy_accuracy" in content and b"max_staleness" in content
+    assert b"reward/mean" in content and b"eval/greedy_accuracy" in content and b"max_staleness" in content
 
 
 @pytest.mark.timeout(180)
@@ -49,7 +49,7 @@ def test_mlflow_in_a_file(tmp_path: Path) -> None:
     write(tmp_path, "mlflow")
     rows = sqlite3.connect(tmp_path / "mlflow.db").execute("select key, value, step from metrics order by timestamp, step").fetchall()
     assert list((tmp_path / "mlartifacts").rglob("config.yaml"))
-    assert rows == [("reward/mean", 0.25, 1), ("reward/mean", 0.5, 2), ("reward/mean", 0.75, 3), ("evaluation/eval/greedy_accuracy", 0.75, 3)]
+    assert rows == [("reward/mean", 0.25, 1), ("reward/mean", 0.5, 2), ("reward/mean", 0.75, 3), ("eval/greedy_accuracy", 0.75, 3)]
     for again in ("id0", "id1"):
         write(tmp_path, "mlflow", again)
     runs = sqlite3.connect(tmp_path / "mlflow.db").execute("select name, status from runs").fetchall()
