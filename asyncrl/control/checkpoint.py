@@ -124,15 +124,14 @@ class Checkpoints:
 
     def _seal(self, temporary: Path, state: State) -> None:
         """Write what says that the checkpoint is whole, and bring every file to the disk."""
-        (temporary / "config.yaml").write_text(self.config)
-        _write_synced(temporary / "state.json", json.dumps(asdict(state)))
+        replace_text(temporary / "config.yaml", self.config)
+        replace_text(temporary / "state.json", json.dumps(asdict(state)))
         manifest = {}
         for name in _files(temporary):
             sync_file(temporary / name)
             manifest[name] = _size_and_checksum(temporary / name)
-        _write_synced(temporary / "MANIFEST", json.dumps(manifest, indent=0))
-        _write_synced(temporary / "COMMITTED", f"{_checksum_of_text((temporary / 'MANIFEST').read_text())}")
-        sync_file(temporary)
+        replace_text(temporary / "MANIFEST", text := json.dumps(manifest, indent=0))
+        replace_text(temporary / "COMMITTED", f"{_checksum_of_text(text)}")
 
     def _put(self, temporary: Path, final: Path) -> None:
         """Give the checkpoint its name, point LATEST at it, and delete the oldest ones."""
@@ -267,10 +266,3 @@ def _size_and_checksum(path: Path) -> list[int]:
 
 def _checksum_of_text(text: str) -> int:
     return zlib.crc32(text.encode())
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

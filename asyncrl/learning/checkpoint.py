@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from asyncrl.runtime.files import replace_text
+
 __all__ = ["load_rank", "save_rank"]
 
 TAG = "zero3"
@@ -20,7 +22,7 @@ def save_rank(engine: Any, directory: Path, rank: int, counters: dict[str, int],
     engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
     torch.save({"rng": torch.get_rng_state(), "norms": norms}, _rank_file(directory, rank))
     if rank == 0:
-        (Path(directory) / COUNTERS).write_text(json.dumps(counters))
+        replace_text(Path(directory) / COUNTERS, json.dumps(counters))
 
 
 def load_rank(engine: Any, directory: Path, rank: int, world_size: int) -> tuple[dict[str, int], list[float]]:

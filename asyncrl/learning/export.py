@@ -47,8 +47,7 @@ def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
 
 def export_checkpoint(path: Path, target: Path) -> None:
     """Write the weights of a checkpoint that `find_checkpoint` found as a Hugging Face directory, under the names of the model that the run began from.
-    The whole model is in memory once, in float32. The
-    learner's shards are pickles: whoever exports a checkpoint trusts whoever wrote it.
+    The whole model is in memory once, in float32. The learner's shards are pickles: whoever exports a checkpoint trusts whoever wrote it.
 
     Raises:
         ConfigError: the model's config is gone or does not fit, or something is at `target` already.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from asyncrl.runtime.files import replace_text
 from asyncrl.text.tokenizer import save_tokenizer
 from asyncrl.weights.gather import TORCH_DTYPES, weight_layout
 from asyncrl.weights.published import VersionTable
@@ -49,10 +50,10 @@ class HfDirectory:
         """The index, and the checkpoint's settings with the type that was written."""
         weight_map = {entry.name: self.files[entry.bucket] for entry in self.entries}
         index = {"metadata": {"total_size": sum(entry.nbytes for entry in self.entries)}, "weight_map": weight_map}
-        (self.directory / INDEX).write_text(json.dumps(index, indent=2))
+        replace_text(self.directory / INDEX, json.dumps(index, indent=2))
         settings = json.loads((Path(model_path) / "config.json").read_text())
         settings.setdefault("architectures", [self.table.architecture])
-        (self.directory / "config.json").write_text(json.dumps({**_typed(settings, self.dtype), "dtype": self.dtype}, indent=2) + "\n")
+        replace_text(self.directory / "config.json", json.dumps({**_typed(settings, self.dtype), "dtype": self.dtype}, indent=2) + "\n")
         for name in COPIED:
             if (Path(model_path) / name).exists():
                 shutil.copyfile(Path(model_path) / name, self.directory / name)
