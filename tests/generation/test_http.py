@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from asgi import call, scope_of
 
 from asyncrl.generation.http import LARGEST_BODY, api_key, close_own_routes, is_loopback, refuse_open_host, routes
 from asyncrl.generation.openai import ServedModel
@@ -52,14 +53,14 @@ def ask(app: Any, method: str, path: str, body: Any = None, headers: dict[str, s
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    async def call() -> None:
+    async def answered() -> None:
         try:
             await app(scope, receive, send)
         except Exception:
             if not sent:  # an error in a route is answered, then raised for the server's log
                 raise
 
-    asyncio.run(call())
+    asyncio.run(answered())
     text = b"".join(message.get("body", b"") for message in sent[1:])
     return sent[0]["status"], json.loads(text), {name.decode(): value.decode() for name, value in sent[0]["headers"]}
 
@@ -257,28 +258,9 @@ def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
     assert (got, answer["error"]["type"], answer["error"]["message"]) == (400, "invalid_request_error", "temperature must be at most 2")
 
 
-def scope_of(method: str, path: str, **headers: str) -> dict[str, Any]:
-    given = {"host": "127.0.0.1", "content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
-    fields = [(name.encode(), value.encode()) for name, value in given.items()]
-    return {"type": "http", "method": method, "path": path, "headers": fields, "query_string": b""}
-
-
-async def status_of(app: Any, method: str, path: str, body: Any = None, left: asyncio.Event | None = None) -> int:
-    """The status of one request among several; the client leaves when `left` is set."""
-    sent: list[dict[str, Any]] = []
-    parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        if parts:
-            return parts.pop()
-        await (left or asyncio.Event()).wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    await app(scope_of(method, path), receive, send)
-    return int(sent[0]["status"])
+async def status_of(*asked: Any) -> int:
+    """The status of one request among several."""
+    return (await call(*asked))[0]
 
 
 def test_a_large_body_is_refused_by_what_its_headers_say() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from typing import Any
 
 import pytest
+from asgi import call
 
 from asyncrl.generation.app import ServeGenerate
 from asyncrl.generation.http import routes
@@ -40,21 +40,7 @@ class OverEngine:
 
 async def post(app: Any, body: Any, left: asyncio.Event | None = None) -> tuple[int, Any]:
     """Status and answer. The client leaves when `left` is set."""
-    sent: list[dict[str, Any]] = []
-    parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        if parts:
-            return parts.pop()
-        await (left or asyncio.Event()).wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
-    await app({"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}, receive, send)
-    return sent[0]["status"], json.loads(sent[1]["body"])
+    return await call(app, "POST", "/v1/completions", body, left)
 
 
 @pytest.mark.timeout(300)

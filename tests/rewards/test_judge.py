@@ -16,10 +16,12 @@ from asyncrl.rewards.pool import RewardPool
 class Judge(ThreadingHTTPServer):
     """Answers with what `replies` says for the completion: a text, a status, or a list of them, one per request."""
 
-    daemon_threads = True
+    daemon_threads, request_queue_size = True, 64
 
     def __init__(self):
         self.requests, self.connections, self.replies = [], set(), {}
+        self.together = threading.Barrier(1)
+        """How many requests must be there before any is answered."""
         self.lock = threading.Lock()
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
@@ -41,6 +43,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.requests.append((self.path, dict(self.headers), body))
             self.server.connections.add(self.client_address)
             reply = self.server.reply_to(body["messages"][0]["content"])
+        self.server.together.wait(30)
         status, text = (200, reply) if isinstance(reply, str) else (reply, "no")
         payload = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]} if status == 200 else {"error": text}).encode()
         self.send_response(status)
@@ -62,10 +65,10 @@ def judge():
         thread.join()
 
 
-def pool(judge, policy="fail", **settings):
+def pool(judge, policy="fail", concurrency=8, **settings):
     settings = {"url": judge.url, "model": "judge-1", "template": "Q: {prompt} ({hint}) A: {completion}", **settings}
     function = {"function": "asyncrl.rewards.builtin:llm_judge", "arguments": {"judge": settings}}
-    return RewardPool(RewardConfig.model_validate({"functions": {"judge": function}, "processes": 1, "concurrency": 8, "policy": policy}))
+    return RewardPool(RewardConfig.model_validate({"functions": {"judge": function}, "processes": 1, "concurrency": concurrency, "policy": policy}))
 
 
 def score(rewards, *completions):
@@ -86,6 +89,14 @@ def test_scores_are_read_from_the_replies_and_connections_are_kept(judge, monkey
     assert body["model"] == "judge-1" and body["temperature"] == 0.0
     asked = {body["messages"][0]["content"] for _, _, body in judge.requests}
     assert asked == {"Q: p (h) A: good", "Q: p (h) A: half", "Q: p (h) A: two", "Q: p (h) A: {hint}"}
+
+
+def test_sixteen_groups_are_at_the_judge_at_once(judge):
+    """So that sixteen groups take as long as one."""
+    judge.together = threading.Barrier(16)
+    with pool(judge, concurrency=16) as rewards:
+        groups = [rewards.submit(GroupCall(["p"], [f"group {number}"], [[1]], {"hint": "h"})) for number in range(16)]
+        assert [group.result(timeout=60).parts for group in groups] == [{"judge": [1.0]}] * 16
 
 
 def test_a_judge_that_fails_is_asked_again_and_then_scores_nothing(judge):
