@@ -1,8 +1,8 @@
-"""The books of a run, added up again from its files alone: groups/*.parquet, fates/*.parquet, checkpoints, and run.json, which says where each attempt began.
+"""The books of a run, added up again from its files alone: groups, fates, evaluations, checkpoints, metrics, and run.json, which says where each attempt began.
 
 A group is known by (attempt that made it, ordinal). An attempt that goes on from a checkpoint undoes whatever the one before did after it: what the
-chain of attempts to the last one has kept *survives*; the rest was abandoned by a restart. Nothing here trusts a counter that the run kept of itself,
-but for the learner's own count of tokens, which is compared.
+chain of attempts to the last one has kept *survives*; the rest was abandoned by a restart. Nothing here trusts a counter that the run kept of itself:
+its metrics, and the learner's own count of tokens, are compared with the rows.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ BIAS = 0.05
 """Largest difference between the length distributions of what was trained and what was generated, as a share; chance is added."""
 
 
-FATES_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-\d{6,12}\.parquet")
-GROUPS_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-\d{8,12}\.parquet")
-EVALUATIONS_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-version_\d{8,12}-[A-Za-z0-9_-]+\.parquet")
+FATES_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-\d{6,12}\.parquet", re.ASCII)
+GROUPS_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-\d{8,12}\.parquet", re.ASCII)
+EVALUATIONS_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-version_\d{8,12}-[A-Za-z0-9_-]+\.parquet", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,7 +478,7 @@ def _record(books: Books) -> Check:
     wrong += [f"attempt {books.last} began with {name} {last[name]}, and config.yaml has {value}" for name, value in bounds.items() if last[name] != value]
     for begun in books.attempts:
         step = Path(begun["checkpoint"] or "").name.removeprefix("step_")
-        if (int(step) if step.isdigit() else 0) != begun["version"]:
+        if (int(step) if step.isdecimal() else 0) != begun["version"]:
             wrong.append(f"attempt {begun['attempt']} began at version {begun['version']}, and from {begun['checkpoint'] or 'no checkpoint'}")
         if begun["checkpoint"] is None and (begun["frontier"] or begun["finished_above"] or begun["waiting"] or begun["trained_tokens"]):
             wrong.append(

@@ -15,7 +15,7 @@ from asyncrl.redact import print_shown
 __all__ = ["main"]
 
 ON_A_CONFIG = {"train": "train a model as a YAML file says", "plan": "check a config and show what it asks for; allocates nothing"}
-AUDIT = "add up a run's groups, fates and checkpoints again, and say of each invariant whether it holds"
+AUDIT = "add up a run's groups, fates, metrics, evaluations and checkpoints again, and say of each invariant whether it holds"
 EXPORT = "write a checkpoint's weights as a Hugging Face directory"
 PLAN_OPTIONS = {
     "brief": "ten lines in place of the whole plan",

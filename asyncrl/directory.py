@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from asyncrl.config import Config, ConfigError
 from asyncrl.confined import EscapesDirectory, refuse_links
 from asyncrl.control.checkpoint import Checkpoints, State
-from asyncrl.observe.metrics import METRICS_FILE, read_metrics
+from asyncrl.observe.metrics import read_metrics
 from asyncrl.resume import Beginning, config_text, data_hash, find_beginning, hash_of, model_hash
 from asyncrl.runtime.files import DiskFull, NotAFile, append_to, make_directory, read_text, replace_text
 
@@ -78,8 +78,7 @@ class RunDirectory:
 
     def _begin(self, config: Config) -> None:
         known = read_record(self.path) if (self.path / RECORD).exists() else {"run_id": None, "attempts": []}
-        saved = (self.path / METRICS_FILE).exists() and any(record["event"] == "checkpoint" for record in read_metrics(self.path))
-        beginning = find_beginning(config, known["run_id"], saved)
+        beginning = find_beginning(config, known["run_id"], _has_saved(self.path))
         self.checkpoint, self.said = beginning.checkpoint, beginning.said
         if not self._locks:
             make_directory(self.path)
@@ -193,6 +192,18 @@ class _Lock:
     def release(self) -> None:
         for descriptor in (self.file, self.directory):
             os.close(descriptor)
+
+
+def _has_saved(directory: Path) -> bool:
+    """Whether the run has told of a checkpoint.
+
+    Raises:
+        ConfigError: its metrics cannot be read.
+    """
+    try:
+        return any(record["event"] == "checkpoint" for record in read_metrics(directory))
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from None
 
 
 def _line(attempts: Sequence[Mapping[str, Any]]) -> dict[int, int]:

@@ -19,8 +19,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RevisionResolutionError
 
 from asyncrl.config import Config, ConfigError, is_hub_name
-from asyncrl.data.hub import resolve_data
-from asyncrl.runtime.yaml_files import read_yaml
+from asyncrl.data.hub import config_before, resolve_data
 from asyncrl.weights.stored import CheckpointFilesError, stored_files
 
 __all__ = ["Snapshot", "difference", "fetch", "in_cache", "look", "read_snapshot", "resolve_models"]
@@ -99,10 +98,10 @@ def _download(name: str, revision: str | None, cache: Path, local_files_only: bo
 
 def _commit_before(config: Config) -> str | None:
     """The commit that the run of this name began with, if it goes on and was given the same name of the hub."""
-    known = config.run_directory / "config.yaml"
-    if config.resume == "never" or not known.exists():
-        return None
-    place = in_cache(read_yaml(known)["model"]["path"])
+    before = config_before(config)
+    model = before.get("model") if isinstance(before, dict) else None
+    path = model.get("path") if isinstance(model, dict) else None
+    place = in_cache(path) if isinstance(path, str) else None
     return place["commit"] if place is not None and f"{place['owner']}/{place['name']}" == config.model.path else None
 
 

@@ -370,3 +370,11 @@ def test_a_place_that_cannot_be_written_is_named_with_the_way_out(tmp_path, monk
     monkeypatch.setattr("asyncrl.directory.append_to", refuse)
     with pytest.raises(ConfigError, match=f"run directory {tmp_path / 'run'} cannot be written: {why}; set runs_root or ASYNCRL_RUNS"):
         RunDirectory(config(tmp_path, resume="auto"))
+
+
+@pytest.mark.parametrize("line", [b'{"event"', b"5", b"{}", b"null", b"\x80", b"[" * 100_000], ids=["cut", "number", "empty", "null", "bytes", "deep"])
+def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
+    with RunDirectory(config(tmp_path, resume="auto")) as directory:
+        (directory.path / "metrics.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 1 is .*; remove that line"):
+        RunDirectory(config(tmp_path, resume="auto"))

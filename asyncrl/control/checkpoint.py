@@ -23,9 +23,9 @@ from asyncrl.runtime.files import append_to, explain_disk_full, make_directory, 
 
 __all__ = ["Checkpoints", "NoCheckpoint", "State", "UnreadableCheckpoint"]
 
-STEP = re.compile(r"step_\d+")
+STEP = re.compile(r"step_[0-9]+")
 """Names of checkpoints. Whatever else lies beside them is somebody else's."""
-UNFINISHED = re.compile(r"\.step_\d+\.\d+|\.replaced\.step_\d+")
+UNFINISHED = re.compile(r"\.step_[0-9]+\.[0-9]+|\.replaced\.step_[0-9]+")
 ABANDONED = "ABANDONED"
 """Marks a committed checkpoint of an attempt that was gone back from."""
 
@@ -239,8 +239,7 @@ class Checkpoints:
 
 
 def _version(path: Path) -> int:
-    number = path.name.removeprefix("step_")
-    return int(number) if number.isdigit() else -1
+    return int(path.name.removeprefix("step_")) if STEP.fullmatch(path.name) else -1
 
 
 def _inside(directory: Path, name: str) -> Path:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import filelock
 import httpx2
+import yaml
 from huggingface_hub import (
     HfApi,
     constants,
@@ -33,7 +34,7 @@ from asyncrl.config import HUB_CACHE, Config, ConfigError, Source, sources_of
 from asyncrl.data.splits import data_files
 from asyncrl.runtime.yaml_files import read_yaml
 
-__all__ = ["fetch_dataset", "resolve_data"]
+__all__ = ["config_before", "fetch_dataset", "resolve_data"]
 
 README = "README.md"
 UNREACHABLE = (httpx2.TransportError, ConnectionError, LocalEntryNotFoundError)
@@ -49,14 +50,14 @@ def resolve_data(config: Config) -> Config:
     A run that goes on keeps the commits that it began with.
 
     Raises:
-        ConfigError: a dataset cannot be fetched and is not in the cache, or has no such split.
+        ConfigError: a dataset cannot be fetched and is not in the cache, or has no such split; or the config that the run began with cannot be read.
     """
-    before = _commits_before(config)
+    commits = functools.cache(functools.partial(_commits_before, config))
 
     def located(data: Data, field: str) -> Data:
         if data is None or not any(source.on_hub for source in sources_of(data)):
             return data
-        return tuple(_located(source, field, before) for source in sources_of(data))
+        return tuple(_located(source, field, commits) for source in sources_of(data))
 
     sets = {name: one.model_copy(update={"data": located(one.data, f"eval.sets.{name}.data")}) for name, one in config.eval.sets.items()}
     evaluation = {"data": located(config.eval.data, "eval.data"), "sets": sets}
@@ -71,11 +72,11 @@ def resolve_data(config: Config) -> Config:
     )
 
 
-def _located(source: Source, field: str, before: Mapping[str, str]) -> Source:
+def _located(source: Source, field: str, commits: Callable[[], Mapping[str, str]]) -> Source:
     if not source.on_hub:
         return source
     split = source.split or "train"
-    revision = source.revision or before.get(source.path)
+    revision = source.revision or commits().get(source.path)
     folder = fetch_dataset(source.path, split, source.subset, revision, field=field)
     return source.model_copy(update={"path": str(folder), "split": split, "revision": None})
 
@@ -155,13 +156,26 @@ def _literal(name: str) -> str:
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
+def config_before(config: Config) -> Any:
+    """What config.yaml of the run of this name holds, if that goes on; None: a new one begins.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    known = config.run_directory / "config.yaml"
+    if config.resume == "never" or not known.exists():
+        return None
+    try:
+        return read_yaml(known)
+    except (OSError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{known} cannot be read ({why}), and only it says which commits of the hub the run has; put it back, or set revision") from None
+
+
 def _commits_before(config: Config) -> dict[str, str]:
     """Name → commit of the datasets that the run of this name began with, if it goes on."""
-    known = config.run_directory / "config.yaml"
-    if config.resume == "never" or not known.is_file():
-        return {}
     commits: dict[str, str] = {}
-    waiting: list[Any] = [read_yaml(known)]
+    waiting: list[Any] = [config_before(config)]
     while waiting:
         item = waiting.pop()
         if isinstance(item, dict | list):

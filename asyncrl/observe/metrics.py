@@ -86,14 +86,18 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
     path = directory / METRICS_FILE
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
+    with open_regular(path) as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is no JSON record ({error.msg}); remove that line") from None
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                raise ValueError(f"{path}, line {number} is no JSON record ({why}); remove that line") from None
+            if not isinstance(record, dict) or "event" not in record:
+                raise ValueError(f"{path}, line {number} is a record without an event; remove that line")
+            yield record
 
 
 def _end_last_line(path: Path, appending: IO[str]) -> None:

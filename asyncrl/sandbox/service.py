@@ -155,7 +155,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(404, {"error": "GET /level or POST /run"})
             return
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MOST_BODY:
+        if not length.isdecimal() or int(length) > MOST_BODY:
             self._answer(413, {"error": f"the body needs a Content-Length of at most {MOST_BODY} bytes, not {length[:20]!r}"})
             return
         try:

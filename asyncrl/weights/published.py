@@ -269,7 +269,7 @@ def _not_loaded(name: str, model: PreTrainedModel) -> bool:
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Layer 2 before layer 10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def test_the_event_loop_is_free_while_a_checkpoint_is_written(tmp_path, monkeypa
 
 def test_rotation_deletes_checkpoints_and_nothing_else(tmp_path):
     """Whatever else lies there is somebody else's, also under a name that begins alike."""
-    others = ["step_backup", "step_1x", ".step_000001.copy", ".step_000009", ".replaced.by_hand", "step_000001_kept"]
+    others = ["step_backup", "step_1x", ".step_000001.copy", ".step_000009", ".replaced.by_hand", "step_000001_kept", "step_²", "step_٠", ".step_٠.٠"]
     checkpoints = Checkpoints(tmp_path, keep=1)
     for name in others:
         (tmp_path / name).mkdir()

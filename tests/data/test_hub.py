@@ -18,6 +18,7 @@ from asyncrl.config import ConfigError, Source, sources_of
 from asyncrl.data import hub
 from asyncrl.data.hub import fetch_dataset, resolve_data
 from asyncrl.data.sources import read_sources
+from asyncrl.snapshot import resolve_models
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 README = "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train-*}\n  - {split: test, path: main/test-*}\n---\n"
@@ -180,3 +181,17 @@ def test_every_setting_that_names_data_may_name_a_dataset_and_a_run_that_goes_on
     for resume in ("must", "never"):
         resolve_data(config.model_copy(update={"resume": resume}))
     assert asked == [COMMIT] * 4 + [None] * 4
+
+
+def test_a_config_of_the_run_before_that_is_damaged_matters_to_names_of_the_hub_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "fetch_dataset", lambda name, split, subset, revision, field: tmp_path)
+    local, named = (small_config(runs_root=str(tmp_path), resume="auto", data={"train": data, "max_prompt_length": 8}) for data in ("a.jsonl", "someone/sums"))
+    local.run_directory.mkdir()
+    (local.run_directory / "config.yaml").write_text("data: [")
+    assert resolve_models(local).data == local.data
+    with pytest.raises(ConfigError, match=r"config.yaml cannot be read \(.*only it says which commits of the hub"):
+        resolve_data(named)
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read"):
+        resolve_models(local.model_copy(update={"model": local.model.model_copy(update={"path": "someone/model"})}))
+    (local.run_directory / "config.yaml").write_text("[model]")
+    resolve_data(named)
