@@ -17,16 +17,20 @@ __all__ = [
     "MARK",
     "as_json",
     "column_values",
+    "damaged",
     "encode_column",
     "is_json",
     "json_field",
     "row_values",
     "uncarried",
+    "unreadable",
     "without_absent",
 ]
 
 MARK = {b"asyncrl": b"json"}
 """Metadata of a field whose strings are JSON text."""
+ROWS_AT_ONCE = 4096
+"""Rows whose values a check has in memory at once."""
 MAPS_AS_DICTS: dict[str, Any] = {"maps_as_pydicts": "strict"}
 
 
@@ -137,6 +141,46 @@ def uncarried(kind: pa.DataType) -> str | None:
         or types.is_duration(kind)
     )
     return None if plain else f"has type {kind}, which asyncrl does not carry; cast it"
+
+
+def damaged(column: pa.ChunkedArray) -> str | None:
+    """Why the column is no whole Arrow column, such as text that is not UTF-8; None if it is."""
+    try:
+        column.validate(full=True)
+    except pa.ArrowException as error:
+        return f"is damaged ({' '.join(str(error).split())}); write the file again"
+    return None
+
+
+def unreadable(column: pa.ChunkedArray) -> str | None:
+    """Why Python cannot have one of the values, though it can have others of the type; None if it can have all.
+
+    A map may have a key twice, a time lie outside the years 1 to 9999, a time zone be unknown here.
+    """
+    if not _may_be_unreadable(column.type):
+        return None
+    for first in range(0, len(column), ROWS_AT_ONCE):
+        block = column.slice(first, ROWS_AT_ONCE)
+        try:
+            block.to_pylist(**MAPS_AS_DICTS)
+        except (LookupError, ValueError, ArithmeticError):
+            row, why = next(found for found in enumerate(map(_why_unreadable, block), first) if found[1])
+            return f"in row {row} holds a value that Python cannot have ({why}); correct it, or leave the row out"
+    return None
+
+
+def _may_be_unreadable(kind: pa.DataType) -> bool:
+    if pa.types.is_map(kind) or pa.types.is_temporal(kind):
+        return True
+    return any(_may_be_unreadable(kind.field(place).type) for place in range(kind.num_fields))
+
+
+def _why_unreadable(value: pa.Scalar) -> str | None:
+    try:
+        value.as_py(**MAPS_AS_DICTS)
+    except (LookupError, ValueError, ArithmeticError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _first(reasons: Iterable[str | None]) -> str | None:

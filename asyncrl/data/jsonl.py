@@ -58,8 +58,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 raise ValueError(
                     f"line {number} is longer than {MOST_ROW_BYTES >> 20} MiB, the most that one row may have; shorten its values, or leave the row out"
                 )
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
+            # Files that were joined have marks inside as well.
+            line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.isspace():
                 yield number, line
 
@@ -68,13 +68,32 @@ def _parsed(line: bytes, number: int) -> dict[str, Any]:
     if line.lstrip().startswith(b"["):
         raise ValueError(f"line {number} begins a JSON array; write one object in each line")
     try:
-        row = json.loads(line)
+        row = DECODER.decode(line.decode())
     except (ValueError, RecursionError) as error:
-        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        why = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            why = error.msg
+        elif isinstance(error, UnicodeDecodeError):
+            why = f"it is not UTF-8 ({why})"
         raise ValueError(f"line {number} cannot be read as JSON: {why}") from None
+    if row == {}:
+        raise ValueError(f"line {number} holds an object without keys; leave it out")
     if isinstance(row, dict):
         return row
     raise ValueError(f"line {number} holds no JSON object; write one object in each line")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Which of two values of one key was meant would be a guess."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!a} stands twice in an object; keep one")
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _table(rows: list[dict[str, Any]], places: list[int]) -> pa.Table:

@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from asyncrl.config import ConfigError, Source, sources_of
-from asyncrl.contracts.columns import MARK, as_json, is_json, uncarried
+from asyncrl.contracts.columns import MARK, as_json, damaged, is_json, uncarried, unreadable
 from asyncrl.data.jsonl import MOST_ROW_BYTES, read_jsonl
-from asyncrl.data.splits import folder_files
+from asyncrl.data.splits import folder_files, is_data_file
 from asyncrl.runtime import parquet
 
 __all__ = ["SOURCE_COLUMN", "Rows", "RowsByNumber", "SourceRows", "files_of", "read_sources"]
@@ -72,9 +72,12 @@ def read_sources(value: str | Sequence[Source], field: str = "data.train", promp
             raise ConfigError(f"{field} = {source.path!r} has no rows; give a file with at least one prompt")
         tables.append(_with_prompt_column(table, source, prompt_column, field))
         found.append(SourceRows(source.label, table.num_rows, len(files), source.weight))
+    for table, one in zip(tables, found, strict=True):
+        if SOURCE_COLUMN in table.column_names:
+            raise ConfigError(f"{field}: source {one.name!r} has a column {SOURCE_COLUMN!r}, a name that asyncrl uses for the sources of rows; rename it")
     if len(sources) == 1:
         return Rows(tables[0], tuple(found))
-    tables = [_named(table, one.name, field) for table, one in zip(tables, found, strict=True)]
+    tables = [_named(table, one.name) for table, one in zip(tables, found, strict=True)]
     return Rows(_unified(tables, field), tuple(found))
 
 
@@ -106,7 +109,7 @@ def files_of(source: Source, field: str) -> list[Path]:
 def _read_file(path: Path, field: str) -> list[pa.Table]:
     """The rows of a file as tables that may differ in columns and types."""
     try:
-        if path.suffix not in (".parquet", ".pq"):
+        if path.suffix.lower() not in (".parquet", ".pq"):
             return read_jsonl(path)
         table = parquet.read_table(path)
     except parquet.ExtensionTypeError as error:
@@ -115,7 +118,8 @@ def _read_file(path: Path, field: str) -> list[pa.Table]:
         why = " ".join(str(error).split())
         raise ConfigError(f"{field} = {str(path)!r} cannot be read as Parquet (*.parquet) or JSONL ({why})") from None
     except ValueError as error:
-        raise ConfigError(f"{field} = {str(path)!r}: {error}") from None
+        kind = "" if is_data_file(path.name) else "; asyncrl reads Parquet and JSONL, so convert it"
+        raise ConfigError(f"{field} = {str(path)!r}: {error}{kind}") from None
     _refuse_large_rows(table, path, field)
     return [_carried(table, path, field)]
 
@@ -145,6 +149,8 @@ def _carried(table: pa.Table, path: Path, field: str) -> pa.Table:
             raise ConfigError(f"{field} = {str(path)!r}: column {stored.name!r} {reason}")
         if pa.types.is_dictionary(stored.type):
             column = column.cast(stored.type.value_type)
+        if reason := damaged(column) or unreadable(column):
+            raise ConfigError(f"{field} = {str(path)!r}: column {stored.name!r} {reason}")
         columns.append(column)
     fields = [pa.field(name, column.type) for name, column in zip(names, columns, strict=True)]
     return pa.Table.from_arrays(columns, schema=pa.schema(fields))
@@ -164,9 +170,7 @@ def _with_prompt_column(table: pa.Table, source: Source, wanted: str, field: str
     return table.rename_columns([wanted if name == named else name for name in table.column_names])
 
 
-def _named(table: pa.Table, name: str, field: str) -> pa.Table:
-    if SOURCE_COLUMN in table.column_names:
-        raise ConfigError(f"{field}: source {name!r} has a column {SOURCE_COLUMN!r}, a name that asyncrl uses where there are several sources; rename it")
+def _named(table: pa.Table, name: str) -> pa.Table:
     names = pa.array([name], pa.string()).take(pa.array(np.zeros(table.num_rows, np.int32)))
     return table.append_column(SOURCE_COLUMN, names)
 

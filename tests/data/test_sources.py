@@ -175,13 +175,65 @@ def test_what_cannot_travel_is_refused_before_a_worker_meets_it(tmp_path, monkey
         ('{"prompt": "a", "n": ' + "9" * 5000 + "}\n", "line 1 cannot be read as JSON: Exceeds the limit"),
         ('{"prompt": "a", "n": ' + "[" * 100_000 + "}\n", "line 1 cannot be read as JSON"),
         ("   \n\n", "has no rows"),
+        ('{"prompt": "a"}\n{"prompt": "b", "n": {"k": 1, "k": 2}}\n', "line 2 cannot be read as JSON: the key 'k' stands twice in an object; keep one"),
+        ("{}\n", "line 1 holds an object without keys; leave it out"),
+        ('{"prompt": "\ufeffa"}\n'.encode("utf-16").decode("latin-1"), "line 1 cannot be read as JSON: it is not UTF-8"),
     ],
 )
 def test_a_line_that_is_no_row_is_named(tmp_path, text, message):
-    (tmp_path / "rows.jsonl").write_text(text)
+    (tmp_path / "rows.jsonl").write_bytes(text.encode("latin-1" if text.startswith("ÿþ") else "utf-8"))
     with pytest.raises(ConfigError, match=message) as raised:
         read_sources(str(tmp_path / "rows.jsonl"))
     assert "\n" not in str(raised.value)
+
+
+UNREADABLE = {
+    "a key twice": (pa.array([{}, [("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64())), "column 'x' in row 1 holds a value that Python cannot have"),
+    "a key twice, deep": (pa.array([[], [[("k", 1), ("k", 2)]]], pa.list_(pa.map_(pa.string(), pa.int64()))), "column 'x' in row 1 holds"),
+    "after the year 9999": (pa.array([0, 2**62], pa.timestamp("us")), r"column 'x' in row 1 holds .*out of range"),
+    "before the year 1": (pa.array([0, -(2**40)], pa.timestamp("s")), "column 'x' in row 1 holds"),
+    "a date": (pa.array([0, 2**30], pa.date32()), "column 'x' in row 1 holds"),
+    "a duration": (pa.array([0, 2**62], pa.duration("s")), "column 'x' in row 1 holds"),
+    "a zone": (pa.array([None, 1], pa.timestamp("us", tz="Mars/Base")), "column 'x' in row 1 holds .*Mars/Base"),
+    "a struct": (pa.array([None, {"when": 2**62}], pa.struct([("when", pa.timestamp("us"))])), "column 'x' in row 1 holds"),
+}
+
+
+def not_utf8(lists=False):
+    offsets = pa.array([0, 1, 2], pa.int32())
+    text = pa.Array.from_buffers(pa.string(), 2, [None, offsets.buffers()[1], pa.py_buffer(b"a\xff")])
+    return pa.ListArray.from_arrays(offsets, text) if lists else text
+
+
+@pytest.mark.parametrize(("column", "message"), UNREADABLE.values(), ids=UNREADABLE)
+def test_values_that_python_cannot_have_are_refused_before_a_worker_meets_them(tmp_path, column, message):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"], "x": column}), path)
+    with pytest.raises(ConfigError, match=message):
+        read_sources(str(path))
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_parquet_text_that_is_not_utf8_is_refused_with_its_column(tmp_path, lists):
+    pq.write_table(pa.table({"prompt": ["a", "b"], "x": not_utf8(lists)}), tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match=r"rows.parquet': column 'x' is damaged .*UTF8"):
+        read_sources(str(tmp_path / "rows.parquet"))
+
+
+def test_a_suffix_in_capitals_is_a_suffix(tmp_path):
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "TRAIN.PARQUET")
+    assert read_sources(str(tmp_path)).table["prompt"].to_pylist() == ["a"]
+
+
+def test_a_file_of_another_kind_is_told_what_is_read(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,answer\na,b\n")
+    with pytest.raises(ConfigError, match=r"rows.csv': line 1 cannot be read as JSON: Expecting value; asyncrl reads Parquet and JSONL, so convert it"):
+        read_sources(str(tmp_path / "rows.csv"))
+
+
+def test_a_column_named_as_the_sources_is_refused_also_with_one_source(tmp_path):
+    with pytest.raises(ConfigError, match="has a column 'source_name', a name that asyncrl uses"):
+        read_sources(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "source_name": {"not": "a name"}}]))
 
 
 def test_a_row_may_have_any_size_up_to_the_limit_and_beyond_it_the_error_says_so(tmp_path, monkeypatch):
