@@ -276,9 +276,9 @@ class SandboxConfig(Section):
     """Absolute path of the programs' interpreter. Default: the one that runs asyncrl, without the packages of its environment."""
     paths: list[Annotated[str, Field(pattern="^/")]] = []
     """Absolute paths of folders that programs may read and import from, besides the system's."""
-    wall_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    wall_s: float = Field(default=10.0, gt=0)
     """Seconds on the clock for the tests of one completion."""
-    cpu_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    cpu_s: float = Field(default=10.0, gt=0)
     """Seconds of processor time for them."""
     memory_bytes: int = Field(default=1 << 30, gt=0)
     """Address space of one process, and memory of all processes of one completion."""

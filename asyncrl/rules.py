@@ -79,6 +79,7 @@ def check_rules(config: Config) -> None:
     _sources_hold(config)
     _arithmetic_holds(config)
     _algorithm_holds(config)
+    _kl_holds(config)
     _kept_tokens_fit(config)
     _everything_acts(config)
 
@@ -279,6 +280,44 @@ def _algorithm_holds(config: Config) -> None:
         )
     if algorithm.dual_clip is not None and (algorithm.loss != "ppo" or algorithm.old_policy == "learner"):
         raise ValueError(f"algorithm.dual_clip = {algorithm.dual_clip:g} acts only on loss: ppo with a ratio other than 1; leave it out")
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1 + algorithm.eps_clip_high:
+        raise ValueError(
+            f"algorithm.dual_clip = {algorithm.dual_clip:g} is within the clip itself, 1 + eps_clip_high = {1 + algorithm.eps_clip_high:g}; it bounds ratios "
+            "beyond it: 3 is usual"
+        )
+    if algorithm.correction.sequence_mask_above is not None and algorithm.advantage == "gae":
+        raise ValueError(
+            "algorithm.correction.sequence_mask_above judges a trajectory by its one advantage, and advantage: gae has one for each token; leave it out"
+        )
+    if algorithm.filter_zero_variance and algorithm.advantage in ("reinforce_plus_plus", "gae"):
+        raise ValueError(f"algorithm.filter_zero_variance drops groups that advantage: {algorithm.advantage} learns from; leave one of them out")
+    if config.reward.shuffle and config.reward.per_token and algorithm.advantage == "gae":
+        raise ValueError(
+            "reward.shuffle permutes rewards between trajectories, and those of a function with per_token: true belong to the tokens of theirs; leave one of "
+            "them out, or use another advantage than gae"
+        )
+    negative = [name for name, function in config.reward.functions.items() if function.weight < 0]
+    if algorithm.advantage == "maxrl" and (negative or config.reward.overlong_buffer or algorithm.kl_coef):
+        raise ValueError(
+            f"algorithm.advantage: maxrl is defined for rewards of 0 and above; reward.overlong_buffer, kl_coef or a negative weight ({negative}) can make "
+            "them negative: leave those out, or use grpo or rloo"
+        )
+    if config.reward.overlong_buffer > config.rollout.max_completion_length:
+        raise ValueError(
+            f"reward.overlong_buffer = {config.reward.overlong_buffer} is above rollout.max_completion_length = {config.rollout.max_completion_length}; "
+            "it is a part of it"
+        )
+    if not algorithm.corrected and config.staleness.max_staleness > 0 and not algorithm.allow_uncorrected:
+        raise ValueError(
+            f"algorithm.loss = {algorithm.loss!r} with old_policy: {algorithm.old_policy} and correction.truncation: none is uncorrected, and "
+            f"staleness.max_staleness = {config.staleness.max_staleness} trains stale tokens; set algorithm.correction.truncation: token, or "
+            "algorithm.allow_uncorrected: true if you mean it"
+        )
+
+
+def _kl_holds(config: Config) -> None:
+    """The KL divergence from the reference is in one place, where its gradient is right."""
+    algorithm = config.algorithm
     if algorithm.kl_coef and algorithm.kl_loss_coef:
         raise ValueError(
             f"algorithm.kl_coef = {algorithm.kl_coef:g} (in the reward) and algorithm.kl_loss_coef = {algorithm.kl_loss_coef:g} (in the loss) are two "
@@ -294,49 +333,16 @@ def _algorithm_holds(config: Config) -> None:
             f"algorithm.kl_coef = {algorithm.kl_coef:g} takes the divergence from the trajectory's reward as one sum, and advantage: {algorithm.advantage} "
             "is defined with each token's own part; use kl_loss_coef in its place"
         )
-    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1 + algorithm.eps_clip_high:
-        raise ValueError(
-            f"algorithm.dual_clip = {algorithm.dual_clip:g} is within the clip itself, 1 + eps_clip_high = {1 + algorithm.eps_clip_high:g}; it bounds ratios "
-            "beyond it: 3 is usual"
-        )
     if algorithm.kl_coef and algorithm.filter_zero_variance:
         raise ValueError("algorithm.filter_zero_variance looks at rewards that kl_coef makes all different; use kl_loss_coef, or leave one of them out")
-    if algorithm.correction.sequence_mask_above is not None and algorithm.advantage == "gae":
-        raise ValueError(
-            "algorithm.correction.sequence_mask_above judges a trajectory by its one advantage, and advantage: gae has one for each token; leave it out"
-        )
     if algorithm.ref_load is not None and not algorithm.has_reference:
         raise ValueError(f"algorithm.ref_load = {algorithm.ref_load!r} has no KL term to serve; set algorithm.kl_coef or kl_loss_coef, or leave it out")
     if algorithm.has_reference and algorithm.ref_load is None and config.warm_start.data is not None:
         raise ValueError(
             "a KL term with warm_start would hold the policy to model.path as it was before the warm start; name the reference in algorithm.ref_load"
         )
-    if algorithm.filter_zero_variance and algorithm.advantage in ("reinforce_plus_plus", "gae"):
-        raise ValueError(f"algorithm.filter_zero_variance drops groups that advantage: {algorithm.advantage} learns from; leave one of them out")
-    if config.reward.shuffle and config.reward.per_token and algorithm.advantage == "gae":
-        raise ValueError(
-            "reward.shuffle permutes rewards between trajectories, and those of a function with per_token: true belong to the tokens of theirs; leave one of "
-            "them out, or use another advantage than gae"
-        )
-    negative = [name for name, function in config.reward.functions.items() if function.weight < 0]
-    if algorithm.advantage == "maxrl" and (negative or config.reward.overlong_buffer or algorithm.kl_coef):
-        raise ValueError(
-            f"algorithm.advantage: maxrl is defined for rewards of 0 and above; reward.overlong_buffer, kl_coef or a negative weight ({negative}) can make "
-            "them negative: leave those out, or use grpo or rloo"
-        )
     if algorithm.kl_coef and algorithm.kl_estimator != "k1":
         raise ValueError(
             f"algorithm.kl_coef = {algorithm.kl_coef:g} with kl_estimator: {algorithm.kl_estimator}: as a reward only k1 has the gradient of the divergence "
             "(k3's vanishes near the reference); set algorithm.kl_estimator: k1, or use kl_loss_coef in place of kl_coef"
-        )
-    if config.reward.overlong_buffer > config.rollout.max_completion_length:
-        raise ValueError(
-            f"reward.overlong_buffer = {config.reward.overlong_buffer} is above rollout.max_completion_length = {config.rollout.max_completion_length}; "
-            "it is a part of it"
-        )
-    if not algorithm.corrected and config.staleness.max_staleness > 0 and not algorithm.allow_uncorrected:
-        raise ValueError(
-            f"algorithm.loss = {algorithm.loss!r} with old_policy: {algorithm.old_policy} and correction.truncation: none is uncorrected, and "
-            f"staleness.max_staleness = {config.staleness.max_staleness} trains stale tokens; set algorithm.correction.truncation: token, or "
-            "algorithm.allow_uncorrected: true if you mean it"
         )

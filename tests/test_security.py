@@ -314,7 +314,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         (BOMB, "its aliases stand for more than 100,000 values"),
         ("name: &a [*a]\n", "an alias stands inside what it names"),
-        ("name: " + "[" * 2000 + "]" * 2000, "deep inside one another"),
+        ("name: " + "[" * 600 + "]" * 600, "deep inside one another"),
         ("name: " + "[" * 100 + "]" * 100, "more than 64 deep"),
         ("# " + "x" * (5 << 20), "characters, above"),
         ("seed: " + "9" * 5000, "a number has 5,000 digits"),
