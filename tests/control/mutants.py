@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant("one group more than the limit runs", CONCURRENCY, "return running < int(self.limit)", "return running <= int(self.limit)"),
     Mutant("publishes during an evaluation", COORDINATOR, "lambda: not self.flips_held and (self.in_publication", "lambda: (self.in_publication"),
     Mutant("an evaluation takes no replica of its own", COORDINATOR, "else await self.parts.weights.hold(version)", "else None"),
-    Mutant("the last evaluation takes a replica of its own", COORDINATOR, "None if in_flight or last else", "None if in_flight else"),
+    Mutant("the last evaluation takes a replica of its own", COORDINATOR, "None if in_flight or last or", "None if in_flight or"),
     Mutant("publishing waits although a replica keeps the version", COORDINATOR, "holds_flips=replica is None and not in_flight", "holds_flips=not in_flight"),
     Mutant("publishing waits for an evaluation in flight", COORDINATOR, "holds_flips=replica is None and not in_flight", "holds_flips=replica is None"),
     Mutant("the replica of an evaluation is never let go", COORDINATOR, "await self.parts.weights.release(replica)", "pass"),
