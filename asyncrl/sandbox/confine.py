@@ -33,7 +33,8 @@ WARDEN_ID, PROGRAM_ID = 65533, 65534
 """User and group ids inside the user namespace."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 """Readable inside, where they exist: what programs need to start. No other file of /etc is."""
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+"""No /dev/zero: mapped as shared, it is memory that no count sees."""
 ROOT_TMPFS = "size=1m,nr_inodes=1024,mode=0755"
 LOOK_EVERY_S = 0.1
 """How often the warden looks at the folder where no file system of its own bounds it."""
@@ -135,7 +136,7 @@ def _first_process(job: Job, users: Users | None, ends: Ends) -> NoReturn:
 
 
 def _build_root(job: Job) -> None:
-    """A root of our own: system folders read-only, five devices, an empty folder, no /proc."""
+    """A root of our own: system folders read-only, four devices, an empty folder, no /proc."""
     kernel.mount_private()
     kernel.mount_tmpfs(job.base, ROOT_TMPFS)
     os.mkdir(job.base + HOST)

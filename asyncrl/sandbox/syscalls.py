@@ -39,7 +39,7 @@ getpriority 140 141, getrandom 318 278, getresgid 120 150, getresuid 118 148, ge
 getrusage 98 165, getsid 124 156, getsockname 51 204, getsockopt 55 209, gettid 186 178,
 gettimeofday 96 169, getuid 102 174, kill 62 129, link 86 -, linkat 265 37, lseek 8 62,
 lstat 6 -, madvise 28 233, membarrier 324 283, mkdir 83 -, mkdirat 258 34, mknod 133 -,
-mknodat 259 33, mmap 9 222, mprotect 10 226, mremap 25 216, msync 26 227, munmap 11 215,
+mknodat 259 33, mprotect 10 226, mremap 25 216, msync 26 227, munmap 11 215,
 nanosleep 35 101, newfstatat 262 79, open 2 -, openat 257 56, openat2 437 437, pause 34 -,
 pipe 22 -, pipe2 293 59, poll 7 -, ppoll 271 73, pread64 17 67, preadv 295 69, preadv2 327 286,
 pselect6 270 72, pwrite64 18 68, pwritev 296 70, pwritev2 328 287, read 0 63, readahead 187 213,
@@ -61,7 +61,7 @@ unlinkat 263 35, vfork 58 -, wait4 61 260, waitid 247 95, write 1 64, writev 20 
 """Allowed with any arguments."""
 
 CHECKED = _parse("""
-clone 56 220, ioctl 16 29, prctl 157 167, prlimit64 302 261, sendto 44 206, socketpair 53 199
+clone 56 220, ioctl 16 29, mmap 9 222, prctl 157 167, prlimit64 302 261, sendto 44 206, socketpair 53 199
 """)
 """Allowed with some arguments only: `_checks` has the rules."""
 
@@ -88,6 +88,8 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 CLONE_NAMESPACES = 0x7E020080
 """All CLONE_NEW* flags, time namespaces included."""
 AF_UNIX, SOCK_STREAM, SOCK_TYPES = 1, 1, 0xF
+MAP_KIND_OR_ANONYMOUS, SHARED_ANONYMOUS = 0x2F, (0x21, 0x23)
+"""mmap flags: what tells them apart, and MAP_SHARED or MAP_SHARED_VALIDATE with MAP_ANONYMOUS."""
 TERMINAL_QUESTIONS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
 """ioctl: TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2."""
 PRCTL_OPTIONS = (3, 15, 16, 21, 23, 39, 0x53564D41)
@@ -175,6 +177,12 @@ def _checks(name: str) -> list[Instruction]:
         # Without an address this is send(). Both halves of the pointer must be zero.
         low = [*_argument(4), (JUMP_EQUAL, 1, 0, 0), (RETURN, 0, 0, ERRNO | EPERM)]
         return [*low, (LOAD, 0, 0, ARGUMENTS_AT + 8 * 4 + 4), *_allow_if_one_of((0,), EPERM)]
+    if name == "mmap":
+        # Pages of shared memory outlive a part's unmapping, in no process's count. A file's pages are the folder's.
+        denied: list[Instruction] = []
+        for flags in SHARED_ANONYMOUS:
+            denied += [(JUMP_EQUAL, 0, 1, flags), (RETURN, 0, 0, ERRNO | EPERM)]
+        return [*_argument(3, AND, MAP_KIND_OR_ANONYMOUS), *denied, (RETURN, 0, 0, ALLOW)]
     if name == "prlimit64":
         return [*_argument(0), *_allow_if_one_of((0,), EPERM)]
     if name == "ioctl":

@@ -56,7 +56,6 @@ ENDS_ALIKE = {
     "forks, counted": {"exited", "processes"},
     "threads": {"exited", "processes"},
     "memory of many": {"memory"},
-    "shared memory": {"memory"},
     "large files": {"wall", "disk"},
     "many files": {"wall", "files"},
     "deleted files": {"wall", "disk"},
@@ -154,6 +153,7 @@ def test_bombs_end_and_leave_nothing(attacked, level, user):
     assert {bombs[name]["status"] for name in ("forks, counted", "threads")} == {"exited"} or not exact
     assert bombs["threads"]["stdout"] == "refused\n" or not exact
     assert bombs["memory of one"]["exit_code"] == 1 and "MemoryError" in bombs["memory of one"]["stderr"]
+    assert bombs["shared memory"]["stdout"] == "refused\nrefused\n"
     assert bombs["one large file"]["exit_code"] in (1, None)
     assert bombs["war on the warden"]["stdout"] == "alive\n"
     assert bombs["core"]["stdout"] == "False []\n" and bombs["closed folders"]["stdout"] == "left\n" and bombs["survivors"]["stdout"] == "done\n"
