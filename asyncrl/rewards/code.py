@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl.config import SandboxConfig
@@ -24,7 +24,8 @@ __all__ = ["code_block", "code_tests", "configured_sandbox", "passes", "sandbox_
 SETTINGS = "ASYNCRL_SANDBOX"
 """Variable that carries the settings from the process that has the config to reward processes."""
 
-FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+FENCE = "```"
+LANGUAGE = re.compile(r"[\w+-]*")
 PYTHON = ("", "python", "py", "python3")
 
 ASSERTIONS = """
@@ -82,8 +83,23 @@ async def code_tests(completions: Sequence[str], tests: Sequence[Any], **_: Any)
 
 def code_block(completion: str) -> str | None:
     """The last fenced block that is Python or names no language; None: there is none."""
-    blocks = [code for language, code in FENCED.findall(completion) if language.lower() in PYTHON]
+    blocks = [code for language, code in _fenced(completion) if language.lower() in PYTHON]
     return textwrap.dedent(blocks[-1]) if blocks else None
+
+
+def _fenced(text: str) -> Iterator[tuple[str, str]]:
+    """(Language, code) of each closed block. Line by line: a regular expression over all of a degenerate text takes minutes."""
+    language, code = None, []
+    for line in text.split("\n"):
+        bare = line.strip(" \t\r")
+        if language is None:
+            if bare.startswith(FENCE):
+                language, code = LANGUAGE.match(bare[len(FENCE) :].lstrip(" \t"))[0], []  # type: ignore[index]
+        elif bare == FENCE:
+            yield language, "".join(f"{one}\n" for one in code)
+            language = None
+        else:
+            code.append(line)
 
 
 def read_tests(tests: Any) -> list[str] | list[tuple[str, str]]:

@@ -34,7 +34,7 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ __all__ = [
     "check_rewards",
     "failed",
     "find_reward",
+    "finite_sum",
     "import_reward",
     "keyword_arguments",
     "with_notes",
@@ -185,7 +186,7 @@ def failed(function: str, error: BaseException) -> RewardError:
     """Whatever a reward raised, under its name and with the line that raised it. The traceback from the function on is a note."""
     if isinstance(error, MemoryError):
         return RewardError(f"reward function {function!r} asked for more memory than reward.memory_bytes leaves it; raise that, or free what is not used")
-    wrapped = RewardError(f"reward function {function!r} raised {type(error).__name__}: {_short(str(error))}{_place(error)}")
+    wrapped = RewardError(f"reward function {function!r} raised {type(error).__name__}: {_told(str, error)}{_place(error)}")
     if frames := _frames(error):
         wrapped.add_note("".join(["Traceback (most recent call last):\n", *traceback.format_list(frames[-MOST_FRAMES:])]).rstrip())
     return wrapped
@@ -195,6 +196,14 @@ def _short(text: str) -> str:
     """What fits a message and a column of text: no half characters, and not a megabyte."""
     text = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _told(of: Callable[[Any], str], value: Any) -> str:
+    """`str` or `repr` of what a reward gave, whose own code may raise."""
+    try:
+        return _short(of(value))
+    except Exception as error:
+        return f"(a {type(value).__name__} whose text cannot be had: {type(error).__name__})"
 
 
 def _place(error: BaseException) -> str:
@@ -216,6 +225,17 @@ def with_notes(error: BaseException) -> str:
 
 def check_rewards(function: str, values: Any, call: GroupCall, per_token: bool = False) -> FunctionRewards:
     """The rewards as floats and None. Raises ContractError unless `values` is what the contract allows for this group."""
+    try:
+        return _checked(function, values, call, per_token)
+    except ContractError:
+        raise
+    except Exception as error:
+        # Whatever an object of the reward's raises while it is read.
+        why = f"{type(error).__name__}: {_told(str, error)}"
+        raise ContractError(f"reward function {function!r} returned a {type(values).__name__} that cannot be read ({why}); return floats or None") from None
+
+
+def _checked(function: str, values: Any, call: GroupCall, per_token: bool) -> FunctionRewards:
     n = len(call.completions)
     if per_token:
         return _check_tokens(function, values, call)
@@ -223,12 +243,14 @@ def check_rewards(function: str, values: Any, call: GroupCall, per_token: bool =
         values = values.tolist()
     if not isinstance(values, Mapping):
         return FunctionRewards(_check_list(function, values, n))
-    if not values or not all(isinstance(name, str) and name and "/" not in name for name in values):
-        raise ContractError(f"reward function {function!r} returned a dict with the keys {_short(repr(list(values)))}; name its parts by strings without '/'")
+    if not values or not all(isinstance(name, str) and name and "/" not in name and name == _short(name) for name in values):
+        raise ContractError(
+            f"reward function {function!r} returned a dict with the keys {_short(repr(list(values)))}; name its parts by short strings without '/'"
+        )
     parts = {name: _check_list(f"{function}, part {name}", some, n) for name, some in values.items()}
     total = parts.pop(TOTAL, None)
     if total is None:
-        total = [None if None in row else sum(row) for row in zip(*parts.values(), strict=True)]  # type: ignore[arg-type]
+        total = _check_list(f"{function}, sum of parts", [None if None in row else sum(row) for row in zip(*parts.values(), strict=True)], n)  # type: ignore[arg-type]
     return FunctionRewards(total, parts)
 
 
@@ -244,7 +266,17 @@ def _check_tokens(function: str, values: Any, call: GroupCall) -> FunctionReward
         if None in checked:
             raise ContractError(f"reward function {function!r} returned None for a token of trajectory {index}; return None for the trajectory, or a number")
         tokens.append([value for value in checked if value is not None])
-    return FunctionRewards([None if some is None else math.fsum(some) for some in tokens], tokens=tokens)
+    return FunctionRewards(
+        _check_list(f"{function}, sum of tokens", [None if some is None else finite_sum(some) for some in tokens], len(tokens)), tokens=tokens
+    )
+
+
+def finite_sum(values: Iterable[float]) -> float:
+    """The exact sum; infinity if no float holds it."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # ValueError: of both infinities
+        return math.inf
 
 
 def _check_list(function: str, values: Any, n: int) -> list[float | None]:
@@ -253,7 +285,7 @@ def _check_list(function: str, values: Any, n: int) -> list[float | None]:
 
 
 def _check_length(function: str, values: Any, n: int, wanted: str) -> None:
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+    if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
         raise ContractError(f"reward function {function!r} returned {type(values).__name__}; return a list of {n} {wanted}")
     if len(values) != n:
         what = "tokens" if wanted.endswith("token") else "completions"
@@ -267,7 +299,13 @@ def _check_one(function: str, value: Any, index: int) -> float | None:
         return None
     if not isinstance(value, numbers.Real):
         fix = "return a float or None (one per token needs per_token: true)" if isinstance(value, list | tuple) else "return a float or None"
-        raise ContractError(f"reward function {function!r} returned {_short(repr(value))} ({type(value).__name__}) at index {index}; {fix}")
-    if not math.isfinite(value):
-        raise ContractError(f"reward function {function!r} returned {value!r} at index {index}; return a finite number, or None if it cannot be scored")
-    return float(value)
+        raise ContractError(f"reward function {function!r} returned {_told(repr, value)} ({type(value).__name__}) at index {index}; {fix}")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer above any float
+        number = math.inf
+    if not math.isfinite(number):
+        raise ContractError(
+            f"reward function {function!r} returned {_told(repr, value)} at index {index}; return a finite number, or None if it cannot be scored"
+        )
+    return number

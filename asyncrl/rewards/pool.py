@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 
 from asyncrl.config import RewardConfig
-from asyncrl.rewards.contract import ContractError, FunctionRewards, GroupCall, RewardError
+from asyncrl.rewards.contract import ContractError, FunctionRewards, GroupCall, RewardError, finite_sum
 from asyncrl.rewards.process import CANCEL_S, HEADER, Call, Cancel, Named, Setup
 from asyncrl.rewards.supervisor import command
 
@@ -74,7 +74,7 @@ def total_rewards(parts: Mapping[str, Sequence[float | None]], weights: Mapping[
 
 
 def _weighted_sum(weights: Sequence[float], rewards: Sequence[list[float] | None]) -> list[float]:
-    return [math.fsum(weight * value for weight, value in zip(weights, token, strict=True)) for token in zip(*(some or [] for some in rewards), strict=True)]
+    return [finite_sum(weight * value for weight, value in zip(weights, token, strict=True)) for token in zip(*(some or [] for some in rewards), strict=True)]
 
 
 class RewardPool:
@@ -156,7 +156,8 @@ class RewardPool:
                 given = await self._try(call)
                 rewards = self._allowed({name: one.rewards for name, one in given.items()})
                 parts = {f"{name}/{part}": values for name, one in given.items() for part, values in one.parts.items()}
-                return GroupRewards(rewards | parts, tokens=self._token_rewards(given))
+                tokens = self._token_rewards(given)
+                return GroupRewards(rewards | parts, tokens=tokens)
             except RewardError as error:
                 if config.policy == "fail":
                     raise
@@ -168,6 +169,8 @@ class RewardPool:
         """The rewards. Raises RewardError if a trajectory's total is below the least one that the advantage is defined for."""
         weights = {name: function.weight for name, function in self._config.functions.items()}
         totals = total_rewards(rewards, weights)
+        if not all(math.isfinite(total) for total in totals if total is not None):
+            raise RewardError(f"a total reward of {', '.join(self._config.functions)} is no finite number; return smaller rewards, or lower reward weights")
         below = min((total for total in totals if total is not None), default=0.0)
         if self._least is not None and below < self._least:
             raise RewardError(
@@ -183,7 +186,10 @@ class RewardPool:
         if not weighted:
             return None
         trajectories = zip(*(tokens for _, tokens in weighted), strict=True)
-        return [None if None in some else _weighted_sum([weight for weight, _ in weighted], some) for some in trajectories]
+        sums = [None if None in some else _weighted_sum([weight for weight, _ in weighted], some) for some in trajectories]
+        if not all(math.isfinite(value) for some in sums if some is not None for value in some):
+            raise RewardError(f"a token's reward of {', '.join(self._config.functions)} is no finite number; return smaller rewards, or lower reward weights")
+        return sums
 
     async def _try(self, call: GroupCall) -> dict[str, FunctionRewards]:
         """All functions side by side; the first that fails ends the others. Raises RewardError."""

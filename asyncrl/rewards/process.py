@@ -169,8 +169,10 @@ class _Process:
                 values = await reward(**arguments)
             else:
                 stage.in_thread = True
-                values = await asyncio.wrap_future(self._in_thread(lambda: reward(**arguments)))
+                values, error = await asyncio.wrap_future(self._in_thread(lambda: _caught(lambda: reward(**arguments))))
                 stage.in_thread = False
+                if error is not None:
+                    raise error
                 if inspect.isawaitable(values):
                     values = await values
         except (asyncio.CancelledError, SystemExit):
@@ -201,6 +203,16 @@ class _Stage:
 
 def _is_async(reward: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+
+
+def _caught(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What the work gave or raised: no future takes a StopIteration, and one that never ends would look like a hang."""
+    try:
+        return work(), None
+    except SystemExit:
+        raise
+    except BaseException as error:
+        return None, error
 
 
 def _fulfil(future: Future[Any], work: Callable[[], Any]) -> None:

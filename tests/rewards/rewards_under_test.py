@@ -318,3 +318,42 @@ async def interrupts_later(completions, **_):
 
 def asks_for_what_nobody_tells(completions, solution):
     return [0.0 for _ in completions]
+
+
+def finds_nothing(completions, **_):
+    return [next(letter for letter in completion if letter == "?") for completion in completions]
+
+
+def too_large(completions, **_):
+    return [10**400 for _ in completions]
+
+
+def parts_too_large(completions, **_):
+    return {"a": [1e308 for _ in completions], "b": [1e308 for _ in completions]}
+
+
+def large(completions, **_):
+    return [1e308 for _ in completions]
+
+
+def large_tokens(completion_ids, **_):
+    return [[1e308, -1e308][: len(ids)] for ids in completion_ids]
+
+
+def a_set(completions, **_):
+    return set(range(len(completions)))
+
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+def raises_what_cannot_be_read(completions, **_):
+    raise Unreadable
+
+
+def returns_what_cannot_be_read(completions, **_):
+    return [Unreadable() for _ in completions]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import time
 from contextlib import AsyncExitStack
 
 import pytest
@@ -180,3 +181,11 @@ def test_reward_processes_run_it(sandboxed):
     with RewardPool(config) as pool:
         found = pool.submit(group([f"```python\n{ADD}```", "```python\nwhile True: pass\n```"], "assert add(1, 2) == 3")).result(timeout=150)
     assert found.failure is None and found.parts == {"code": [1.0, 0.0]}
+
+
+def test_a_degenerate_text_costs_no_time():
+    for text in ("```" + "a" * 200_000, "```" + " " * 200_000, "```x\n" * 50_000, "```py\n" + "```py " * 50_000):
+        began = time.process_time()
+        assert code_block(text) is None
+        assert time.process_time() - began < 1.0
+    assert code_block("```python\r\nx = 1\r\n```\r\n") == "x = 1\r\n"

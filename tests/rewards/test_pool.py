@@ -232,3 +232,27 @@ def test_a_reward_process_has_a_name_in_the_accounts_of_memory(reward_config):
 def test_what_derives_from_base_exception_is_a_failure_like_any_other(reward_config, name, concurrency):
     with RewardPool(reward_config(name, concurrency=concurrency, policy="drop_group")) as pool:
         assert "raised KeyboardInterrupt" in rewards(pool).failure
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("finds_nothing", "raised StopIteration"),
+        ("too_large", "at index 0; return a finite number"),
+        ("parts_too_large", "sum of parts' returned inf at index 0"),
+        ("a_set", "returned set; return a list"),
+        ("raises_what_cannot_be_read", "raised Unreadable: .a Unreadable whose text cannot be had"),
+        ("returns_what_cannot_be_read", r"\(Unreadable\) at index 0"),
+    ],
+)
+def test_an_odd_end_is_named_at_once_and_not_taken_for_a_hang(reward_config, name, message):
+    with RewardPool(reward_config(name, deadline_s=120.0)) as pool, pytest.raises(RewardError, match=message):
+        rewards(pool)
+
+
+@pytest.mark.parametrize("name", ["large", "large_tokens"])
+def test_a_total_that_no_float_holds_fails(reward_config, name):
+    config = reward_config(name)
+    function = config.functions[name].model_copy(update={"weight": 10.0, "per_token": name == "large_tokens"})
+    with RewardPool(config.model_copy(update={"functions": {name: function}})) as pool, pytest.raises(RewardError, match="is no finite number"):
+        rewards(pool)
