@@ -36,9 +36,18 @@ class Stops:
 def load_stops(model: str | Path, tokenizer: Any, rollout_stop: Sequence[str] = (), rollout_stop_token_ids: Sequence[int] = ()) -> Stops:
     """`make_stops` with the EOS ids of the checkpoint's generation_config.json, if it has one."""
     path = Path(model) / "generation_config.json"
-    eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    eos = _eos_of(path) if path.exists() else None
     eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in eos_ids):
+        raise ValueError(f"{path} has eos_token_id = {eos!r}; give a token id, or a list of them")
     return make_stops(tokenizer, eos_ids, rollout_stop, rollout_stop_token_ids)
+
+
+def _eos_of(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text()).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is no JSON object ({error}); repair it, or remove it") from None
 
 
 def make_stops(tokenizer: Any, generation_eos: Sequence[int], rollout_stop: Sequence[str] = (), rollout_stop_token_ids: Sequence[int] = ()) -> Stops:
@@ -65,14 +74,12 @@ def make_stops(tokenizer: Any, generation_eos: Sequence[int], rollout_stop: Sequ
 
 def chat_end_token(tokenizer: Any) -> int | None:
     """The special token that ends an assistant's turn in the chat template; None without a template, or if it renders no such turn."""
-    from jinja2 import TemplateError
-
     if not getattr(tokenizer, "chat_template", None):
         return None
     turns = [{"role": "user", "content": ANSWER}, {"role": "assistant", "content": ANSWER}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except TemplateError:  # one that wants more than two turns have
+    except Exception:  # one that wants more than two turns have: whatever its expressions raise
         return None
     _, found, tail = text.rpartition(ANSWER)
     ids = tokenizer.encode(tail, add_special_tokens=False) if found else []

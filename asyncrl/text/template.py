@@ -156,13 +156,11 @@ class Template:
                 )
 
     def _text(self, tokenizer: Any, value: Any, own_tools: Any, row: int) -> str:
-        from jinja2 import TemplateError as RefusedByTemplate
-
         messages = self._messages(value, row)
         try:
             text: str = tokenizer.apply_chat_template(messages, tools=self._tools(own_tools, row), tokenize=False, add_generation_prompt=True, **self.kwargs)
-        except (RefusedByTemplate, TypeError, KeyError, AttributeError) as error:
-            said = " ".join(str(error).split())[:200]
+        except Exception as error:  # a template may divide, index, recurse: whatever its expressions raise
+            said = " ".join(str(error).split())[:200] or type(error).__name__
             way_out = "correct the messages" + (", or leave out data.system_prompt" if self.system_prompt is not None else "")
             raise TemplateError(f"row {row}: the chat template of model.path = {self.model!r} refuses the chat ({said}); {way_out}") from None
         return text

@@ -86,3 +86,10 @@ def test_what_cannot_stop(tokenizer: AutoTokenizer) -> None:
 def test_a_text_ends_before_the_first_stop_string() -> None:
     assert text_before("1+2=3\nab", ["ab", "\n", "x"]) == "1+2=3"
     assert text_before("1+2=3", ["x"]) == text_before("1+2=3", []) == "1+2=3"
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON object"), ("[]", "is no JSON object"), ('{"eos_token_id": "2"}', "has eos_token_id = '2'")])
+def test_a_damaged_generation_config_is_named(tmp_path: Path, tokenizer: AutoTokenizer, text: str, message: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"generation_config.json {message}"):
+        load_stops(tmp_path, tokenizer)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from llama_checkpoint import BOS, END
 
+from asyncrl.text.stops import chat_end_token
 from asyncrl.text.template import Template, TemplateError
 from asyncrl.text.tokenizer import load_tokenizer
 
@@ -141,3 +142,11 @@ def test_a_model_without_a_template(model: Any) -> None:
     assert Template(bare).render(["3+4="]).texts == ["3+4="]
     with pytest.raises(TemplateError, match="its tokenizer has no chat template; use string prompts"):
         Template(bare, system_prompt="Be brief.").render([CHAT])
+
+
+@pytest.mark.parametrize("expression", ["m.content.index('</think>')", "1 // (messages | length - 1)", "'%d' | format(m.content)", "range(10**9)"])
+def test_a_template_may_raise_anything(model: Any, expression: str) -> None:
+    path = model("{% for m in messages %}{{ " + expression + " }}{% endfor %}")
+    with pytest.raises(TemplateError, match=r"row 0: the chat template of .* refuses the chat"):
+        Template(path, True).render(["3+4="])
+    assert chat_end_token(load_tokenizer(model("{% for m in messages %}{{ m.content.index('</think>') }}{% endfor %}"))) is None
