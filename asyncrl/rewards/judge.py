@@ -147,7 +147,7 @@ class _Server:
                         await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0))
                     try:
                         reply = await self._ask(settings, question)
-                    except (httpx2.TransportError, _Busy, KeyError, IndexError, TypeError, ValueError) as error:
+                    except (httpx2.RequestError, RecursionError, _Busy, KeyError, IndexError, TypeError, ValueError) as error:
                         reason = f"{type(error).__name__}: {error}"
                         continue
                     if (score := _parse(settings, reply)) is not None:

@@ -44,9 +44,13 @@ class Handler(BaseHTTPRequestHandler):
             self.server.connections.add(self.client_address)
             reply = self.server.reply_to(body["messages"][0]["content"])
         self.server.together.wait(30)
-        status, text = (200, reply) if isinstance(reply, str) else (reply, "no")
+        raw = reply if isinstance(reply, bytes) else None
+        status, text = (200, "") if raw is not None else (200, reply) if isinstance(reply, str) else (reply, "no")
         payload = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]} if status == 200 else {"error": text}).encode()
+        payload = payload if raw is None else raw
         self.send_response(status)
+        if raw is not None and not raw.startswith(b"["):
+            self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
         self.wfile.write(payload)
@@ -104,6 +108,12 @@ def test_a_judge_that_fails_is_asked_again_and_then_scores_nothing(judge):
     with pool(judge, retries=2) as rewards:
         assert score(rewards, "busy", "mute", "wild", "down", "good").parts == {"judge": [0.4, None, None, None, 1.0]}
     assert len(judge.requests) == 4 * 3 + 1
+
+
+def test_a_body_that_is_no_reply_scores_nothing(judge):
+    judge.replies = {"packed": b"this is no gzip", "deep": b"[" * 100_000, "list": b"[]"}
+    with pool(judge, retries=0) as rewards:
+        assert score(rewards, "packed", "deep", "list", "good").parts == {"judge": [None, None, None, 1.0]}
 
 
 def test_a_judge_that_is_not_there_scores_nothing():
