@@ -19,6 +19,7 @@ MOST_ROW_BYTES = 64 << 20
 """Largest row, in bytes: of a line of JSONL, and of a row of Parquet in Arrow's memory."""
 CHUNK_BYTES = 16 << 20
 """Bytes of lines that become one chunk of a column; far below the 2 GiB that one may hold."""
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 SURROGATE = re.compile("[\ud800-\udfff]")
 PLAIN = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 """Python type of all values of a column → its Arrow type. JSON text carries the others."""
@@ -50,8 +51,7 @@ def read_jsonl(path: Path) -> list[pa.Table]:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(Number from 1, bytes) of each line that is not blank."""
     number = 0
-    # Arrow's stream reads what is compressed by the file's extension.
-    with pa.input_stream(str(path)) as stream, io.BufferedReader(stream, 1 << 20) as file:
+    with pa.input_stream(str(path), compression=COMPRESSIONS.get(path.suffix.lower())) as stream, io.BufferedReader(stream, 1 << 20) as file:
         while line := file.readline(MOST_ROW_BYTES + 1):
             number += 1
             if len(line) > MOST_ROW_BYTES:
@@ -60,7 +60,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 )
             # Files that were joined have marks inside as well.
             line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.isspace():
+            if line.strip():
                 yield number, line
 
 

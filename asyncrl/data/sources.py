@@ -120,8 +120,9 @@ def _read_file(path: Path, field: str) -> list[pa.Table]:
     except ValueError as error:
         kind = "" if is_data_file(path.name) else "; asyncrl reads Parquet and JSONL, so convert it"
         raise ConfigError(f"{field} = {str(path)!r}: {error}{kind}") from None
+    table = _carried(table, path, field)
     _refuse_large_rows(table, path, field)
-    return [_carried(table, path, field)]
+    return [table]
 
 
 def _refuse_large_rows(table: pa.Table, path: Path, field: str) -> None:

@@ -70,6 +70,9 @@ class _Child:
             self._verdicts, verdicts = os.pipe()
             self._process = os.fork()
             if self._process == 0:
+                # Its own copies would keep it from ever reading the end.
+                os.close(self._requests)
+                os.close(self._verdicts)
                 _serve(requests, verdicts)
             os.close(requests)
             os.close(verdicts)

@@ -328,3 +328,18 @@ def test_what_the_plan_knows_of_several_sources(prompt_config, tmp_path):
     (tmp_path / "few.jsonl").write_text(json.dumps({"prompt": "1" * 17}))
     with pytest.raises(ConfigError, match="no row of source 'few' is left; raise the limit, or take the source out"):
         check_prompts(config)
+
+
+def test_a_dictionary_counts_by_each_rows_own_value(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MOST_ROW_BYTES", 2 << 20)
+    column = pa.array(["x" * (3 << 19), "y" * (3 << 19)]).dictionary_encode()
+    pq.write_table(pa.table({"prompt": ["a", "b"], "extra": column}), tmp_path / "rows.parquet")
+    assert read_sources(str(tmp_path / "rows.parquet")).table.num_rows == 2
+
+
+def test_compressed_files_may_be_named_in_capitals_and_a_byte_order_mark_is_no_row(tmp_path):
+    (tmp_path / "ROWS.JSONL.GZ").write_bytes(gzip.compress(b'{"prompt": "a"}'))
+    assert row_values(read_sources(str(tmp_path / "ROWS.JSONL.GZ")).table) == [{"prompt": "a"}]
+    (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf")
+    with pytest.raises(ConfigError, match="has no rows"):
+        read_sources(str(tmp_path / "mark.jsonl"))

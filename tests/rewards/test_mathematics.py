@@ -1,5 +1,8 @@
 """math-verify through the pool: what it tells apart, and that no expression takes the group or the process with it."""
 
+import subprocess
+import sys
+
 import pytest
 
 from asyncrl.config import RewardConfig
@@ -38,3 +41,9 @@ def test_an_expression_that_takes_for_ever_is_wrong_and_the_others_are_judged():
 def test_an_answer_that_cannot_be_parsed_scores_nothing():
     with pool() as rewards:
         assert rewards.submit(GroupCall([""], ["$4$"], [[]], {"answer": ""})).result(timeout=200).parts == {"math": [None]}
+
+
+def test_the_child_ends_with_its_process():
+    script = "from asyncrl.rewards.mathematics import math_verify; import os; print(math_verify(['$5$'], ['5'])); os._exit(0)"
+    # The child has this output as well: it is at its end when both are gone.
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120).stdout == "[1.0]\n"
