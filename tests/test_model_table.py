@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from small_config import small_config
 
 from asyncrl.learning.supported import support
-from asyncrl.preflight.served import NOT_SERVED_ON_CPU
+from asyncrl.preflight.served import NOT_SERVED_ON_CPU, refusal
 from asyncrl.testing.families import FAMILIES, family
 from benchmarks.model_table import BEGIN, END, ENGINES, PAGE, UNSERVED, Row, in_engines, learner_row, table
 
@@ -38,7 +39,21 @@ def test_the_page_has_what_went_through_vllm() -> None:
     asked = {name: page[FAMILIES[name].title][-1] for name in ENGINES}
     assert all(re.fullmatch(r"[0-9.e-]+ nats", cell) for cell in asked.values()), asked
     assert len(ENGINES) >= 8 and {"qwen3_moe", "mixtral", "gpt_oss"} <= set(ENGINES) and not set(ENGINES) & set(UNSERVED)
-    assert {FAMILIES[name].model_type for name in UNSERVED} >= set(NOT_SERVED_ON_CPU)
+    known = {made.model_type for made in FAMILIES.values()}
+    assert {FAMILIES[name].model_type for name in UNSERVED} >= set(NOT_SERVED_ON_CPU) & known
+
+
+@pytest.mark.parametrize("name", [name for name in UNSERVED if name not in ("cohere2", "gemma3")])
+def test_what_vllm_does_not_serve_is_refused_before_it_starts(name: str) -> None:
+    assert refusal(family(name).config().to_dict(), small_config())
+
+
+def test_no_other_family_is_refused() -> None:
+    assert not {name: reason for name in ENGINES if (reason := refusal(family(name).config().to_dict(), small_config()))}
+
+
+def test_the_page_has_why_vllm_does_not_serve() -> None:
+    page = rows_of_the_page()
     for name, reason in UNSERVED.items():
         assert page[FAMILIES[name].title][-1] == reason
 

@@ -32,6 +32,24 @@ def test_cohere2_is_served_within_its_window():
     assert f"set data.max_length: {longest - 1} or less" in refusal({"model_type": "cohere2", "sliding_window": longest - 1}, small_config())
 
 
+def test_phimoe_is_served_without_a_bias_of_its_head_alone():
+    for config in (small_config(), small_config(**CUDA)):
+        assert "leaves out the bias of its head (lm_head_bias)" in refusal({"model_type": "phimoe", "lm_head_bias": True}, config)
+        assert refusal({"model_type": "phimoe", "lm_head_bias": False}, config) is None
+
+
+@pytest.mark.parametrize("layers", [{"layers_block_type": ["linear_attention", "moe"]}, {"hybrid_override_pattern": "ME*E"}, {}])
+def test_nemotron_h_with_experts_is_not_served_on_cpu(layers):
+    tree = {"model_type": "nemotron_h", **layers}
+    assert "vLLM on CPU has no experts without a gate" in refusal(tree, small_config())
+    assert refusal(tree, small_config(**CUDA)) is None
+
+
+@pytest.mark.parametrize("layers", [{"layers_block_type": ["linear_attention", "mlp"]}, {"hybrid_override_pattern": "M-*-"}])
+def test_nemotron_h_without_experts_is_served(layers):
+    assert refusal({"model_type": "nemotron_h", **layers}, small_config()) is None
+
+
 def test_mamba_2_is_trained_in_float32_on_cpu():
     assert "set learner.bf16: false" in refusal({"model_type": "mamba2"}, small_config(learner={"bf16": True}))
     assert refusal({"model_type": "mamba2"}, small_config()) is None

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.config import Config
 
-__all__ = ["NOT_SERVED_ON_CPU", "refusal", "unusable"]
+__all__ = ["NOT_SERVED_ON_CPU", "SERVED_IN_PART", "WHY", "refusal", "unusable"]
 
 COUNTS = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size")
 """Settings of config.json that are whole numbers wherever they are."""
@@ -19,16 +19,31 @@ OTHER_TASKS = ("Classification", "QuestionAnswering", "MaskedLM", "RewardModel")
 
 NOT_SERVED_ON_CPU: Mapping[str, str] = {
     "bamba": "has no code for its recurrent layers",
+    "deepseek_v2": "gives other log-probs for it than transformers (0.7 nats apart at published head sizes; why is not known)",
     "deepseek_v3": "gives other log-probs for it than transformers (0.7 nats apart at published head sizes; why is not known)",
     "ernie4_5": "turns other pairs of dimensions in its rotary embedding than transformers",
-    "ernie4_5_moe": "gives other log-probs for it than transformers (0.5 nats apart; why is not known)",
+    "ernie4_5_moe": "leaves the correction bias out of its choice of experts",
     "jamba": "has no selective scan",
-    "lfm2": "gives other log-probs for the first token of a completion than transformers (0.9 nats apart; why is not known)",
+    "lfm2": "turns its queries by the positions of other tokens",
+    "lfm2_moe": "turns its queries by the positions of other tokens",
     "minimax_m2": "fails in its normalization of queries and keys",
     "qwen3_5_text": "cannot load its class",
-    "phimoe": "gives other log-probs for it than transformers (0.3 nats apart; why is not known)",
 }
 """`model_type` → what vLLM 0.32.0 does on CPU, after "vLLM on CPU". On a GPU none of them has been tried."""
+
+SERVED_IN_PART: Mapping[str, str] = {
+    "apertus": "keeps the parameters of its activation (xIELU) in bfloat16",
+    "cohere2": "attends to one token more than transformers in its sliding window",
+    "nemotron_h": "has no experts without a gate",
+    "phimoe": "leaves out the bias of its head",
+    "qwen3_next": "computes its linear attention in bfloat16 alone",
+}
+"""The same for models that some settings of theirs or of the run let through: `refusal` knows which."""
+
+WHY: Mapping[str, str] = {**NOT_SERVED_ON_CPU, **SERVED_IN_PART}
+"""All of them."""
+
+OTHER = "use generator.device: cuda, where nobody has tried it yet, or another model"
 
 
 def unusable(tree: Any) -> str | None:
@@ -62,18 +77,26 @@ def refusal(tree: Mapping[str, Any], config: Config) -> str | None:
     """
     text = tree.get("text_config", tree)
     kind, on_cpu = text.get("model_type"), config.generator.device == "cpu"
+    why = WHY.get(str(kind))
     if on_cpu and kind in NOT_SERVED_ON_CPU:
-        return f"vLLM on CPU {NOT_SERVED_ON_CPU[kind]}; use generator.device: cuda, where nobody has tried it yet, or another model"
+        return f"vLLM on CPU {why}; {OTHER}"
+    if on_cpu and kind == "nemotron_h" and _has_experts(text):
+        return f"vLLM on CPU {why}; {OTHER}"
     if on_cpu and kind == "qwen3_next" and config.model.dtype == "float32":
-        return "vLLM on CPU computes its linear attention in bfloat16 alone; set model.dtype: bfloat16"
+        return f"vLLM on CPU {why}; set model.dtype: bfloat16"
+    if kind == "phimoe" and text.get("lm_head_bias"):
+        return f"vLLM {why} (lm_head_bias); use another model"
     if kind == "apertus" and config.model.dtype == "float32":
-        return "vLLM keeps the parameters of its activation (xIELU) in bfloat16, 0.004 nats away from float32; set model.dtype: bfloat16"
+        return f"vLLM {why}, 0.004 nats away from float32; set model.dtype: bfloat16"
     if kind == "mamba2" and config.learner.bf16 and config.learner.device == "cpu":
         return "transformers mixes float32 and bfloat16 in its recurrent layers on CPU; set learner.bf16: false"
     window = text.get("sliding_window")
     if kind == "cohere2" and window and config.longest_trajectory > window:
-        return (
-            f"vLLM attends to one token more than transformers in its sliding window of {window} tokens, and a trajectory may have "
-            f"{config.longest_trajectory}; set data.max_length: {window} or less"
-        )
+        return f"vLLM {why} of {window} tokens, and a trajectory may have {config.longest_trajectory}; set data.max_length: {window} or less"
     return None
+
+
+def _has_experts(text: Mapping[str, Any]) -> bool:
+    """Whether a Nemotron-H has mixtures among its layers: by transformers' list, or by the pattern of published checkpoints. Its default has one."""
+    layers, pattern = text.get("layers_block_type"), text.get("hybrid_override_pattern")
+    return "moe" in layers if layers else "E" in (pattern or "E")
