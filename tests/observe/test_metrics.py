@@ -38,7 +38,7 @@ def test_a_live_reader_skips_the_unfinished_line_and_a_new_attempt_cuts_it_off(t
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
-    (tmp_path / METRICS_FILE).write_text('{"schema": 1}\nnonsense\n')
+    (tmp_path / METRICS_FILE).write_text('{"schema": 1, "event": "step"}\nnonsense\n')
     with pytest.raises(ValueError, match="line 2"):
         list(read_metrics(tmp_path))
 
