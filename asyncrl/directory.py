@@ -26,8 +26,10 @@ from asyncrl.runtime.files import DiskFull, NotAFile, append_to, make_directory,
 
 __all__ = ["LockLost", "RunDirectory", "read_record", "replace_directory"]
 
-OURS = ("groups", "fates", "kept", "evaluations", "checkpoints", "logs", "hf", ".hf")
+OURS = ("groups", "fates", "kept", "evaluations", "checkpoints", "logs", "hf", ".hf", ".replaced.hf")
 """Folders of a run that only asyncrl writes to: no link is allowed in them at any depth."""
+LEFTOVERS = (".hf", ".replaced.hf", ".snapshot_*", ".probe_*")
+"""Folders in the run directory that no attempt leaves behind if it ends by itself."""
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 RECORD = "run.json"
 """The run's id, and of each attempt where it began."""
@@ -97,6 +99,7 @@ class RunDirectory:
             self.checkpoints.mark_line(_line(read_record(self.path)["attempts"]))
             self.checkpoints.point_at(beginning.checkpoint.name)
         self.checkpoints.remove_unfinished()
+        self._remove_leftovers()
         replace_text(self.path / "config.yaml", text)
 
     @property
@@ -114,6 +117,14 @@ class RunDirectory:
         for lock in self._locks:
             lock.release()
         self._locks = []
+
+    def _remove_leftovers(self) -> None:
+        """What an attempt that was killed has left: the last export comes back, and what was only half made goes."""
+        restore_replaced(self.path / "hf")
+        for pattern in LEFTOVERS:
+            for path in self.path.glob(pattern):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
 
     def _check_locks(self) -> None:
         for lock in self._locks:
@@ -267,6 +278,22 @@ def _checksum(record: Mapping[str, Any]) -> str:
 
 
 def replace_directory(finished: Path, final: Path) -> None:
-    """Give a directory that was written whole its final name; what had the name before is deleted."""
-    shutil.rmtree(final, ignore_errors=True)
+    """Give a directory that was written whole its final name. What had the name before is deleted after that; a process that is killed between leaves
+    it as `.replaced.<name>`, which `restore_replaced` puts back."""
+    replaced = _replaced(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        os.replace(final, replaced)
     os.replace(finished, final)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def restore_replaced(final: Path) -> None:
+    """Put back what `replace_directory` was replacing when it was killed."""
+    replaced = _replaced(final)
+    if replaced.exists() and not final.exists():
+        os.replace(replaced, final)
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f".replaced.{final.name}")

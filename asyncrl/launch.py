@@ -41,7 +41,7 @@ from asyncrl.rewards.scoring import RayScores
 from asyncrl.rollout.group import RayRollouts, start_rollouts
 from asyncrl.rollout.lost import LostRequests
 from asyncrl.rollout.worker import WorkerSpec
-from asyncrl.runtime.files import replace_text
+from asyncrl.runtime.files import make_directory, replace_text
 from asyncrl.stacks import stacks_as
 from asyncrl.text.tokenizer import refuse_another_tokenizer
 from asyncrl.types import Completion, Prompt
@@ -294,6 +294,9 @@ async def _start_learner(config: Config, state: State, stack: AsyncExitStack, pr
     learner = await LearnerGroup.create(config, state.run_id, state.attempt)
     seconds = time.monotonic() - started
     _closing(stack, "learner", learner.close)
+    for directory in dict.fromkeys((config.run_directory, config.checkpoints_directory)):
+        make_directory(directory)
+        await learner.check_shared(directory)
     await prepare(learner)
     return learner, seconds
 

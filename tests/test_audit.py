@@ -28,6 +28,7 @@ from asyncrl.evaluation import COLUMNS
 from asyncrl.rewards.files import compact
 from asyncrl.rundir.rows import read_rows
 from asyncrl.runtime.parquet import write_table
+from asyncrl.runtime.shared import size_and_checksum
 from asyncrl.testing import FakeLearner, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
 from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table
 
@@ -104,8 +105,8 @@ class Learner(FakeLearner):
         return result
 
     async def save(self, directory):
-        await super().save(directory)
         (directory / "counters.json").write_text(json.dumps({"trained_tokens": self.trained_tokens}))
+        return {**await super().save(directory), "counters.json": size_and_checksum(directory / "counters.json")}
 
 
 async def at_once(function, *arguments):

@@ -10,7 +10,8 @@ import pytest
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.control.protocols import Scored
-from asyncrl.directory import LockLost, RunDirectory
+from asyncrl.directory import LockLost, RunDirectory, replace_directory
+from asyncrl.runtime.shared import size_and_checksum
 from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
 
@@ -30,6 +31,7 @@ def config(root, **changes):
 class Learner(FakeLearner):
     async def save(self, directory):
         (directory / "weights").write_text("1")
+        return {"weights": size_and_checksum(directory / "weights")}
 
 
 def write(directory, state=None, waiting=()):
@@ -378,3 +380,33 @@ def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
         (directory.path / "metrics.jsonl").write_bytes(line + b"\n")
     with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 1 is .*; remove that line"):
         RunDirectory(config(tmp_path, resume="auto"))
+
+
+def test_an_export_replaces_nothing_before_the_new_one_is_whole(tmp_path, monkeypatch):
+    """Killed between the two renames, the run's next attempt finds the old one again."""
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory)
+        (directory.path / "hf").mkdir()
+        (directory.path / "hf" / "model").write_text("old")
+        (directory.path / ".hf").mkdir()
+        (directory.path / ".hf" / "model").write_text("new")
+        rename = os.replace
+
+        def killed(source, target):
+            if target == directory.path / "hf":
+                raise SystemExit
+            rename(source, target)
+
+        monkeypatch.setattr(os, "replace", killed)
+        with pytest.raises(SystemExit):
+            replace_directory(directory.path / ".hf", directory.path / "hf")
+        monkeypatch.undo()
+        assert not (directory.path / "hf").exists()
+        (directory.path / ".snapshot_abc").mkdir()
+    with RunDirectory(config(tmp_path, resume="auto")) as directory:
+        assert (directory.path / "hf" / "model").read_text() == "old"
+        assert not [path.name for path in directory.path.iterdir() if path.name in (".hf", ".replaced.hf", ".snapshot_abc")]
+        (directory.path / ".hf").mkdir()
+        (directory.path / ".hf" / "model").write_text("newer")
+        replace_directory(directory.path / ".hf", directory.path / "hf")
+        assert (directory.path / "hf" / "model").read_text() == "newer" and not (directory.path / ".replaced.hf").exists()

@@ -12,6 +12,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,13 +20,16 @@ from pydantic import TypeAdapter
 
 from asyncrl.confined import refuse_links
 from asyncrl.control.protocols import Learner, Scored, Scores
-from asyncrl.runtime.files import append_to, explain_disk_full, make_directory, open_regular, read_text, replace_text, sync_file
+from asyncrl.runtime.files import append_to, explain_disk_full, make_directory, read_text, replace_text, sync_file
+from asyncrl.runtime.shared import Written, size_and_checksum, wait_until_seen
 
 __all__ = ["Checkpoints", "NoCheckpoint", "State", "UnreadableCheckpoint"]
 
 STEP = re.compile(r"step_[0-9]+")
 """Names of checkpoints. Whatever else lies beside them is somebody else's."""
 UNFINISHED = re.compile(r"\.step_[0-9]+\.[0-9]+|\.replaced\.step_[0-9]+")
+READ_AT_ONCE = 16
+"""Files of a checkpoint that are checked at once."""
 ABANDONED = "ABANDONED"
 """Marks a committed checkpoint of an attempt that was gone back from."""
 
@@ -103,33 +107,39 @@ class Checkpoints:
         make_directory(temporary / "learner")
         try:
             with explain_disk_full(final):
-                await learner.save(temporary / "learner")
+                saved = await learner.save(temporary / "learner")
                 if waiting:
                     await scores.save(waiting, temporary / "buffer.parquet")
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        await asyncio.to_thread(self._commit, temporary, final, state)  # a thread ends by itself if this is cancelled
+        written = {f"learner/{name}": file for name, file in saved.items()}
+        await asyncio.to_thread(self._commit, temporary, final, state, written)  # a thread ends by itself if this is cancelled
         return final
 
-    def _commit(self, temporary: Path, final: Path, state: State) -> None:
+    def _commit(self, temporary: Path, final: Path, state: State, written: Mapping[str, Written]) -> None:
         try:
             with explain_disk_full(final):
-                self._seal(temporary, state)
+                self._seal(temporary, state, written)
                 self._guard()
                 self._put(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def _seal(self, temporary: Path, state: State) -> None:
-        """Write what says that the checkpoint is whole, and bring every file to the disk."""
+    def _seal(self, temporary: Path, state: State, written: Mapping[str, Written]) -> None:
+        """Write what says that the checkpoint is whole, and bring every file to the disk.
+
+        Args:
+            written: the learner's files, whose ranks have made the checksums. Each is seen here before anything counts.
+        """
+        wait_until_seen(temporary, {name: size for name, (size, _) in written.items()}, "set runs_root and checkpoint.save to storage that every node shares")
         replace_text(temporary / "config.yaml", self.config)
         replace_text(temporary / "state.json", json.dumps(asdict(state)))
-        manifest = {}
-        for name in _files(temporary):
+        manifest = dict(written)
+        for name in sorted(set(_files(temporary)) - set(written)):
             sync_file(temporary / name)
-            manifest[name] = _size_and_checksum(temporary / name)
+            manifest[name] = size_and_checksum(temporary / name)
         replace_text(temporary / "MANIFEST", text := json.dumps(manifest, indent=0))
         replace_text(temporary / "COMMITTED", f"{_checksum_of_text(text)}")
 
@@ -205,9 +215,10 @@ class Checkpoints:
             listed = {name: _inside(path, name) for name in manifest}
             if unlisted := sorted(set(_files(path)) - set(manifest) - {"MANIFEST", "COMMITTED", ABANDONED}):
                 raise UnreadableCheckpoint(f"checkpoint {path} has files that its MANIFEST does not list, first {unlisted[0]}; remove what we did not write")
-            for name, expected in manifest.items():
-                if _size_and_checksum(listed[name]) != expected:
-                    raise UnreadableCheckpoint(f"checkpoint {path} is damaged: {name} is not what its MANIFEST says")
+            with ThreadPoolExecutor(READ_AT_ONCE) as threads:  # zlib and the disk work without the interpreter's lock
+                for name, found in zip(listed, threads.map(size_and_checksum, listed.values()), strict=True):
+                    if list(found) != manifest[name]:
+                        raise UnreadableCheckpoint(f"checkpoint {path} is damaged: {name} is not what its MANIFEST says")
             return TypeAdapter(State).validate_json(read_text(path / "state.json"), strict=True)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UnreadableCheckpoint(f"checkpoint {path} cannot be read ({' '.join(str(error).split())})") from error
@@ -252,15 +263,6 @@ def _inside(directory: Path, name: str) -> Path:
 
 def _files(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
-
-
-def _size_and_checksum(path: Path) -> list[int]:
-    checksum = size = 0
-    with open_regular(path) as file:
-        while block := file.read(1 << 20):
-            checksum = zlib.crc32(block, checksum)
-            size += len(block)
-    return [size, checksum]
 
 
 def _checksum_of_text(text: str) -> int:

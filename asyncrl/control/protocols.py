@@ -234,8 +234,8 @@ class Learner(Protocol):
         """Put the current weights in the object store as this version, bucket by bucket."""
         ...
 
-    async def save(self, directory: Path) -> None:
-        """Write the learner's state under `directory`."""
+    async def save(self, directory: Path) -> Mapping[str, tuple[int, int]]:
+        """Write the learner's state under `directory`. Returns every file of it: name relative to `directory` → bytes, and zlib.crc32 of them."""
         ...
 
     async def close(self) -> None: ...

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from asyncrl.runtime.files import replace_text
+from asyncrl.runtime.shared import Written, size_and_checksum, write_summed
 
 __all__ = ["load_rank", "save_rank"]
 
@@ -17,12 +19,37 @@ COUNTERS = "counters.json"
 """The learner's own counts: world_size, applied (steps), trained_tokens (loss tokens)."""
 
 
-def save_rank(engine: Any, directory: Path, rank: int, counters: dict[str, int], norms: list[float]) -> None:
-    """Write this rank's shards, RNG state and the last gradient norms under `directory` (a collective); rank 0 writes counters.json as well."""
+SCRIPTS = "zero_to_*.py"
+"""DeepSpeed puts them beside each checkpoint."""
+
+
+class _SummingWriter(TorchCheckpointEngine):  # type: ignore[misc]
+    """DeepSpeed's writer, which also makes the checksums. torch's zip format goes through a Python file without a copy; the older one does not."""
+
+    def __init__(self, config: Any, files: dict[Path, Written]) -> None:
+        super().__init__(config)
+        self.files = files
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.files[Path(path)] = write_summed(Path(path), partial(torch.save, state_dict))
+
+
+def save_rank(engine: Any, directory: Path, rank: int, counters: dict[str, int], norms: list[float]) -> dict[str, Written]:
+    """Write this rank's shards, RNG state and the last gradient norms under `directory` (a collective); rank 0 writes counters.json as well.
+
+    Returns:
+        Name relative to `directory` → size and checksum, of each file that this rank wrote. All of them are on the disk.
+    """
+    files: dict[Path, Written] = {}
+    engine.checkpoint_engine = _SummingWriter(engine._config, files)
     engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
-    torch.save({"rng": torch.get_rng_state(), "norms": norms}, _rank_file(directory, rank))
+    own = _rank_file(directory, rank)
+    files[own] = write_summed(own, partial(torch.save, {"rng": torch.get_rng_state(), "norms": norms}))
     if rank == 0:
-        replace_text(Path(directory) / COUNTERS, json.dumps(counters))
+        text = json.dumps(counters).encode()
+        files[directory / COUNTERS] = write_summed(directory / COUNTERS, lambda file: file.write(text))
+        files |= {script: size_and_checksum(script) for script in directory.glob(SCRIPTS)}
+    return {str(path.relative_to(directory)): written for path, written in files.items()}
 
 
 def load_rank(engine: Any, directory: Path, rank: int, world_size: int) -> tuple[dict[str, int], list[float]]:

@@ -19,11 +19,14 @@ from asyncrl.config import Config
 from asyncrl.control.protocols import Manifest, PartDied, Scored, StepResult
 from asyncrl.data.groups import DEATHS
 from asyncrl.environment import claim_caches, passed_on
+from asyncrl.runtime.files import make_directory
+from asyncrl.runtime.shared import NotShared, Probe, Written, wait_until_seen
 from asyncrl.stacks import register_stacks, stack_of
 
 __all__ = ["LearnerDied", "LearnerError", "LearnerGroup", "PlacementError", "RankProcess", "rank_environment"]
 
 STEPS = ("step", "supervised_step")
+SNAPSHOT = ".snapshot_"
 DEATH_KNOWN_S = 5.0
 """Seconds in which Ray reports the death of an actor."""
 LESS_MEMORY = "lower learner.max_tokens_per_gpu, or set learner.gradient_checkpointing: true (`asyncrl plan` shows the estimate per rank)"
@@ -131,17 +134,35 @@ class LearnerGroup:
         manifest: Manifest = (await self._all("gather", version))[0]
         return manifest
 
-    async def save(self, directory: Path) -> None:
-        """Write the learner's state under `directory`."""
-        await self._all("save", Path(directory).absolute())
+    async def save(self, directory: Path) -> dict[str, Written]:
+        """Write the learner's state under `directory`. Returns what the ranks wrote: name relative to `directory` → size and checksum."""
+        return {name: written for files in await self._all("save", Path(directory).absolute()) for name, written in files.items()}
+
+    async def check_shared(self, directory: Path) -> None:
+        """Prove that each rank's node and this one see the same `directory`, which exists.
+
+        Raises:
+            NotShared: one does not; the message names its node.
+        """
+        with Probe(Path(directory).absolute()) as probe:
+            answers = await self._all("answer_probe", probe.folder)
+            for rank, answered in enumerate(answers):
+                if not answered or not await asyncio.to_thread(probe.seen, f"rank_{rank}"):
+                    address = await self._one(rank, "node_address")
+                    raise NotShared(
+                        f"{probe.directory} is not the same directory here and on node {address} (learner rank {rank}), and a checkpoint would lack what "
+                        "that rank writes; set runs_root (and checkpoint.save) to storage that every node mounts at the same path"
+                    )
 
     async def load(self, directory: Path) -> None:
         """Go on from `save(directory)`. Raises LearnerError if it cannot be read."""
         await self._all("load", Path(directory).absolute())
 
     async def export_hf(self, directory: Path, tokenizer_source: str | None = None) -> None:
-        """Write a Hugging Face directory; the tokenizer comes from `tokenizer_source`, else from model.path."""
-        await self._all("export_hf", Path(directory).absolute(), tokenizer_source or self.config.model.path)
+        """Write a Hugging Face directory; the tokenizer comes from `tokenizer_source`, else from model.path. Raises NotShared if this process does not
+        see it."""
+        files = (await self._all("export_hf", Path(directory).absolute(), tokenizer_source or self.config.model.path))[0]
+        await asyncio.to_thread(wait_until_seen, Path(directory).absolute(), files, "put it on storage that every node mounts at the same path")
 
     async def supervised_step(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, float]:
         """One supervised step on (prompt ids, target ids). Returns its metrics."""
@@ -160,7 +181,8 @@ class LearnerGroup:
 
     async def snapshot(self) -> None:
         """Remember weights and optimizer; the snapshot before is forgotten."""
-        directory = tempfile.TemporaryDirectory(prefix="asyncrl_snapshot_")
+        make_directory(self.config.run_directory)
+        directory = tempfile.TemporaryDirectory(prefix=SNAPSHOT, dir=self.config.run_directory)  # every rank's node sees that place
         await self.save(Path(directory.name))
         self._forget_snapshot()
         self._snapshot = directory

@@ -48,6 +48,7 @@ from asyncrl.learning.supervised import supervised_examples
 from asyncrl.learning.supported import Packing as Packed
 from asyncrl.learning.ulysses import SequenceGroup
 from asyncrl.runtime.files import make_directory
+from asyncrl.runtime.shared import Written, answer_probe, sync_directory
 from asyncrl.weights.gather import gather_buckets, weight_layout
 from asyncrl.weights.published import version_table
 
@@ -365,10 +366,10 @@ class LearnerRank:
         """Learning rate of the steps to come; moments and counters stay."""
         self.learning_rate = learning_rate
 
-    def save(self, directory: Path) -> None:
-        """Write weights, optimizer, counters and RNG under `directory`."""
+    def save(self, directory: Path) -> dict[str, Written]:
+        """Write weights, optimizer, counters and RNG under `directory`. Returns this rank's files: name → size and checksum."""
         counters = {"world_size": self.config.learner.world_size, "applied": self.applied, "trained_tokens": self.trained_tokens}
-        checkpoint.save_rank(self.engine, directory, self.rank, counters, self.norms.known)
+        return checkpoint.save_rank(self.engine, directory, self.rank, counters, self.norms.known)
 
     def load(self, directory: Path) -> None:
         """Go on from `save(directory)`. The learning rate and its schedule stay as they are now: a resume may change them.
@@ -380,14 +381,21 @@ class LearnerRank:
         self.applied, self.trained_tokens = counters["applied"], counters["trained_tokens"]
         self.norms = NormWatch(norms)
 
-    def export_hf(self, directory: Path, tokenizer_source: str) -> None:
-        """Write a Hugging Face directory, gathered bucket by bucket onto rank 0."""
+    def answer_probe(self, folder: Path) -> bool:
+        """Whether this rank's node sees the folder of the driver's probe. No collective."""
+        return answer_probe(folder, f"rank_{self.rank}")
+
+    def export_hf(self, directory: Path, tokenizer_source: str) -> dict[str, int]:
+        """Write a Hugging Face directory, gathered bucket by bucket onto rank 0, which returns its files: name → bytes."""
         target = HfDirectory(directory, self.table, self.config.model.dtype, self.config.weights.bucket_bytes)
         if self.rank == 0:
             make_directory(target.directory)
         gather_buckets(self.parameters, self.table, target.entries, target.sizes, self.rank, target.write)
-        if self.rank == 0:
-            target.finish(self.config.model.path, tokenizer_source)
+        if self.rank != 0:
+            return {}
+        target.finish(self.config.model.path, tokenizer_source)
+        sync_directory(target.directory)
+        return {str(path.relative_to(target.directory)): path.stat().st_size for path in target.directory.rglob("*") if path.is_file()}
 
     def gather(self, version: int) -> Manifest | None:
         """Put the weights in the object store as `version`; rank 0 returns the manifest and keeps the references of the last two versions."""

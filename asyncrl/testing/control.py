@@ -11,6 +11,7 @@ from pathlib import Path
 from asyncrl.control.checkpoint import State
 from asyncrl.control.fates import Fate
 from asyncrl.control.protocols import NOT_FINITE, EngineLoad, Finished, Learner, Manifest, PushReport, RolloutFailed, Scored, Scores, StepResult
+from asyncrl.runtime.shared import Written, size_and_checksum
 from asyncrl.types import Prompt
 
 __all__ = [
@@ -261,9 +262,10 @@ class FakeLearner:
         self.gathered.append(version)
         return Manifest("fake", 0, version, (), (), (), ())
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path) -> dict[str, Written]:
         await self._work()
         (directory / "version").write_text(str(self.version))
+        return {"version": size_and_checksum(directory / "version")}
 
     async def close(self) -> None:
         return None

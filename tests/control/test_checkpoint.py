@@ -12,6 +12,7 @@ import pytest
 from asyncrl.control.checkpoint import Checkpoints, NoCheckpoint, State, UnreadableCheckpoint
 from asyncrl.control.protocols import Scored
 from asyncrl.runtime.files import DiskFull
+from asyncrl.runtime.shared import NotShared, wait_until_seen
 from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
 GROUP = Scored(9, 1, None, 4, (0.0, 1.0), {"exact": 0.5}, 2, 0)
@@ -20,6 +21,7 @@ GROUP = Scored(9, 1, None, 4, (0.0, 1.0), {"exact": 0.5}, 2, 0)
 class Learner(FakeLearner):
     async def save(self, directory):
         (directory / "weights").write_bytes(b"1234")
+        return {"weights": (4, zlib.crc32(b"1234"))}
 
 
 def write(checkpoints, version, learner=None, waiting=()):
@@ -154,6 +156,7 @@ def test_a_disk_that_takes_no_more_keeps_the_one_before_and_nothing_half(tmp_pat
     class Large(Learner):
         async def save(self, directory):
             (directory / "weights").write_bytes(bytes(100_000))
+            return {"weights": (100_000, zlib.crc32(bytes(100_000)))}
 
     checkpoints = Checkpoints(tmp_path, keep=2)
     write(checkpoints, 1)
@@ -210,9 +213,10 @@ def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path, monkeypatch, part):
 
     class Full(Learner):
         async def save(self, directory):
-            await super().save(directory)
+            saved = await super().save(directory)
             if part == "learner":
                 full()
+            return saved
 
     if part == "buffer.parquet":
         monkeypatch.setattr(FakeScores, "save", full)
@@ -235,3 +239,45 @@ def test_a_pipe_in_place_of_a_file_is_damage_and_nobody_waits_for_it(tmp_path):
             checkpoints.find()
         (path / name).unlink()
         (path / name).write_bytes(whole)
+
+
+class Elsewhere(Learner):
+    """Ranks that wrote on a disk of their own node."""
+
+    async def save(self, directory):
+        return {"weights": (4, zlib.crc32(b"1234"))}
+
+
+def test_what_the_driver_does_not_see_is_not_committed_and_nothing_older_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr(wait_until_seen, "__defaults__", (0.2,))
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write(checkpoints, 1)
+    with pytest.raises(NotShared, match=r"learner/weights was written with 4 bytes on another node, and here nothing is there .* storage that every node"):
+        write(checkpoints, 2, Elsewhere(1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step_000001"] and checkpoints.find()[1].version == 1
+
+
+def test_a_file_of_which_only_a_part_is_seen_is_not_committed(tmp_path, monkeypatch):
+    monkeypatch.setattr(wait_until_seen, "__defaults__", (0.2,))
+
+    class Part(Learner):
+        async def save(self, directory):
+            await super().save(directory)
+            return {"weights": (5, 0)}
+
+    with pytest.raises(NotShared, match="here 4 bytes are there"):
+        write(Checkpoints(tmp_path, keep=1), 2, Part(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_manifest_holds_what_the_ranks_summed_and_a_bit_that_flipped_on_the_way_is_found(tmp_path):
+    class Flipped(Learner):
+        async def save(self, directory):
+            (directory / "weights").write_bytes(b"1235")
+            return {"weights": (4, zlib.crc32(b"1234"))}
+
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 1)
+    write(checkpoints, 2, Flipped(1))
+    found, _, passed_over = checkpoints.find()
+    assert found.name == "step_000001" and "learner/weights is not what its MANIFEST says" in passed_over[0]

@@ -12,6 +12,7 @@ from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.protocols import WAYS_OUT, EvaluationLost, RolloutFailed, Scored
 from asyncrl.control.staleness import Staleness
+from asyncrl.runtime.shared import size_and_checksum
 from asyncrl.testing import (
     FakeCheckpoints,
     FakeLearner,
@@ -500,8 +501,8 @@ class Weights(FakeLearner):
         return result
 
     async def save(self, directory):
-        await super().save(directory)
         (directory / "weights").write_text(self.weights)
+        return {**await super().save(directory), "weights": size_and_checksum(directory / "weights")}
 
 
 @pytest.mark.parametrize(("max_staleness", "on_stale", "moments"), [(0, "wait", 20), (2, "wait", 20), (1, "drop", 20)])
