@@ -228,6 +228,9 @@ class RolloutConfig(Section):
     """Rollout worker processes."""
     deadline_s: float = Field(default=300.0, gt=0)
     """Seconds after which a group's generation, retries included, fails."""
+    max_errors: int = Field(default=100, ge=0)
+    """Groups and completions of evaluations that may end with an exception that asyncrl does not foresee, in one attempt. Each counts as failed, and its
+    stack is kept in metrics.jsonl; one more ends the run."""
 
     @property
     def kept_tokens(self) -> dict[str, Any]:

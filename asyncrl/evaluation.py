@@ -17,6 +17,7 @@ from asyncrl.algorithms.pass_at_k import pass_at_k
 from asyncrl.config import Config, EvalSet
 from asyncrl.control.protocols import EvaluationLost
 from asyncrl.generation.protocol import Generate, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
+from asyncrl.rewards.contract import RewardError
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
 from asyncrl.types import SPAN, TRUNCATED, Completion, Prompt, VersionSpan, reward_parts_type
@@ -97,13 +98,15 @@ class Evaluator:
         """
         self.config, self.generate, self.score = config, generate, score
         self.prompts, self.run_id, self.attempt, self.directory = prompts, run_id, attempt, directory
+        self.errors = 0
+        """Exceptions of the evaluation under way that nobody foresaw."""
 
     async def __call__(self, version: int, replica: str | None = None) -> dict[str, float]:
         """Evaluate the version on the replica that is held at it; without one, on all replicas, which stay at the version or (eval.in_flight) move on.
 
         Returns:
             Metrics of all sets as `eval/<set>_<name>` (see `measure`); `eval/accuracy` and `eval/prompts` of the first set; over all `eval/failed_ratio`
-            (late ones included), `eval/newest_version` of their tokens, and `eval/seconds`.
+            (late ones included), `eval/errors` (exceptions that nobody foresaw), `eval/newest_version` of their tokens, and `eval/seconds`.
 
         Raises:
             EvaluationLost: the replica is gone. Nothing of the set under way is kept.
@@ -111,6 +114,7 @@ class Evaluator:
         """
         clock = asyncio.get_running_loop().time
         started = clock()
+        self.errors = 0
         sets = self.config.evaluation_sets
         metrics: dict[str, float] = {}
         statuses: Counter[str] = Counter()
@@ -125,6 +129,7 @@ class Evaluator:
             newest = max([newest, *(span.version for siblings in answers for answer in siblings for span in answer.spans)])
             await asyncio.to_thread(self._keep, name, settings, version, answers)
         metrics["eval/failed_ratio"] = (statuses["late"] + statuses["failed"]) / statuses.total()
+        metrics["eval/errors"] = float(self.errors)
         metrics["eval/newest_version"] = float(newest)
         metrics["eval/seconds"] = clock() - started
         return metrics
@@ -146,10 +151,25 @@ class Evaluator:
         answers = await _together(self._answer(self._request(settings, place, prompt, seed), place.version, room) for seed in seeds)
         completed = [(index, answer.completion) for index, answer in enumerate(answers) if answer.completion is not None]
         if completed:
-            parts = await self.score(prompt, [completion for _, completion in completed])
+            parts = await self._parts(prompt, [completion for _, completion in completed])
             for at, (index, _) in enumerate(completed):
                 answers[index] = self._scored(answers[index], {name: values[at] for name, values in parts.items()})
         return answers
+
+    async def _parts(self, prompt: Prompt, completions: Sequence[Completion]) -> Mapping[str, Sequence[float | None]]:
+        """The rewards; none of them after an error that is not the reward's own."""
+        try:
+            return await self.score(prompt, completions)
+        except RewardError:
+            raise
+        except Exception as error:
+            self._count_error("the completions of a prompt could not be scored", error)
+            return {name: [None] * len(completions) for name in self.config.reward.functions}
+
+    def _count_error(self, what: str, error: Exception) -> None:
+        self.errors += 1
+        if self.errors == 1:
+            logger.error("%s", what, exc_info=error)
 
     def _request(self, settings: EvalSet, place: _Place, prompt: Prompt, seed: int) -> GenerateRequest:
         """What ends a completion is the same as in rollouts."""
@@ -180,6 +200,10 @@ class Evaluator:
         except Exception as error:  # whatever an engine, a replica or Ray raises: one completion of many
             if request.replica is not None and isinstance(error, StaleReplica):
                 raise EvaluationLost(_one_line(error)) from None
+            from asyncrl.rollout.worker import RETRIED  # it imports Ray, and who reads evaluations need not
+
+            if not isinstance(error, RETRIED):
+                self._count_error("a completion of an evaluation failed", error)
             return Answer(None, "failed", f"{type(error).__name__}: {_one_line(error)}")
         completion = generated.completions[0]
         if not self.config.eval.in_flight and any(span.version != version for span in completion.versions):

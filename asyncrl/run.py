@@ -290,6 +290,7 @@ def _coordinator(config: Config, state: State, restored: list[Scored], directory
         least_usable=2 if config.algorithm.compares_siblings else 1,
         filter_zero_variance=config.algorithm.filter_zero_variance,
         max_skipped_steps=config.learner.max_skipped_steps,
+        max_errors=config.rollout.max_errors,
         checkpoint_every=config.checkpoint.every_steps,
         check_every=config.weights.check_every_versions,
         evaluate_every=config.eval.every_steps,

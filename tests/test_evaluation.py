@@ -105,9 +105,20 @@ def test_one_completion_that_does_not_come_counts_as_wrong_and_is_reported(tmp_p
     metrics = evaluate(tmp_path, config_of({"data": "d"}), generate, prompts=prompts)
     assert metrics["eval/greedy_accuracy"] == 7 / 8 and metrics["eval/greedy_exact"] == 1.0 and metrics["eval/sampled_accuracy"] == 1.0
     assert metrics[f"eval/greedy_{status}_ratio"] == 1 / 8 and metrics["eval/greedy_scored"] == 7
-    assert metrics["eval/failed_ratio"] == 1 / 16
+    assert metrics["eval/failed_ratio"] == 1 / 16 and metrics["eval/errors"] == (status == "failed")
     lost = rows(tmp_path, "greedy")[3]
     assert (lost["status"], lost["reason"], lost["completion"], lost["completion_ids"], lost["accuracy"]) == (status, reason, None, None, None)
+
+
+def test_what_breaks_outside_the_reward_leaves_one_prompt_unscored(tmp_path, caplog):
+    async def score(prompt, completions):
+        if prompt.ordinal == PROMPTS[0].ordinal:
+            raise KeyError("nobody's column")
+        return {"exact": [1.0] * len(completions)}
+
+    metrics = evaluate(tmp_path, config_of({"data": "d"}), Recording(), score=score)
+    assert metrics["eval/greedy_unscored_ratio"] == 1 / len(PROMPTS) and metrics["eval/errors"] == 2
+    assert metrics["eval/greedy_accuracy"] == 1.0 and "nobody's column" in caplog.text
 
 
 def test_a_completion_of_another_version_counts_as_failed(tmp_path):

@@ -31,6 +31,7 @@ from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
 from asyncrl.control.fates import Fate
 from asyncrl.control.protocols import (
+    UNFORESEEN,
     WAYS_OUT,
     EvaluationLost,
     Learner,
@@ -60,6 +61,8 @@ class Schedule:
     max_steps: int
     staleness: Staleness
     max_skipped_steps: int = 3
+    max_errors: int = 100
+    """Groups and completions of evaluations that may end with an exception that nobody foresaw; one more ends the run."""
     least_usable: int = 2
     """Usable trajectories without which a group is dropped: one that is compared with its siblings needs another."""
     filter_zero_variance: bool = False
@@ -141,6 +144,8 @@ class Progress:
     trained_tokens: int = 0
     wasted_tokens: int = 0
     """Completion tokens of groups that were generated and then filtered, dropped or skipped."""
+    errors: int = 0
+    """Groups and completions of evaluations that an exception ended that nobody foresaw."""
     learner_waited_s: float = 0.0
     generators_waited_s: float = 0.0
     example: tuple[str, str] = ("", "")
@@ -243,7 +248,7 @@ class Coordinator:
             async with self._changing():
                 group = self.buffer.groups.get(prompt.ordinal)
                 if group is not None and group.scored is None:  # a lost group's first copy may have been scored after all
-                    self._end(prompt.ordinal, "failed", str(error))
+                    self._fail(prompt.ordinal, str(error))
             return
         async with self._changing():
             if self.parts.concurrency is not None and finished.load is not None and not self._shared(finished.load.replica):
@@ -251,6 +256,21 @@ class Coordinator:
             self.progress.generated_tokens += finished.tokens
             self.buffer.finished(prompt.ordinal, finished.begun, finished.tokens)
             self._count_idle()
+
+    def _fail(self, ordinal: int, why: str) -> None:
+        """The group has failed: its fate gets the first line, and what nobody foresaw is counted."""
+        self._end(ordinal, "failed", why.partition("\n")[0])
+        if why.startswith(UNFORESEEN):
+            self._count_errors(1, why)
+
+    def _count_errors(self, count: int, last: str) -> None:
+        """Keep the stack of an error that nobody foresaw; end the run when there were too many."""
+        progress, most = self.progress, self.schedule.max_errors
+        progress.errors += count
+        first, _, stack = last.partition("\n")
+        self.parts.recorder.record("error", progress.attempted, progress.version, {"errors": progress.errors, "reason": first, "stack": stack})
+        if progress.errors > most:
+            raise RuntimeError(f"errors = {progress.errors}, above rollout.max_errors = {most}; the last: {first}; its stack is in metrics.jsonl")
 
     def _shared(self, replica: str) -> bool:
         """Whether an evaluation loads this replica too: what its engine says meanwhile is not of the rollouts alone."""
@@ -270,11 +290,13 @@ class Coordinator:
         if scored.ordinal not in self.buffer:
             return
         if scored.lost:
-            self._end(scored.ordinal, "failed", scored.failure or "lost")
+            self._fail(scored.ordinal, scored.failure or "lost")
             return
         self.buffer.finished(scored.ordinal, scored.begun, scored.tokens)
         self._scored_since_step.append(scored)
-        if scored.failure is not None:
+        if scored.failure is not None and scored.failure.startswith(UNFORESEEN):
+            self._fail(scored.ordinal, scored.failure)
+        elif scored.failure is not None:
             self._end(scored.ordinal, "dropped", scored.failure)
         elif scored.usable < self.schedule.least_usable:
             masked = ", ".join(f"{count} {status}" for status, count in sorted(scored.masked.items()))
@@ -516,6 +538,8 @@ class Coordinator:
             return False
         self.progress.accuracy = metrics.get("eval/accuracy", self.progress.accuracy)
         self.parts.recorder.record("evaluation", self.progress.attempted, version, metrics)
+        if errors := int(metrics.get("eval/errors", 0)):
+            self._count_errors(errors, f"evaluation of version {version}: {errors} completions; driver.log has the first one's stack")
         return True
 
     @asynccontextmanager

@@ -5,6 +5,7 @@ Everything here is small: references, ordinals, versions and counts. Token data 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from asyncrl.types import Prompt
 __all__ = [
     "NOTHING_TO_LEARN",
     "NOT_FINITE",
+    "UNFORESEEN",
     "WAYS_OUT",
     "EngineLoad",
     "EvaluationLost",
@@ -31,7 +33,14 @@ __all__ = [
     "StepResult",
     "TensorEntry",
     "WeightSync",
+    "unforeseen",
 ]
+
+
+UNFORESEEN = "not foreseen: "
+"""How the failure of a group begins that ended with an exception nobody foresaw."""
+CAUSE_LENGTH = 300
+"""Characters of an error's message that a reason repeats."""
 
 
 class PartDied(RuntimeError):
@@ -44,6 +53,12 @@ class EvaluationLost(Exception):
 
 class RolloutFailed(Exception):
     """A group could not be generated within its deadline. The message says why."""
+
+
+def unforeseen(what: str, error: BaseException) -> str:
+    """What to say of an exception that nobody foresaw: a line that begins with UNFORESEEN, then the stack."""
+    cause = " ".join(str(error).split())[:CAUSE_LENGTH]
+    return f"{UNFORESEEN}{what}: {type(error).__name__}: {cause}\n{''.join(traceback.format_exception(error))}"
 
 
 @dataclass(frozen=True, slots=True)

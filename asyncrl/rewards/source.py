@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,18 +11,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import ray
 import ray.exceptions
 
 from asyncrl.config import RewardConfig
 from asyncrl.contracts.columns import row_values
+from asyncrl.control.protocols import unforeseen
+from asyncrl.data.groups import DEATHS
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import RewardError, with_notes
 from asyncrl.rewards.pool import GroupRewards, RewardPool, no_rewards
 from asyncrl.rewards.score import attach_reference, attach_rewards, group_call, group_rows
 from asyncrl.rollout.outbox import OutboxClosed
-from asyncrl.types import COLUMNS, table_from_ipc
+from asyncrl.types import COLUMNS, SCORED_COLUMNS, table_from_ipc
 
 __all__ = ["rewarded_groups"]
 
@@ -52,6 +56,7 @@ def rewarded_groups(config: RewardConfig, reader: str, workers: Sequence[Any], r
     with RewardPool(config, least) as pool:
         threading.Thread(target=_lease, args=(workers, reader, places, room, stop, events), daemon=True, name="leases").start()
         try:
+            submitted: Future[GroupRewards]
             while (event := events.get()) is not None:
                 if isinstance(event, BaseException):
                     raise event
@@ -62,14 +67,14 @@ def rewarded_groups(config: RewardConfig, reader: str, workers: Sequence[Any], r
                     asked.future().add_done_callback(partial(_referred, events, attach_rewards(event.group, _result(config, event))))
                     continue
                 if isinstance(event, _Rewarded | _Referred):
-                    yield (
-                        attach_rewards(event.group, _result(config, event))
-                        if isinstance(event, _Rewarded)
-                        else attach_reference(event.group, event.logprobs.result())
-                    )
+                    yield attach_rewards(event.group, _result(config, event)) if isinstance(event, _Rewarded) else _with_reference(event)
                     continue
-                call = group_call(row_values(event)[0], [name for name in event.column_names if name not in COLUMNS])
-                pool.submit(call).add_done_callback(partial(_done, events, event))
+                try:
+                    submitted = pool.submit(group_call(row_values(event)[0], [name for name in event.column_names if name not in COLUMNS]))
+                except Exception as error:  # a value that cannot be handed to a function: this one group's failure
+                    submitted = Future()
+                    submitted.set_exception(error)
+                submitted.add_done_callback(partial(_done, events, event))
         finally:
             stop.set()
             room.release(places)
@@ -96,10 +101,25 @@ def _referred(events: queue.Queue[Any], group: pa.Table, future: Future[list[Any
 
 
 def _result(config: RewardConfig, event: _Rewarded) -> GroupRewards:
+    n = len(event.group["completion_ids"][0])
     try:
         return event.rewards.result()
     except RewardError as error:
-        return no_rewards(config, len(event.group["completion_ids"][0]), with_notes(error))
+        return no_rewards(config, n, with_notes(error))
+    except Exception as error:
+        return no_rewards(config, n, unforeseen("the group could not be scored", error))
+
+
+def _with_reference(event: _Referred) -> pa.Table:
+    """The group with the reference policy's log-probs. Where the reference fails at this group, it is given up; where it died, the stream breaks."""
+    try:
+        return attach_reference(event.group, event.logprobs.result())
+    except DEATHS:
+        raise
+    except Exception as error:
+        failure = unforeseen("the reference policy failed", error)
+        group = event.group.set_column(event.group.column_names.index("failure"), "failure", pa.array([failure], SCORED_COLUMNS["failure"]))
+        return attach_reference(group, [np.full(len(ids), math.nan) for ids in group["completion_ids"][0].as_py()])
 
 
 def _lease(workers: Sequence[Any], reader: str, places: int, room: threading.Semaphore, stop: threading.Event, events: queue.Queue[Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from asyncrl.config import TASK_CPUS
-from asyncrl.control.protocols import Finished, RolloutFailed
+from asyncrl.control.protocols import Finished, RolloutFailed, unforeseen
 from asyncrl.data.groups import DEATHS
 from asyncrl.rollout.worker import RolloutWorker, WorkerSpec
 from asyncrl.types import Prompt
@@ -127,6 +127,8 @@ class RayRollouts:
             raise RolloutFailed(_message(error)) from None
         except TimeoutError:
             raise RolloutFailed(f"group {ordinal}: no rollout worker was up within rollout.deadline_s = {self._deadline_s:g} s") from None
+        except Exception as error:  # an answer that cannot be read, or whatever else comes of this one call
+            raise RolloutFailed(unforeseen(f"group {ordinal}", error)) from None
 
     def _assign(self, held: _Held) -> int:
         if held.worker >= 0:

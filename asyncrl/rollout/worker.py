@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 import pyarrow as pa
 
 from asyncrl.config import Config
-from asyncrl.control.protocols import Finished, RolloutFailed
+from asyncrl.control.protocols import Finished, RolloutFailed, unforeseen
 from asyncrl.data.groups import DEATHS
 from asyncrl.generation.protocol import Generate, Generated, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
 from asyncrl.rollout.outbox import Outbox
 from asyncrl.types import Group, Prompt, Trajectory, groups_to_table, table_to_ipc
 
-__all__ = ["RolloutWorker", "WorkerSpec", "rollout_seed"]
+__all__ = ["RETRIED", "RolloutWorker", "WorkerSpec", "rollout_seed"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 RETRIED = (StaleReplica, *DEATHS, ConnectionError)
@@ -67,15 +67,19 @@ class RolloutWorker:
         """Make the group of one prompt and keep it for scoring. Cancelled: the generator is told to stop.
 
         Raises:
-            RolloutFailed: not done within rollout.deadline_s, retries included.
+            RolloutFailed: not done within rollout.deadline_s, retries included, or an exception that nobody foresaw, whose stack the message holds.
         """
         await self.committed(committed)
         self._under_way += 1
         try:
             generated = await self._generate_until_deadline(prompt)
+            group = self._group(prompt, generated)
+        except RolloutFailed:
+            raise
+        except Exception as error:  # whatever an engine, a replica or Ray raises: one group of many
+            raise RolloutFailed(unforeseen(f"group {prompt.ordinal}", error)) from None
         finally:
             self._under_way -= 1
-        group = self._group(prompt, generated)
         await self._outbox.put(prompt.ordinal, groups_to_table([group]))
         tokens = sum(len(t.completion.token_ids) for t in group.trajectories)
         return Finished(prompt.ordinal, committed if group.begun is None else group.begun, tokens, generated.load)

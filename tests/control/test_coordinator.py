@@ -566,3 +566,30 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(tmp_path, mon
     assert Counter(outcomes.values())["trained"] == 4 * steps
     if max_staleness == 0:
         assert coordinator.parts.learner.weights == unbroken.parts.learner.weights
+
+
+def test_what_nobody_foresaw_ends_one_group_and_its_stack_is_kept():
+    odd = {3: "not foreseen: group 3: KeyError: 'x'\nTraceback\n  line 1", 5: "not foreseen: group 5: OSError: y\nTraceback"}
+    rollouts = FakeRollouts(fails=odd.get)
+    coordinator = make(rollouts=rollouts, max_errors=2)
+    run(coordinator)
+    recorder = coordinator.parts.recorder
+    assert coordinator.progress.errors == 2 and coordinator.progress.version == coordinator.schedule.max_steps
+    errors = [metrics for event, _, _, metrics in recorder.records if event == "error"]
+    assert [one["reason"] for one in errors] == ["not foreseen: group 3: KeyError: 'x'", "not foreseen: group 5: OSError: y"]
+    assert errors[0]["stack"] == "Traceback\n  line 1"
+    fates = {fate.ordinal: (fate.outcome, fate.reason) for fate in recorder.all_fates}
+    assert fates[3] == ("failed", "not foreseen: group 3: KeyError: 'x'")
+
+
+def test_too_many_of_them_end_the_run_with_the_last_one():
+    rollouts = FakeRollouts(fails=lambda ordinal: f"not foreseen: group {ordinal}: KeyError: 'x'\nTraceback" if ordinal % 2 else None)
+    with pytest.raises(RuntimeError, match=r"errors = 3, above rollout.max_errors = 2; the last: not foreseen: group \d: KeyError: 'x'; its stack is in"):
+        run(make(rollouts=rollouts, max_errors=2))
+
+
+def test_a_group_whose_scoring_broke_is_one_of_them():
+    why = "not foreseen: the reference policy failed: ValueError: z\nTraceback"
+    coordinator = make(scores=lambda rollouts: FakeScores(rollouts, fails=lambda ordinal: why if ordinal == 4 else None), max_errors=1)
+    run(coordinator)
+    assert coordinator.progress.errors == 1 and coordinator.progress.ended["failed"] == 1

@@ -5,7 +5,9 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 import ray
@@ -197,6 +199,35 @@ def test_a_second_copy_of_a_group_is_acknowledged_and_dropped(ray_cluster, tmp_p
 
     asyncio.run(scenario())
     assert sorted(pyarrow.parquet.read_table(tmp_path)["ordinal"].to_pylist()) == [0, 1]
+
+
+class OddReference:
+    """Fails at one group, as a model does that runs out of memory at a long one."""
+
+    def logprobs(self, rows):
+        if len(rows[0][0]) == 2:
+            raise ValueError("too long for me")
+        return [np.zeros(len(ids), np.float32) for _, ids in rows]
+
+
+def test_a_reference_that_fails_at_one_group_costs_that_group_under_every_policy(ray_cluster, tmp_path):
+    config = make_config("by_length", policy="fail")
+    config = Config.model_validate(config.model_dump() | {"algorithm": {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1"}})
+    reference = ray.remote(OddReference).options(num_cpus=0).remote()
+
+    async def scenario():
+        async with Station(config, tmp_path / "groups", reference) as station:
+            await station.rollouts.rollout(prompt(0), 0)
+            await station.rollouts.rollout(replace(prompt(1), token_ids=(4, 5)), 0)
+            return {one.ordinal: one for one in await station.take(2)}
+
+    try:
+        scored = asyncio.run(scenario())
+    finally:
+        ray.kill(reference)
+    assert scored[0].failure is None and scored[0].usable > 0
+    first, _, stack = scored[1].failure.partition("\n")
+    assert first.startswith("not foreseen: the reference policy failed: ") and "too long for me" in stack and scored[1].usable == 0
 
 
 def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(ray_cluster, tiny_model, tmp_path):

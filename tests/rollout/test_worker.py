@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -102,6 +103,30 @@ def test_a_group_fails_at_its_deadline_and_says_why():
 def test_a_generator_timeout_fails_the_group():
     with pytest.raises(RolloutFailed, match="group 5"):
         asyncio.run(make_worker(Recording(GenerationTimeout("late"))).rollout(PROMPT, 0))
+
+
+@pytest.mark.parametrize("error", [KeyError("tokens"), ValueError("a request that nobody tried\nwith two lines"), ZeroDivisionError()])
+def test_an_exception_that_nobody_foresaw_is_that_groups_failure_with_its_stack(error):
+    async def scenario():
+        worker = make_worker(Recording(error))
+        with pytest.raises(RolloutFailed) as failed:
+            await worker.rollout(PROMPT, 0)
+        return str(failed.value), (await worker.rollout(PROMPT, 0)).ordinal, await worker.under_way()
+
+    said, again, under_way = asyncio.run(scenario())
+    first, _, stack = said.partition("\n")
+    assert first == f"not foreseen: group 5: {type(error).__name__}: {' '.join(str(error).split())}" and "raise self.errors.pop(0)" in stack
+    assert (again, under_way) == (5, 0), "the worker goes on"
+
+
+def test_a_replica_that_gives_too_few_completions_fails_one_group():
+    class Few(FakeGenerate):
+        async def generate(self, request):
+            generated = await super().generate(request)
+            return replace(generated, completions=generated.completions[:1])
+
+    with pytest.raises(RolloutFailed, match=r"not foreseen: group 5: RuntimeError: replica .* gave 1 completions for group 5, not 4"):
+        asyncio.run(make_worker(Few()).rollout(PROMPT, 0))
 
 
 def test_seeds_differ_by_ordinal_and_run_seed():
