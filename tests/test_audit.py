@@ -93,6 +93,9 @@ class Recorder(FakeRecorder):
         super().fates(fates, outstanding)
         self.writer.write(fates, outstanding)
 
+    async def flushed(self):
+        self.writer.flush()
+
 
 class Learner(FakeLearner):
     """Counts the tokens that it trains, as the real one does."""
@@ -628,10 +631,10 @@ def test_an_evaluation_is_that_of_its_completions(run):
 def test_counters_that_are_none(run, content):
     path = max((run / "checkpoints").glob("step_*")) / "learner" / "counters.json"
     path.write_text(content)
-    from asyncrl.control.checkpoint import _checksum_of_text, _size_and_checksum
+    from asyncrl.control.checkpoint import _checksum_of_text
 
     manifest = path.parent.parent / "MANIFEST"
-    text = json.dumps(json.loads(manifest.read_text()) | {"learner/counters.json": _size_and_checksum(path)})
+    text = json.dumps(json.loads(manifest.read_text()) | {"learner/counters.json": size_and_checksum(path)})
     manifest.write_text(text)
     (manifest.parent / "COMMITTED").write_text(str(_checksum_of_text(text)))
     check = said(run)["trained tokens equal the learner's count"]
@@ -792,9 +795,9 @@ def test_a_learner_that_counted_otherwise(run):
     path = max((run / "checkpoints").glob("step_*")) / "learner" / "counters.json"
     path.write_text(json.dumps({"trained_tokens": 1}))
     manifest = path.parent.parent / "MANIFEST"
-    from asyncrl.control.checkpoint import _checksum_of_text, _size_and_checksum
+    from asyncrl.control.checkpoint import _checksum_of_text
 
-    text = json.dumps(json.loads(manifest.read_text()) | {"learner/counters.json": _size_and_checksum(path)})
+    text = json.dumps(json.loads(manifest.read_text()) | {"learner/counters.json": size_and_checksum(path)})
     manifest.write_text(text)
     (manifest.parent / "COMMITTED").write_text(str(_checksum_of_text(text)))
     assert not said(run)["trained tokens equal the learner's count"].passed

@@ -81,7 +81,11 @@ class Recorder(Protocol):
     def record(self, event: str, step: int, version: int, metrics: Mapping[str, Any]) -> None: ...
 
     def fates(self, fates: list[Fate], outstanding: list[int]) -> None:
-        """Groups that have come to their end, and the ordinals admitted in this attempt that have not."""
+        """Groups that have come to their end, and the ordinals admitted in this attempt that have not. Returns at once."""
+        ...
+
+    async def flushed(self) -> None:
+        """Every fate given so far is on the disk."""
         ...
 
 
@@ -213,6 +217,7 @@ class Coordinator:
                 for ordinal, group in self.buffer.groups.items()
             ]
             self._flush_fates()
+            await self.parts.recorder.flushed()
         self.progress.phase = "done"
         return self.progress
 
@@ -445,6 +450,7 @@ class Coordinator:
         groups = [group.scored for group in self.buffer.waiting() if group.scored is not None]
         state = self.state()
         self._flush_fates()  # the checkpoint counts on every outcome so far, also on those since the last step
+        await self.parts.recorder.flushed()
         await self.parts.checkpoints.write(state, groups, self.parts.learner, self.parts.scores)
         self.parts.recorder.record("checkpoint", self.progress.attempted, version, {"checkpoint/save_s": clock() - started})
 
@@ -589,6 +595,7 @@ class Coordinator:
         outstanding = [ordinal for ordinal, group in self.buffer.groups.items() if group.made_in is None]
         self.parts.recorder.fates(self._fates, outstanding)
         self._fates = []
+        self.parts.scores.ended_below(self.buffer.frontier.lowest)
 
     def _count_idle(self) -> None:
         """Generators wait while no group is running, once the first version is committed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
+from asyncrl.runtime.merging import Merging
 
 __all__ = ["FATES", "OUTCOMES", "Fate", "FatesWriter", "read_fates"]
 
@@ -99,33 +101,68 @@ class Fate:
 
 
 class FatesWriter:
-    """Appends complete Parquet files: written under a temporary name, then renamed."""
+    """Appends complete Parquet files, in a thread of its own: each is written under a temporary name, then renamed. They are merged as the run goes on."""
 
     def __init__(self, directory: Path, attempt: int) -> None:
         self.directory = directory
         self.attempt = attempt
         self.files = 0
+        self._merging = Merging(_merge)
+        self._thread = ThreadPoolExecutor(1, "fates")
+        self._failure: BaseException | None = None
+        self._last: Future[None] | None = None
         make_directory(directory)
 
     def write(self, fates: Sequence[Fate], outstanding: Sequence[int] = ()) -> None:
-        """One file of these fates; none for no fates.
+        """One file of these fates, soon; none for no fates.
 
         Args:
             outstanding: ordinals admitted in this attempt that have no outcome yet.
+
+        Raises:
+            OSError: an earlier file could not be written. Nothing was written after it.
         """
-        if not fates:
-            return
-        rows = [asdict(fate) | {"ended_in": self.attempt} for fate in fates]
-        table = _sealed(pa.Table.from_pylist(rows, FATES), json.dumps(list(outstanding)).encode())
-        parquet.write_table(table, self.directory / f"attempt_{self.attempt:04d}-{self.files:06d}.parquet")
-        self.files += 1
+        if self._failure is not None:
+            raise self._failure
+        if fates:
+            self._last = self._thread.submit(self._write, list(fates), list(outstanding))
+
+    def flush(self) -> None:
+        """Wait until all of them are on the disk.
+
+        Raises:
+            OSError: one could not be written.
+        """
+        if self._last is not None:
+            self._last.result()
+        if self._failure is not None:
+            raise self._failure
 
     def compact(self) -> None:
         """Merge this attempt's files into one. The last file's name is kept, so that numbering goes on."""
-        files = sorted(self.directory.glob(f"attempt_{self.attempt:04d}-*.parquet"))
-        if len(files) < 2:
+        self.flush()
+        _merge(sorted(self.directory.glob(f"attempt_{self.attempt:04d}-*.parquet")))
+
+    def _write(self, fates: list[Fate], outstanding: list[int]) -> None:
+        if self._failure is not None:
             return
-        tables = [parquet.read_table(file) for file in files]
-        parquet.write_table(_sealed(pa.concat_tables(tables), tables[-1].schema.metadata[OUTSTANDING]), files[-1])
-        for file in files[:-1]:
-            file.unlink()
+        try:
+            rows = [asdict(fate) | {"ended_in": self.attempt} for fate in fates]
+            table = _sealed(pa.Table.from_pylist(rows, FATES), json.dumps(outstanding).encode())
+            path = self.directory / f"attempt_{self.attempt:04d}-{self.files:06d}.parquet"
+            parquet.write_table(table, path)
+            self.files += 1
+            self._merging.add(path)
+        except Exception as error:  # whoever writes or flushes next raises it
+            self._failure = error
+
+
+def _merge(files: Sequence[Path]) -> None:
+    """One file in place of several, under the last one's name. Killed in between, it leaves rows twice, and readers drop one of the two."""
+    if len(files) < 2:
+        return
+    tables = [parquet.read_table(file) for file in files]
+    rows = pa.concat_tables([table.replace_schema_metadata() for table in tables])
+    parquet.write_table(_sealed(rows, tables[-1].schema.metadata[OUTSTANDING]), files[-1])
+    for file in files[:-1]:
+        file.unlink()

@@ -229,6 +229,10 @@ class Scores(Protocol):
 
     async def next(self) -> list[Scored]: ...
 
+    def ended_below(self, ordinal: int) -> None:
+        """Every group below this ordinal has its outcome: a copy of one that comes later is dropped."""
+        ...
+
     async def save(self, groups: Sequence[Scored], path: Path) -> None:
         """Write the groups' rows as one Parquet file, in this order."""
         ...

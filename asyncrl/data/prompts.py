@@ -393,6 +393,11 @@ class ReorderWindow:
         self._next = next(self._ordinals)
         self._early: dict[int, Prompt] = {}
 
+    @property
+    def lowest(self) -> int:
+        """The ordinal of the next prompt to give."""
+        return self._next
+
     def put(self, prompt: Prompt) -> list[Prompt]:
         """Take one prompt; return those that are now in order."""
         if prompt.ordinal >= self._next:
@@ -422,7 +427,7 @@ class RayPromptSource:
         most = max(1, min(WAITING_PROMPTS, WAITING_BYTES // max(1, report.largest_row)))
         self._waiting: queue.Queue[Prompt | BaseException] = queue.Queue(most)
         self._begun, self._closed = threading.Event(), threading.Event()
-        tables = functools.partial(_stream_tables, config.data.train, config, report, *self._frontier)
+        tables = functools.partial(_stream_tables, config.data.train, config, report)
         self._thread = threading.Thread(target=self._consume, args=(tables, functools.partial(_render_table, config=config)), name="prompts", daemon=True)
         self._thread.start()
 
@@ -455,21 +460,26 @@ class RayPromptSource:
             return None
 
     def _consume(self, tables: Any, stage: Any) -> None:
-        from asyncrl.data.stream import stream_blocks
+        """Where the task's process dies, a new execution begins at the first prompt that has not come."""
+        from asyncrl.data.stream import Deaths, stream_blocks
 
-        window = ReorderWindow(*self._frontier)
-        try:
-            for block in stream_blocks(tables, stage, BLOCK_BYTES, STREAM_BYTES, "prompts", True, self._stacks):
-                self._begun.set()
-                for prompt in _prompts(block, self._schema):
-                    for ready in window.put(prompt):
-                        if not self._put(ready):
-                            return
-            raise RuntimeError("it ended, though it has no end")
-        except Exception as error:
-            # Handed to whoever waits in next(): this thread has no other way to be heard.
-            self._begun.set()
-            self._put(error)
+        window, deaths = ReorderWindow(*self._frontier), Deaths("prompt")
+        while not self._closed.is_set():
+            source = functools.partial(tables, window.lowest, self._frontier[1])
+            try:
+                for block in stream_blocks(source, stage, BLOCK_BYTES, STREAM_BYTES, "prompts", self._stacks):
+                    self._begun.set()
+                    for prompt in _prompts(block, self._schema):
+                        for ready in window.put(prompt):
+                            if not self._put(ready):
+                                return
+                raise RuntimeError("it ended, though it has no end")
+            except Exception as error:
+                if not deaths.survived(error):
+                    # Handed to whoever waits in next(): this thread has no other way to be heard.
+                    self._begun.set()
+                    self._put(error)
+                    return
 
     def _put(self, item: Prompt | BaseException) -> bool:
         """Wait for room; False if the source was closed."""

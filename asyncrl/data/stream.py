@@ -20,9 +20,12 @@ from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
 from asyncrl.config import TASK_CPUS
+from asyncrl.data.groups import DEATHS
 from asyncrl.stacks import register_stacks_as
 
-__all__ = ["EndlessSource", "Tasks", "quiet_ray_data", "stream_blocks"]
+__all__ = ["Deaths", "EndlessSource", "Tasks", "quiet_ray_data", "stream_blocks"]
+
+logger = logging.getLogger(__name__)
 
 _MAKING = threading.Lock()
 """The current context belongs to the process, not to a thread: two streams made at once would take each other's block sizes."""
@@ -30,6 +33,9 @@ _MAKING = threading.Lock()
 PLAIN_ARROW: dict[str, Any] = {"runtime_env": {"env_vars": {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}}}
 """Blocks are pickled by pyarrow. Ray's own way, which trims slices, takes seven times as long for one nested row; what the stage gives should
 not be a slice of something large."""
+
+MOST_DEATHS, DEATHS_WITHIN_S = 5, 600.0
+"""Deaths of a stream's process that are survived within so many seconds: what ends it each time must not do so for ever."""
 
 HELD_BACK_PAUSE_S = 0.05
 """Seconds between two looks at whether the consumer has room again."""
@@ -47,6 +53,23 @@ class Tasks:
     def resources(self) -> dict[str, float]:
         """Arguments of Ray Data. The same for every stage, or they would not be fused."""
         return {"num_cpus": self.num_cpus} | ({"num_gpus": self.num_gpus} if self.num_gpus else {})
+
+
+class Deaths:
+    """Deaths of a stream's process. A new execution follows each, but for one that comes again and again."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._times: list[float] = []
+
+    def survived(self, error: Exception) -> bool:
+        """Whether this is a death, and not one too many within a while."""
+        now = time.monotonic()
+        self._times = [*(then for then in self._times if now - then < DEATHS_WITHIN_S), now]
+        if not isinstance(error, DEATHS) or len(self._times) > MOST_DEATHS:
+            return False
+        logger.warning("the %s stream's process died (%s); a new one goes on", self._name, type(error).__name__)
+        return True
 
 
 class HeldBackPause(ExecutionCallback):
@@ -78,7 +101,6 @@ def stream_blocks(
     block_bytes: int,
     memory_bytes: int,
     name: str,
-    replays: bool,
     stacks: Path | None = None,
     tasks: Tasks | None = None,
 ) -> Iterator[pa.Table]:
@@ -92,13 +114,12 @@ def stream_blocks(
         stage: Arrow table in, Arrow table out.
         block_bytes: a block leaves as soon as it is larger; 1 = every row at once.
         memory_bytes: object store that unread blocks may take before the source is held back.
-        replays: whether `tables` gives the same tables each time. Then Ray runs a task that dies again, and passes over as many blocks as it has had from
-            it before; else such a task's death ends the stream, since the blocks passed over would be others.
         stacks: folder where the task says what it does when it is asked (`asyncrl.stacks.stacks_as`, by `name`).
         tasks: how many tasks run the source, each with a generator of its own, and what each declares to Ray. Default: one.
 
     Raises:
-        ray.exceptions.RayError: the task failed; without `replays`, also that it died (`asyncrl.data.groups.DEATHS`).
+        ray.exceptions.RayError: the task failed, or its process died (`Deaths` tells). Ray does not run it again: it would pass over as many blocks as it
+            has had, which after a new start are others.
     """
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = False
@@ -111,7 +132,7 @@ def stream_blocks(
     context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, HeldBackPause]
     quiet_ray_data()
     tasks = tasks or Tasks()
-    life = {"max_retries": -1 if replays else 0}
+    life = {"max_retries": 0}
     if stacks is not None:
         tables = functools.partial(_with_stacks, tables, stacks, name)
     with _MAKING, DataContext.current(context):

@@ -53,6 +53,10 @@ class RunRecorder:
         """Write how ordinals ended, and which have not."""
         self.fates_writer.write(fates, outstanding)
 
+    async def flushed(self) -> None:
+        """All fates given so far are on the disk."""
+        await asyncio.to_thread(self.fates_writer.flush)
+
     def close(self) -> None:
         """One file of fates in place of many."""
         self.fates_writer.compact()

@@ -8,12 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from asyncrl.runtime import parquet
+from asyncrl.runtime.merging import MERGED_BYTES, Merging
 
 __all__ = ["FlushFiles", "compact", "write_groups"]
-
-MERGE_EVERY = 64
-MERGED_BYTES = 64 << 20
-"""In the end, files are merged up to about this size."""
 
 
 def write_groups(path: Path, tables: Sequence[pa.Table]) -> None:
@@ -22,22 +19,19 @@ def write_groups(path: Path, tables: Sequence[pa.Table]) -> None:
 
 
 class FlushFiles:
-    """The files of one attempt's flushes; every 64 of them become one as the run goes on. One thread uses it."""
+    """The files of one attempt's flushes; they are merged as the run goes on. One thread uses it."""
 
     def __init__(self, directory: Path, attempt: int) -> None:
         self._directory, self._attempt = directory, attempt
         self._next = 1 + max((int(path.stem.split("-")[-1]) for path in _files(directory, attempt)), default=-1)
-        self._unmerged: list[Path] = []
+        self._merging = Merging(_merge)
 
     def write(self, tables: Sequence[pa.Table]) -> Path:
         """Write one flush. Names sort by attempt and time."""
         path = self._directory / f"attempt_{self._attempt:04d}-{self._next:08d}.parquet"
         write_groups(path, tables)
         self._next += 1
-        self._unmerged.append(path)
-        if len(self._unmerged) == MERGE_EVERY:
-            _merge(self._unmerged)
-            self._unmerged = []
+        self._merging.add(path)
         return path
 
 

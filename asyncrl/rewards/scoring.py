@@ -28,9 +28,9 @@ import ray.exceptions
 from asyncrl.config import Config
 from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.control.protocols import UNFORESEEN, RolloutFailed, Rollouts, Scored
-from asyncrl.data.groups import DEATHS, broken_stream, groups_at
+from asyncrl.data.groups import broken_stream, groups_at
 from asyncrl.data.sources import SOURCE_COLUMN
-from asyncrl.data.stream import Tasks, stream_blocks
+from asyncrl.data.stream import Deaths, Tasks, stream_blocks
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact, write_groups
 from asyncrl.rewards.garbled import has_loop, unprintable
@@ -44,8 +44,6 @@ __all__ = ["RayScores", "scored_summary"]
 
 logger = logging.getLogger(__name__)
 
-MOST_DEATHS, DEATHS_WITHIN_S = 5, 600.0
-"""Deaths of the stream's process that are survived within so many seconds: a group that ends it each time must not do so for ever."""
 STREAM_BYTES = 256 << 20
 """Object store that scored groups may take before the stream is held back."""
 MOST_IN_FLUSH = 256
@@ -97,6 +95,8 @@ class RayScores:
         self._arrived: queue.Queue[pa.Table | BaseException | None] = queue.Queue()
         self._safe: asyncio.Queue[list[tuple[int, Scored | None]] | BaseException] = asyncio.Queue()
         self._seen: set[int] = set()
+        """Ordinals that have come, those below `_ended_below` left out: they have all ended."""
+        self._ended_below = 0
         self._closed = False
         self._threads = [threading.Thread(target=target, name=target.__name__, daemon=True) for target in (self._read_stream, self._write_files)]
         for thread in self._threads:
@@ -119,6 +119,10 @@ class RayScores:
                 await self._rollouts.ack(copies)
             if scored := [group for _, group in items if group is not None]:
                 return scored
+
+    def ended_below(self, ordinal: int) -> None:
+        """Copies of groups below this ordinal are acknowledged and dropped from now on."""
+        self._ended_below = ordinal
 
     async def save(self, groups: Sequence[Scored], path: Path) -> None:
         """Write the groups' rows as one Parquet file, in this order."""
@@ -170,22 +174,18 @@ class RayScores:
         reward = self._config.reward
         tasks = Tasks(reward.tasks, reward.num_cpus, reward.num_gpus)
         stage = partial(score_table, config=self._config)
-        deaths: list[float] = []
+        deaths = Deaths("scoring")
         end: BaseException | None = None
         while end is None and not self._closed:
             try:
                 source = partial(rewarded_groups, reward, uuid.uuid4().hex, self._workers, self._reference, least)
-                for block in stream_blocks(source, stage, 1, STREAM_BYTES, "scoring", False, self._stacks, tasks):
+                for block in stream_blocks(source, stage, 1, STREAM_BYTES, "scoring", self._stacks, tasks):
                     self._arrived.put(block)
                 end = RuntimeError("it ended though its rollout workers live")
             except Exception as error:
-                now = time.monotonic()
-                deaths = [*(then for then in deaths if now - then < DEATHS_WITHIN_S), now]
-                if not isinstance(error, DEATHS) or len(deaths) > MOST_DEATHS:
+                if not deaths.survived(error):
                     # Handed to next(), which raises it: a thread cannot.
                     end = error
-                elif not self._closed:
-                    logger.warning("the scoring stream's process died (%s); a new one takes over its groups", type(error).__name__)
         self._arrived.put(None if self._closed else end)
 
     def _write_files(self) -> None:
@@ -213,9 +213,9 @@ class RayScores:
                     raise RewardError(f"group {ordinal}: {failure}")
         new = {}
         for row, ordinal in zip(rows, ordinals, strict=True):
-            if ordinal not in self._seen:
+            if ordinal >= self._ended_below and ordinal not in self._seen:
                 new[ordinal] = row
-        self._seen.update(new)
+        self._seen = {ordinal for ordinal in (*self._seen, *new) if ordinal >= self._ended_below}
         scored: dict[int, Scored] = {}
         if new:
             files.write(list(new.values()))

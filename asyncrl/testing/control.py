@@ -186,6 +186,7 @@ class FakeScores:
         fails: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         self.rollouts, self.latency, self.score, self.fails = rollouts, latency, score, fails
+        self.ended = 0
         self._done: asyncio.Queue[Scored] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -196,6 +197,11 @@ class FakeScores:
         while not self._done.empty():
             done.append(self._done.get_nowait())
         return done
+
+    def ended_below(self, ordinal: int) -> None:
+        if ordinal < self.ended:
+            raise AssertionError(f"all groups below {self.ended} had ended, and now only those below {ordinal}")
+        self.ended = ordinal
 
     async def save(self, groups: Sequence[Scored], path: Path) -> None:
         path.write_text(json.dumps([asdict(scored) for scored in groups]))
@@ -352,6 +358,9 @@ class FakeRecorder:
         if {fate.ordinal for fate in fates if fate.outcome != "waiting"} & set(outstanding):
             raise AssertionError("a group has come to its end and is outstanding")
         self.all_fates += fates
+
+    async def flushed(self) -> None:
+        return None
 
 
 class FakeLogprobCheck:

@@ -5,8 +5,10 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import ray
 
 from asyncrl.config import Config, ConfigError
+from asyncrl.control.protocols import PartDied
 from asyncrl.data.mixture import ordinal_to_row
 from asyncrl.data.prompts import RayPromptSource, ReorderWindow, _render_table, _with_ordinals, check_prompts, order_of, read_prompts, stream_ordinals
 from asyncrl.data.truncation import Cuts, TruncationReport
@@ -250,3 +252,33 @@ def test_the_stream_carries_tool_calls_maps_and_large_rows_of_a_mixture(prompt_c
         assert prompt.text == row["prompt"] and dict(prompt.columns) == {name: row[name] for name in row if name != "prompt"}
     assert {prompt.columns["source_name"] for prompt in given} == {"train", "large"}
     assert [prompt.ordinal for prompt in later] == [10, 12, 13] and later[0].text == given[10].text
+
+
+def test_after_a_death_the_reader_begins_where_prompts_are_missing_and_not_at_the_attempts_start(prompt_config, monkeypatch):
+    """A run of days would else render all of its prompts again."""
+    config, begun_at = prompt_config(ROWS), []
+    report = check_prompts(config)
+
+    def stream(source, stage, *_):
+        begun_at.append(source.args[3])
+        for number, table in enumerate(source()):
+            if number == 3 and len(begun_at) < 3:
+                raise ray.exceptions.WorkerCrashedError
+            yield stage(table)
+
+    monkeypatch.setattr("asyncrl.data.stream.stream_blocks", stream)
+    given = asyncio.run(take(RayPromptSource(config, report, 7, {9, 12}), 400))
+    assert [prompt.ordinal for prompt in given] == [7, 8, 10, 11, *range(13, 13 + 396)]
+    assert begun_at[0] == 7 and len(begun_at) == 3 and begun_at[1] > 80 and begun_at[2] > begun_at[1] + 80
+
+
+def test_a_reader_that_dies_at_once_again_and_again_breaks_the_stream(prompt_config, monkeypatch):
+    config = prompt_config(ROWS)
+
+    def stream(*_):
+        raise ray.exceptions.WorkerCrashedError
+        yield
+
+    monkeypatch.setattr("asyncrl.data.stream.stream_blocks", stream)
+    with pytest.raises(PartDied, match="the prompt stream broke: WorkerCrashedError"):
+        asyncio.run(take(RayPromptSource(config, check_prompts(config)), 1))

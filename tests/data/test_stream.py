@@ -36,7 +36,7 @@ def test_a_source_whose_blocks_nobody_takes_stops_after_a_while_and_ends_when_cl
     counter = tmp_path / "made"
     make = functools.partial(numbered, counter)
     ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
-    blocks = stream_blocks(make, unchanged, 16 << 10, 512 << 10, "bounded", replays=True)
+    blocks = stream_blocks(make, unchanged, 16 << 10, 512 << 10, "bounded")
     taken = next(blocks)["number"].to_pylist()
     # Unbounded, it makes over ten thousand rows a second.
     before, made, deadline = -1, 0, time.monotonic() + 60
@@ -72,7 +72,7 @@ def test_two_streams_made_at_once_keep_their_own_block_sizes(ray_cluster, monkey
 
     def consume(block_bytes):
         both.wait()
-        sizes[block_bytes] = [block.num_rows for block in stream_blocks(functools.partial(finite, 8), unchanged, block_bytes, 1 << 20, "sizes", replays=True)]
+        sizes[block_bytes] = [block.num_rows for block in stream_blocks(functools.partial(finite, 8), unchanged, block_bytes, 1 << 20, "sizes")]
 
     threads = [threading.Thread(target=consume, args=(block_bytes,)) for block_bytes in (1, 1 << 20)]
     for thread in threads:
@@ -90,5 +90,5 @@ def marked():
 def test_a_column_of_json_text_is_still_one_behind_the_stream(ray_cluster):
     """Without the mark, `groups/*.parquet` would not tell JSON text from text."""
     ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
-    blocks = list(stream_blocks(marked, unchanged, 1, 1 << 20, "marked", replays=False))
+    blocks = list(stream_blocks(marked, unchanged, 1, 1 << 20, "marked"))
     assert [row for block in blocks for row in row_values(block)] == [{"value": value, "number": 1} for value in (1, None, {"a": None})]

@@ -48,6 +48,7 @@ def test_a_group_flushed_twice_and_merged_files_count_once(small_run: Path) -> N
     fates = FatesWriter(small_run / "fates", attempt=0)
     fates.files = 50
     fates.write([Fate(0, 3, "trained", "", 1, 0, 0)])
+    fates.flush()
     assert run.trajectories().num_rows == before.num_rows
     fates.compact()
     assert len(run.fates()) == 13

@@ -4,7 +4,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from asyncrl.rewards.files import MERGE_EVERY, FlushFiles, compact
+from asyncrl.rewards.files import FlushFiles, compact
+from asyncrl.runtime.merging import MERGE_EVERY
 
 
 def rows(attempt, ordinals, note="note"):

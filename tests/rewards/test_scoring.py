@@ -201,6 +201,23 @@ def test_a_second_copy_of_a_group_is_acknowledged_and_dropped(ray_cluster, tmp_p
     assert sorted(pyarrow.parquet.read_table(tmp_path)["ordinal"].to_pylist()) == [0, 1]
 
 
+def test_what_has_ended_is_forgotten_and_a_late_copy_is_dropped(ray_cluster, tmp_path):
+    async def scenario():
+        async with Station(make_config("by_length", processes=1), tmp_path) as station:
+            for ordinal in range(3):
+                await station.rollouts.rollout(prompt(ordinal), 0)
+            await station.take(3)
+            station.scores.ended_below(2)
+            await station.rollouts.rollout(prompt(1), 0)
+            await station.rollouts.rollout(prompt(3), 0)
+            assert [group.ordinal for group in await station.take(1)] == [3]
+            await station.until_all_acknowledged()
+            return station.scores._seen
+
+    assert asyncio.run(scenario()) == {2, 3}
+    assert sorted(pyarrow.parquet.read_table(tmp_path)["ordinal"].to_pylist()) == [0, 1, 2, 3]
+
+
 class OddReference:
     """Fails at one group, as a model does that runs out of memory at a long one."""
 

@@ -1,0 +1,80 @@
+"""A run of 100,000 groups on fakes: what a group costs in memory, files and time does not grow with the groups before it."""
+
+import asyncio
+import gc
+import os
+import time
+import tracemalloc
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from asyncrl.control.checkpoint import State
+from asyncrl.control.coordinator import Coordinator, Parts, Schedule
+from asyncrl.control.fates import FatesWriter, read_fates
+from asyncrl.control.staleness import Staleness
+from asyncrl.testing import FakeLearner, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
+
+GROUPS_PER_STEP = 50
+
+
+class OnDisk(FakeRecorder):
+    """Fates in files, nothing in memory."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.writer = FatesWriter(directory, 0)
+        self.seen: list[tuple[int, int, float]] = []
+        """Bytes that Python holds, files, and processor seconds, at each tenth of the run."""
+
+    def record(self, event, step, version, metrics):
+        if event == "step" and step % (self.steps // 10) == 0:
+            self.rollouts.admitted.clear()  # the fake's own memory
+            gc.collect()
+            self.writer.flush()
+            self.seen.append((tracemalloc.get_traced_memory()[0], len(os.listdir(self.writer.directory)), time.process_time()))
+
+    def fates(self, fates, outstanding):
+        self.writer.write(fates, outstanding)
+
+    async def flushed(self):
+        self.writer.flush()
+
+
+class Forgetful(FakeLearner):
+    """Keeps no batch."""
+
+    async def step(self, batch):
+        result = await super().step(batch)
+        self.batches.clear()
+        return result
+
+
+def train(directory: Path, groups: int) -> OnDisk:
+    recorder = OnDisk(directory)
+    recorder.steps = groups // GROUPS_PER_STEP
+    rollouts = FakeRollouts(latency=lambda ordinal: 0.01 * (ordinal % 7), fails=lambda ordinal: "deadline" if ordinal % 97 == 0 else None)
+    recorder.rollouts = rollouts
+    parts = Parts(FakePrompts(), rollouts, FakeScores(rollouts), Forgetful(GROUPS_PER_STEP, latency=0.1), FakeWeightSync(), recorder)
+    schedule = Schedule(recorder.steps, Staleness(2, GROUPS_PER_STEP, "wait"))
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(Coordinator(parts, schedule, State("run", 0, 0, 0, 0, ())).run())
+    return recorder
+
+
+@pytest.mark.parametrize("groups", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_what_a_group_costs_does_not_grow(tmp_path, groups):
+    train(tmp_path / "first", 1000)  # whatever is imported on the way
+    tracemalloc.start()
+    try:
+        recorder = train(tmp_path / "fates", groups)
+    finally:
+        tracemalloc.stop()
+    memory, files, seconds = zip(*recorder.seen, strict=True)
+    lasted = [later - before for before, later in pairwise(seconds)]
+    print(f"\n{groups:,} groups: memory {memory[1]:,} → {memory[-1]:,} bytes, at most {max(files)} files, {lasted[0]:.2f} → {lasted[-1]:.2f} s for each tenth")
+    assert max(memory) < memory[1] + 800_000 + groups, "about a byte a group, and what modules load on the way"
+    assert max(files) <= 2 * 64
+    outcomes = [row for path in sorted((tmp_path / "fates").iterdir()) for row in read_fates(path)[0]["ordinal"].to_pylist()]
+    assert len(outcomes) == len(set(outcomes)) >= groups
