@@ -12,7 +12,7 @@ LAYERS = {
     0: ["clock", "config", "contracts", "confined", "contracts", "environment", "names", "redact", "rules", "runtime", "sandbox", "text", "types"],
     1: ["algorithms", "data.balance", "data.blocks", "data.mixture", "data.packing", "data.truncation", "control.staleness"],
     2: ["control", "generation.protocol"],
-    3: ["stacks", "data", "generation", "rollout", "rewards", "learning", "weights"],
+    3: ["stacks", "data", "generation", "serving", "rollout", "rewards", "learning", "weights"],
     4: [
         "embedded",
         "launch",

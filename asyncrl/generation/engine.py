@@ -11,8 +11,8 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ import psutil
 
 from asyncrl.environment import claim_caches, passed_on, preload_openmp
 from asyncrl.generation.ahead import AheadProcess, handed_to_vllm, import_engine
-from asyncrl.generation.protocol import EngineDied, GenerateRequest, GenerationTimeout, InvalidRequest, StaleReplica
+from asyncrl.generation.protocol import Details, EngineDied, GenerateRequest, GenerationTimeout, InvalidRequest, Piece, StaleReplica, Tokens
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.temporary import temporary_folder
 from asyncrl.stacks import stack_here
 from asyncrl.text.stops import Stops, load_stops, special_token, text_before
-from asyncrl.text.tokenizer import decode, encode_prompts, load_tokenizer, refuse_lossy, tokenizer_fingerprint
+from asyncrl.text.streaming import TextStream
+from asyncrl.text.tokenizer import decode, load_tokenizer, refuse_lossy, tokenizer_fingerprint
 from asyncrl.types import TRUNCATED, Completion, VersionSpan
 from asyncrl.weights.engine import BACKEND, OWNED, STACKS, TOKENIZER_MODE
 
@@ -212,28 +213,39 @@ class Engine:
         from vllm.exceptions import VLLMClientError
 
         self._refuse_stopped()
-        longest = len(request.prompt_ids) + request.max_tokens
-        if longest > self.max_model_len:
-            asked = f"prompt of {len(request.prompt_ids)} tokens + max_tokens = {request.max_tokens}"
-            raise InvalidRequest(f"{asked} is above max_model_len = {self.max_model_len}")
+        self._refuse_long(request)
         try:
             async with asyncio.timeout(request.deadline_s):
                 await self._open.wait()
                 outputs = await self._run(request)
         except (ValueError, VLLMClientError) as error:  # vLLM's own checks of a request
-            raise InvalidRequest(" ".join(str(error).split())[:REASON_LENGTH]) from error
+            raise _invalid(error) from error
         except TimeoutError:
-            raise GenerationTimeout(f"{request.n} completions of up to {request.max_tokens} tokens were not done in {request.deadline_s:g} s") from None
+            raise _late(request) from None
         strings = self._stops(request).strings
         return tuple(_completion(output, self._tokenizer, strings) for output in outputs)
+
+    async def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
+        """One completion (`request.n` is 1) in pieces, as the engine makes it. `max_tokens` 0: only the prompt is read. Closing the stream aborts it.
+
+        Raises:
+            Whatever `generate` does, also between two pieces.
+        """
+        self._refuse_stopped()
+        self._refuse_long(request)
+        text = TextStream(self._tokenizer, self._stops(request).strings)
+        async with contextlib.aclosing(self._outputs(request, details)) as outputs:
+            async for output in outputs:
+                yield _piece(output, request, text, details)
+
+    def _refuse_long(self, request: GenerateRequest) -> None:
+        if len(request.prompt_ids) + request.max_tokens > self.max_model_len:
+            asked = f"prompt of {len(request.prompt_ids)} tokens + max_tokens = {request.max_tokens}"
+            raise InvalidRequest(f"{asked} is above max_model_len = {self.max_model_len}")
 
     def _refuse_stopped(self) -> None:
         if self._llm is None:
             raise StaleReplica("the engine has been stopped, or was never started")
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, special tokens as in a run's plain prompts."""
-        return encode_prompts(self._tokenizer, [text])[0][0]
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, ...]]:
         """Log-probs (nats, temperature 1) of each row's second ids, given its first.
@@ -387,11 +399,7 @@ class Engine:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        if self.broken is not None:
-            raise StaleReplica(self.broken)
-        self._refuse_stopped()
-        if self._llm.errored:
-            raise StaleReplica("the vLLM engine's process has died")
+        self._refuse_lost()
         prompt = tokens_input(prompt_ids, cache_salt=salt)
         name = f"request-{next(self._ids)}"
         answer = asyncio.ensure_future(self._answer(prompt, sampling, name))
@@ -405,6 +413,52 @@ class Engine:
             raise
         except EngineDeadError:
             raise EngineDied("the vLLM engine's process has died") from None
+
+    async def _outputs(self, request: GenerateRequest, details: Details) -> AsyncIterator[Any]:
+        """vLLM's outputs of one completion. Raises as `stream` does."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        deadline = time.monotonic() + request.deadline_s
+        name, outputs, coming, ended = f"request-{next(self._ids)}", None, None, False
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                await self._open.wait()
+            self._refuse_lost()
+            # As in `_run`: where the cache outlives an update, no completion shares it.
+            salt = f"completion {next(self._ids)}" if self.app.generator.in_flight == "keep" else f"version {self.version}"
+            sampling = _stream_sampling(request, self._stops(request), details)
+            outputs = self._llm.generate(tokens_input(list(request.prompt_ids), cache_salt=salt), sampling, name)
+            while not ended:
+                coming = asyncio.ensure_future(anext(outputs, None))
+                if not (await asyncio.wait([coming], timeout=deadline - time.monotonic()))[0]:
+                    raise TimeoutError
+                if (output := coming.result()) is None:
+                    raise EngineDied("the vLLM engine ended a request without an answer")
+                ended = output.finished
+                yield output
+        except EngineDeadError:
+            raise EngineDied("the vLLM engine's process has died") from None
+        except (ValueError, VLLMClientError) as error:
+            raise _invalid(error) from error
+        except TimeoutError:
+            raise _late(request) from None
+        finally:
+            if outputs is not None and not ended:
+                self._count_aborted(name)
+            if coming is not None:
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
+            if outputs is not None:
+                await outputs.aclose()
+
+    def _refuse_lost(self) -> None:
+        if self.broken is not None:
+            raise StaleReplica(self.broken)
+        self._refuse_stopped()
+        if self._llm.errored:
+            raise StaleReplica("the vLLM engine's process has died")
 
     async def _answer(self, prompt: Any, sampling: Any, name: str) -> Any:
         final = None
@@ -545,6 +599,17 @@ def _sampling(request: GenerateRequest, stops: Stops) -> Any:
     )
 
 
+def _stream_sampling(request: GenerateRequest, stops: Stops, details: Details) -> Any:
+    """Of one completion in pieces. vLLM makes at least one token, also where the prompt alone is read."""
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = _sampling(replace(request, max_tokens=max(request.max_tokens, 1)), stops)
+    sampling.logprobs = details.top
+    sampling.prompt_logprobs = details.top if details.prompt else None
+    sampling.output_kind = RequestOutputKind.FINAL_ONLY if details.whole else RequestOutputKind.DELTA
+    return sampling
+
+
 def _sibling(sampling: Any, index: int) -> Any:
     """The parameters of one of n completions as a request of its own, with the seed that vLLM gives it among the n."""
     alone = sampling.clone()
@@ -553,10 +618,44 @@ def _sibling(sampling: Any, index: int) -> Any:
     return alone
 
 
-def _completion(output: Any, tokenizer: Any, stop: Sequence[str]) -> Completion:
-    ids = tuple(output.token_ids)
+def _invalid(error: Exception) -> InvalidRequest:
+    return InvalidRequest(" ".join(str(error).split())[:REASON_LENGTH])
+
+
+def _late(request: GenerateRequest) -> GenerationTimeout:
+    return GenerationTimeout(f"{request.n} completions of up to {request.max_tokens} tokens were not done in {request.deadline_s:g} s")
+
+
+def _piece(output: Any, request: GenerateRequest, text: TextStream, details: Details) -> Piece:
+    made = output.outputs[0]
+    if output.finished:
+        _refuse_abort(made)
+    prompt = _tokens(request.prompt_ids, output.prompt_logprobs, details) if details.prompt and output.prompt_logprobs else None
+    if not request.max_tokens:
+        return Piece(Tokens((), ()), "", "length", (), prompt)
+    gained = text.add(made.token_ids, output.finished)
+    versions = version_spans(made.weight_versions or (), text.tokens) if output.finished else ()
+    return Piece(_tokens(made.token_ids, made.logprobs, details), gained, made.finish_reason, versions, prompt)
+
+
+def _tokens(ids: Sequence[int], told: Any, details: Details) -> Tokens:
+    """vLLM's flat log-probs: at each place the token itself, then the most probable ones; nothing at a prompt's first token."""
+    places = list(zip(told.start_indices, told.end_indices, strict=True))
+    logprobs = tuple(told.logprobs[start] if end > start else None for start, end in places)
+    if not details.top:
+        return Tokens(tuple(ids), logprobs)
+    best = tuple(tuple(zip(told.token_ids[start + 1 : end], told.logprobs[start + 1 : end], strict=True)) for start, end in places)
+    return Tokens(tuple(ids), logprobs, best)
+
+
+def _refuse_abort(output: Any) -> None:
     if output.finish_reason not in ("stop", *TRUNCATED):
         raise StaleReplica(f"the vLLM engine ended a completion with {output.finish_reason!r}")
+
+
+def _completion(output: Any, tokenizer: Any, stop: Sequence[str]) -> Completion:
+    ids = tuple(output.token_ids)
+    _refuse_abort(output)
     return Completion(
         token_ids=ids,
         logprobs=tuple(output.logprobs.logprobs),

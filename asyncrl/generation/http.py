@@ -1,6 +1,6 @@
-"""The HTTP routes of a standing generator: `/v1/completions`, `/v1/models`, `/health`, and nothing else. Weights have none.
+"""The HTTP routes of a standing generator: `PATHS`, and nothing else. Weights have none.
 
-    guard (key, host, size) → FastAPI → a replica
+    count → guard (key, host, size) → FastAPI → dialect → core (`asyncrl.serving.answers`) → a replica
 
 Knows no Serve: what answers is a small protocol, so that the routes can be tried without an engine.
 """
@@ -8,24 +8,33 @@ Knows no Serve: what answers is a small protocol, so that the routes can be trie
 # No postponed annotations here: FastAPI reads those of the routes.
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import json
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
 
-from asyncrl.generation.openai import ApiError, ServedModel, answer, check_name, model_list, parse, printable, to_request, weights
-from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTimeout, InvalidRequest, StaleReplica, Standing
+from asyncrl.generation.protocol import Details, GenerateRequest, GenerationTimeout, InvalidRequest, Piece, StaleReplica, Standing
+from asyncrl.serving.answers import Dialect, Head, Told, Words, ask
+from asyncrl.serving.dialects.chat import Chat
+from asyncrl.serving.dialects.completions import Completions
+from asyncrl.serving.errors import ApiError, as_api_error, printable
+from asyncrl.serving.events import ClientLeft, EventStream, while_connected
+from asyncrl.serving.identity import ServedModel, model_list, weights
+from asyncrl.serving.metrics import CONTENT_TYPE, Counted, Traffic, exposition
 
 __all__ = ["KEY_VARIABLE", "Served", "api_key", "close_own_routes", "is_loopback", "refuse_open_host", "routes"]
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 
 KEY_VARIABLE = "ASYNCRL_API_KEY"
 """Environment variable with the bearer key, in the process that answers."""
@@ -50,15 +59,23 @@ class Served(Protocol):
     @property
     def model(self) -> ServedModel: ...
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+    @property
+    def words(self) -> Words: ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """Where its requests are counted."""
         ...
 
-    async def generate(self, request: GenerateRequest) -> Generated:
-        """Raises StaleReplica or GenerationTimeout."""
+    def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
+        """One completion in pieces. Raises StaleReplica, InvalidRequest or GenerationTimeout, also between two pieces."""
         ...
 
     async def standing(self) -> Standing: ...
+
+    async def statuses(self) -> Sequence[Mapping[str, Any]]:
+        """Of every replica of the application (`asyncrl.serving.metrics.exposition`)."""
+        ...
 
     async def check_health(self) -> None:
         """Raises RuntimeError if the engine is dead or broken."""
@@ -108,18 +125,26 @@ def routes(served: Served, key: str | None) -> FastAPI:
     started = int(time.time())
     encoding = asyncio.Semaphore(ENCODES_AT_ONCE)
 
+    async def answered(request: Request, dialect: Dialect) -> Response:
+        async with encoding:
+            requests = await dialect.requests(served.words, served.model)
+        pieces = ask(served, served.words, requests, dialect.details)
+        head = Head(f"{dialect.prefix}-{uuid.uuid4().hex}", int(time.time()), served.model)
+        if not dialect.streams:
+            choices = await while_connected(request.receive, _all(pieces))
+            return JSONResponse(dialect.answer(head, choices) | weights(await served.standing()))
+        standing = weights(await served.standing())
+        # What is refused, or fails, before there is anything to send has a status of its own.
+        first = await while_connected(request.receive, anext(pieces))
+        return EventStream(_events(dialect, head, standing, first, pieces), pieces, lambda error: as_api_error(error).body())
+
     @app.post("/v1/completions")
-    async def completions(request: Request) -> JSONResponse:
-        body = parse(await _json(request), served.model)
-        check_name(body, served.model)
-        if isinstance(body.prompt, str):
-            async with encoding:
-                ids = await served.encode(body.prompt)
-        else:
-            ids = body.prompt
-        asked = to_request(body, ids, served.model)
-        generated = await _while_connected(request, served.generate(asked))
-        return JSONResponse(answer(generated, asked, served.model, await served.standing(), f"cmpl-{uuid.uuid4().hex}", int(time.time())))
+    async def completions(request: Request) -> Response:
+        return await answered(request, Completions(await _json(request), served.model))
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await answered(request, Chat(await _json(request), served.model))
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -133,14 +158,34 @@ def routes(served: Served, key: str | None) -> FastAPI:
             raise ApiError(503, "the generator is broken and will be replaced; try again", "unavailable") from None
         return JSONResponse({"status": "ok", "model": served.model.name, **weights(await served.standing())})
 
-    app.add_exception_handler(ApiError, lambda request, error: _refusal(error))
-    app.add_exception_handler(StarletteHTTPException, lambda request, error: _refusal(_as_api_error(error)))
-    app.add_exception_handler(StaleReplica, lambda request, error: _refusal(ApiError(503, "no replica can answer now; try again", "unavailable")))
-    app.add_exception_handler(InvalidRequest, lambda request, error: _refusal(ApiError(400, str(error), "invalid_value")))
-    app.add_exception_handler(GenerationTimeout, lambda request, error: _refusal(ApiError(504, f"{error}; ask for less", "timeout")))
-    app.add_exception_handler(Exception, lambda request, error: _refusal(ApiError(500, "the generator failed; see its log", "internal_error")))
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(exposition(served.model.name, await served.statuses()), media_type=CONTENT_TYPE)
+
+    for kind in (ApiError, StaleReplica, InvalidRequest, GenerationTimeout, Exception):
+        app.add_exception_handler(kind, lambda request, error: _refusal(as_api_error(error)))
+    app.add_exception_handler(ClientLeft, lambda request, error: _refusal(ApiError(CLIENT_LEFT, "the client has left", "client_left")))
+    app.add_exception_handler(StarletteHTTPException, lambda request, error: _refusal(_refused_by_fastapi(error)))
     app.add_middleware(Guard, key=key, largest_body=min(LARGEST_BODY, served.model.largest_body))
+    app.add_middleware(Counted, traffic=served.traffic, paths=PATHS)
     return app
+
+
+async def _all(pieces: AsyncGenerator[Told, None]) -> list[Told]:
+    """One whole piece for each choice, in their order."""
+    async with contextlib.aclosing(pieces):
+        return sorted([told async for told in pieces], key=lambda told: told.choice)
+
+
+async def _events(
+    dialect: Dialect, head: Head, standing: dict[str, Any], first: Told, pieces: AsyncGenerator[Told, None]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """What a stream sends, from its first piece on. Whose weights answer is said where a choice ends."""
+    yield dialect.event(head, first) | (standing if first.piece.finish_reason else {})
+    async for told in pieces:
+        yield dialect.event(head, told) | (standing if told.piece.finish_reason else {})
+    if (last := dialect.last_event(head)) is not None:
+        yield last
 
 
 class Guard:
@@ -197,26 +242,6 @@ def close_own_routes() -> list[Middleware]:
     return [Middleware(OwnRoutesClosed)]
 
 
-async def _while_connected(request: Request, work: Awaitable[Generated]) -> Generated:
-    """The work's result. It is cancelled as soon as the client is gone, so that its KV cache is free for others."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ApiError(CLIENT_LEFT, "the client has left", "client_left")
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _left(request: Request) -> None:
-    message = await request.receive()
-    while message["type"] != "http.disconnect":
-        message = await request.receive()
-
-
 def _bounded(receive: Callable[[], Awaitable[Any]], largest: int) -> Callable[[], Awaitable[Any]]:
     """`receive`, up to the largest body."""
     size = 0
@@ -241,7 +266,7 @@ async def _json(request: Request) -> Any:
     try:
         return json.loads(await request.body(), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not JSON; send an object with model and prompt", "invalid_body") from None
+        raise ApiError(400, "the body is not JSON; send an object in JSON", "invalid_body") from None
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -253,12 +278,12 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def _as_api_error(error: Any) -> ApiError:
-    """FastAPI's own refusals: an unknown path, another method, a large body."""
+def _refused_by_fastapi(error: Any) -> ApiError:
+    """An unknown path, another method, a large body."""
     if error.status_code == 404:
-        return ApiError(404, "no such path; there are /v1/completions, /v1/models and /health", "not_found")
+        return ApiError(404, f"no such path; there are {', '.join(PATHS)}", "not_found")
     if error.status_code == 405:
-        return ApiError(405, "another method is needed: POST for /v1/completions, GET for the others", "method_not_allowed")
+        return ApiError(405, "another method is needed: POST for completions, GET for the others", "method_not_allowed")
     return ApiError(error.status_code, str(error.detail), "refused")
 
 

@@ -7,9 +7,22 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from asyncrl.control.protocols import EngineLoad
-from asyncrl.types import Completion
+from asyncrl.types import Completion, VersionSpan
 
-__all__ = ["EngineDied", "Generate", "GenerateRequest", "Generated", "GenerationTimeout", "InvalidRequest", "StaleReplica", "Standing", "WeightsId"]
+__all__ = [
+    "Details",
+    "EngineDied",
+    "Generate",
+    "GenerateRequest",
+    "Generated",
+    "GenerationTimeout",
+    "InvalidRequest",
+    "Piece",
+    "StaleReplica",
+    "Standing",
+    "Tokens",
+    "WeightsId",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +76,45 @@ class Generated:
     """When the replica, with the weights asked for, took the request, and when it was done: by its process's `steady_time`."""
     load: EngineLoad | None = None
     """Of its engine, when they were done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What a stream of pieces tells."""
+
+    whole: bool = False
+    """The completion as one piece, at its end. That costs less."""
+    top: int = 0
+    """Most probable tokens at each place, with their log-probs."""
+    prompt: bool = False
+    """The prompt's tokens as well: log-probs at temperature 1."""
+    spelled: bool = False
+    """Whether the tokens' texts are needed. Nothing that an engine knows of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """T tokens in a row, with T log-probs (nats)."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float | None, ...]
+    """None for a prompt's first token, which nothing predicts."""
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Of each token, the ids and log-probs of the most probable ones at its place, best first. Empty unless they were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a completion has gained since its last piece."""
+
+    tokens: Tokens
+    text: str
+    finish_reason: str | None = None
+    """With the last piece."""
+    versions: tuple[VersionSpan, ...] = ()
+    """With the last piece: of the whole completion."""
+    prompt: Tokens | None = None
+    """With the first piece, if it was asked for."""
 
 
 class StaleReplica(Exception):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +17,7 @@ from asyncrl.clock import steady_time
 from asyncrl.control.protocols import EngineLoad, Manifest
 from asyncrl.data.groups import DEATHS
 from asyncrl.generation.engine import Engine
-from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica, Standing, WeightsId
+from asyncrl.generation.protocol import Details, Generated, GenerateRequest, Piece, StaleReplica, Standing, WeightsId
 from asyncrl.generation.router import HELD
 from asyncrl.generation.settings import GeneratorApp, board_name
 from asyncrl.weights.board import find_board, lease_holder
@@ -35,7 +36,8 @@ class Generator:
         self.settings = GeneratorApp.model_validate(app)
         context = serve.get_replica_context()
         self.replica = context.replica_id.unique_id
-        self._board_name = board_name(context.app_name)
+        self.application = context.app_name
+        self._board_name = board_name(self.application)
         self.weights: WeightsId | None = None
         self.held = False
         """Whether this replica keeps its weights for an evaluation: it takes no newer ones of their run and attempt."""
@@ -68,6 +70,12 @@ class Generator:
         engine = self.engine
         load = EngineLoad(self.replica, engine.kv_use, engine.waiting, engine.preemptions, tuple(engine.aborted), engine.aborted_tokens)
         return Generated(completions, self.replica, started_at, steady_time(), load)
+
+    async def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
+        """One completion in pieces, with whatever weights are loaded. Raises as `Engine.stream` does."""
+        async with contextlib.aclosing(self.engine.stream(request, details)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> tuple[str, list[tuple[float, ...]]]:
         """This replica's id, and log-probs of each row's second ids, given its first, with weights at least as new as asked for. Raises StaleReplica."""
@@ -123,6 +131,9 @@ class Generator:
             "applied": dict(self._applied),
             "tokens_at_pause": self.engine.tokens_at_pause,
             "tokens_generated": self.engine.tokens_generated,
+            "kv_use": self.engine.kv_use,
+            "waiting": self.engine.waiting,
+            "preemptions": self.engine.preemptions,
             "kv_cache_tokens": self.engine.kv_cache_tokens,
             "aborted": tuple(self.engine.aborted),
             "stops": self.engine.stops,

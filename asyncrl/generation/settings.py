@@ -30,7 +30,8 @@ class GeneratorApp(Section):
     rollout_stop_token_ids: list[int] = Field(default_factory=list)
     """Further stop token ids."""
     http: bool = False
-    """Answer HTTP as well: `/v1/completions`, `/v1/models` and `/health`, under the application's route_prefix. A job's own generators do not."""
+    """Answer HTTP as well: `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and `/metrics`, under the application's route_prefix. A job's
+    own generators do not."""
     served_name: str | None = Field(default=None, min_length=1)
     """Name of the model in HTTP requests and answers. Default: the last part of `model`."""
     fetch_timeout_s: float = Field(default=120.0, gt=0)

@@ -11,9 +11,12 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.context import _get_global_client
 
+from asyncrl.generation.app import ServeGenerate, application
 from asyncrl.generation.http import api_key, refuse_open_host, routes
-from asyncrl.generation.openai import ServedModel
 from asyncrl.generation.replica import Generator
+from asyncrl.serving.identity import ServedModel
+from asyncrl.serving.metrics import Traffic
+from asyncrl.serving.words import ModelWords
 
 __all__ = ["HttpGenerator"]
 
@@ -26,6 +29,8 @@ class HttpGenerator(Generator):
         # Before an engine is started for a minute.
         self._key = api_key(dict(os.environ))
         refuse_open_host(await asyncio.to_thread(_bound_host), self._key, await asyncio.to_thread(_nodes))
+        self.traffic = Traffic()
+        self.words = ModelWords(app["model"])
         await super().__init__(app)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -37,9 +42,13 @@ class HttpGenerator(Generator):
         """What requests are checked against."""
         return ServedModel(self.settings.model_name, self.engine.max_model_len, self.engine.vocabulary, self.engine.longest_token)
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt. In a thread: a long one must not hold up the replica."""
-        return await asyncio.to_thread(self.engine.encode, text)
+    async def status(self) -> dict[str, Any]:
+        """`Generator.status`, and the HTTP requests."""
+        return {**await super().status(), "traffic": self.traffic}
+
+    async def statuses(self) -> list[dict[str, Any]]:
+        """Of every replica that answers: a scrape reaches any one of them."""
+        return await ServeGenerate(await asyncio.to_thread(application, self.application)).statuses()
 
 
 def _nodes() -> int:

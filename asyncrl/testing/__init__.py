@@ -13,7 +13,7 @@ from asyncrl.testing.control import (
     FakeWeightSync,
 )
 from asyncrl.testing.engine import FakeEngine
-from asyncrl.testing.generators import FakeGenerate, FakeServed, SeededGenerator
+from asyncrl.testing.generators import FakeGenerate, FakeServed, FakeWords, SeededGenerator
 from asyncrl.testing.sandbox import FakeSandbox
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "FakeScores",
     "FakeServed",
     "FakeWeightSync",
+    "FakeWords",
     "SeededGenerator",
     "VirtualTimeLoop",
 ]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.control.protocols import Manifest, PushReport
-from asyncrl.generation.openai import ServedModel
-from asyncrl.generation.protocol import Generated, GenerateRequest, Standing, WeightsId
+from asyncrl.generation.protocol import Details, Generated, GenerateRequest, Piece, Standing, Tokens, WeightsId
+from asyncrl.serving.identity import ServedModel
+from asyncrl.serving.metrics import Traffic
+from asyncrl.text.template import MessagesError
 from asyncrl.types import Completion, VersionSpan
 
-__all__ = ["FakeGenerate", "FakeServed", "SeededGenerator"]
+__all__ = ["FakeGenerate", "FakeServed", "FakeWords", "SeededGenerator"]
 
 
 class FakeGenerate:
@@ -41,34 +43,82 @@ class FakeGenerate:
         return Completion(ids, logprobs, (VersionSpan(self.version, 0, length),), reason, text=" ".join(map(str, ids)))
 
 
+class FakeWords:
+    """`asyncrl.serving.answers.Words`: characters are tokens, by their code points. The chat template takes two roles in turn."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    async def encode(self, text: str, rendered: bool = False) -> list[int]:
+        return [min(ord(character), self.vocabulary - 1) for character in text]
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        if "chat_template" in variables:
+            raise MessagesError("chat_template is not a variable of a template")
+        roles = [message["role"] for message in messages if message["role"] != "system"]
+        if roles != [("user", "assistant")[place % 2] for place in range(len(roles))]:
+            raise MessagesError("roles must alternate")
+        return "".join(f"{message['role'][0]}:{message['content']};" for message in messages) + "a:"
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+    async def spell(self, ids: Iterable[int]) -> dict[int, str]:
+        return {token: chr(token) for token in ids}
+
+
 class FakeServed(FakeGenerate):
-    """`asyncrl.generation.http.Served`: characters are tokens, by their code points."""
+    """`asyncrl.generation.http.Served`: completions of `FakeGenerate` whose tokens are characters, in pieces of two."""
 
     def __init__(self, model: ServedModel) -> None:
         super().__init__(model.vocabulary)
         self._model = model
+        self.words = FakeWords(model.vocabulary)
+        self.traffic = Traffic()
         self.held = Standing(None, None)
         self.requests: list[GenerateRequest] = []
         self.failure: Exception | None = None
         """What the next calls raise."""
+        self.fails_after: int | None = None
+        """Pieces that come before `failure`. None: none."""
 
     @property
     def model(self) -> ServedModel:
         return self._model
 
-    async def encode(self, text: str) -> list[int]:
-        return [min(ord(character), self._model.vocabulary - 1) for character in text]
-
-    async def generate(self, request: GenerateRequest) -> Generated:
-        if len(request.prompt_ids) + request.max_tokens > self._model.max_model_len or max(request.prompt_ids) >= self._model.vocabulary:
+    async def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
+        if len(request.prompt_ids) + max(request.max_tokens, 1) > self._model.max_model_len or max(request.prompt_ids) >= self._model.vocabulary:
             raise AssertionError(f"an engine would not take {request}")
-        if self.failure is not None:
+        if self.failure is not None and self.fails_after is None:
             raise self.failure
         self.requests.append(request)
-        return await super().generate(request)
+        prompt = self._told(request.prompt_ids, details, first=True) if details.prompt else None
+        if not request.max_tokens:
+            yield Piece(Tokens((), ()), "", "length", (), prompt)
+            return
+        whole = self._completion(request, 0)
+        size = len(whole.token_ids) if details.whole else 2
+        for number, start in enumerate(range(0, len(whole.token_ids), size)):
+            if number == self.fails_after and self.failure is not None:
+                raise self.failure
+            await asyncio.sleep(self.latency)
+            ids, last = whole.token_ids[start : start + size], start + size >= len(whole.token_ids)
+            ending: dict[str, Any] = {"finish_reason": whole.finish_reason, "versions": whole.versions} if last else {}
+            text = "".join(map(chr, ids))
+            yield Piece(self._told(ids, details, first=False), text, prompt=prompt if not start else None, **ending)
+
+    def _told(self, ids: Sequence[int], details: Details, first: bool) -> Tokens:
+        """Log-prob of a token at any place: -id / 100; the most probable tokens are 3, 4, …"""
+        logprobs = tuple(-token / 100 for token in ids)
+        best = tuple(tuple((3 + rank, -(3 + rank) / 100) for rank in range(details.top)) for _ in ids)
+        return Tokens(tuple(ids), (None, *logprobs[1:]) if first else logprobs, (((), *best[1:]) if first else best) if details.top else ())
 
     async def standing(self) -> Standing:
         return self.held
+
+    async def statuses(self) -> list[dict[str, Any]]:
+        told = {"tokens_generated": 12, "preemptions": 0, "kv_use": 0.5, "kv_cache_tokens": 128, "waiting": 1, "max_model_len": self._model.max_model_len}
+        return [{"replica": "fake", "weights": self.held.weights, "applied": {"pause_s": 0.04}, "aborted": (0, 2), "traffic": self.traffic, **told}]
 
     async def check_health(self) -> None:
         if self.failure is not None:

@@ -11,13 +11,17 @@ from typing import Any
 
 from asyncrl.text.tokenizer import encode_prompts, load_tokenizer, special_tokens
 
-__all__ = ["Rendered", "Template", "TemplateError"]
+__all__ = ["MessagesError", "Rendered", "Template", "TemplateError", "render_messages"]
 
 Tools = Sequence[Mapping[str, Any]]
 
 
 class TemplateError(ValueError):
     """A prompt cannot be rendered, or a setting has no effect on the template. One line with the setting or the row."""
+
+
+class MessagesError(ValueError):
+    """The template refuses a chat; the message is what it says, in one line. Or it is given variables that are none of a template's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +99,7 @@ class Template:
             return []
         tokenizer = load_tokenizer(self.model)
         value, own = next(((value, own) for value, own in chats if own), chats[0])
-        taken = sorted(set(self.kwargs) & set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"})
-        if taken:
+        if taken := _not_of_a_template(tokenizer, self.kwargs):
             raise TemplateError(f"data.chat_template_kwargs = {dict(self.kwargs)!r}: {taken[0]} is not a variable of a template; leave it out")
         whole = self._text(tokenizer, value, own, 0)
         notes = []
@@ -158,12 +161,10 @@ class Template:
     def _text(self, tokenizer: Any, value: Any, own_tools: Any, row: int) -> str:
         messages = self._messages(value, row)
         try:
-            text: str = tokenizer.apply_chat_template(messages, tools=self._tools(own_tools, row), tokenize=False, add_generation_prompt=True, **self.kwargs)
-        except Exception as error:  # a template may divide, index, recurse: whatever its expressions raise
-            said = " ".join(str(error).split())[:200] or type(error).__name__
+            return _rendered(tokenizer, messages, self.kwargs, self._tools(own_tools, row))
+        except MessagesError as error:
             way_out = "correct the messages" + (", or leave out data.system_prompt" if self.system_prompt is not None else "")
-            raise TemplateError(f"row {row}: the chat template of model.path = {self.model!r} refuses the chat ({said}); {way_out}") from None
-        return text
+            raise TemplateError(f"row {row}: the chat template of model.path = {self.model!r} refuses the chat ({error}); {way_out}") from None
 
     def _messages(self, value: Any, row: int) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -185,6 +186,32 @@ class Template:
         if schemas is not None and not (isinstance(schemas, Sequence) and all(isinstance(schema, Mapping) for schema in schemas)):
             raise TemplateError(f"row {row}: its tools are {str(schemas)[:80]!r}; give a list of JSON schemas")
         return list(schemas) if schemas else None
+
+
+def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """The prompt of one chat, up to where the assistant's turn begins. For chats that do not come from a run's data.
+
+    Raises:
+        MessagesError: the tokenizer has no chat template, the template refuses the chat, or a name is none of a template's variables.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise MessagesError("there is no chat template")
+    if taken := _not_of_a_template(tokenizer, variables):
+        raise MessagesError(f"{taken[0]} is not a variable of a template")
+    return _rendered(tokenizer, messages, variables, None)
+
+
+def _not_of_a_template(tokenizer: Any, variables: Mapping[str, Any]) -> list[str]:
+    """Names that would not reach the template: those of the tokenizer's own arguments, another template among them."""
+    return sorted(set(variables) & set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"})
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], tools: Sequence[Any] | None) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables)
+    except Exception as error:  # a template may divide, index, recurse: whatever its expressions raise
+        raise MessagesError(" ".join(str(error).split())[:200] or type(error).__name__) from None
+    return text
 
 
 def _is_message(message: Any) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from asgi import call, scope_of
 
-from asyncrl.generation.http import LARGEST_BODY, api_key, close_own_routes, is_loopback, refuse_open_host, routes
-from asyncrl.generation.openai import ServedModel
+from asyncrl.generation.http import LARGEST_BODY, PATHS, api_key, close_own_routes, is_loopback, refuse_open_host, routes
 from asyncrl.generation.protocol import GenerationTimeout, InvalidRequest, StaleReplica, Standing, WeightsId
+from asyncrl.serving.identity import ServedModel
 from asyncrl.testing import FakeServed
 
 KEY = "correct-horse-battery"
@@ -74,15 +74,16 @@ def test_a_completion_has_token_ids_logprobs_and_the_weights_that_made_it() -> N
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     for choice in answer["choices"]:
         tokens = len(choice["token_ids"])
-        assert tokens == len(choice["logprobs"]["token_logprobs"]) > 0 and choice["text"]
+        assert tokens == len(choice["logprobs"]["token_logprobs"]) > 0 and len(choice["text"]) == tokens
         assert choice["finish_reason"] == ("length" if tokens == 8 else "stop")
         assert choice["versions"] == [{"version": 7, "start": 0, "end": tokens}]
     made = sum(len(choice["token_ids"]) for choice in answer["choices"])
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": made, "total_tokens": 3 + made}
     assert answer["weights"] == {"run_id": "abc", "attempt": 1, "version": 7} and answer["lease"] == "run 'first'"
-    (request,) = replica.requests
-    assert (request.prompt_ids, request.n, request.max_tokens, request.temperature, request.seed) == ((5, 6, 14), 3, 8, 0.5, 1)
-    assert request.stop == ("\n", ".") and request.min_weights is None
+    for seed, request in enumerate(replica.requests, 1):
+        assert (request.prompt_ids, request.n, request.max_tokens, request.temperature, request.seed) == ((5, 6, 14), 1, 8, 0.5, seed)
+        assert request.stop == ("\n", ".") and request.min_weights is None
+    assert len(replica.requests) == 3
 
 
 def test_a_text_prompt_is_encoded() -> None:
@@ -124,12 +125,20 @@ def test_models_and_health_say_whose_weights_answer() -> None:
         ({"prompt": [5, 200]}, 400, "invalid_value", "outside 0 to 199"),
         ({"prompt": [-1]}, 400, "invalid_value", "outside 0 to 199"),
         ({"prompt": [True]}, 400, "invalid_value", "prompt"),
-        ({"prompt": [[5], [6]]}, 400, "invalid_value", "prompt"),
+        ({"prompt": [[5], "a"]}, 400, "invalid_value", "prompt: send a text, a list of token ids, or a list of such prompts"),
+        ({"prompt": [[5], [200]]}, 400, "invalid_value", "outside 0 to 199"),
+        ({"prompt": [[5], []]}, 400, "invalid_value", "prompt is empty"),
+        ({"prompt": ["a", ""]}, 400, "invalid_value", "prompt is empty"),
+        ({"prompt": ["a", "x" * 257]}, 400, "context_length_exceeded", "257 characters"),
+        ({"prompt": [[5], [5] * 64]}, 400, "context_length_exceeded", "leaves no room"),
+        ({"prompt": ["a"] * 129}, 400, "invalid_value", "129 prompts, above 128; send several requests"),
+        ({"prompt": ["a"] * 65, "n": 2}, 400, "invalid_value", "65 prompts of n = 2 completions are above 128"),
         ({"prompt": None}, 400, "invalid_value", "prompt"),
         ({"n": 0}, 400, "invalid_value", "n: "),
         ({"n": 10**9}, 400, "invalid_value", "n: "),
         ({"n": "2"}, 400, "invalid_value", "n: "),
-        ({"max_tokens": 0}, 400, "invalid_value", "max_tokens: "),
+        ({"max_tokens": 0}, 400, "invalid_value", "max_tokens: 0 gives nothing"),
+        ({"max_tokens": 0, "echo": True, "prompt": [5] * 64}, 400, "context_length_exceeded", "leaves no room"),
         ({"max_tokens": 10**30}, 400, "context_length_exceeded", "shorten one"),
         ({"temperature": -1}, 400, "invalid_value", "temperature: "),
         ({"temperature": 0.001}, 400, "invalid_value", "use 0 for greedy"),
@@ -137,12 +146,16 @@ def test_models_and_health_say_whose_weights_answer() -> None:
         ({"seed": 2**60}, 400, "invalid_value", "seed: "),
         ({"stop": ""}, 400, "invalid_value", "would stop at once"),
         ({"stop": ["a"] * 5}, 400, "invalid_value", "stop: "),
-        ({"stream": True}, 400, "unknown_parameter", "answers come whole"),
+        ({"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream_options: it acts only with stream: true"),
+        ({"stream": True, "stream_options": {"x": 1}}, 400, "unknown_parameter", "stream_options.x is unknown"),
+        ({"echo": 1}, 400, "invalid_value", "echo: "),
+        ({"logprobs": 21}, 400, "invalid_value", "logprobs: input should be less than or equal to 20"),
+        ({"logprobs": True}, 400, "invalid_value", "logprobs: "),
+        ({"best_of": 3}, 400, "unknown_parameter", "ask for n completions"),
         ({"top_p": 0.5}, 400, "unknown_parameter", "use temperature"),
-        ({"stream": 0}, 400, "unknown_parameter", "answers come whole"),
+        ({"stream": 0}, 400, "invalid_value", "stream: input should be a valid boolean"),
         ({"top_p": True}, 400, "unknown_parameter", "use temperature"),
         ({"frequency_penalty": 0.1}, 400, "unknown_parameter", "use temperature"),
-        ({"logprobs": 5}, 400, "unknown_parameter", "every answer has those of its tokens"),
         ({"user": ["a"]}, 400, "unknown_parameter", "user is unknown"),
         ({"max_tokens": 8, "max_completion_tokens": 9}, 400, "unknown_parameter", "max_tokens says something else"),
         ({"weights": "/tmp/x"}, 400, "unknown_parameter", "weights is unknown; leave it out"),
@@ -188,19 +201,26 @@ def test_bodies_that_are_no_request(raw: bytes, headers: dict[str, str], status:
     assert got == status and answer["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("path", ["/", "/docs", "/redoc", "/openapi.json", "/v1/weights", "/update_weights", "/v1/completions/", "/metrics", "/pause"])
+@pytest.mark.parametrize("path", ["/", "/docs", "/redoc", "/openapi.json", "/v1/weights", "/update_weights", "/v1/completions/", "/metrics/", "/pause"])
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])
 def test_there_is_nothing_else(method: str, path: str) -> None:
     status, answer, _ = ask(routes(served(), None), method, path, BODY)
-    assert (status, answer["error"]["message"]) == (404, "no such path; there are /v1/completions, /v1/models and /health")
+    assert (status, answer["error"]["message"]) == (404, "no such path; there are /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics")
 
 
 def test_other_methods_are_refused() -> None:
-    for method, path in (("GET", "/v1/completions"), ("POST", "/v1/models"), ("OPTIONS", "/v1/completions"), ("DELETE", "/health")):
+    for method, path in (
+        ("GET", "/v1/completions"),
+        ("GET", "/v1/chat/completions"),
+        ("POST", "/metrics"),
+        ("POST", "/v1/models"),
+        ("OPTIONS", "/v1/completions"),
+        ("DELETE", "/health"),
+    ):
         assert ask(routes(served(), None), method, path)[0] == 405
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/health", "/docs", "/nothing"])
+@pytest.mark.parametrize("path", [*PATHS, "/docs", "/nothing"])
 @pytest.mark.parametrize(
     "authorization", [None, "", "Bearer", "Bearer ", "Bearer wrong", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Basic {KEY}", KEY, f"Bearer{KEY}", "Bearer \xff"]
 )
@@ -285,9 +305,10 @@ def test_many_long_texts_neither_fill_the_memory_nor_hold_up_health() -> None:
     class Slow(FakeServed):
         def __init__(self) -> None:
             super().__init__(model)
+            self.words = self  # type: ignore[assignment]
             self.go_on, self.encoding, self.most, self.encoded = asyncio.Event(), 0, 0, 0
 
-        async def encode(self, text: str) -> list[int]:
+        async def encode(self, text: str, rendered: bool = False) -> list[int]:
             self.encoding += 1
             self.most = max(self.most, self.encoding)
             await self.go_on.wait()
@@ -320,10 +341,10 @@ def test_a_client_that_leaves_ends_its_generation() -> None:
     class Endless(FakeServed):
         ended = False
 
-        async def generate(self, request: Any) -> Any:
+        async def stream(self, request: Any, details: Any) -> Any:
             left.set()
             try:
-                return await asyncio.Event().wait()
+                yield await asyncio.Event().wait()
             finally:
                 self.ended = True
 
@@ -376,11 +397,8 @@ def test_the_replica_is_what_the_routes_need(monkeypatch: pytest.MonkeyPatch) ->
     async def nothing(*arguments: Any) -> None:
         return None
 
-    async def generate(request: Any) -> Any:
-        return (await FakeServed(MODEL).generate(request)).completions
-
-    engine = SimpleNamespace(start=nothing, check=nothing, encode=lambda text: [5, 6], generate=generate, max_model_len=64, vocabulary=200, longest_token=4)
-    vars(engine).update({"kv_use": 0.0, "waiting": 0, "preemptions": 0, "aborted": [], "aborted_tokens": 0})
+    made = FakeServed(MODEL)
+    engine = SimpleNamespace(start=nothing, check=nothing, stream=made.stream, max_model_len=64, vocabulary=200, longest_token=4)
     context = SimpleNamespace(app_name="standing", replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setenv("ASYNCRL_API_KEY", KEY)
     monkeypatch.setattr(standing, "_bound_host", lambda: "0.0.0.0")
@@ -390,14 +408,15 @@ def test_the_replica_is_what_the_routes_need(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(replica, "find_board", lambda name: None)
     monkeypatch.setattr(replica.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(replica, "lease_holder", nothing)
-    made = object.__new__(standing.HttpGenerator)
-    asyncio.run(standing.HttpGenerator.__init__(made, {"model": "/models/tiny", "http": True}))
-    made._set_asgi_app(made.__serve_build_asgi_app__())
+    replica_ = object.__new__(standing.HttpGenerator)
+    asyncio.run(standing.HttpGenerator.__init__(replica_, {"model": "/models/tiny", "http": True}))
+    replica_.words = made.words  # there is no model
+    replica_._set_asgi_app(replica_.__serve_build_asgi_app__())
     headers = {"authorization": f"Bearer {KEY}"}
-    status, answer, _ = ask(made.app, "POST", "/v1/completions", {"model": "tiny", "prompt": "ab"}, headers)
+    status, answer, _ = ask(replica_.app, "POST", "/v1/completions", {"model": "tiny", "prompt": "ab"}, headers)
     assert status == 200 and answer["usage"]["prompt_tokens"] == 2 and answer["serving"] == "serving the checkpoint's own weights; no lease"
-    assert ask(made.app, "GET", "/health", headers=headers)[0] == 200
-    assert ask(made.app, "GET", "/v1/models")[0] == 401
+    assert ask(replica_.app, "GET", "/health", headers=headers)[0] == 200
+    assert ask(replica_.app, "GET", "/v1/models")[0] == 401
 
 
 def test_a_key_is_a_key() -> None:
@@ -414,8 +433,8 @@ def test_a_key_is_a_key() -> None:
         (b'{"model": "tiny", "prompt": [1], "x": {"a\x1b": 1, "a\x1b": 2}}', {}, 400, "the body is not JSON"),
         (b'{"model": "tiny", "prompt": [1], "a\\u009b2J": 1, "a\\u009b2J": 2}', {}, 400, "a\ufffd2J stands twice"),
         (b'{"model": "tiny", "prompt": [1], "a\\u202e": 1}', {}, 400, "a\ufffd is unknown"),
-        (b'{"model": "tiny", "prompt": [[1]]}', {}, 400, "prompt: send a text, or one list of token ids"),
-        (b'{"model": "tiny", "prompt": [true]}', {}, 400, "prompt: send a text, or one list of token ids"),
+        (b'{"model": "tiny", "prompt": [[1.5]]}', {}, 400, "prompt: send a text, a list of token ids, or a list of such prompts"),
+        (b'{"model": "tiny", "prompt": [true]}', {}, 400, "prompt: send a text, a list of token ids, or a list of such prompts"),
         (b'{"model": "tiny", "prompt": [1], "stop": ["a", "b", "c", "d", "e"]}', {}, 400, "stop: send a text, or a list of at most 4 texts"),
         (b'{"model": "tiny", "prompt": [1], "stop": ""}', {}, 400, "stop: an empty string would stop at once"),
         (json.dumps(BODY).encode(), {"content-encoding": "gzip"}, 415, "send the body uncompressed"),

@@ -1,0 +1,102 @@
+"""What the endpoint makes of text, with a real tokenizer and chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.generation.protocol import Details, GenerateRequest, Piece, Tokens
+from asyncrl.serving.answers import ask
+from asyncrl.serving.dialects.chat import Chat
+from asyncrl.serving.dialects.completions import Completions
+from asyncrl.serving.errors import ApiError
+from asyncrl.serving.identity import ServedModel
+from asyncrl.serving.words import ModelWords
+from asyncrl.testing import FakeServed
+from asyncrl.text.template import MessagesError, Template
+from asyncrl.text.tokenizer import load_tokenizer
+
+MESSAGES = [{"role": "user", "content": "What is 2 plus 40?"}]
+
+
+def served_model(path: Path) -> ServedModel:
+    return ServedModel("llama", 256, len(load_tokenizer(str(path))), 20)
+
+
+def test_a_chat_has_the_tokens_that_a_run_gives_it(llama_model: Path) -> None:
+    chat = Chat({"model": "llama", "messages": MESSAGES}, served_model(llama_model))
+    (request,) = asyncio.run(chat.requests(ModelWords(str(llama_model)), served_model(llama_model)))
+    (expected,) = Template(str(llama_model)).render([MESSAGES]).ids
+    assert request.prompt_ids == tuple(expected) and request.prompt_ids.count(load_tokenizer(str(llama_model)).bos_token_id) <= 1
+
+
+def test_a_plain_prompt_has_the_tokens_that_a_run_gives_it(llama_model: Path) -> None:
+    completions = Completions({"model": "llama", "prompt": ["What is 2", "and 3"]}, served_model(llama_model))
+    requests = asyncio.run(completions.requests(ModelWords(str(llama_model)), served_model(llama_model)))
+    assert [list(request.prompt_ids) for request in requests] == Template(str(llama_model)).render(["What is 2", "and 3"]).ids
+
+
+def test_every_token_has_a_text(llama_model: Path) -> None:
+    words, tokenizer = ModelWords(str(llama_model)), load_tokenizer(str(llama_model))
+    ids = [*tokenizer.encode("What is 2 plus 日?"), tokenizer.eos_token_id]
+    texts = asyncio.run(words.spell(ids))
+    assert texts[ids[0]] == tokenizer.bos_token and texts[tokenizer.eos_token_id] == tokenizer.eos_token
+    assert "".join(texts[token] for token in ids[1:-1] if "\ufffd" not in texts[token]) == "What is 2 plus ?"
+    assert sum("\ufffd" in texts[token] for token in ids) == 3, "the bytes of one character"
+
+
+def test_parts_of_characters_have_numbers_and_no_bytes(llama_model: Path) -> None:
+    """Their texts are all one character, which would be one key."""
+    model, tokenizer = served_model(llama_model), load_tokenizer(str(llama_model))
+    parts = tokenizer.encode("日", add_special_tokens=False)
+
+    class Parts(FakeServed):
+        words = ModelWords(str(llama_model))  # type: ignore[assignment]
+
+        def __init__(self) -> None: ...
+
+        async def stream(self, request: GenerateRequest, details: Details) -> Any:
+            best = tuple((one, -1.0) for one in parts)
+            yield Piece(Tokens(tuple(parts), (-1.0, float("-inf"), -2.0), (best,) * 3), "日", "stop")
+
+    async def told(dialect: Any) -> Any:
+        requests = await dialect.requests(Parts.words, model)
+        return [one async for one in ask(Parts(), Parts.words, requests, dialect.details)]
+
+    completions = Completions({"model": "llama", "prompt": "a", "logprobs": 3}, model)
+    written = completions._choice(asyncio.run(told(completions))[0])["logprobs"]
+    names = [f"token_id:{token}" for token in parts]
+    assert written["tokens"] == names and written["token_logprobs"] == [-1.0, -9999.0, -2.0]
+    assert list(written["top_logprobs"][0]) == names
+    chat = Chat({"model": "llama", "messages": MESSAGES, "logprobs": True}, model)
+    content = chat._choice(asyncio.run(told(chat))[0], {})["logprobs"]["content"]
+    assert [(token["token"], token["bytes"]) for token in content] == [("\ufffd", None)] * 3
+
+
+def test_a_model_without_a_template_says_so(llama_model: Path, tmp_path: Path) -> None:
+    plain = shutil.copytree(llama_model, tmp_path / "plain")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (plain / name).unlink(missing_ok=True)
+    with pytest.raises(ApiError, match=r"the chat template of 'llama' refuses the messages \(there is no chat template\); .* or use /v1/completions"):
+        chat = Chat({"model": "llama", "messages": MESSAGES}, served_model(llama_model))
+        asyncio.run(chat.requests(ModelWords(str(plain)), served_model(llama_model)))
+
+
+def test_a_client_brings_no_template_and_learns_no_path(llama_model: Path) -> None:
+    words = ModelWords(str(llama_model))
+    for name in ("chat_template", "tokenize", "tools", "add_generation_prompt"):
+        with pytest.raises(MessagesError, match=f"^{name} is not a variable of a template$"):
+            asyncio.run(words.render(MESSAGES, {name: "{{ 1 }}"}))
+
+
+def test_more_of_the_best_tokens_than_there_are_is_refused() -> None:
+    """vLLM's engine would end of it."""
+    small = ServedModel("small", 64, vocabulary=8, longest_token=2)
+    with pytest.raises(ApiError, match="logprobs: 'small' has 8 tokens; ask for no more"):
+        Completions({"model": "small", "prompt": "a", "logprobs": 9}, small)
+    with pytest.raises(ApiError, match="top_logprobs: 'small' has 8 tokens"):
+        Chat({"model": "small", "messages": MESSAGES, "logprobs": True, "top_logprobs": 9}, small)
