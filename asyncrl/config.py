@@ -430,6 +430,9 @@ class LearnerConfig(Section):
     """AdamW's decoupled weight decay, SGD's L2 penalty. Norms, biases and the decay rates of recurrent layers have none."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the gradient to this L2 norm."""
+    call_timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds in which every rank must answer one call: a step, a version, a save or load, the start. Ranks that do not count as died: they are ended, and
+    a new attempt begins (`max_restarts`). Collectives wait a minute longer, so that the driver decides."""
     max_skipped_steps: int = Field(default=3, gt=0)
     """Steps skipped in a row (NaN or Inf) after which the run ends."""
     find_nonfinite: bool = False

@@ -220,7 +220,10 @@ class LearnerGroup:
     async def _results(self, method: str, calls: list[Any]) -> list[Any]:
         waiting = [asyncio.ensure_future(_result(call)) for call in calls]
         try:
-            results = list(await asyncio.gather(*waiting))
+            _, silent = await asyncio.wait(waiting, timeout=self.config.learner.call_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            if silent and not any(task.done() and task.exception() for task in waiting):
+                await self._give_up([rank for rank, task in enumerate(waiting) if task in silent], method)
+            results = [await task for task in waiting]
             self.answered += 1
             return results
         except RayError:
@@ -235,6 +238,15 @@ class LearnerGroup:
             raise
         finally:
             await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _give_up(self, silent: list[int], method: str) -> None:
+        """End all ranks, some of which did not answer in time. Raises LearnerDied with what each rank does."""
+        names = f"learner rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+        limit = f"learner.call_timeout_s = {self.config.learner.call_timeout_s:g} s"
+        _, stacks = await self.say()
+        self._failure = f"{names} did not answer {method} within {limit}, and counts as died; raise that if the call takes longer ({stacks})"
+        self._end()
+        raise LearnerDied(self._failure)
 
     def _end(self) -> None:
         ranks, self.ranks = self.ranks, []

@@ -62,6 +62,9 @@ logger = logging.getLogger(__name__)
 BLAMED = 16
 """Tokens by which a supervised row is named."""
 
+COLLECTIVES_LONGER_S = 60.0
+"""Seconds that a collective waits beyond the time of a call: the driver is to find a rank that stands still, and not its peers."""
+
 VERSIONS_KEPT = 2
 """The committed version and the coming one."""
 
@@ -112,7 +115,7 @@ class LearnerRank:
         backend = "nccl" if learner.device == "cuda" else "gloo"
         if address == "127.0.0.1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        zero3.join_process_group(self.rank, learner.world_size, address, port, backend, self.listener)
+        zero3.join_process_group(self.rank, learner.world_size, address, port, backend, self.listener, learner.call_timeout_s + COLLECTIVES_LONGER_S)
         self.listener = None
         met = time.monotonic()
         # Before the engine: while that lives, transformers makes every model sharded.

@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 RENDEZVOUS_TIMEOUT_S = 300
+COLLECTIVE_TIMEOUT_S = 3600.0
 EVERYTHING = 10**12
 """Above any parameter count: nothing is released between its uses."""
 
@@ -41,15 +42,27 @@ def loopback_listener(address: str) -> socket.socket:
     return listener
 
 
-def join_process_group(rank: int, world_size: int, address: str, port: int, backend: str, listener: socket.socket | None) -> None:
-    """Meet the other ranks at (address, port); rank 0 serves the store on its own listener. Blocks until all are there."""
+def join_process_group(
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    backend: str,
+    listener: socket.socket | None,
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+) -> None:
+    """Meet the other ranks at (address, port); rank 0 serves the store on its own listener. Blocks until all are there.
+
+    Args:
+        collective_timeout_s: seconds that a collective waits for the slowest rank, which may be writing a large shard.
+    """
     from datetime import timedelta
 
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR=address, MASTER_PORT=str(port))
     descriptor = listener.detach() if listener is not None else None
     timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     store = dist.TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=descriptor, use_libuv=True)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=collective_timeout_s))
     # Its shared-memory all-reduce needs a compiler and a minute at first use, and ZeRO-3's reduce-scatter and all-gather never call it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, verbose=False)

@@ -219,6 +219,23 @@ def test_a_rank_that_dies_in_a_collective_ends_the_group_by_name(two: LearnerGro
     run(two.close())
 
 
+def test_a_rank_that_stands_still_counts_as_died(model_path: Path, run: Run, ray_cluster: Any) -> None:
+    """Its peer waits for it in a collective, and does not end the group as an error of the code."""
+    config = learner_config(model_path, world_size=2, call_timeout_s=60)
+    group = run(LearnerGroup.create(config, "run", 7))
+    processes = [psutil.Process(process) for _, process in group._processes]
+    group.config = config.model_copy(update={"learner": config.learner.model_copy(update={"call_timeout_s": 5.0})})
+    processes[1].suspend()
+    with pytest.raises(
+        LearnerDied, match=r"learner ranks 0, 1 did not answer exact_match within .*call_timeout_s = 5 s, .* rank 1: process \d+ does not answer"
+    ):
+        run(group.exact_match(ROWS))
+    assert psutil.wait_procs(processes, 30)[1] == []
+    with pytest.raises(LearnerError, match="did not answer exact_match"):
+        run(group.exact_match(ROWS))
+    run(group.close())
+
+
 def test_weights_that_a_finite_step_made_infinite_are_never_published(one: LearnerGroup, run: Run) -> None:
     run(one.reset_optimizer(1e30))
     with pytest.raises(LearnerError, match=r"rank 0 failed in step: .*the weights hold NaN or Inf, or .* after a step whose loss and gradient were finite"):
