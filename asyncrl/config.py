@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from asyncrl import derived
 from asyncrl.names import explain_unknown
 from asyncrl.redact import redact_tree
 from asyncrl.rules import check_rules
@@ -69,6 +70,14 @@ class Section(BaseModel):
     """A part of the tree: unknown keys refused, values frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=())
+
+
+def _unset(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
+Unset = BeforeValidator(_unset)
+"""`auto` and null leave a setting to be derived from others (`asyncrl.derived`)."""
 
 
 class ModelConfig(Section):
@@ -226,8 +235,9 @@ class RolloutConfig(Section):
     """Groups generated at once, at most. Default: as many as the staleness budget admits."""
     num_workers: int = Field(default=1, gt=0)
     """Rollout worker processes."""
-    deadline_s: float = Field(default=300.0, gt=0)
-    """Seconds after which a group's generation, retries included, fails."""
+    deadline_s: Annotated[float | None, Unset] = Field(default=None, gt=0)
+    """Seconds after which a group's generation, retries included, fails. Default: derived from the longest completion and how many run at once; each
+    evaluation set's from its own longest completion. `asyncrl plan` says what it is."""
     max_errors: int = Field(default=100, ge=0)
     """Groups and completions of evaluations that may end with an exception that asyncrl does not foresee, in one attempt. Each counts as failed, and its
     stack is kept in metrics.jsonl; one more ends the run."""
@@ -357,19 +367,20 @@ class GeneratorConfig(Section):
     """What the engines run on."""
     num_cpus: float = Field(default=0.4, ge=0)
     """Logical CPUs that one replica declares to Ray."""
-    max_num_seqs: int = Field(default=128, gt=0)
-    """Sequences that one engine runs at once."""
+    max_num_seqs: Annotated[int | None, Unset] = Field(default=None, gt=0)
+    """Sequences that one engine runs at once. Default: derived from how many completions the run has under way, the replicas and the device; the most
+    that suits the device for generators that stand."""
     kv_cache_memory_bytes: int = Field(default=256 << 20, gt=0)
     """KV cache of one engine on CPU, in bytes."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU's memory that one engine takes (device: cuda)."""
     in_flight: Literal["keep", "recompute", "drain"] = "recompute"
     """Generations in flight at an update: go on with the old KV cache, go on after recomputing it, or finish first."""
-    start_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds a replica may take from placement to its first answer."""
-    stall_timeout_s: float = Field(default=120.0, gt=0)
+    start_timeout_s: Annotated[float | None, Unset] = Field(default=None, gt=0)
+    """Seconds a replica may take from placement to its first answer. Default: derived from the size of the model's files."""
+    stall_timeout_s: Annotated[float | None, Unset] = Field(default=None, gt=0)
     """Seconds for which an engine, or the process around it, may answer nothing at all before it is replaced. An engine answers between any two of its
-    steps: longer than the longest step and than an update of its weights."""
+    steps: longer than the longest step and than an update of its weights. Default: derived from the size of the model's files."""
 
     @property
     def own(self) -> bool:
@@ -394,8 +405,8 @@ class LearnerConfig(Section):
     cast_lm_head_to_fp32: bool = False
     """Under bf16, compute the logits in float32 from the bf16 hidden states and head. bfloat16 rounds a logit of 8 by up to 0.03. Costs a float32 copy of
     the head and a slower product."""
-    logprob_memory_bytes: int = Field(default=224 << 20, gt=0)
-    """Memory of one chunk of logits and what is computed from it, in bytes; a chunk has at least one token. A GPU is faster with 1 GiB or more."""
+    logprob_memory_bytes: Annotated[int | None, Unset] = Field(default=None, gt=0)
+    """Memory of one chunk of logits and what is computed from it, in bytes; a chunk has at least one token. Default: 224 MiB on cpu, 1 GiB on cuda."""
     max_tokens_per_gpu: int = Field(default=4096, gt=0)
     """Hard cap on the tokens that one rank holds of a micro-batch, prompt and completion counted. Dynamic batching is always on."""
     packing: Literal["rows", "none"] | None = None
@@ -454,6 +465,11 @@ class LearnerConfig(Section):
     def data_parallel_size(self) -> int:
         """Ranks, or groups of ranks, that take different rows."""
         return self.world_size // self.sequence_parallel_size
+
+    @property
+    def logprob_bytes(self) -> int:
+        """Memory of one chunk of logits, in bytes."""
+        return self.logprob_memory_bytes or int(derived.logprob_bytes(self.device).value)
 
     @property
     def max_tokens_per_row(self) -> int:
@@ -602,9 +618,10 @@ class StalenessConfig(Section):
 class WeightsConfig(Section):
     bucket_bytes: int = Field(default=64 << 20, gt=0)
     """Size of one published bucket, in bytes; raised to the largest parameter if that is larger."""
-    push_timeout_s: float = Field(default=300.0, gt=0)
+    push_timeout_s: Annotated[float | None, Unset] = Field(default=None, gt=0)
     """Seconds a replica may take to apply a version, retries included. Then it is unroutable until it has caught up; a run all of whose replicas take
-    longer ends. Longer than `generator.stall_timeout_s` and the start of a replica, so that one that is replaced is waited for."""
+    longer ends. Longer than `generator.stall_timeout_s` and the start of a replica, so that one that is replaced is waited for.
+    Default: derived from the size of the model's files, and the longest completion under in_flight: drain."""
     logprob_tolerance: float | None = Field(default=None, gt=0)
     """Difference allowed between generator and learner log-probs at the same version, in nats: the largest in float32 (default 1e-4), the mean in
     bfloat16 (default 0.03), where rounding alone moves improbable tokens by tenths."""
@@ -754,8 +771,9 @@ class Config(Section):
     max_restarts: int = Field(default=3, ge=0)
     """Times that the run begins a new attempt by itself, from the last committed checkpoint, after a part of it has died. A new checkpoint sets the
     count back."""
-    placement_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds that a part may wait for resources before the run is given up with a table of what is missing."""
+    placement_timeout_s: Annotated[float | None, Unset] = Field(default=None, gt=0)
+    """Seconds that a part may wait for resources before the run is given up with a table of what is missing. Default: derived from the number of
+    processes, and whether the cluster starts nodes on demand."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
@@ -876,6 +894,45 @@ class Config(Section):
     def max_outstanding(self) -> int:
         """Groups that may be outstanding when every version is committed."""
         return (self.staleness.max_staleness + 1) * self.groups_per_step + self.staleness.over_sampling
+
+    @property
+    def groups_at_once(self) -> int:
+        """Groups that may be generated at once."""
+        return min(self.rollout.max_concurrency or self.max_outstanding, self.max_outstanding)
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds after which a group's generation fails."""
+        return self.rollout.deadline_s or derived.deadline(self).value
+
+    def evaluation_deadline_s(self, tokens: int | None) -> float:
+        """Seconds after which a completion of an evaluation is late; None = as long as in rollouts."""
+        return self.rollout.deadline_s or derived.deadline(self, tokens).value
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that one engine runs at once."""
+        return self.generator.max_num_seqs or int(derived.sequences(self).value)
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Seconds a replica may take from placement to its first answer."""
+        return self.generator.start_timeout_s or derived.start(self.model.path).value
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Seconds for which an engine may answer nothing before it is replaced."""
+        return self.generator.stall_timeout_s or derived.stall(self.model.path).value
+
+    @property
+    def push_timeout_s(self) -> float:
+        """Seconds a replica may take to apply a version."""
+        return self.weights.push_timeout_s or derived.push(self).value
+
+    @property
+    def placement_wait_s(self) -> float:
+        """Seconds that a part may wait for resources, on a cluster that starts no nodes on demand."""
+        return self.placement_timeout_s or derived.placement(self).value
 
     @property
     def scores_evaluation_apart(self) -> bool:

@@ -141,7 +141,7 @@ class Evaluator:
     async def _answers(self, settings: EvalSet, place: _Place) -> list[list[Answer]]:
         """Of each prompt in order, n answers. As many requests are under way as the engines that answer run at once."""
         generator = self.config.generator
-        room = asyncio.Semaphore(generator.max_num_seqs * (generator.num_replicas if place.replica is None else 1))
+        room = asyncio.Semaphore(self.config.max_num_seqs * (generator.num_replicas if place.replica is None else 1))
         prompts = self._prompts(settings)
         seeds = [[self.config.seed + index + sample * len(prompts) for sample in range(settings.n)] for index in range(len(prompts))]
         return await _together(self._siblings(settings, place, *one, room) for one in zip(prompts, seeds, strict=True))
@@ -181,7 +181,7 @@ class Evaluator:
             max_tokens=settings.max_completion_length or config.completion_room(len(prompt.token_ids)),
             temperature=settings.temperature,
             seed=seed,
-            deadline_s=rollout.deadline_s,
+            deadline_s=config.evaluation_deadline_s(settings.max_completion_length),
             min_weights=WeightsId(self.run_id, self.attempt, place.version),
             ignore_eos=rollout.ignore_eos,
             repetition=rollout.repetition,

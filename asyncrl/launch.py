@@ -207,7 +207,7 @@ async def launch(
         prompts = RayPromptSource(config, report, state.frontier, finished, stacks)
         _closing(stack, "prompts", prompts.close)
         generators_s, (learner, learner_s), pool, *_ = await _together(
-            _timed(wait_for_generators(app_name, config.generator.start_timeout_s)),
+            _timed(wait_for_generators(app_name, config.start_timeout_s)),
             learner_start,
             _start_rewards(config, stack),
             rollouts.ready(),
@@ -219,7 +219,7 @@ async def launch(
         status = await handle.status.remote()
         refuse_another_tokenizer(config.model.path, status["tokenizer"])
         startup |= await _generator_facts(handle, status)
-        weights = ServeWeightSync(handle, board, config.weights.push_timeout_s)
+        weights = ServeWeightSync(handle, board, config.push_timeout_s)
         _closing(stack, "announcements", functools.partial(_cancel, asyncio.create_task(weights.keep_announced())))
         held_out, kv_cache_tokens = _evaluation_prompts(config), status["kv_cache_tokens"]
         yield Stations(config, context, learner, generate(), weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup, stacks)

@@ -51,7 +51,7 @@ async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[
     Raises:
         PlacementError: the cluster is too small (at once), or not free after `placement_timeout_s`. The message ends with the table.
     """
-    wanted, limit, clock = run_needs(config, version_bytes), config.placement_timeout_s, asyncio.get_running_loop().time
+    wanted, limit, clock = run_needs(config, version_bytes), config.placement_wait_s, asyncio.get_running_loop().time
     nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
     if short := shortages(wanted, nodes, "registered"):
         fix = "lower generator.num_replicas, learner.world_size or their num_cpus, or add nodes"
@@ -117,7 +117,7 @@ def plan_on_cluster(config: Config, version_bytes: int) -> int:
         print_shown(f"  this run can never fit here: {'; '.join(short)}")
         return 1
     short = shortages(wanted, nodes, "free")
-    wait = f"  not now: {'; '.join(short)}; `asyncrl train` would wait up to placement_timeout_s = {config.placement_timeout_s:g} s"
+    wait = f"  not now: {'; '.join(short)}; `asyncrl train` would wait up to placement_timeout_s = {config.placement_wait_s:g} s"
     print_shown(wait if short else "  nothing speaks against placing this run now")
     return 0
 
@@ -196,7 +196,7 @@ async def wait_for_placement(config: Config, application: str, streams: Mapping[
     Raises:
         PlacementError: a part still waits for resources after `placement_timeout_s`.
     """
-    limit = config.placement_timeout_s
+    limit = config.placement_wait_s
     deadline = asyncio.get_running_loop().time() + limit
     while True:
         replicas, waiting = _survey(f"SERVE_REPLICA::{application}#")

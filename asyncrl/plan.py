@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from asyncrl.config import Config, ConfigError, explain
+from asyncrl.derived import derived_settings
 from asyncrl.learning.supported import NO_SHARES, chosen_packing, keeps_state, support, uniform_rope_tokens
 from asyncrl.observe.sinks import missing_packages, wandb_asks_for_a_key
 from asyncrl.preflight.evaluation import evaluation_text
@@ -85,13 +86,16 @@ class Plan:
         config, rollout, learner, generator = self.config, self.config.rollout, self.config.learner, self.config.generator
         evaluated = f"{', '.join(config.evaluation_sets) or 'no set'}, every {config.eval.every_steps} steps" if config.evaluation_sets else "none"
         rewards = ", ".join(f"{name} ({one.function}, weight {one.weight:g})" for name, one in config.reward.functions.items())
-        where = generator.attach or f"{generator.num_replicas} on {generator.device}"
+        where = generator.attach or f"{generator.num_replicas} on {generator.device}, {config.max_num_seqs} sequences at once each"
         lines = {
             "run": f"{config.run_directory}, {config.max_steps} steps, a checkpoint every {config.checkpoint.every_steps}",
             "model": f"{config.model.path}, {self.version.trained:,} elements trained, published as {config.model.dtype}",
             "prompts": f"{self.prompts.rows:,} rows used, the longest of {self.prompts.longest} tokens; first {_cut(self.prompts.first_text)!r}",
             "batch": f"{config.groups_per_step} groups x {rollout.n_samples_per_prompt} = {config.global_batch_size} trajectories a step",
-            "length": f"at most {config.longest_trajectory} tokens, {rollout.max_completion_length} in the completion; temperature {rollout.temperature:g}",
+            "length": (
+                f"at most {config.longest_trajectory} tokens, {rollout.max_completion_length} in the completion, in {config.deadline_s:g} s; "
+                f"temperature {rollout.temperature:g}"
+            ),
             "staleness": f"{config.staleness.max_staleness} versions at most; {config.max_outstanding} groups outstanding",
             "algorithm": algorithm_text(config).splitlines()[1].strip(),
             "learner": f"{learner.world_size} rank(s) on {learner.device}, learning rate {learner.learning_rate:g}, {learner.max_tokens_per_row} tokens a row",
@@ -110,6 +114,7 @@ class Plan:
                 algorithm_text(config),
                 placement_text(config) + no_gpu_text(config, len(list(Path("/dev").glob("nvidia[0-9]*")))),
                 self._cpu_table(),
+                derived_text(config),
                 self._version(),
                 self._memory(),
                 self._kv_cache(),
@@ -362,6 +367,12 @@ def arithmetic(config: Config) -> str:
         f"{learner.max_tokens_per_row} tokens\n"
         f"  data-parallel size  = world_size {learner.world_size} / sequence_parallel_size {learner.sequence_parallel_size} = {learner.data_parallel_size}"
     )
+
+
+def derived_text(config: Config) -> str:
+    """What the settings became that nobody set, and from what; a line each."""
+    lines = [f"  {one.text()}" for one in derived_settings(config)] or ["  none: every such setting is set"]
+    return "\n".join(["# derived settings (each may be set)", *lines])
 
 
 def no_gpu_text(config: Config, gpus: int) -> str:

@@ -146,9 +146,9 @@ def _arithmetic_holds(config: Config) -> None:
             f"data.max_length = {config.data.max_length} is above data.max_prompt_length + rollout.max_completion_length = {longest}, so it bounds nothing; "
             "lower it, or leave it out"
         )
-    if config.generator.own and config.weights.push_timeout_s <= config.generator.stall_timeout_s:
+    if config.generator.own and config.push_timeout_s <= config.stall_timeout_s:
         raise ValueError(
-            f"weights.push_timeout_s = {config.weights.push_timeout_s:g} is not above generator.stall_timeout_s = {config.generator.stall_timeout_s:g}: a "
+            f"weights.push_timeout_s = {config.push_timeout_s:g} is not above generator.stall_timeout_s = {config.stall_timeout_s:g}: a "
             "generator that stands still would end the run before it is replaced; raise the first, or lower the second"
         )
     _trajectories_fit(config)

@@ -302,9 +302,9 @@ def _coordinator(config: Config, state: State, restored: list[Scored], directory
 def concurrency_of(config: Config, kv_cache_tokens: int, found: float | None = None) -> Concurrency:
     """The limit on groups that run at once, for replicas with KV caches of so many tokens each; `found` is where an earlier attempt had arrived."""
     rollout, generator = config.rollout, config.generator
-    most = min(rollout.max_concurrency or config.max_outstanding, config.max_outstanding)
+    most = config.groups_at_once
     samples, replicas = rollout.n_samples_per_prompt, generator.num_replicas
-    first = first_limit(replicas * kv_cache_tokens, replicas * generator.max_num_seqs, samples, config.longest_trajectory)
+    first = first_limit(replicas * kv_cache_tokens, replicas * config.max_num_seqs, samples, config.longest_trajectory)
     return Concurrency(found or first, most, samples, rollout.adaptive_concurrency)
 
 

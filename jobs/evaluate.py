@@ -69,7 +69,7 @@ def greedy_answers(config: Config, model: Path, prompts: list[Prompt]) -> list[t
     tokenizer = load_tokenizer(str(model))
     stops = load_stops(str(model), tokenizer, config.rollout.rollout_stop, config.rollout.rollout_stop_token_ids)
     cache = {"kv_cache_memory_bytes": config.generator.kv_cache_memory_bytes} if config.generator.device == "cpu" else {}
-    settings = {"dtype": config.model.dtype, "max_model_len": context, "max_num_seqs": config.generator.max_num_seqs, "enforce_eager": True}
+    settings = {"dtype": config.model.dtype, "max_model_len": context, "max_num_seqs": config.max_num_seqs, "enforce_eager": True}
     engine = LLM(str(model), tokenizer_mode=TOKENIZER_MODE, **settings, **cache)
     rooms = [config.completion_room(len(prompt.token_ids)) for prompt in prompts]
     sampling = [SamplingParams(temperature=0.0, max_tokens=room, stop_token_ids=list(stops.tokens), stop=list(stops.strings)) for room in rooms]

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "asyncrl"
 LAYERS = {
-    0: ["clock", "config", "contracts", "confined", "contracts", "environment", "names", "redact", "rules", "runtime", "sandbox", "text", "types"],
+    0: ["clock", "config", "contracts", "confined", "contracts", "derived", "environment", "names", "redact", "rules", "runtime", "sandbox", "text", "types"],
     1: ["algorithms", "data.balance", "data.blocks", "data.mixture", "data.packing", "data.truncation", "control.staleness"],
     2: ["control", "generation.protocol"],
     3: ["stacks", "data", "generation", "serving", "rollout", "rewards", "learning", "weights"],

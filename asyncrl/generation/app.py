@@ -60,7 +60,7 @@ def build_app(args: GeneratorApp) -> serve.Application:
         request_router_config=RequestRouterConfig(request_router_class=VersionRouter, request_routing_stats_period_s=ROUTING_S),
         # An event loop on a starved machine answers late: Serve replaces a replica after three checks in a row without an answer.
         health_check_period_s=5,
-        health_check_timeout_s=generator.stall_timeout_s / 3,
+        health_check_timeout_s=args.stall_timeout_s / 3,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=20,
         max_constructor_retry_count=2,
@@ -110,7 +110,7 @@ async def wait_for_generators(name: str, timeout_s: float) -> None:
 def start_generators(args: GeneratorApp, name: str) -> Any:
     """Start the application, wait until it answers, and return its handle. Raises RuntimeError if it does not come up."""
     handle = begin_generators(args, name)
-    asyncio.run(wait_for_generators(name, args.generator.start_timeout_s))
+    asyncio.run(wait_for_generators(name, args.start_timeout_s))
     return handle
 
 

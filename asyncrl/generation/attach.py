@@ -40,7 +40,7 @@ async def attached_config(config: Config, name: str, tokens: int) -> Config:
             f"generator.attach = {name!r}: this Ray cluster has no Serve application of that name (it has {sorted(known)}); deploy one with `serve deploy "
             "serve_configs/generator_cpu.yaml`, and start the run with RAY_ADDRESS set to its cluster"
         )
-    await wait_for_generators(name, config.generator.start_timeout_s)
+    await wait_for_generators(name, config.start_timeout_s)
     try:
         status = await serve.get_app_handle(name).status.remote()
         app = GeneratorApp.model_validate(status["app"])

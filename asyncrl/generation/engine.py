@@ -314,7 +314,7 @@ class Engine:
             raise RuntimeError(self.broken)
         if self._llm is None or self._llm.errored:
             raise RuntimeError("the vLLM engine's process has died")
-        limit = self.app.generator.stall_timeout_s
+        limit = self.app.stall_timeout_s
         if self._probe is not None and self._probe.done():
             self._probe.result()  # A question that failed is no answer.
         if self._probe is None or self._probe.done():
@@ -551,7 +551,7 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
     arguments = AsyncEngineArgs(
         model=app.model,
         dtype=app.dtype,
-        max_num_seqs=generator.max_num_seqs,
+        max_num_seqs=app.max_num_seqs,
         seed=app.seed,
         generation_config="vllm",
         logprobs_mode="processed_logprobs",

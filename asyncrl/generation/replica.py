@@ -198,7 +198,7 @@ class Generator:
 
     async def _apply(self, manifest: Manifest) -> None:
         tokens = self.engine.tokens_generated
-        staged = await asyncio.to_thread(fetch, manifest, self._expected, self.settings.fetch_timeout_s)
+        staged = await asyncio.to_thread(fetch, manifest, self._expected, self.settings.fetch_within_s)
         during = self.engine.tokens_generated - tokens
         try:
             timings = await self.engine.apply(staged.update_info(), manifest.version)

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from asyncrl.config import Config, GeneratorConfig, Section
+from asyncrl.derived import MOST_SEQUENCES, fetch, stall, start
 
 __all__ = ["GeneratorApp", "board_name"]
 
@@ -34,8 +35,8 @@ class GeneratorApp(Section):
     own generators do not."""
     served_name: str | None = Field(default=None, min_length=1)
     """Name of the model in HTTP requests and answers. Default: the last part of `model`."""
-    fetch_timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds that a replica may take to fetch a version."""
+    fetch_timeout_s: float | None = Field(default=None, gt=0)
+    """Seconds that a replica may take to fetch a version. Default: derived from the size of the model's files."""
 
     @model_validator(mode="after")
     def settings_act(self) -> GeneratorApp:
@@ -44,6 +45,26 @@ class GeneratorApp(Section):
         if self.served_name is not None and not self.http:
             raise ValueError(f"served_name = {self.served_name!r} acts only with http: true; leave it out, or set that")
         return self
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that one engine runs at once."""
+        return self.generator.max_num_seqs or MOST_SEQUENCES[self.generator.device]
+
+    @property
+    def fetch_within_s(self) -> float:
+        """Seconds that a replica may take to fetch a version."""
+        return self.fetch_timeout_s or fetch(self.model).value
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Seconds a replica may take from placement to its first answer."""
+        return self.generator.start_timeout_s or start(self.model).value
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Seconds for which an engine may answer nothing before it is replaced."""
+        return self.generator.stall_timeout_s or stall(self.model).value
 
     @property
     def model_name(self) -> str:
@@ -57,11 +78,11 @@ class GeneratorApp(Section):
             model=config.model.path,
             dtype=config.model.dtype,
             max_model_len=config.longest_trajectory,
-            generator=config.generator,
+            generator=config.generator.model_copy(update={"max_num_seqs": config.max_num_seqs}),
             seed=config.seed,
             rollout_stop=config.rollout.rollout_stop,
             rollout_stop_token_ids=config.rollout.rollout_stop_token_ids,
-            fetch_timeout_s=config.weights.push_timeout_s,
+            fetch_timeout_s=config.push_timeout_s,
         )
 
 

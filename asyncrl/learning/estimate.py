@@ -83,7 +83,7 @@ def estimate(config: Config) -> Needs:
     text = tree.get("text_config", tree)
     vocabulary = int(text["vocab_size"])
     width = _size_of(text, WIDTH)
-    chunk = min(max(chunk_elements(learner.logprob_memory_bytes), vocabulary), learner.max_tokens_per_gpu * vocabulary)
+    chunk = min(max(chunk_elements(learner.logprob_bytes), vocabulary), learner.max_tokens_per_gpu * vocabulary)
     logits = 4 * (LIVE_CHUNKS * chunk + (HEAD_GRADIENTS + learner.cast_lm_head_to_fp32) * vocabulary * width)
     return Needs(total, largest, device, host // learner.world_size, 2 * min(bucket, version.nbytes(config.model.dtype)), logits, _scores(config, tree, text))
 

@@ -310,12 +310,12 @@ async def _place(config: Config) -> PlacementGroup:
     # Ray refuses an empty bundle.
     placement = placement_group([dict(bundle) or {"CPU": 0.001}] * world_size, strategy="PACK")
     try:
-        await asyncio.wait_for(_result(placement.ready()), config.placement_timeout_s)
+        await asyncio.wait_for(_result(placement.ready()), config.placement_wait_s)
     except TimeoutError:
         table = resource_table({name: amount * world_size for name, amount in bundle.items()})
         remove_placement_group(placement)
         raise PlacementError(
-            f"{world_size} learner ranks were not placed within placement_timeout_s = {config.placement_timeout_s:g} s; free or add resources, "
+            f"{world_size} learner ranks were not placed within placement_timeout_s = {config.placement_wait_s:g} s; free or add resources, "
             f"or lower learner.world_size or learner.num_cpus\n{table}"
         ) from None
     return placement

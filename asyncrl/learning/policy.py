@@ -141,7 +141,7 @@ def _value_head(model: PreTrainedModel) -> nn.Linear:
 
 def head_settings(config: LearnerConfig) -> HeadSettings:
     """How a policy of this learner computes log-probs."""
-    return HeadSettings(chunk_elements(config.logprob_memory_bytes), config.cast_lm_head_to_fp32)
+    return HeadSettings(chunk_elements(config.logprob_bytes), config.cast_lm_head_to_fp32)
 
 
 def load_policy(

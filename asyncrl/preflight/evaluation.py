@@ -30,7 +30,7 @@ def evaluation_seconds(config: Config, prompts: Mapping[str, int], weights_bytes
         prompts: set → prompts of its file that are used.
         weights_bytes: of one version.
     """
-    speed, at_once = SPEEDS[config.generator.device], config.generator.max_num_seqs
+    speed, at_once = SPEEDS[config.generator.device], config.max_num_seqs
     seconds = 0.0
     for name, one in config.evaluation_sets.items():
         completions = one.n * min(prompts[name], one.max_prompts or prompts[name])

@@ -43,7 +43,7 @@ class _Worker:
 def start_rollouts(spec: WorkerSpec) -> RayRollouts:
     """Start config.rollout.num_workers actors. Call it on the event loop; `await rollouts.ready()` before use."""
     remote = ray.remote(RolloutWorker).options(num_cpus=TASK_CPUS, max_concurrency=CALLS_AT_ONCE, max_restarts=-1, max_task_retries=0)
-    return RayRollouts([remote.remote(spec) for _ in range(spec.config.rollout.num_workers)], spec.config.rollout.deadline_s)
+    return RayRollouts([remote.remote(spec) for _ in range(spec.config.rollout.num_workers)], spec.config.deadline_s)
 
 
 class RayRollouts:

@@ -111,7 +111,7 @@ class RolloutWorker:
         await self._outbox.close()
 
     async def _generate_until_deadline(self, prompt: Prompt) -> Generated:
-        deadline_s = self._config.rollout.deadline_s
+        deadline_s = self._config.deadline_s
         ends = time.monotonic() + deadline_s
         pause, reason = FIRST_PAUSE_S, "no answer"
         try:

@@ -1,0 +1,142 @@
+"""Settings that follow from others when nobody sets them: what each is, and from what. Pure, but for the sizes of the model's files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+__all__ = ["MOST_SEQUENCES", "Derived", "derived_settings", "stored_bytes"]
+
+SLOWEST_TOKENS_PER_S = 5.0
+"""Tokens a second of one completion in a full engine, at the slowest: a large model on one GPU makes 10 to 20."""
+SLOWEST_READ = 100 << 20
+"""Bytes a second that a replica reads of a model's files, at the slowest: storage shared with many others."""
+SLOWEST_FETCH = 250 << 20
+"""Bytes a second of a published version that reach a replica, at the slowest: 10 Gbit/s shared by several replicas of a node."""
+SLOWEST_APPLY = 1 << 30
+"""Bytes a second that an engine takes over from shared memory, at the slowest."""
+MOST_SEQUENCES = {"cpu": 128, "cuda": 1024}
+"""Sequences beyond which an engine makes no more tokens a second. vLLM reserves logits for so many."""
+FEWEST_SEQUENCES = 64
+"""Evaluations use what rollouts leave free."""
+LOGPROB_BYTES = {"cpu": 224 << 20, "cuda": 1 << 30}
+SHORTEST_DEADLINE_S, SHORTEST_PLACEMENT_S, SHORTEST_START_S, SHORTEST_STALL_S, SHORTEST_PUSH_S = 300.0, 30.0, 600.0, 120.0, 300.0
+NEW_NODE_S = 900.0
+"""Seconds in which an autoscaler has a new node up: clouds take minutes for a machine with GPUs, and its image is fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """The value of a setting that was left out."""
+
+    name: str
+    value: float
+    unit: str
+    reason: str
+
+    def text(self) -> str:
+        """One line."""
+        shown = f"{self.value / (1 << 20):g} MiB" if self.unit == "bytes" else f"{self.value:g} {self.unit}"
+        return f"{self.name} = {shown}: {self.reason}"
+
+
+def stored_bytes(model: str) -> int:
+    """Bytes of the safetensors files of a checkpoint directory; 0 for a model that is not here."""
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+
+
+def sequences(config: Config) -> Derived:
+    """generator.max_num_seqs."""
+    generator, most = config.generator, MOST_SEQUENCES[config.generator.device]
+    if not generator.own:
+        return Derived("generator.max_num_seqs", most, "sequences", f"the most on {generator.device}")
+    share = math.ceil(_completions_at_once(config) / generator.num_replicas)
+    reason = (
+        f"{config.groups_at_once} groups x {config.rollout.n_samples_per_prompt} completions / {generator.num_replicas} replica(s) = {share}, "
+        f"at least {FEWEST_SEQUENCES} and on {generator.device} at most {most}"
+    )
+    return Derived("generator.max_num_seqs", min(max(share, FEWEST_SEQUENCES), most), "sequences", reason)
+
+
+def deadline(config: Config, tokens: int | None = None) -> Derived:
+    """rollout.deadline_s, for completions of at most so many tokens (default: the rollouts')."""
+    tokens = config.rollout.max_completion_length if tokens is None else tokens
+    turns = math.ceil(_completions_at_once(config) / (config.max_num_seqs * config.generator.num_replicas))
+    queued = f", {turns} times, as not all completions run at once" if turns > 1 else ""
+    reason = f"{tokens} tokens at {SLOWEST_TOKENS_PER_S:g} tokens/s{queued}, at least {SHORTEST_DEADLINE_S:g} s"
+    return Derived("rollout.deadline_s", _seconds(SHORTEST_DEADLINE_S, turns * tokens / SLOWEST_TOKENS_PER_S), "s", reason)
+
+
+def placement(config: Config, autoscales: bool = False) -> Derived:
+    """placement_timeout_s."""
+    processes = config.learner.world_size + config.generator.num_replicas * config.generator.own + config.reward.tasks + config.rollout.num_workers
+    if autoscales:
+        return Derived("placement_timeout_s", NEW_NODE_S + processes, "s", f"the cluster starts nodes on demand; {NEW_NODE_S:g} s for those, 1 s a process")
+    reason = f"1 s for each of {processes} processes, at least {SHORTEST_PLACEMENT_S:g} s; {NEW_NODE_S:g} s more where a cluster starts nodes on demand"
+    return Derived("placement_timeout_s", max(SHORTEST_PLACEMENT_S, float(processes)), "s", reason)
+
+
+def start(model: str) -> Derived:
+    """generator.start_timeout_s."""
+    size = stored_bytes(model)
+    reason = f"{SHORTEST_START_S:g} s, and {_gib(size)} of model files at {SLOWEST_READ >> 20} MiB/s"
+    return Derived("generator.start_timeout_s", float(math.ceil(SHORTEST_START_S + size / SLOWEST_READ)), "s", reason)
+
+
+def stall(model: str) -> Derived:
+    """generator.stall_timeout_s."""
+    size = stored_bytes(model)
+    reason = f"{SHORTEST_STALL_S:g} s, and an update of {_gib(size)} at {SLOWEST_APPLY >> 20} MiB/s"
+    return Derived("generator.stall_timeout_s", float(math.ceil(SHORTEST_STALL_S + size / SLOWEST_APPLY)), "s", reason)
+
+
+def fetch(model: str) -> Derived:
+    """fetch_timeout_s of generators that stand."""
+    size = stored_bytes(model)
+    reason = f"{SHORTEST_PUSH_S:g} s, and {_gib(size)} at {SLOWEST_FETCH >> 20} MiB/s"
+    return Derived("fetch_timeout_s", float(math.ceil(SHORTEST_PUSH_S + size / SLOWEST_FETCH)), "s", reason)
+
+
+def push(config: Config) -> Derived:
+    """weights.push_timeout_s. Generators that drain take a version only after their longest completion."""
+    fetched, drains = fetch(config.model.path), config.generator.in_flight == "drain"
+    seconds = max(fetched.value, 2 * config.stall_timeout_s) + config.deadline_s * drains
+    waits = f", and {config.deadline_s:g} s for completions that drain" if drains else ""
+    return Derived("weights.push_timeout_s", seconds, "s", f"{fetched.reason}, at least twice generator.stall_timeout_s{waits}")
+
+
+def logprob_bytes(device: str) -> Derived:
+    """learner.logprob_memory_bytes."""
+    return Derived("learner.logprob_memory_bytes", LOGPROB_BYTES[device], "bytes", f"chunks of logits that suit {device}")
+
+
+def derived_settings(config: Config) -> list[Derived]:
+    """Every setting that nobody set, with what it became."""
+    found = [
+        (config.rollout.deadline_s, deadline(config)),
+        (config.generator.max_num_seqs, sequences(config)),
+        (config.generator.start_timeout_s, start(config.model.path)),
+        (config.generator.stall_timeout_s, stall(config.model.path)),
+        (config.weights.push_timeout_s, push(config)),
+        (config.learner.logprob_memory_bytes, logprob_bytes(config.learner.device)),
+        (config.placement_timeout_s, placement(config)),
+    ]
+    acts = {"generator.max_num_seqs": config.generator.own, "generator.stall_timeout_s": config.generator.own}
+    return [one for given, one in found if given is None and acts.get(one.name, True)]
+
+
+def _completions_at_once(config: Config) -> int:
+    return config.groups_at_once * config.rollout.n_samples_per_prompt
+
+
+def _seconds(shortest: float, needed: float) -> float:
+    return max(shortest, float(math.ceil(needed)))
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
