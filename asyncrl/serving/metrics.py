@@ -66,8 +66,8 @@ class Counted:
         try:
             await self.app(scope, receive, watched)
         finally:
-            path = scope["path"] if scope["path"] in self.paths else "other"
-            self.traffic.add(path, status, time.monotonic() - begun)
+            path = scope["path"].removeprefix(scope.get("root_path", ""))  # of the application, where Serve has it below others
+            self.traffic.add(path if path in self.paths else "other", status, time.monotonic() - begun)
 
 
 class _Collector:
@@ -109,7 +109,7 @@ class _Collector:
         return info, version
 
     def _http(self) -> Iterable[Metric]:
-        requests = CounterMetricFamily(f"{PREFIX}_http_requests", "HTTP requests. Status 0: the client left first.", labels=["replica", "path", "status"])
+        requests = CounterMetricFamily(f"{PREFIX}_http_requests", "HTTP requests. Status 499: the client left first.", labels=["replica", "path", "status"])
         seconds = SummaryMetricFamily(f"{PREFIX}_http_request_seconds", "Seconds from a request to the end of its answer.", labels=["replica", "path"])
         for status in self.statuses:
             traffic: Traffic = status["traffic"]

@@ -157,7 +157,7 @@ def test_models_and_health_say_whose_weights_answer() -> None:
         ({"top_p": True}, 400, "unknown_parameter", "use temperature"),
         ({"frequency_penalty": 0.1}, 400, "unknown_parameter", "use temperature"),
         ({"user": ["a"]}, 400, "unknown_parameter", "user is unknown"),
-        ({"max_tokens": 8, "max_completion_tokens": 9}, 400, "unknown_parameter", "max_tokens says something else"),
+        ({"max_tokens": 8, "max_completion_tokens": 9}, 400, "invalid_value", "max_completion_tokens and max_tokens differ"),
         ({"weights": "/tmp/x"}, 400, "unknown_parameter", "weights is unknown; leave it out"),
         ({"prompt": "\ud800"}, 400, "invalid_body", "surrogate"),
         ({"\ud800": 1}, 400, "invalid_body", "surrogate"),

@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from openai import BadRequestError, OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 import asyncrl
 
@@ -201,28 +203,76 @@ def worst_difference(model: Path, prompt: list[int], answer: dict[str, Any]) -> 
     return worst
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(cluster, runs, tmp_path, engine_starts):
-    model = runs / "quickstart-inputs" / "model"
+def deploy(cluster: Cluster, folder: Path, model: Path) -> int:
+    """`serve deploy` of the shipped file for this model; the HTTP port, once the application runs."""
     tree = yaml.safe_load((ROOT / "serve_configs" / "generator_cpu.yaml").read_text())
     tree["applications"][0]["args"]["model"] = str(model)
-    tree["http_options"]["port"] = free_port()
-    (tmp_path / "generator.yaml").write_text(yaml.safe_dump(tree))
-    engine_starts.append("serve deploy")
-    deployed = cluster.run(BIN / "serve", "deploy", tmp_path / "generator.yaml")
+    tree["http_options"]["port"] = port = free_port()
+    (folder / "generator.yaml").write_text(yaml.safe_dump(tree))
+    deployed = cluster.run(BIN / "serve", "deploy", folder / "generator.yaml")
     assert deployed.returncode == 0, deployed.stdout + deployed.stderr
     deadline = time.monotonic() + 400
     while (application := cluster.applications().get("generator", {})).get("status") != "RUNNING":
         assert application.get("status") != "DEPLOY_FAILED" and time.monotonic() < deadline, application
         time.sleep(1)
+    return port
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_official_client_through_serves_proxy(cluster, runs, tmp_path, engine_starts):
+    """Pieces come one by one through the proxy, and a client that leaves it ends its generations in the engine."""
+    model = shutil.copytree(runs / "quickstart-inputs" / "model", tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    engine_starts.append("serve deploy")
+    port, key = deploy(cluster, tmp_path, model), cluster.environment["ASYNCRL_API_KEY"]
+    asked: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": "3+4="}], "seed": 1, "logprobs": True, "top_logprobs": 3}
+    with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0) as client:
+        whole = client.chat.completions.create(**asked, n=2)
+        chunks = list(client.chat.completions.create(**asked, n=2, stream=True))
+        for choice in whole.choices:
+            parts = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+            assert "".join(part.delta.content for part in parts) == choice.message.content
+            assert [token for part in parts for token in part.token_ids] == choice.token_ids
+        assert "checkpoint's own weights" in whole.serving and len(chunks) > 4
+        with pytest.raises(BadRequestError, match="messages: send a list"):
+            client.chat.completions.create(**{**asked, "messages": [{"role": "nobody", "content": "x"}]}, stream=True)
+
+        tokens = metric(port, key, "tokens_generated_total")
+        stream = client.completions.create(model="model", prompt="1+", n=64, max_tokens=60, temperature=2, stream=True)
+        assert next(stream).choices[0].token_ids
+        stream.close()
+        deadline = time.monotonic() + 60
+        while not metric(port, key, "completions_aborted_total"):
+            assert time.monotonic() < deadline
+        assert metric(port, key, "tokens_generated_total") < tokens + 64 * 60
+    assert metric(port, key, "http_requests_total", path="/v1/chat/completions", status="400") == 1
+    assert metric(port, key, "http_requests_total", path="/v1/chat/completions", status="200") == 2
+
+
+def metric(port: int, key: str, name: str, **labels: str) -> float:
+    """The one replica's sample in /metrics."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    samples = [one for family in families for one in family.samples if one.name == f"asyncrl_generator_{name}" and labels.items() <= one.labels.items()]
+    assert len(samples) == 1, samples
+    return float(samples[0].value)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(cluster, runs, tmp_path, engine_starts):
+    model = runs / "quickstart-inputs" / "model"
+    engine_starts.append("serve deploy")
+    port = deploy(cluster, tmp_path, model)
     called = cluster.run(sys.executable, "-c", CALL, RAY_ADDRESS=f"127.0.0.1:{cluster.port}")
     assert "TOKENS [8, 8]" in called.stdout and "HOST 127.0.0.1\n" in called.stdout, called.stdout + called.stderr
     ours = {process.pid for process in psutil.Process(cluster.process.pid).children(recursive=True)}
-    hosts = {c.laddr.ip for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in ours and c.laddr.port == tree["http_options"]["port"]}
+    hosts = {c.laddr.ip for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in ours and c.laddr.port == port}
     assert hosts == {"127.0.0.1"}
 
-    stranger, http = Http(tree["http_options"]["port"], None), Http(tree["http_options"]["port"], cluster.environment["ASYNCRL_API_KEY"])
+    stranger, http = Http(port, None), Http(port, cluster.environment["ASYNCRL_API_KEY"])
     body = {"model": "model", "prompt": [5, 6, 14], "n": 2, "max_tokens": 8, "seed": 1}
     assert [stranger.ask(*call)[0] for call in (("/v1/models",), ("/health",), ("/docs",), ("/v1/completions", body))] == [401] * 4
     assert [http.ask(path)[0] for path in ("/docs", "/openapi.json", "/", "/-/routes", "/-/healthz")] == [404] * 5

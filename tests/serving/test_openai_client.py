@@ -19,6 +19,7 @@ from served_http import listening
 from asyncrl.generation.http import routes
 from asyncrl.generation.protocol import Details, GenerateRequest, StaleReplica, Standing, WeightsId
 from asyncrl.serving.identity import ServedModel
+from asyncrl.serving.metrics import Counted, Traffic
 from asyncrl.testing import FakeServed
 
 KEY = "correct-horse-battery"
@@ -157,6 +158,7 @@ def test_the_async_client_and_its_stream_helper(endpoint: SimpleNamespace) -> No
         ({"messages": []}, openai.BadRequestError, "messages: "),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, openai.BadRequestError, "messages: send a list of messages with a role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, openai.BadRequestError, "parts of type text"),
+        ({"messages": [{**WHO, "cache_control": {}}]}, openai.BadRequestError, "messages.0.cache_control is unknown; leave it out"),
         ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages: send a list"),
         ({"messages": [WHO, WHO]}, openai.BadRequestError, "the chat template of 'tiny' refuses the messages (roles must alternate)"),
         ({"messages": [{"role": "user", "content": "x" * 1025}]}, openai.BadRequestError, "messages has 1,025 characters, above the 1,024"),
@@ -276,5 +278,20 @@ def test_metrics_are_prometheus_own_form(endpoint: SimpleNamespace) -> None:
     assert samples["asyncrl_generator_http_request_seconds_count", ("path", "/v1/completions"), replica] == 2
 
 
+def test_paths_are_counted_below_the_application_and_made_up_ones_together() -> None:
+    """Serve puts an application's route_prefix before its paths. A label for each path that somebody asks would fill Prometheus."""
+    traffic = Traffic()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(message: Any) -> None: ...
+
+    counted = Counted(app, traffic, ["/health"])
+    for path in ("/gen/health", "/gen/x", "/gen/y"):
+        asyncio.run(counted({"type": "http", "path": path, "root_path": "/gen"}, None, send))
+    assert traffic.requests == {("/health", 200): 1, ("other", 200): 2}
+
+
 def test_models_through_the_client(endpoint: SimpleNamespace) -> None:
-    assert [model.id for model in endpoint.client.models.list()] == ["tiny"] and endpoint.client.models.retrieve is not None
+    assert [model.id for model in endpoint.client.models.list()] == ["tiny"]

@@ -25,7 +25,6 @@ LONGEST_SEED = 1 << 53
 
 WHOLE = "the model's whole distribution is sampled, so that log-probs are those of the policy; use temperature"
 HINTS = {
-    "max_completion_tokens": "max_tokens says something else; send one of them",
     **dict.fromkeys(("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"), WHOLE),
     **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), "tool calls are not implemented; leave it out"),
     "response_format": "only text is written; leave it out",
@@ -193,24 +192,22 @@ def check_prompt(ids: list[int], max_tokens: int | None, model: ServedModel, fie
 
 
 def _without_neutral(tree: Mapping[str, Any], kind: type[Sampling]) -> dict[str, Any]:
-    """The body without fields whose values change nothing, and with OpenAI's newer name of max_tokens under the older one."""
+    """The body without fields whose values change nothing, and with OpenAI's newer name of max_tokens under the older one. Raises ApiError if both differ."""
     kept = {name: value for name, value in tree.items() if not any(type(value) is type(same) and value == same for same in NEUTRAL.get(name, ()))}
     kept = {name: value for name, value in kept.items() if value is not None or name not in kind.model_fields or kind.model_fields[name].is_required()}
     for name in LABELS:
         if isinstance(kept.get(name), str | None):
             kept.pop(name, None)
-    if kept.get("max_completion_tokens", 0) is None:
-        del kept["max_completion_tokens"]
-    if "max_completion_tokens" in kept and kept.setdefault("max_tokens", kept["max_completion_tokens"]) == kept["max_completion_tokens"]:
-        del kept["max_completion_tokens"]
+    newer = kept.pop("max_completion_tokens", None)
+    if newer is not None and kept.setdefault("max_tokens", newer) != newer:
+        raise ApiError(400, "max_completion_tokens and max_tokens differ; send one of them", "invalid_value", "max_completion_tokens")
     return kept
 
 
 def _explain(item: dict[str, Any]) -> ApiError:
     """The first wrong field in one line. Its value is not repeated: it may be long, or not for a log."""
     field = printable(str(item["loc"][0])) if item["loc"] else None
-    inside = len(item["loc"]) > 1
-    if field in KINDS and item["type"] != "value_error" and (inside or item["type"] not in ("missing", "extra_forbidden")):
+    if field in KINDS and item["type"] not in ("value_error", "extra_forbidden") and (len(item["loc"]) > 1 or item["type"] != "missing"):
         return ApiError(400, f"{field}: {KINDS[field]}", "invalid_value", field)
     if item["type"] == "extra_forbidden":
         place = ".".join(printable(str(part)) for part in item["loc"])
