@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.generation.engine import Engine
-from asyncrl.generation.protocol import GenerateRequest, StaleReplica
+from asyncrl.generation.protocol import Details, EngineDied, GenerateRequest, StaleReplica, Tokens
 from asyncrl.generation.settings import GeneratorApp
 
 
@@ -61,6 +61,32 @@ def test_a_stopped_engine_refuses_requests_by_name():
         for ask in (stopped.generate(GenerateRequest((1,), 1, 1, 1.0)), stopped.logprobs([((1,), (2,))])):
             with pytest.raises(StaleReplica, match="the engine has been stopped"):
                 await ask
+        with pytest.raises(StaleReplica, match="the engine has been stopped"):
+            await anext(stopped.stream(GenerateRequest((1,), 1, 1, 1.0), Details()))
+
+    asyncio.run(asked())
+
+
+@pytest.mark.parametrize("how", ["dies", "falls silent"])
+def test_an_engine_that_ends_in_mid_stream_says_so_after_what_it_made(llama_model, how):
+    from vllm.logprobs import FlatLogprobs
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    async def generate(prompt, sampling, name):
+        made = SimpleNamespace(token_ids=[5], logprobs=FlatLogprobs([0], [1], [5], [-1.0], [None], [None]), finish_reason=None)
+        yield SimpleNamespace(outputs=[made], finished=False, prompt_logprobs=None)
+        if how == "dies":
+            raise EngineDeadError
+
+    async def asked():
+        ending = Engine(GeneratorApp(model=str(llama_model)))
+        known = SimpleNamespace(request_states={}, external_req_ids={})
+        ending._llm = SimpleNamespace(generate=generate, errored=False, output_processor=known, model_config=SimpleNamespace(max_model_len=64))
+        ending._open.set()
+        stream = ending.stream(GenerateRequest((1,), 1, 9, 1.0), Details())
+        assert (await anext(stream)).tokens == Tokens((5,), (-1.0,))
+        with pytest.raises(EngineDied, match="process has died" if how == "dies" else "ended a request without an answer"):
+            await anext(stream)
 
     asyncio.run(asked())
 

@@ -16,7 +16,7 @@ from disturbed import disturb
 
 from asyncrl.control.protocols import Manifest
 from asyncrl.generation.app import ServeGenerate
-from asyncrl.generation.protocol import GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
+from asyncrl.generation.protocol import Details, GenerateRequest, GenerationTimeout, Piece, StaleReplica, WeightsId
 from asyncrl.weights import push
 from asyncrl.weights.push import ServeWeightSync
 
@@ -323,5 +323,38 @@ def test_two_replicas_on_two_cores(
         assert len({answer.replica for answer in answers}) == 2
         scored = await generate.logprobs([((5, 6), answers[0].completions[0].token_ids)], wanted)
         assert set(scored) == {answer.replica for answer in answers}
+
+    asyncio.run(run())
+
+
+def test_a_stream_goes_on_over_an_update(generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any) -> None:
+    """Its last piece says which tokens each version made, and no piece is lost."""
+
+    async def run() -> None:
+        model = load_reference(tiny_model)
+        first, second = generators.next_version(), generators.next_version()
+        await sync.push(publish(disturb(model, seed=11), version=first))
+        begun = [asyncio.Event() for _ in range(4)]
+
+        async def keep_streaming(own: asyncio.Event) -> list[list[Piece]]:
+            streams: list[list[Piece]] = []
+            while not streams or not push.done():
+                streams.append([])
+                async for piece in generators.handle.options(stream=True).stream.remote(request(max_tokens=200), Details(top=1)):
+                    streams[-1].append(piece)
+                    own.set()
+            return streams
+
+        async def update() -> None:
+            await asyncio.gather(*(event.wait() for event in begun))
+            await sync.push(publish(disturb(model, seed=12), version=second))
+
+        push = asyncio.create_task(update())
+        streams = [pieces for many in await asyncio.gather(*map(keep_streaming, begun)) for pieces in many]
+        for pieces in streams:
+            assert sum(len(piece.tokens.ids) for piece in pieces) == sum(len(piece.tokens.top) for piece in pieces) == 200
+            assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+            assert pieces[-1].versions[0].start == 0 and pieces[-1].versions[-1].end == 200
+        assert any([span.version for span in pieces[-1].versions] == [first, second] for pieces in streams)
 
     asyncio.run(run())
