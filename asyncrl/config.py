@@ -619,9 +619,12 @@ class WeightsConfig(Section):
     bucket_bytes: int = Field(default=64 << 20, gt=0)
     """Size of one published bucket, in bytes; raised to the largest parameter if that is larger."""
     push_timeout_s: Annotated[float | None, Unset] = Field(default=None, gt=0)
-    """Seconds a replica may take to apply a version, retries included. Then it is unroutable until it has caught up; a run all of whose replicas take
-    longer ends. Longer than `generator.stall_timeout_s` and the start of a replica, so that one that is replaced is waited for.
+    """Seconds that a version may wait for half of the live replicas, retries included; then the run ends. Under `in_flight: drain` no time passes while the
+    generations under way make tokens. Longer than `generator.stall_timeout_s` and the start of a replica, so that one that is replaced is waited for.
     Default: derived from the size of the model's files, and the longest completion under in_flight: drain."""
+    commit_grace_s: Annotated[float | None, Unset] = Field(default=None, ge=0)
+    """Seconds that a version waits for all live replicas. After that at least half of them, and never fewer than one, are enough: the others get no request
+    that asks for it until they have caught up, and the next version does not wait for them. Default: a fifth of push_timeout_s."""
     logprob_tolerance: float | None = Field(default=None, gt=0)
     """Difference allowed between generator and learner log-probs at the same version, in nats: the largest in float32 (default 1e-4), the mean in
     bfloat16 (default 0.03), where rounding alone moves improbable tokens by tenths."""
@@ -928,6 +931,11 @@ class Config(Section):
     def push_timeout_s(self) -> float:
         """Seconds a replica may take to apply a version."""
         return self.weights.push_timeout_s or derived.push(self).value
+
+    @property
+    def commit_grace_s(self) -> float:
+        """Seconds that a version waits for all live replicas."""
+        return self.push_timeout_s / 5 if self.weights.commit_grace_s is None else self.weights.commit_grace_s
 
     @property
     def placement_wait_s(self) -> float:

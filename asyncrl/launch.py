@@ -219,7 +219,8 @@ async def launch(
         status = await handle.status.remote()
         refuse_another_tokenizer(config.model.path, status["tokenizer"])
         startup |= await _generator_facts(handle, status)
-        weights = ServeWeightSync(handle, board, config.push_timeout_s)
+        drains = config.generator.in_flight == "drain"
+        weights = ServeWeightSync(handle, board, config.push_timeout_s, config.commit_grace_s, drains)
         _closing(stack, "announcements", functools.partial(_cancel, asyncio.create_task(weights.keep_announced())))
         held_out, kv_cache_tokens = _evaluation_prompts(config), status["kv_cache_tokens"]
         yield Stations(config, context, learner, generate(), weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup, stacks)

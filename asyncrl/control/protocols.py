@@ -185,7 +185,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """A version is committed: every routable replica has applied it."""
+    """A version is committed: every live replica has applied it, or after the grace at least half of them."""
 
     version: int
     replicas: Mapping[str, Mapping[str, float]]
@@ -264,10 +264,10 @@ class WeightSync(Protocol):
     """Brings one version to all replicas, but one that is held for an evaluation."""
 
     async def push(self, manifest: Manifest) -> PushReport:
-        """Return when every routable replica has applied the version.
+        """Return when every live replica has applied the version, or after a grace at least half of them.
 
         Raises:
-            RuntimeError: no replica applied it in time.
+            RuntimeError: fewer applied it in time.
         """
         ...
 

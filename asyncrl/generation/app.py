@@ -159,10 +159,11 @@ class ServeGenerate:
         return generated
 
     async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
-        """Of every replica that has the weights and lives. Raises GenerationTimeout when none has answered after `LOGPROBS_DEADLINE_S`."""
+        """Of every replica that has the weights and lives; after `LOGPROBS_GRACE_S`, of at least half of them. Raises GenerationTimeout when none has
+        answered after `LOGPROBS_DEADLINE_S`."""
 
         async def everywhere(left: float) -> dict[str, list[tuple[float, ...]]]:
-            answers = await ask_all(self._handle, "logprobs", rows, min_weights, timeout_s=left / 2)
+            answers = await ask_all(self._handle, "logprobs", rows, min_weights, timeout_s=left / 2, grace_s=LOGPROBS_GRACE_S)
             answered = [answer for answer in answers if not isinstance(answer, (*UNABLE, TimeoutError))]
             for failed in [answer for answer in answered if isinstance(answer, BaseException)]:
                 raise failed
@@ -198,3 +199,7 @@ class ServeGenerate:
             await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
             pause = min(2 * pause, LONGEST_RETRY_S)
         raise GenerationTimeout(f"no replica answered within {deadline_s:g} s{reason}")
+
+
+LOGPROBS_GRACE_S = 20.0
+"""Seconds after which the check of log-probs waits for no single replica: half of them are enough."""

@@ -18,7 +18,7 @@ from asyncrl.control.protocols import EngineLoad, Manifest
 from asyncrl.data.groups import DEATHS
 from asyncrl.generation.engine import Engine
 from asyncrl.generation.protocol import Details, Generated, GenerateRequest, Piece, StaleReplica, Standing, WeightsId
-from asyncrl.generation.router import HELD
+from asyncrl.generation.router import HELD, WEIGHTS
 from asyncrl.generation.settings import GeneratorApp, board_name
 from asyncrl.weights.board import find_board, lease_holder
 from asyncrl.weights.manifest import ManifestError, expected_tensors, fingerprint
@@ -27,6 +27,9 @@ from asyncrl.weights.staging import StagingError, fetch, sweep
 __all__ = ["Generator"]
 
 logger = logging.getLogger(__name__)
+
+BOARD_S = 5.0
+"""Seconds that the board gets to say what is out."""
 
 
 class Generator:
@@ -43,6 +46,9 @@ class Generator:
         """Whether this replica keeps its weights for an evaluation: it takes no newer ones of their run and attempt."""
         self._expected = expected_tensors(self.settings.model, self.settings.dtype)
         self._applied: dict[str, float] = {}
+        self._behind_at: tuple[WeightsId | None, int] | None = None
+        self._behind_since = 0.0
+        """Since when the board has shown newer weights while `_behind_at` stayed as it is."""
         self._lock = asyncio.Lock()
         self._changes: set[asyncio.Future[None]] = set()
         sweep()
@@ -112,9 +118,10 @@ class Generator:
             self.held = False
             await self._catch_up()
 
-    def record_routing_stats(self) -> dict[str, bool]:
+    def record_routing_stats(self) -> dict[str, Any]:
         """What Serve tells every router of this replica (see `VersionRouter`)."""
-        return {HELD: self.held}
+        weights = self.weights
+        return {HELD: self.held, WEIGHTS: None if weights is None else (weights.run_id, weights.attempt, weights.version)}
 
     async def status(self) -> dict[str, Any]:
         """Replica id, weights, whether an evaluation holds it, process id, seconds of the start and of the last update, tokens generated so far, tokens
@@ -164,8 +171,27 @@ class Generator:
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         await self.engine.check()
+        await self._refuse_to_stay_behind()
         if self.held and await asyncio.to_thread(find_board, self._board_name) is None:
             self.held = False  # the job that held it has ended without a word
+
+    async def _refuse_to_stay_behind(self) -> None:
+        """Raise when the board has shown newer weights for `replace_within_s`, and this replica has not moved meanwhile."""
+        newest = None if self.held else await self._on_board()
+        drains, limit_s = self.settings.generator.in_flight == "drain", self.settings.replace_within_s
+        moves = (self.weights, self.engine.tokens_generated if drains else 0)
+        if newest is None or self._has(newest) or moves != self._behind_at:
+            self._behind_at, self._behind_since = moves, steady_time()
+        elif steady_time() - self._behind_since > limit_s:
+            raise RuntimeError(f"replica {self.replica} has stayed at {self.weights} for {limit_s:g} s, and {newest} is out; it is replaced")
+
+    async def _on_board(self) -> WeightsId | None:
+        """The newest weights; None if there is no board, or it does not answer."""
+        board = await asyncio.to_thread(find_board, self._board_name)
+        with contextlib.suppress(*DEATHS, TimeoutError):
+            newest = None if board is None else await asyncio.wait_for(board.newest.remote(), BOARD_S)
+            return None if newest is None else WeightsId(*newest)
+        return None
 
     async def __del__(self) -> None:
         # Serve awaits this once, before it ends the replica's process.

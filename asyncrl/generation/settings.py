@@ -37,6 +37,8 @@ class GeneratorApp(Section):
     """Name of the model in HTTP requests and answers. Default: the last part of `model`."""
     fetch_timeout_s: float | None = Field(default=None, gt=0)
     """Seconds that a replica may take to fetch a version. Default: derived from the size of the model's files."""
+    replace_after_s: float | None = Field(default=None, gt=0)
+    """Seconds after which a replica that stays below the newest version is replaced. Default: twice the time to fetch one."""
 
     @model_validator(mode="after")
     def settings_act(self) -> GeneratorApp:
@@ -55,6 +57,11 @@ class GeneratorApp(Section):
     def fetch_within_s(self) -> float:
         """Seconds that a replica may take to fetch a version."""
         return self.fetch_timeout_s or fetch(self.model).value
+
+    @property
+    def replace_within_s(self) -> float:
+        """Seconds after which a replica that stays below the newest version is replaced."""
+        return self.replace_after_s or 2 * self.fetch_within_s
 
     @property
     def start_timeout_s(self) -> float:
@@ -83,6 +90,7 @@ class GeneratorApp(Section):
             rollout_stop=config.rollout.rollout_stop,
             rollout_stop_token_ids=config.rollout.rollout_stop_token_ids,
             fetch_timeout_s=config.push_timeout_s,
+            replace_after_s=config.push_timeout_s,
         )
 
 

@@ -285,8 +285,8 @@ class FakeLearner:
 
 
 class FakeWeightSync:
-    """Brings a version to every replica that is not held after `latency(version)`, but to those that `lags(replica, version)` (never the first): they are
-    unroutable until they catch up. `fails(version, attempt)` makes a push raise, after half of the replicas have it."""
+    """Brings a version to every replica that is not held after `latency(version)`, but to those that `lags(replica, version)` (never the first,
+    nor more than half): they are unroutable until they catch up. `fails(version, attempt)` makes a push raise, after half of the replicas have it."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class FakeWeightSync:
         if self.applied and version <= self.applied[-1]:
             raise AssertionError(f"version {version} was pushed after {self.applied[-1]}")
         replicas.board = version
-        behind = [replica for replica in replicas.free[1:] if self.lags(replica, version)]
+        behind = [replica for replica in replicas.free[1:] if self.lags(replica, version)][: len(replicas.free) // 2]
         for replica in range(len(replicas.versions)):
             await asyncio.sleep(self.latency(version) / len(replicas.versions))
             attempt = self.attempts.get(version, 0) + 1
@@ -315,7 +315,8 @@ class FakeWeightSync:
             if replica not in behind and replica != replicas.held:
                 replicas.apply(replica, version)
         self.applied.append(version)
-        return PushReport(version, {f"fake {replica}": {"pause_s": 0.0} for replica in replicas.free}, tuple(map(str, behind)))
+        applied = {f"fake {replica}": {"pause_s": 0.0} for replica in replicas.free if replica not in behind}
+        return PushReport(version, applied, tuple(f"fake {replica}" for replica in behind))
 
     async def hold(self, version: int) -> str | None:
         if not self.applied or version != self.applied[-1]:

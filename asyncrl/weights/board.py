@@ -54,6 +54,10 @@ class VersionBoard:
         """The newest manifest, or None before the first."""
         return self._manifest
 
+    def newest(self) -> tuple[str, int, int] | None:
+        """Run, attempt and version of the newest manifest, or None before the first."""
+        return None if self._manifest is None else (self._manifest.run_id, self._manifest.attempt, self._manifest.version)
+
     def holder(self) -> str:
         """Whose board it is."""
         return self._holder

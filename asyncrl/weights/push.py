@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -40,33 +42,59 @@ ANNOUNCE_EVERY_S = 10.0
 """Seconds after which the board is told the newest version once more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Where the live replicas are."""
+
+    at: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Those at (or above) the version, with their timings."""
+    behind: list[str] = field(default_factory=list)
+    """The others: ids of those below it, `SILENT` for each that does not answer."""
+    tokens: int = 0
+    """Tokens that those below it have generated."""
+
+    @property
+    def live(self) -> int:
+        return len(self.at) + len(self.behind)
+
+    def commits(self, known: Counter[str], graced: bool) -> bool:
+        """Whether the version is committed: at least half of the live replicas have it, and no other one is waited for. Before the grace is over, only
+        those `known` to stay behind are not."""
+        return bool(self.at) and 2 * len(self.at) >= self.live and (graced or Counter(self.behind) <= known)
+
+
 class ServeWeightSync:
     """`WeightSync` over a Serve handle and the job's version board."""
 
-    def __init__(self, handle: Any, board: Any, push_timeout_s: float) -> None:
+    def __init__(self, handle: Any, board: Any, push_timeout_s: float, commit_grace_s: float = 60.0, drains: bool = False) -> None:
+        """
+        Args:
+            push_timeout_s, commit_grace_s: as in `WeightsConfig`.
+            drains: generations under way end before a replica applies a version: while they make tokens, no time passes.
+        """
         self._handle = handle
         self._board = board
-        self._timeout_s = push_timeout_s
+        self._timeout_s, self._grace_s, self._drains = push_timeout_s, commit_grace_s, drains
         self._last: Manifest | None = None
-        self._waited_for: set[str] = set()
-        """Replicas that the last push waited for in vain. The next one does not."""
+        self._behind: Counter[str] = Counter()
+        """Replicas that the last push waited for in vain, and how many were silent. The next one does not wait for these."""
         self._holding: str | None = None
         """The replica that keeps its version for an evaluation. Every push repeats it, so that a replica which missed a word is not held for ever."""
 
     async def push(self, manifest: Manifest) -> PushReport:
-        """Return when every live replica has applied the version, or `push_timeout_s` has passed and at least one has. Those that were waited for in vain
-        the last time are not waited for again, and the one that is held is not at all.
+        """Return when every live replica has applied the version, or, after `commit_grace_s`, when at least half of them have. Those that were waited for
+        in vain the last time are not waited for again, and the one that is held is not at all.
 
         Replicas that start meanwhile take it from the board and are counted once they answer.
 
         Raises:
-            RuntimeError: no replica applied it in time, or the manifest does not fit the model.
+            RuntimeError: fewer than half applied it in time, or the manifest does not fit the model.
         """
         self._last = manifest
-        deadline = time.monotonic() + self._timeout_s
+        began = time.monotonic()
+        deadline = began + self._timeout_s
         await self._announce(manifest)
-        acknowledged: dict[str, dict[str, float]] = {}
-        behind: tuple[str, ...] = ()
+        found, tokens = Survey(), -1
         reason = "no replica answered"
         while (remaining := deadline - time.monotonic()) > 0:
             errors = await self._broadcast(manifest, min(ROUND_S, remaining))
@@ -75,14 +103,19 @@ class ServeWeightSync:
                     raise RuntimeError(f"version {manifest.version} was refused: {error}") from error
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
             survey = await self._survey(manifest)
-            acknowledged, behind = survey or (acknowledged, behind)
-            if survey and acknowledged and set(behind) <= self._waited_for:
+            found = survey or found
+            if survey and survey.commits(self._behind, graced=time.monotonic() - began >= self._grace_s):
                 break
+            if survey and self._drains and survey.tokens > tokens and all(isinstance(error, TimeoutError) for error in errors):
+                tokens, deadline = survey.tokens, time.monotonic() + self._timeout_s
             await asyncio.sleep(BETWEEN_ROUNDS_S)
-        if not acknowledged:
-            raise RuntimeError(f"no replica applied version {manifest.version} within weights.push_timeout_s = {self._timeout_s:g}: {reason}")
-        self._waited_for = set(behind)
-        return PushReport(manifest.version, acknowledged, behind)
+        if found.commits(self._behind, graced=True):
+            self._behind = Counter(found.behind)
+            return PushReport(manifest.version, found.at, tuple(found.behind))
+        raise RuntimeError(
+            f"{len(found.at) or 'no'} replica{'s' if len(found.at) > 1 else ''} of {max(1, found.live)} applied version {manifest.version} within "
+            f"weights.push_timeout_s = {self._timeout_s:g}: {reason}"
+        )
 
     async def hold(self, version: int) -> str | None:
         """Let one replica keep the version that was pushed last, until `release`. None: fewer than two have it, or Serve does not answer."""
@@ -143,22 +176,22 @@ class ServeWeightSync:
     async def _broadcast(self, manifest: Manifest, timeout_s: float) -> list[BaseException]:
         """Ask every live replica to apply the version; return what went wrong."""
         try:
-            answers = await ask_all(self._handle, "apply_version", manifest, self._holding, timeout_s=timeout_s)
+            answers = await ask_all(self._handle, "apply_version", manifest, self._holding, timeout_s=timeout_s, spare=self._behind.total())
         except NO_ANSWER as error:
             return [error]
         return [answer for answer in answers if isinstance(answer, BaseException)]
 
-    async def _survey(self, manifest: Manifest) -> tuple[dict[str, dict[str, float]], tuple[str, ...]] | None:
-        """Live replicas at (or above) the version with their timings, and the others: ids of those below it, `SILENT` for each that does not answer; the
-        one that is held is neither. None if none is up just now: what was known before stands."""
+    async def _survey(self, manifest: Manifest) -> Survey | None:
+        """Where the live replicas are; the one that is held is left out. None if none is up just now: what was known before stands."""
         try:
-            answers = await ask_all(self._handle, "status", timeout_s=STATUS_S)
+            answers = await ask_all(self._handle, "status", timeout_s=STATUS_S, spare=self._behind.total())
         except NO_ANSWER:
             return None
         live = [answer for answer in answers if not isinstance(answer, BaseException) and answer["replica"] != self._holding]
         at = {answer["replica"]: answer["applied"] for answer in live if _has(answer["weights"], manifest)}
         silent = [SILENT for answer in answers if isinstance(answer, TimeoutError)]
-        return at, (*(answer["replica"] for answer in live if answer["replica"] not in at), *silent)
+        behind = [answer for answer in live if answer["replica"] not in at]
+        return Survey(at, [*(answer["replica"] for answer in behind), *silent], sum(answer.get("tokens_generated", 0) for answer in behind))
 
 
 def _has(weights: Any, manifest: Manifest) -> bool:

@@ -85,7 +85,7 @@ def test_a_held_replica_keeps_its_weights_and_answers_for_them_alone(monkeypatch
         manifests = {version: Manifest("run", 0, version, (), (), (), ()) for version in (3, 4, 5)}
         await made.apply_version(manifests[3])
         assert not await made.hold("b", WeightsId("run", 0, 3)) and not await made.hold("a", WeightsId("run", 0, 2)) and not made.held
-        assert await made.hold("a", WeightsId("run", 0, 3)) and made.record_routing_stats() == {"held": True}
+        assert await made.hold("a", WeightsId("run", 0, 3)) and made.record_routing_stats() == {"held": True, "weights": ("run", 0, 3)}
         await made.apply_version(manifests[4], "a")
         assert made.weights == WeightsId("run", 0, 3) and fetched == [3]
         await made.generate(request(3, "a"))
@@ -101,7 +101,7 @@ def test_a_held_replica_keeps_its_weights_and_answers_for_them_alone(monkeypatch
         await made.release("b")
         assert made.held
         await made.release("a")
-        assert made.weights == WeightsId("run", 0, 4) and made.record_routing_stats() == {"held": False}
+        assert made.weights == WeightsId("run", 0, 4) and made.record_routing_stats() == {"held": False, "weights": ("run", 0, 4)}
         assert await made.hold("a", WeightsId("run", 0, 4))
         await made.apply_version(manifests[5])
         assert made.weights == WeightsId("run", 0, 5), "a push that names no held replica ends what a lost word left"
@@ -122,5 +122,41 @@ def test_a_replica_is_held_by_its_own_attempt_alone_and_not_beyond_its_job(monke
         assert await made.hold("a", WeightsId("run", 1, 2))
         await made.check_health()
         assert not made.held, "there is no board: its job has ended"
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+@pytest.mark.parametrize(("in_flight", "makes_tokens", "replaced"), [("recompute", False, True), ("recompute", True, True), ("drain", True, False)])
+def test_a_replica_that_stays_behind_for_too_long_is_replaced(monkeypatch: pytest.MonkeyPatch, in_flight: str, makes_tokens: bool, replaced: bool) -> None:
+    now = 0.0
+    monkeypatch.setattr(replica, "steady_time", lambda: now)
+
+    async def scenario() -> None:
+        nonlocal now
+        made = await started(monkeypatch, nothing, [])
+        made.settings = made.settings.model_copy(
+            update={"generator": made.settings.generator.model_copy(update={"in_flight": in_flight}), "replace_after_s": 300.0}
+        )
+        made.weights, newest = WeightsId("run", 0, 3), ("run", 0, 3)
+
+        async def on_board() -> tuple[str, int, int]:
+            return newest
+
+        board = SimpleNamespace(newest=SimpleNamespace(remote=lambda: on_board()))
+        monkeypatch.setattr(replica, "find_board", lambda name: board)
+        for later in range(0, 1000, 100):
+            now = float(later)
+            await made.check_health()
+        newest = ("run", 0, 4)
+        for later in range(1000, 1400, 100):
+            now = float(later)
+            made.engine.tokens_generated += makes_tokens
+            if replaced and later == 1300:
+                with pytest.raises(RuntimeError, match=r"stayed at WeightsId.*version=3.* for 300 s, and WeightsId.*version=4.* is out; it is replaced"):
+                    await made.check_health()
+            else:
+                await made.check_health()
+        made.weights = WeightsId("run", 0, 4)
+        await made.check_health()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -6,12 +6,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from asyncrl.generation.protocol import GenerateRequest
+from asyncrl.generation.protocol import GenerateRequest, WeightsId
 from asyncrl.generation.router import VersionRouter
 
 
-def replica(name: str, held: bool = False, stats: bool = True) -> Any:
-    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats={"held": held} if stats else {})
+def replica(name: str, held: bool = False, stats: bool = True, weights: tuple[str, int, int] | None = None) -> Any:
+    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats={"held": held, "weights": weights} if stats else {})
 
 
 def pending(*arguments: Any) -> Any:
@@ -45,3 +45,11 @@ def test_what_nobody_else_can_answer_goes_to_whoever_is_there() -> None:
     assert chosen([replica("a", held=True)], request(None)) == {"a"}
     assert chosen([replica("a"), replica("b")], request("gone")) == {"a", "b"}
     assert asyncio.run(VersionRouter.choose_replicas(object.__new__(VersionRouter), [replica("a")], None))[0][0].replica_id.unique_id == "a"
+
+
+def test_a_replica_that_is_behind_gets_nothing_that_it_may_not_answer() -> None:
+    replicas = [replica("a", weights=("r", 1, 4)), replica("b", weights=("r", 1, 3)), replica("c", weights=("r", 0, 9)), replica("d")]
+    asked = GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("r", 1, 4))
+    assert chosen(replicas, asked) == {"a", "d"}, "of the last one nothing is known"
+    assert chosen(replicas, request(None)) == {"a", "b", "c", "d"}
+    assert chosen(replicas[1:3], asked) == {"b", "c"}, "just after a commit nobody has said so yet"

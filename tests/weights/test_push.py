@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -67,10 +68,62 @@ def test_the_late_one_is_asked_again() -> None:
 
 
 def test_one_that_stays_behind_is_unroutable() -> None:
-    push, _ = sync(lambda: [at("a", 4), at("b", 3), at("c", 9, attempt=0)])
+    push, _ = sync(lambda: [at("a", 4), at("b", 3), at("d", 4), at("c", 9, attempt=0)])
     report = asyncio.run(push.push(MANIFEST))
-    assert set(report.replicas) == {"a"}
+    assert set(report.replicas) == {"a", "d"}
     assert report.unroutable == ("b", "c")
+
+
+@pytest.mark.parametrize("others", [[at("b", 3), at("c", 3)], [SILENT, SILENT], [at("b", 3), SILENT]], ids=["behind", "silent", "both"])
+def test_fewer_than_half_are_not_enough(monkeypatch: pytest.MonkeyPatch, others: list[Any]) -> None:
+    monkeypatch.setattr(push_module, "STATUS_S", 0.05)
+    push, _ = sync(lambda: [at("a", 4), *others], lambda: [OSError("no room")])
+    with pytest.raises(RuntimeError, match=r"1 replica of 3 applied version 4 within weights.push_timeout_s = 0.5: OSError: no room"):
+        asyncio.run(push.push(MANIFEST))
+
+
+def test_after_the_grace_half_are_enough_and_nobody_waits_for_the_timeout() -> None:
+    push, _ = sync(lambda: [at("a", 4), at("b", 3)], timeout_s=3600)
+    push._grace_s = 0.5
+    assert asyncio.run(asyncio.wait_for(push.push(MANIFEST), 20)).unroutable == ("b",)
+
+
+def test_before_the_grace_all_live_ones_are_waited_for() -> None:
+    rounds = iter([[at("a", 4), at("b", 3)]] * 3 + [[at("a", 4), at("b", 4)]])
+    push, _ = sync(lambda: next(rounds), timeout_s=30)
+    assert asyncio.run(push.push(MANIFEST)).unroutable == ()
+
+
+def test_one_silent_replica_excuses_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_module, "STATUS_S", 0.05)
+    answers: list[Any] = [at("a", 4), at("b", 4), SILENT]
+    push, _ = sync(lambda: answers, timeout_s=3600)
+    push._grace_s = 0.3
+    assert asyncio.run(asyncio.wait_for(push.push(MANIFEST), 20)).unroutable == (SILENT,)
+    answers[1], push._grace_s = SILENT, 3600
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(push.push(MANIFEST), 1.5))
+
+
+def test_a_known_silent_one_delays_neither_the_broadcast_nor_the_survey() -> None:
+    """Each would wait for its own time, 15 and 10 s."""
+    push, _ = sync(lambda: [at("a", 4), SILENT], lambda: [at("a", 4), SILENT], timeout_s=3600)
+    push._behind = Counter([SILENT])
+    assert asyncio.run(asyncio.wait_for(push.push(MANIFEST), 5)).unroutable == (SILENT,)
+
+
+def test_a_drain_that_goes_on_is_no_timeout() -> None:
+    """Generations longer than the timeout end before the version is applied; one that makes no token any more ends the wait."""
+    tokens = iter(range(100))
+    answers = [[{**at("a", 3), "tokens_generated": next(tokens)}] for _ in range(12)] + [[at("a", 4)]]
+    rounds = iter(answers)
+    push, _ = sync(lambda: next(rounds), timeout_s=0.7)
+    push._drains = True
+    assert set(asyncio.run(push.push(MANIFEST)).replicas) == {"a"}
+    push, _ = sync(lambda: [{**at("a", 3), "tokens_generated": 7}], timeout_s=0.7)
+    push._drains = True
+    with pytest.raises(RuntimeError, match="no replica of 1 applied version 4"):
+        asyncio.run(push.push(MANIFEST))
 
 
 def test_one_that_comes_back_is_waited_for() -> None:
@@ -90,7 +143,7 @@ def test_one_that_comes_back_is_waited_for() -> None:
 
 def test_nobody_has_it() -> None:
     push, _ = sync(lambda: [at("a", 3), ValueError("gone")], lambda: [OSError("no room")])
-    with pytest.raises(RuntimeError, match=r"no replica applied version 4 within .* OSError: no room"):
+    with pytest.raises(RuntimeError, match=r"no replica of 1 applied version 4 within .* OSError: no room"):
         asyncio.run(push.push(MANIFEST))
 
 
