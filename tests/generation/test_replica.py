@@ -134,9 +134,8 @@ def test_a_replica_that_stays_behind_for_too_long_is_replaced(monkeypatch: pytes
     async def scenario() -> None:
         nonlocal now
         made = await started(monkeypatch, nothing, [])
-        made.settings = made.settings.model_copy(
-            update={"generator": made.settings.generator.model_copy(update={"in_flight": in_flight}), "replace_after_s": 300.0}
-        )
+        generator = made.settings.generator.model_copy(update={"in_flight": in_flight})
+        made.settings = made.settings.model_copy(update={"generator": generator, "replace_after_s": 300.0})
         made.weights, newest = WeightsId("run", 0, 3), ("run", 0, 3)
 
         async def on_board() -> tuple[str, int, int]:
