@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,7 @@ from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import Counted, Traffic
 from asyncrl.testing import FakeServed
 
+ROOT = Path(__file__).parents[2]
 KEY = "correct-horse-battery"
 MODEL = ServedModel("tiny", max_model_len=256, vocabulary=128, longest_token=4)
 WHO = {"role": "user", "content": "Say this is a test"}
@@ -162,6 +165,7 @@ def test_the_async_client_and_its_stream_helper(endpoint: SimpleNamespace) -> No
         ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages: send a list"),
         ({"messages": [WHO, WHO]}, openai.BadRequestError, "the chat template of 'tiny' refuses the messages (roles must alternate)"),
         ({"messages": [{"role": "user", "content": "x" * 1025}]}, openai.BadRequestError, "messages has 1,025 characters, above the 1,024"),
+        ({"messages": [WHO] * 257}, openai.BadRequestError, "messages has 257 messages, above the 256 tokens"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, openai.BadRequestError, "messages of 305 tokens leaves no room in the 256"),
         ({"max_tokens": 250}, openai.BadRequestError, "shorten one"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tool calls are not implemented"),
@@ -266,6 +270,8 @@ def test_metrics_are_prometheus_own_form(endpoint: SimpleNamespace) -> None:
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert answer.headers["content-type"].startswith("text/plain; version=")
         text = answer.read().decode()
+    names = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP")}
+    assert names == set(re.findall(r"`(asyncrl_generator_\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
     samples = {(one.name, *sorted(one.labels.items())): one.value for family in text_string_to_metric_families(text) for one in family.samples}
     replica = ("replica", "fake")
     assert samples["asyncrl_generator_tokens_generated_total", replica] == 12 and samples["asyncrl_generator_kv_use", replica] == 0.5

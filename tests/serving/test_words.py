@@ -91,6 +91,13 @@ def test_a_client_brings_no_template_and_learns_no_path(llama_model: Path) -> No
     for name in ("chat_template", "tokenize", "tools", "add_generation_prompt"):
         with pytest.raises(MessagesError, match=f"^{name} is not a variable of a template$"):
             asyncio.run(words.render(MESSAGES, {name: "{{ 1 }}"}))
+    for name in ("self", "messages", "conversation", "raise_exception"):
+        try:
+            text = asyncio.run(words.render(MESSAGES, {name: "{{ 1 }}"}))
+        except MessagesError as error:
+            assert str(llama_model) not in str(error) and "\n" not in str(error)
+        else:
+            assert text == asyncio.run(words.render(MESSAGES, {}))
 
 
 def test_more_of_the_best_tokens_than_there_are_is_refused() -> None:

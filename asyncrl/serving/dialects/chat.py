@@ -81,7 +81,9 @@ class Chat:
     prefix = "chatcmpl"
 
     def __init__(self, tree: Any, model: ServedModel) -> None:
-        """Raises ApiError for a body that is wrong."""
+        """Raises ApiError for a body that is wrong. What no model of this length takes is refused before anything works through it."""
+        if isinstance(tree, dict):
+            _refuse_many(tree.get("messages"), model)
         self.body = check(ChatBody, tree, "model and messages")
         check_name(self.body, model)
         check_top(self.body.top_logprobs, model, "top_logprobs")
@@ -135,6 +137,13 @@ class Chat:
             "logprobs": {"content": _content(piece, told.texts), "refusal": None} if self.body.logprobs else None,
             **ending(piece),
         }
+
+
+def _refuse_many(messages: Any, model: ServedModel) -> None:
+    """Each message takes a token at least."""
+    if isinstance(messages, list) and len(messages) > model.max_model_len:
+        text = f"messages has {len(messages):,} messages, above the {model.max_model_len} tokens that {model.name!r} takes; send fewer"
+        raise ApiError(400, text, "context_length_exceeded", "messages")
 
 
 def _content(piece: Piece, texts: Mapping[int, str]) -> list[dict[str, Any]]:
