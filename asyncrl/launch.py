@@ -42,6 +42,7 @@ from asyncrl.rollout.group import RayRollouts, start_rollouts
 from asyncrl.rollout.lost import LostRequests
 from asyncrl.rollout.worker import WorkerSpec
 from asyncrl.runtime.files import make_directory, replace_text
+from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
 from asyncrl.stacks import stacks_as
 from asyncrl.text.tokenizer import refuse_another_tokenizer
 from asyncrl.types import Completion, Prompt
@@ -139,6 +140,7 @@ def cluster(config: Config, logs: Path) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+        remove_left_behind(TemporaryPlace.where())
         if not address:
             _keep_logs(session / "logs", logs / "ray")
 

@@ -17,6 +17,7 @@ import pytest
 from llama_checkpoint import save_llama
 
 from asyncrl.control.protocols import Manifest
+from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
 
 ENGINE_STARTS: list[str] = []
 """What started a vLLM engine in this session, one item per engine process."""
@@ -27,6 +28,11 @@ CHARACTERS = "0123456789+-*=() ?abcdefghijklmnopqrstuvwxyz.,:\n"
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if ENGINE_STARTS:
         terminalreporter.write_line(f"vLLM engine starts: {len(ENGINE_STARTS)} ({', '.join(ENGINE_STARTS)})")
+
+
+def pytest_unconfigure() -> None:
+    """The folders of engines that tests have killed."""
+    remove_left_behind(TemporaryPlace.where())
 
 
 @pytest.fixture

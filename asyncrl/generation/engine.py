@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +18,11 @@ from typing import Any
 
 import psutil
 
-from asyncrl.environment import claim_caches, passed_on, preload_openmp
+from asyncrl.environment import Caches, claim_caches, passed_on, preload_openmp
 from asyncrl.generation.ahead import AheadProcess, handed_to_vllm, import_engine
 from asyncrl.generation.protocol import Details, EngineDied, GenerateRequest, GenerationTimeout, InvalidRequest, Piece, StaleReplica, Tokens
 from asyncrl.generation.settings import GeneratorApp
-from asyncrl.runtime.temporary import temporary_folder
+from asyncrl.runtime.temporary import TemporaryPlace
 from asyncrl.stacks import stack_here
 from asyncrl.text.stops import Stops, load_stops, special_token, text_before
 from asyncrl.text.streaming import TextStream
@@ -126,18 +125,25 @@ class Engine:
         self._ids = itertools.count()
         self._open = asyncio.Event()
         self._processes: list[psutil.Process] = []
-        self._stacks: tempfile.TemporaryDirectory[str] | None = None
-        """Where the engine's processes say what they do when they are asked."""
+        self._temporary: TemporaryPlace | None = None
+        """Temporary files and sockets of vLLM and this process, and where the engine's processes say what they do when they are asked."""
         self._probe: asyncio.Future[bool] | None = None
         """The last question whether the engine's loop still turns, answered or not."""
         self._probed_at = 0.0
 
     async def start(self) -> LoadTimes:
         """Load the model and generate one token. The weights are the checkpoint's, version 0."""
-        begun = time.monotonic()
         caches = claim_caches("generator")
-        self._stacks = temporary_folder("stacks")
-        os.environ[STACKS] = self._stacks.name
+        self._temporary = TemporaryPlace("engine")
+        os.environ[STACKS] = str(self._temporary.path)
+        try:
+            return await self._load(caches)
+        except BaseException:
+            self._temporary.close()
+            raise
+
+    async def _load(self, caches: Caches) -> LoadTimes:
+        begun = time.monotonic()
         if self.app.generator.device == "cpu":
             os.environ["LD_PRELOAD"] = preload_openmp(os.environ.get("LD_PRELOAD", ""))
         before = {process.pid for process in psutil.Process().children(recursive=True)}
@@ -296,12 +302,12 @@ class Engine:
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, STOP_TIMEOUT_S)
         self._kill(alive)
         self._processes = []
-        if self._stacks is not None:
-            self._stacks.cleanup()
+        if self._temporary is not None:
+            self._temporary.close()
 
     async def stacks(self) -> list[str]:
         """What each of the engine's processes does just now: its main thread's innermost frames."""
-        folder = Path(self._stacks.name) if self._stacks is not None else Path()
+        folder = self._temporary.path if self._temporary is not None else Path()
         return list(await asyncio.gather(*(stack_here(process.pid, folder / f"{process.pid}.txt") for process in self._processes)))
 
     async def check(self) -> None:

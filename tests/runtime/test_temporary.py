@@ -6,7 +6,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from asyncrl.runtime.temporary import temporary_folder
+import pytest
+
+from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind, temporary_folder
 
 MAKES = "from asyncrl.runtime.temporary import temporary_folder as f; folder = f('test'); print(folder.name, flush=True); input()"
 
@@ -25,3 +27,53 @@ def test_a_killed_process_leaves_none_behind(monkeypatch, tmp_path):
         assert left == {living.name, Path(mine).name, "asyncrl_test_of_somebody_else"}
     makers[1].communicate("\n")
     assert {path.name for path in tmp_path.iterdir()} == {"asyncrl_test_of_somebody_else"}
+
+
+LISTENS = """
+import multiprocessing, multiprocessing.reduction, tempfile, sys
+from asyncrl.runtime.temporary import TemporaryPlace
+
+place = TemporaryPlace("engine")
+mine, other = multiprocessing.Pipe()
+multiprocessing.reduction.ForkingPickler.dumps(mine)  # makes a listener in a folder pymp-…
+open(tempfile.mkstemp()[1], "w").close()
+print(place.path, flush=True)
+input()
+place.close()
+mine, other = multiprocessing.Pipe()
+multiprocessing.reduction.ForkingPickler.dumps(mine)
+print(multiprocessing.util.get_temp_dir(), flush=True)
+"""
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """A temporary directory whose name leaves room for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
+
+
+def test_what_libraries_leave_behind_goes_with_the_process(short):
+    """pymp-…, vllm_dist_… and sockets lay in the temporary directory itself, for ever once their process was killed."""
+    makers = [subprocess.Popen([sys.executable, "-c", LISTENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    killed, stopped = (Path(maker.stdout.readline().strip()) for maker in makers)
+    assert {path.name for path in short.iterdir()} == {killed.name, stopped.name}
+    assert len(list(killed.iterdir())) == 2 == len([*killed.glob("listener-*"), *killed.glob("tmp*")])
+    makers[0].send_signal(signal.SIGKILL)
+    makers[0].wait()
+    said, _ = makers[1].communicate("\n")
+    assert Path(said.strip()).parent == short, "the temporary directory is the old one again, for multiprocessing as well"
+    remove_left_behind(short)
+    assert list(short.iterdir()) == []
+
+
+@pytest.mark.parametrize(("length", "kept"), [(20, True), (40, False)])
+def test_sockets_find_room_in_the_folders_name(monkeypatch, length, kept):
+    """A path of more than 107 characters is no socket's."""
+    directory = "/" + "t" * (length - 1)
+    monkeypatch.setattr(tempfile, "tempdir", directory)
+    assert TemporaryPlace.where() == Path(directory if kept else "/tmp")
+    longest = len("asyncrl_engine_4194304_1795455045_abcdefgh")
+    assert len(str(TemporaryPlace.where())) + 1 + longest + 1 + 36 <= 107
