@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +41,7 @@ from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.metrics import MetricsWriter, read_metrics
 from asyncrl.observe.progress import ProgressView, duration
 from asyncrl.observe.sinks import open_sinks
+from asyncrl.observe.summary import before_and_after
 from asyncrl.observe.watchdog import Standing, Watchdog, marks, standing
 from asyncrl.placement import check_models, wait_for_room
 from asyncrl.plan import Plan, arithmetic, make_plan
@@ -60,6 +61,8 @@ REPLACED = ("--resume", "--name")
 """Options that the resume command does not repeat: it says its own."""
 CKPT_STEP = "--checkpoint.ckpt_step"
 
+logger = logging.getLogger("asyncrl")
+
 Watching = AbstractAsyncContextManager[None]
 
 
@@ -73,6 +76,8 @@ class Summary:
     after: dict[str, float] | None = None
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase."""
+    changes: list[str] = field(default_factory=list)
+    """Lines of `before_and_after`."""
 
 
 def train(
@@ -105,10 +110,11 @@ def train(
                 summary = asyncio.run(_interruptible(_train(config, plan, directory), began))
                 break
             except (asyncio.CancelledError, KeyboardInterrupt):
+                logger.info("interrupted")
                 print_shown(f"\ninterrupted; {_way_on(directory, resume)}", file=sys.stderr)
                 return 130
             except Exception as error:
-                logging.getLogger("asyncrl").error("the run failed", exc_info=error)
+                logger.error("the run failed", exc_info=error)
                 if directory.checkpoints.newest_first()[:1] not in ([], [directory.checkpoint]):
                     restarts_left = config.max_restarts
                 print_shown(f"\nasyncrl: {_one_line(error)}\n  full log: {directory.logs / 'driver.log'}", file=sys.stderr)
@@ -158,6 +164,8 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
     task = asyncio.current_task()
     assert task is not None
     _log_to_file(directory.logs / "driver.log")
+    for line in [_beginning(config, directory), *directory.said]:
+        logger.info("%s", line)
     live = Live(config, started)
     writer = MetricsWriter(directory.path, directory.state.attempt, open_sinks(config, directory.path, directory.state.run_id))
     with ProgressView() as view, writer, cluster(config, directory.logs):
@@ -203,7 +211,7 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
             view.show(live.progress)
         live.phase("done")
         view.show(live.progress)
-    return _summary(directory, time.monotonic() - started, live.phases)
+    return _summary(config, directory, time.monotonic() - started, live.phases)
 
 
 async def _prepare_learner(
@@ -244,7 +252,7 @@ def _stalled(place: Callable[[], tuple[int, int]], recorder: RunRecorder, live: 
     """The watchdog found the run standing still; `place` tells the steps attempted, and the version."""
     line = f"{where.stage} has stood still for {seconds:.0f} s; it waits for {where.waits_for}"
     recorder.record("stall", *place(), {"stage": where.stage, "waits_for": where.waits_for, "stall_s": seconds, "workers": text})
-    logging.getLogger("asyncrl").warning("%s: %s", line, text)
+    logger.warning("%s: %s", line, text)
     live.note(f"{line}: {text[:NOTE_LENGTH]}")
 
 
@@ -308,47 +316,42 @@ def concurrency_of(config: Config, kv_cache_tokens: int, found: float | None = N
     return Concurrency(found or first, most, samples, rollout.adaptive_concurrency)
 
 
-def _summary(directory: RunDirectory, seconds: float, phases: dict[str, float]) -> Summary:
-    evaluations = [record for record in read_metrics(directory.path) if record["event"] == "evaluation"]
-    summary = Summary(directory.path, seconds, phases=phases)
+def _summary(config: Config, directory: RunDirectory, seconds: float, phases: dict[str, float]) -> Summary:
+    records = list(read_metrics(directory.path))
+    evaluations = [record for record in records if record["event"] == "evaluation"]
+    summary = Summary(directory.path, seconds, phases=phases, changes=before_and_after(config, records))
     if evaluations:
         summary.before, summary.after = evaluations[0], evaluations[-1]
+    for line in [f"done in {duration(seconds)}", *summary.changes]:
+        logger.info("%s", line)
     return summary
 
 
 def _announce(plan: Plan, directory: RunDirectory, resume: str) -> None:
-    state = directory.state
-    begin = f"resuming at version {state.version} from {directory.checkpoint}" if directory.checkpoint else "a new start at version 0"
-    print_shown("\n".join([f"run {plan.config.name}, attempt {state.attempt}: {begin}", *(f"  {line}" for line in directory.said)]))
+    print_shown("\n".join([_beginning(plan.config, directory), *(f"  {line}" for line in directory.said)]))
     print_shown(arithmetic(plan.config))
     print_shown(plan.prompts_text())
     print_shown(f"run directory  {directory.path}\nif it stops    {resume}\n")
+
+
+def _beginning(config: Config, directory: RunDirectory) -> str:
+    state = directory.state
+    begin = f"resuming at version {state.version} from {directory.checkpoint}" if directory.checkpoint else "a new start at version 0"
+    return f"run {config.name}, attempt {state.attempt}: {begin}"
 
 
 def _print_summary(summary: Summary, resume: str) -> None:
     print_shown(
         f"\ndone in {duration(summary.seconds)}: " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in summary.phases.items() if seconds >= 1)
     )
-    if summary.before and summary.after:
-        print_shown("\n".join(_accuracies(summary.before, summary.after)))
+    for line in summary.changes:
+        print_shown(line)
     path = summary.directory
     print_shown(f"model          {path / 'hf'}   (loads in transformers and vLLM)")
     print_shown(f"trajectories   {path / 'groups'}/*.parquet, fates in {path / 'fates'}/*.parquet")
     print_shown(f"metrics        {path / 'metrics.jsonl'}, tensorboard --logdir {path / 'tensorboard'}")
     print_shown(f"train longer   {re.sub(r' --max_steps[ =]+[0-9]+', '', resume)} --max_steps N")
     print_shown(f"look inside    ASYNCRL_RUN={path} jupyter lab notebooks/01_quickstart.ipynb")
-
-
-def _accuracies(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
-    """A line for each set: accuracy before and after."""
-    lines = []
-    for name in [name for name in last if name.startswith("eval/") and name.endswith("_accuracy")]:
-        before, after = first.get(name), last[name]
-        title = name.removeprefix("eval/").removesuffix("_accuracy")
-        prompts = last.get(f"eval/{title}_prompts")
-        if before is not None and after is not None and prompts is not None:
-            lines.append(f"held-out {title} accuracy  {before:.1%} → {after:.1%}   ({after - before:+.1%} on {prompts:.0f} prompts)")
-    return lines
 
 
 def _way_on(directory: RunDirectory, resume: str) -> str:

@@ -11,7 +11,6 @@ from asyncrl.config import Config
 from asyncrl.control.protocols import EvaluationLost
 from asyncrl.evaluation import Answer, Evaluator, measure
 from asyncrl.generation.protocol import GenerationTimeout, StaleReplica
-from asyncrl.run import _accuracies
 from asyncrl.testing import FakeGenerate
 from asyncrl.types import Completion, Prompt, VersionSpan
 
@@ -212,13 +211,6 @@ def test_in_flight_the_versions_may_change_and_are_kept(tmp_path):
     assert (metrics["eval/failed_ratio"], metrics["eval/newest_version"]) == (0.0, 4.0)
     first = rows(tmp_path, "greedy")[0]
     assert (first["version"], first["status"], first["versions"]) == (3, "ok", [{"version": 4, "start": 0, "end": len(first["completion_ids"])}])
-
-
-def test_the_summary_names_every_set():
-    first = {"eval/accuracy": 0.25, "eval/math_accuracy": 0.25, "eval/math_prompts": 8.0, "eval/new_prompts": 4.0}
-    last = {**first, "eval/accuracy": 0.5, "eval/math_accuracy": 0.5, "eval/math_my_accuracy": 0.1, "eval/new_accuracy": 1.0}
-    assert _accuracies(first, last) == ["held-out math accuracy  25.0% → 50.0%   (+25.0% on 8 prompts)"]
-    assert _accuracies({**first, "eval/math_accuracy": None}, last) == [], "NaN is null in a record"
 
 
 def test_parts_of_a_reward_are_reported(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any
 
@@ -10,10 +11,13 @@ from asyncrl.config import Config
 from asyncrl.control.coordinator import Coordinator
 from asyncrl.control.fates import Fate, FatesWriter
 from asyncrl.observe.alarms import alarms
+from asyncrl.observe.log_lines import record_line
 from asyncrl.observe.metrics import MetricsWriter
 from asyncrl.observe.progress import Progress, ProgressView, time_left
 
 __all__ = ["Live", "RunRecorder"]
+
+logger = logging.getLogger(__name__)
 
 SHOW_EVERY_S = 0.5
 """Seconds between two pictures of the live table."""
@@ -34,6 +38,8 @@ class RunRecorder:
         if event == "step":
             metrics = {**metrics, "time/event_loop_lag_s": self.live.take_lag()}
         self.writer.write(event, step, version, metrics)
+        if (line := record_line(event, step, version, metrics, self.live.config.max_steps)) is not None:
+            logger.info("%s", line)
         self.live.recorded(event, metrics)
         if event in ("step", "evaluation"):
             self._raise_alarms(step, version, metrics)
@@ -48,6 +54,7 @@ class RunRecorder:
                 self.live.note(f"step {step}: {line}")
             self._alarmed.add(name)
             self.writer.write("alarm", step, version, {"alarm": line})
+            logger.warning("step %d: %s", step, line)
 
     def fates(self, fates: list[Fate], outstanding: list[int]) -> None:
         """Write how ordinals ended, and which have not."""
@@ -81,6 +88,7 @@ class Live:
         previous = self.progress.phase
         self.phases[previous] = self.phases.get(previous, 0.0) + now - self._phase_began
         self.progress.phase, self._phase_began = name, now
+        logger.info("%s (%s took %.0f s)", name, previous, self.phases[previous])
 
     def note(self, text: str) -> None:
         """One more line below the table; the last three stand."""

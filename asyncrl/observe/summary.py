@@ -1,0 +1,77 @@
+"""What a run changed: every evaluation set and every reward, before and after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.config import Config
+
+__all__ = ["before_and_after"]
+
+MOST_STEPS = 10
+"""Steps at each end of a run over which its rewards are averaged; at most a quarter of the steps."""
+
+Row = tuple[str, str, str, str]
+
+
+def before_and_after(config: Config, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Aligned lines: of each evaluation set its accuracy and every reward, first and last; then the rewards of the first and last steps."""
+    evaluations = [record for record in records if record["event"] == "evaluation"]
+    steps = [record for record in records if record["event"] == "step"]
+    rows: list[Row] = []
+    if evaluations:
+        for title in config.evaluation_sets:
+            rows += _set_rows(config, title, evaluations[0], evaluations[-1])
+    if steps:
+        rows += _step_rows(config, steps)
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}} → {row[2]:>{widths[2]}}   {row[3]}".rstrip() for row in rows]
+
+
+def _set_rows(config: Config, title: str, first: Mapping[str, Any], last: Mapping[str, Any]) -> list[Row]:
+    start = f"eval/{title}_"
+    before, after, prompts = first.get(f"{start}accuracy"), last.get(f"{start}accuracy"), last.get(f"{start}prompts") or 0
+    change = "" if before is None or after is None else f"{after - before:+.1%} "
+    rows: list[Row] = []
+    if before is not None or after is not None:
+        rows.append((f"held-out {title} accuracy", _text(before, ".1%"), _text(after, ".1%"), f"({change}on {prompts:,.0f} prompts)"))
+    for name in last:
+        key = name.removeprefix(start)
+        if name.startswith(start) and (_of_a_reward(config, key) or key.startswith(("avg_at_", "pass_at_"))):
+            rows.append((f"held-out {title} {key}", _text(first.get(name), ".3f"), _text(last[name], ".3f"), ""))
+    return rows
+
+
+def _step_rows(config: Config, steps: Sequence[Mapping[str, Any]]) -> list[Row]:
+    many = max(1, min(MOST_STEPS, len(steps) // 4))
+    first, last = steps[:many], steps[-many:]
+    where = f"(mean of steps {_span(first)} and {_span(last)})"
+    rows: list[Row] = []
+    for name in dict.fromkeys(name for record in steps for name in record if name.startswith("reward/")):
+        key = name.removeprefix("reward/")
+        if key == "mean" or _of_a_reward(config, key):
+            rows.append((f"reward {key}", _mean(first, name), _mean(last, name), where if not rows else ""))
+    return rows
+
+
+def _of_a_reward(config: Config, key: str) -> bool:
+    """Whether the metric is the reward of a function, or a part of it."""
+    return key.split("/")[0] in config.reward.functions and not key.endswith("/unscored_ratio")
+
+
+def _mean(records: Sequence[Mapping[str, Any]], name: str) -> str:
+    known = [record[name] for record in records if record.get(name) is not None]
+    return _text(math.fsum(known) / len(known) if known else None, ".3f")
+
+
+def _span(records: Sequence[Mapping[str, Any]]) -> str:
+    first, last = records[0]["step"], records[-1]["step"]
+    return f"{first}-{last}" if first != last else f"{first}"
+
+
+def _text(value: float | None, form: str) -> str:
+    return "none" if value is None else f"{value:{form}}"

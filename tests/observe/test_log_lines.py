@@ -1,0 +1,61 @@
+"""driver.log tells the training, and the end of a run names every reward and evaluation set."""
+
+import logging
+import math
+
+from small_config import small_config
+
+from asyncrl.control.fates import FatesWriter
+from asyncrl.observe.live import Live, RunRecorder
+from asyncrl.observe.log_lines import record_line
+from asyncrl.observe.metrics import MetricsWriter
+from asyncrl.observe.summary import before_and_after
+
+
+def test_the_log_tells_phases_steps_alarms_evaluations_and_checkpoints(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with MetricsWriter(tmp_path) as writer:
+        live = Live(small_config(max_steps=20), 0.0)
+        recorder = RunRecorder(writer, FatesWriter(tmp_path / "fates", 0), live)
+        live.phase("training")
+        step = {"applied": 1.0, "loss": -0.25, "reward/mean": 0.5, "reward/f": 0.75, "staleness/mean": 1.5, "staleness/max": 2, "kl_k3": 3.0}
+        recorder.record("step", 7, 6, step)
+        recorder.record("push", 7, 6, {"replica": "a"})
+        recorder.record("commit", 7, 6, {})
+        recorder.record("evaluation", 7, 6, {"eval/math_accuracy": 0.625, "eval/math_f": math.nan})
+        recorder.record("checkpoint", 7, 6, {"checkpoint/save_s": 1.25})
+    lines = [record.message for record in caplog.records]
+    assert lines[0].startswith("training (starting took ")
+    assert lines[1] == "step 7/20: version 6, reward 0.5, loss -0.25, mean staleness 1.5, max staleness 2, reward f 0.75"
+    assert lines[2].startswith("step 7: kl_k3 = 3 is outside") and caplog.records[2].levelno == logging.WARNING
+    assert lines[3:] == ["evaluation of version 6: math_accuracy 0.625", "checkpoint at step 7, version 6: checkpoint/save_s 1.25"]
+
+
+def test_a_line_of_the_log_is_one_line():
+    assert record_line("evaluation_lost", 3, 2, {"reason": "gone:\n  why\x1b[2J"}) == "evaluation_lost at step 3, version 2: reason gone: why\x1b[2J"
+    assert record_line("step", 3, 2, {"applied": 0.0}, 9) == "step 3/9 skipped: version 2"
+
+
+def test_the_end_names_every_set_and_every_reward():
+    config = small_config(
+        reward={"functions": {"f": {"function": "m:f"}, "style": {"function": "m:g"}}},
+        eval={"data": "d", "accuracy": "f", "sets": {"hard": {"data": "h"}}},
+    )
+    first, hard = next(iter(config.evaluation_sets)), "hard"
+    evaluation = {f"eval/{first}_accuracy": 0.25, f"eval/{first}_prompts": 8.0, f"eval/{first}_style": 0.5, f"eval/{first}_style/spaces": 0.125}
+    evaluation |= {f"eval/{hard}_accuracy": None, f"eval/{hard}_prompts": 2000.0, f"eval/{hard}_late_ratio": 0.0, f"eval/{hard}_pass_at_4": 0.5}
+    later = evaluation | {f"eval/{first}_accuracy": 0.5, f"eval/{hard}_accuracy": 1.0}
+    steps = [{"event": "step", "step": n, "reward/mean": n / 8, "reward/f": None, "reward/style": 1.0, "reward/zero_variance_ratio": 0.0} for n in range(1, 9)]
+    lines = before_and_after(config, [{"event": "evaluation", **evaluation}, *steps, {"event": "evaluation", **later}])
+    assert [" ".join(line.split()) for line in lines] == [
+        f"held-out {first} accuracy 25.0% → 50.0% (+25.0% on 8 prompts)",
+        f"held-out {first} style 0.500 → 0.500",
+        f"held-out {first} style/spaces 0.125 → 0.125",
+        "held-out hard accuracy none → 100.0% (on 2,000 prompts)",
+        "held-out hard pass_at_4 0.500 → 0.500",
+        "reward mean 0.188 → 0.938 (mean of steps 1-2 and 7-8)",
+        "reward f none → none",
+        "reward style 1.000 → 1.000",
+    ]
+    assert len({line.index("→") for line in lines}) == 1
+    assert before_and_after(config, []) == []
