@@ -27,6 +27,7 @@ from asyncrl.data.prompts import Data, PromptReport, RayPromptSource, read_promp
 from asyncrl.directory import RunDirectory
 from asyncrl.generation.app import ServeGenerate, application, begin_generators, end_generators, wait_for_generators
 from asyncrl.generation.attach import attached_config
+from asyncrl.generation.orphans import application_name, watch_application
 from asyncrl.generation.settings import GeneratorApp, board_name
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.learning.reference import start_reference
@@ -188,7 +189,7 @@ async def launch(
     state = directory.state
     await wait_for_room(config)
     async with AsyncExitStack() as stack:
-        app_name = config.generator.attach or f"asyncrl-{config.name}"
+        app_name = config.generator.attach or application_name(config.name, state.run_id, state.attempt)
         if config.generator.attach is not None:
             config = await attached_config(config, app_name, _longest_request(config, context))
         board = await take_lease(board_name(app_name), f"run {config.name!r} ({state.run_id}, attempt {state.attempt}, process {os.getpid()})", app_name)
@@ -196,7 +197,7 @@ async def launch(
         # The learner's placement group first. Then the generators: an engine takes longest to start, and its handle is there at once.
         learner_start = asyncio.create_task(_start_learner(config, state, stack, prepare))
         _closing(stack, "start of the learner", functools.partial(_cancel, learner_start))
-        handle = await _begin_generators(config, app_name, context, stack)
+        handle, watcher = await _begin_generators(config, app_name, context, stack)
         generate = functools.partial(_keeping_generate, handle, directory.path / "kept", state.attempt)
         rollouts = start_rollouts(WorkerSpec(config, state.run_id, state.attempt, generate))
         _closing(stack, "rollout workers", rollouts.close)
@@ -214,6 +215,7 @@ async def launch(
             _start_rewards(config, stack),
             rollouts.ready(),
             _ready(reference),
+            _ready(watcher),
             wait_for_placement(config, app_name, {"prompt stream": prompts.begun, "scoring stream": scores.begun}),
         )
         startup = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
@@ -228,12 +230,21 @@ async def launch(
         yield Stations(config, context, learner, generate(), weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup, stacks)
 
 
-async def _begin_generators(config: Config, name: str, context: int, stack: AsyncExitStack) -> Any:
+async def _begin_generators(config: Config, name: str, context: int, stack: AsyncExitStack) -> tuple[Any, Any]:
+    """Handle of the application, and the actor that ends it if this driver cannot. That is None where others own the generators or the cluster is ours."""
     if config.generator.attach is not None:
-        return application(name)
+        return application(name), None
     app = GeneratorApp.from_config(config).model_copy(update={"max_model_len": _longest_request(config, context)})
-    _closing(stack, "generators", functools.partial(end_generators, name))
-    return await asyncio.to_thread(begin_generators, app, name)
+    watcher = None if ray._private.worker._global_node.is_head() else watch_application(name)
+    _closing(stack, "generators", functools.partial(_end_generators, name, watcher))
+    return await asyncio.to_thread(begin_generators, app, name), watcher
+
+
+async def _end_generators(name: str, watcher: Any) -> None:
+    """If this fails or is cut short, the watcher goes on, and ends them once the lease has ended."""
+    await end_generators(name)
+    if watcher is not None:
+        ray.kill(watcher)
 
 
 def _keeping_generate(handle: Any, kept: Path, attempt: int) -> ServeGenerate:

@@ -33,6 +33,7 @@ from asyncrl.control.staleness import Staleness
 from asyncrl.data.supervised import supervised_rows
 from asyncrl.directory import RunDirectory, replace_directory
 from asyncrl.evaluation import Evaluator
+from asyncrl.generation.orphans import end_orphans
 from asyncrl.generation.protocol import WeightsId
 from asyncrl.launch import Stations, cluster, launch
 from asyncrl.learning.group import LearnerGroup
@@ -174,6 +175,7 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
         recorder = RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live)
         try:
             live.phase("looking for room on the cluster")
+            await end_orphans(config.name, directory.state.run_id, live.note)
             print_shown(await wait_for_room(config, plan.weights_bytes, live.note))
             await check_models(config)
             live.phase("starting generators and learner")

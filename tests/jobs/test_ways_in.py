@@ -99,6 +99,14 @@ class Cluster:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["applications"]
 
+    def having(self, part: str) -> list[psutil.Process]:
+        """Processes of the cluster whose command line has this in it."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # others come and go
+                found += [process] if part in " ".join(process.cmdline()) else []
+        return found
+
     def kill(self, part: str) -> None:
         """End a process of the cluster whose command line has this in it."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
@@ -164,6 +172,44 @@ def test_a_submitted_job_trains_where_it_was_told_to(cluster, runs, engine_start
     startup = run.records("startup")[0]
     assert run.status().committed == 4
     assert startup["package/driver"] == startup["package/replica"] and "runtime_resources" in startup["package/driver"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_whose_driver_is_gone_leaves_no_generators(cluster, runs, engine_starts):
+    """The driver is killed with SIGKILL, and the resume command takes the room at once. Then `ray job stop`, which kills after three seconds."""
+    variables = {"RAY_ADDRESS": f"127.0.0.1:{cluster.port}", "ASYNCRL_RUNS": str(runs)}
+    # Two such replicas have no room beside one another.
+    small = ["--name", "left", "--generator.num_cpus", "1.6", "--rollout.rollout_batch_size", "4", "--warm_start.min_accuracy", "0"]
+    small += ["--eval.max_prompts", "8", "--checkpoint.every_steps", "2"]
+    command = [BIN / "asyncrl", "train", "jobs/quickstart.yaml", *small]
+    engine_starts.extend(["killed with its driver", "resumed", "stopped"])
+    with (runs / "left.log").open("w") as log:
+        driver = subprocess.Popen([*command, "--max_steps", "100000"], env=cluster.environment | variables, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        while not (runs / "left" / "checkpoints" / "LATEST").exists():  # the test's timeout bounds it
+            assert driver.poll() is None, (runs / "left.log").read_text()
+            time.sleep(0.2)
+    finally:
+        driver.kill()
+        driver.wait()
+    [orphan] = cluster.applications()
+    step = int((runs / "left" / "checkpoints" / "LATEST").read_text().strip().rpartition("_")[2])
+    resumed = cluster.run(*command, "--max_steps", str(step + 2), "--resume", "must", **variables)
+    print(resumed.stdout, resumed.stderr)
+    assert resumed.returncode == 0 and f"ending generators {orphan!r}, which an earlier attempt left behind" in resumed.stdout + resumed.stderr
+    assert cluster.applications() == {}
+
+    job = [BIN / "ray", "job", "submit", "--no-wait", "--submission-id", "stopped", "--working-dir", ".", "--runtime-env-json"]
+    job += [json.dumps({"env_vars": {"ASYNCRL_RUNS": str(runs)}}), "--", "python", "jobs/train.py", "jobs/quickstart.yaml", *small]
+    submitted = cluster.run(*job, "--max_steps", "100000", "--resume", "must")
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    while not any(one["status"] == "RUNNING" for one in cluster.applications().values()):
+        time.sleep(0.5)
+    stopped = cluster.run(BIN / "ray", "job", "stop", "stopped")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    while cluster.applications() or cluster.having("ApplicationWatcher") or cluster.having("RankProcess"):
+        time.sleep(0.5)
 
 
 class Http:
