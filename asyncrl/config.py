@@ -363,6 +363,9 @@ class GeneratorConfig(Section):
     """Name of a standing Serve application (serve_configs/) whose generators the run uses, alone, until it ends. None = it starts its own."""
     num_replicas: int = Field(default=1, gt=0)
     """Serve replicas, each one vLLM engine."""
+    min_replicas: int | None = Field(default=None, gt=0)
+    """An attempt begins with fewer than `num_replicas`, but with at least so many, where no more have room after `placement_timeout_s`. None = with all of
+    them. The batch stays the same; fewer replicas only take longer for it."""
     device: Literal["cpu", "cuda"] = "cpu"
     """What the engines run on."""
     num_cpus: float = Field(default=0.4, ge=0)
@@ -386,6 +389,16 @@ class GeneratorConfig(Section):
     def own(self) -> bool:
         """Whether the run starts generators of its own."""
         return self.attach is None
+
+    @property
+    def least_replicas(self) -> int:
+        """Replicas without which an attempt does not begin."""
+        return self.min_replicas or self.num_replicas
+
+    @property
+    def replicas_text(self) -> str:
+        """How many replicas there are, as a person reads it."""
+        return f"{self.num_replicas}" if self.least_replicas == self.num_replicas else f"{self.least_replicas} to {self.num_replicas}"
 
 
 class LearnerConfig(Section):

@@ -31,7 +31,7 @@ from asyncrl.generation.orphans import application_name, watch_application
 from asyncrl.generation.settings import GeneratorApp, board_name
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.learning.reference import start_reference
-from asyncrl.placement import needed, wait_for_placement, wait_for_room
+from asyncrl.placement import needed, own_cluster, wait_for_placement, wait_for_room
 from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.redact import redact
 from asyncrl.rewards.code import share_settings
@@ -187,7 +187,7 @@ async def launch(
         RuntimeError: a part failed to start; the message names it.
     """
     state = directory.state
-    await wait_for_room(config)
+    config, _ = await wait_for_room(config)
     async with AsyncExitStack() as stack:
         app_name = config.generator.attach or application_name(config.name, state.run_id, state.attempt)
         if config.generator.attach is not None:
@@ -235,7 +235,7 @@ async def _begin_generators(config: Config, name: str, context: int, stack: Asyn
     if config.generator.attach is not None:
         return application(name), None
     app = GeneratorApp.from_config(config).model_copy(update={"max_model_len": _longest_request(config, context)})
-    watcher = None if ray._private.worker._global_node.is_head() else watch_application(name)
+    watcher = None if own_cluster() else watch_application(name)
     _closing(stack, "generators", functools.partial(_end_generators, name, watcher))
     return await asyncio.to_thread(begin_generators, app, name), watcher
 

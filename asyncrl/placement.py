@@ -14,21 +14,24 @@ import psutil
 import ray
 from ray._private.state import actors, available_resources_per_node
 from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.environment import passed_on
 from asyncrl.holders import holders_by_node
-from asyncrl.learning.group import PlacementError, resource_table
+from asyncrl.learning.group import PlacementError, PlacementLost, resource_table
 from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.redact import print_shown
-from asyncrl.room import Node, cluster_text, logical_cpus, placement_text, run_needs, shortages
+from asyncrl.room import Node, cluster_text, logical_cpus, placement_text, run_needs, shortages, with_fewer_replicas
 from asyncrl.snapshot import Snapshot, difference, in_cache, look, read_snapshot
 
-__all__ = ["check_models", "cluster_nodes", "needed", "plan_on_cluster", "wait_for_placement", "wait_for_room"]
+__all__ = ["check_models", "cluster_nodes", "needed", "own_cluster", "plan_on_cluster", "wait_for_placement", "wait_for_room"]
 
 LOOK_EVERY_S = 0.5
 TELL_EVERY_S = 5.0
+GIVEN_BACK_S = 5.0
+"""Seconds in which Ray shows what a placement group held as free."""
 MACHINE_S = 20.0
 """Seconds that another node gets to say how much memory it has."""
 LOOK_S = 120.0
@@ -41,33 +44,82 @@ def needed(config: Config) -> dict[str, float]:
     return {name: amount for name, amount in amounts.items() if amount or name == "CPU"}
 
 
-async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[str], None] = lambda line: None) -> str:
-    """Return the cluster's table when nothing speaks against the run's parts being placed.
+async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[str], None] = lambda line: None) -> tuple[Config, str]:
+    """Return the config with the replicas that have room, and the cluster's table, when nothing speaks against the run's parts being placed. While it
+    waits on a cluster that may grow, Ray's autoscaler sees what is needed.
 
     Args:
         version_bytes: bytes of one published version; 0 = memory is not looked at.
         tell: gets a line while room is waited for.
 
     Raises:
-        PlacementError: the cluster is too small (at once), or not free after `placement_timeout_s`. The message ends with the table.
+        PlacementError: no room for `generator.min_replicas` after `placement_timeout_s`, or at once on a cluster of this process's own, which no node
+            joins. The message ends with the table.
     """
-    wanted, limit, clock = run_needs(config, version_bytes), config.placement_wait_s, asyncio.get_running_loop().time
-    nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
-    if short := shortages(wanted, nodes, "registered"):
-        fix = "lower generator.num_replicas, learner.world_size or their num_cpus, or add nodes"
-        fix += "; without GPUs, set learner.device and generator.device to cpu" if any(line.startswith("GPU:") for line in short) else ""
-        raise PlacementError(f"the cluster is too small for this run ({'; '.join(short)}); {fix}\n{await _tables(config, version_bytes, nodes)}")
+    limit, clock = config.placement_wait_s, asyncio.get_running_loop().time
+    demand: _Demand | None = None
     deadline, told = clock() + limit, clock() - TELL_EVERY_S
-    while short := shortages(wanted, nodes, "free"):
-        if clock() > deadline:
-            table = await _tables(config, version_bytes, nodes)
-            raise PlacementError(f"no room on the cluster after placement_timeout_s = {limit:g} s ({'; '.join(short)}); free some, or wait longer\n{table}")
-        if clock() - told >= TELL_EVERY_S:
-            told = clock()
-            tell(f"waiting up to {deadline - told:.0f} s for room on the cluster: {short[0]}{await asyncio.to_thread(_largest_holders)}")
-        await asyncio.sleep(LOOK_EVERY_S)
-        nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
-    return await _tables(config, version_bytes, nodes)
+    try:
+        while True:
+            nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
+            wanted = run_needs(config, version_bytes)
+            never = shortages(wanted, nodes, "registered")
+            short = never or shortages(wanted, nodes, "free")
+            if not short:
+                return config, await _tables(config, version_bytes, nodes)
+            if demand is not None and await asyncio.to_thread(demand.placed):
+                demand.remove()
+                demand, deadline = None, max(deadline, clock() + GIVEN_BACK_S)
+                await asyncio.sleep(LOOK_EVERY_S)
+                continue
+            late = clock() > deadline
+            if late or (never and own_cluster()):
+                fewer = with_fewer_replicas(config, version_bytes, nodes, "free" if late else "registered")
+                if fewer is None:
+                    raise PlacementError(f"{_refusal(limit, never, short, late)}\n{await _tables(config, version_bytes, nodes)}")
+                tell(f"only {fewer.generator.num_replicas} of generator.num_replicas = {config.generator.num_replicas} have room: {short[0]}")
+                config = fewer
+                continue
+            if demand is None and not own_cluster() and shortages(run_needs(config), nodes, "free"):
+                demand = _Demand(config)
+            if clock() - told >= TELL_EVERY_S:
+                told = clock()
+                tell(f"waiting up to {deadline - told:.0f} s for room on the cluster: {short[0]}{await asyncio.to_thread(_largest_holders)}")
+            await asyncio.sleep(LOOK_EVERY_S)
+    finally:
+        if demand is not None:
+            demand.remove()
+
+
+def _refusal(limit: float, never: list[str], short: list[str], late: bool) -> str:
+    if not never:
+        return f"no room on the cluster after placement_timeout_s = {limit:g} s ({'; '.join(short)}); free some, or wait longer"
+    waited = f" after placement_timeout_s = {limit:g} s" if late else ""
+    fix = "lower generator.num_replicas, learner.world_size or their num_cpus, or add nodes"
+    fix += "; without GPUs, set learner.device and generator.device to cpu" if any(line.startswith("GPU:") for line in never) else ""
+    return f"the cluster is too small for this run{waited} ({'; '.join(never)}); {fix}"
+
+
+def own_cluster() -> bool:
+    """Whether this process started the cluster: it ends with this process, and no node joins it."""
+    return bool(ray._private.worker._global_node.is_head())
+
+
+class _Demand:
+    """What the run declares to Ray, as a placement group that waits: Ray's autoscaler adds nodes for it, beside what others use. It ends with this job,
+    where `ray.autoscaler.sdk.request_resources` would overwrite other jobs' requests and outlive ours."""
+
+    def __init__(self, config: Config) -> None:
+        amounts = [({name: amount for name, amount in need.amounts.items() if amount}, need.count) for need in run_needs(config)]
+        self._group = placement_group([bundle for bundle, count in amounts if bundle for _ in range(count)], strategy="PACK")
+
+    def placed(self) -> bool:
+        """Whether all of it has a place, which it holds until it is removed."""
+        return bool(placement_group_table(self._group)["state"] == "CREATED")
+
+    def remove(self) -> None:
+        """Give the place to the run's parts."""
+        remove_placement_group(self._group)
 
 
 async def check_models(config: Config) -> None:
@@ -105,7 +157,7 @@ async def _look_at(path: str, node: str) -> Snapshot | str:
 
 def plan_on_cluster(config: Config, version_bytes: int) -> int:
     """`asyncrl plan --cluster`: print the table of the cluster that RAY_ADDRESS names, or that runs here, and what `train` would do. Exit code: 1 if the run
-    can never fit.
+    does not fit into what is registered.
 
     Raises:
         ConfigError: no cluster answers.
@@ -114,8 +166,11 @@ def plan_on_cluster(config: Config, version_bytes: int) -> int:
         wanted, nodes = run_needs(config, version_bytes), cluster_nodes(True)
         print_shown(asyncio.run(_tables(config, version_bytes, nodes)))
     if short := shortages(wanted, nodes, "registered"):
-        print_shown(f"  this run can never fit here: {'; '.join(short)}")
-        return 1
+        fewer = with_fewer_replicas(config, version_bytes, nodes, "registered")
+        begin = f", and then begin with generator.num_replicas = {fewer.generator.num_replicas}" if fewer else ""
+        wait = f"`asyncrl train` would wait placement_timeout_s = {config.placement_wait_s:g} s for more nodes{begin}"
+        print_shown(f"  this run does not fit here: {'; '.join(short)}; {wait}")
+        return 0 if fewer else 1
     short = shortages(wanted, nodes, "free")
     wait = f"  not now: {'; '.join(short)}; `asyncrl train` would wait up to placement_timeout_s = {config.placement_wait_s:g} s"
     print_shown(wait if short else "  nothing speaks against placing this run now")
@@ -194,7 +249,7 @@ async def wait_for_placement(config: Config, application: str, streams: Mapping[
         streams: by name, whether the stream's task runs.
 
     Raises:
-        PlacementError: a part still waits for resources after `placement_timeout_s`.
+        PlacementLost: a part still waits for resources after `placement_timeout_s`.
     """
     limit = config.placement_wait_s
     deadline = asyncio.get_running_loop().time() + limit
@@ -206,7 +261,7 @@ async def wait_for_placement(config: Config, application: str, streams: Mapping[
             if not waiting:
                 return
         if waiting and asyncio.get_running_loop().time() > deadline and _unmet_demand(config):
-            raise PlacementError(
+            raise PlacementLost(
                 f"{', '.join(sorted(waiting))} not placed within placement_timeout_s = {limit:g} s; free or add resources, or lower "
                 f"generator.num_replicas or generator.num_cpus\n{resource_table(needed(config))}"
             )

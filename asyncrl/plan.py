@@ -86,7 +86,7 @@ class Plan:
         config, rollout, learner, generator = self.config, self.config.rollout, self.config.learner, self.config.generator
         evaluated = f"{', '.join(config.evaluation_sets) or 'no set'}, every {config.eval.every_steps} steps" if config.evaluation_sets else "none"
         rewards = ", ".join(f"{name} ({one.function}, weight {one.weight:g})" for name, one in config.reward.functions.items())
-        where = generator.attach or f"{generator.num_replicas} on {generator.device}, {config.max_num_seqs} sequences at once each"
+        where = generator.attach or f"{generator.replicas_text} on {generator.device}, {config.max_num_seqs} sequences at once each"
         lines = {
             "run": f"{config.run_directory}, {config.max_steps} steps, a checkpoint every {config.checkpoint.every_steps}",
             "model": f"{config.model.path}, {self.version.trained:,} elements trained, published as {config.model.dtype}",

@@ -14,7 +14,7 @@ from asyncrl.config import TASK_CPUS, Config
 from asyncrl.names import NOT_IMPLEMENTED
 from asyncrl.weights.layout import ITEM_BYTES
 
-__all__ = ["Holder", "Need", "Node", "Part", "cluster_text", "logical_cpus", "placement_text", "run_needs", "shortages"]
+__all__ = ["Holder", "Need", "Node", "Part", "cluster_text", "logical_cpus", "placement_text", "run_needs", "shortages", "with_fewer_replicas"]
 
 COUNTED = ("CPU", "GPU")
 """What processes declare to Ray: a node that does not register it has none."""
@@ -132,6 +132,15 @@ def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> l
     return lines
 
 
+def with_fewer_replicas(config: Config, version_bytes: int, nodes: Sequence[Node], which: Amounts) -> Config | None:
+    """The config with as many replicas as have room, fewer than asked for and not below `generator.min_replicas`. None: not even those."""
+    for replicas in range(config.generator.num_replicas - 1, config.generator.least_replicas - 1, -1):
+        fewer = config.model_copy(update={"generator": config.generator.model_copy(update={"num_replicas": replicas})})
+        if not shortages(run_needs(fewer, version_bytes), nodes, which):
+            return fewer
+    return None
+
+
 def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
     """slime's arithmetic for both placements, in GPUs; with the cluster's numbers, where they are known."""
     learner, generator = config.learner, config.generator
@@ -145,7 +154,17 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
         f"  actor_num_nodes * actor_num_gpus_per_node = {actors} GPUs (learner.world_size {learner.world_size} on {learner.device})\n"
         f"  rollout_num_gpus                          = {rollouts} GPUs (generator.num_replicas {generator.num_replicas} on {generator.device})\n"
         f"  decoupled needs total >= {actors} + {rollouts}{extra} = {actors + rollouts + reference + rewards:g}{_gpus(nodes)}\n"
-        f"  colocate  needs total >= {actors}{extra}; it is not implemented: {NOT_IMPLEMENTED['colocate'].partition(';')[0]}"
+        f"  colocate  needs total >= {actors}{extra}; it is not implemented: {NOT_IMPLEMENTED['colocate'].partition(';')[0]}{_range(config)}"
+    )
+
+
+def _range(config: Config) -> str:
+    generator = config.generator
+    if generator.least_replicas == generator.num_replicas:
+        return ""
+    return (
+        f"\n  generator.min_replicas = {generator.min_replicas}: after placement_timeout_s = {config.placement_wait_s:g} s an attempt begins with as many "
+        f"replicas as have room, {generator.replicas_text};\n  the batch arithmetic stays the same, and fewer replicas take longer for a batch"
     )
 
 

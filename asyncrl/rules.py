@@ -45,7 +45,17 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("learner.adam_eps", "learner.optimizer", ("adamw",), "learner.optimizer: adamw"),
     *(
         (f"generator.{name}", "generator.own", (True,), "generators of the run's own; those of generator.attach have their settings already")
-        for name in ("num_replicas", "device", "num_cpus", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization", "in_flight", "stall_timeout_s")
+        for name in (
+            "num_replicas",
+            "min_replicas",
+            "device",
+            "num_cpus",
+            "max_num_seqs",
+            "kv_cache_memory_bytes",
+            "gpu_memory_utilization",
+            "in_flight",
+            "stall_timeout_s",
+        )
     ),
     ("generator.gpu_memory_utilization", "generator.device", ("cuda",), "generator.device: cuda"),
     ("generator.kv_cache_memory_bytes", "generator.device", ("cpu",), "generator.device: cpu"),
@@ -115,7 +125,11 @@ def length_text(config: Config) -> str:
 
 
 def _arithmetic_holds(config: Config) -> None:
-    rollout, staleness = config.rollout, config.staleness
+    rollout, staleness, generator = config.rollout, config.staleness, config.generator
+    if generator.least_replicas > generator.num_replicas:
+        raise ValueError(
+            f"generator.min_replicas = {generator.min_replicas} is above generator.num_replicas = {generator.num_replicas}; lower it, or raise num_replicas"
+        )
     if rollout.rollout_batch_size % rollout.num_steps_per_rollout:
         raise ValueError(
             f"rollout.num_steps_per_rollout = {rollout.num_steps_per_rollout} does not divide "

@@ -176,7 +176,8 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
         try:
             live.phase("looking for room on the cluster")
             await end_orphans(config.name, directory.state.run_id, live.note)
-            print_shown(await wait_for_room(config, plan.weights_bytes, live.note))
+            config, table = await wait_for_room(config, plan.weights_bytes, live.note)
+            print_shown(table)
             await check_models(config)
             live.phase("starting generators and learner")
 

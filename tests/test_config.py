@@ -90,6 +90,8 @@ def test_every_setting_of_a_warm_start_acts_only_with_one():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"generator.min_replicas": 3, "generator.num_replicas": 2}, r"generator.min_replicas = 3 is above generator.num_replicas = 2; lower it"),
+        ({"generator.attach": "standing", "generator.min_replicas": 1}, r"generator.min_replicas = 1 acts only with generators of the run's own"),
         ({"generator.attach": "standing", "generator.num_replicas": 2}, r"generator.num_replicas = 2 acts only with generators of the run's own"),
         ({"generator.attach": "standing", "generator.in_flight": "keep"}, r"generator.in_flight = 'keep' acts only with generators of the run's own"),
         ({"generator.attach": "standing", "generator.max_num_seqs": 64}, r"generator.max_num_seqs = 64 acts only with generators of the run's own"),

@@ -56,7 +56,8 @@ def config(cpus, **more):
 
 def said(work):
     try:
-        return {"returned": asyncio.run(work)}
+        returned = asyncio.run(work)
+        return {"returned": returned and returned[1]}
     except (PlacementError, ConfigError) as error:
         return {"error": str(error)}
 
@@ -64,7 +65,7 @@ with_model = Config.model_validate({**TREE, "model": {"path": sys.argv[3]}})
 models = [said(placement.check_models(with_model))]
 placement.look = lambda path: "cannot be read (Permission denied)"
 models.append(said(placement.check_models(with_model)))
-answers = {"models": models, "never": said(placement.wait_for_room(config(3.0, placement_timeout_s=600), 1 << 20))}
+answers = {"models": models, "never": said(placement.wait_for_room(config(3.0, placement_timeout_s=1), 1 << 20))}
 
 class Holder:
     def here(self):
@@ -111,7 +112,8 @@ def test_a_cluster_of_two_nodes(tmp_path, tiny_model):
     assert "cannot be read (Permission denied) on node" in unreadable["error"]
     never, held = answers["never"]["error"], answers["held"]["error"]
     assert never.startswith(
-        "the cluster is too small for this run (learner ranks: 1 x (CPU 3, memory 4.0 MiB), each on one node, and registered is room for none"
+        "the cluster is too small for this run after placement_timeout_s = 1 s (learner ranks: 1 x (CPU 3, memory 4.0 MiB), each on one node, "
+        "and registered is room for none"
     )
     assert "# cluster, 2 nodes" in never and "decoupled needs total >= 0 + 0 = 0" in never
     assert held.startswith("no room on the cluster after placement_timeout_s = 1 s (learner ranks: 1 x (CPU 0.55")
@@ -120,5 +122,5 @@ def test_a_cluster_of_two_nodes(tmp_path, tiny_model):
     assert "room for learner ranks 1 of 1" in answers["freed"]["returned"]
     assert answers["codes"] == [0, 1]
     text = (tmp_path / "plan").read_text()
-    assert "nothing speaks against placing this run now" in text and "this run can never fit here: learner ranks: 1 x (CPU 3" in text
+    assert "nothing speaks against placing this run now" in text and "this run does not fit here: learner ranks: 1 x (CPU 3" in text
     assert "held by placement group of job " in text

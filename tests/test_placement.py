@@ -1,16 +1,21 @@
-"""Room for a run: refused at once when the cluster is too small, after the timeout when others hold it, and again when it is lost meanwhile."""
+"""Room for a run: refused at once where no node can come, else after the timeout; then fewer replicas; and a new attempt when it is lost meanwhile."""
 
 import asyncio
+import contextlib
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 from small_config import small_config as config
 
+from asyncrl import placement, run
+from asyncrl.control.protocols import PartDied
 from asyncrl.data.prompts import RayPromptSource, check_prompts
-from asyncrl.learning.group import PlacementError
+from asyncrl.learning.group import PlacementError, PlacementLost
 from asyncrl.placement import needed, wait_for_placement, wait_for_room
+from asyncrl.room import Node
 
 
 @pytest.fixture
@@ -42,7 +47,7 @@ def test_needed_counts_every_part():
 
 
 @pytest.mark.timeout(120)
-def test_too_small_a_cluster_is_refused_at_once(ray_cluster):
+def test_too_small_a_cluster_of_its_own_is_refused_at_once(ray_cluster):
     with pytest.raises(PlacementError, match=r"too small for this run \(CPU: 40\.7 needed, 2 registered; .*\); lower generator.num_replicas") as error:
         asyncio.run(wait_for_room(config(generator={"num_replicas": 100}, placement_timeout_s=600)))
     text = str(error.value)
@@ -72,7 +77,7 @@ def test_room_that_is_given_back_in_time_is_taken(ray_cluster, holder):
         ray_cluster.kill(other)
         return await waiting
 
-    text = asyncio.run(wait())
+    _, text = asyncio.run(wait())
     assert "# cluster, 1 node\n" in text and re.search(r"\n  shared memory +3\.0 MiB ", text)
 
 
@@ -87,7 +92,7 @@ def test_an_actor_that_nobody_has_room_for_is_named(ray_cluster, holder):
     free = ray_cluster.available_resources()["CPU"]
     holder(free - 0.1)
     holder(config().generator.num_cpus, wait=False)
-    with pytest.raises(PlacementError, match=r"Holder not placed within placement_timeout_s = 3 s.*\nresource.*\nCPU"):
+    with pytest.raises(PlacementLost, match=r"Holder not placed within placement_timeout_s = 3 s.*\nresource.*\nCPU"):
         asyncio.run(wait_for_placement(config(placement_timeout_s=3), "no-such-application", {}))
 
 
@@ -120,9 +125,93 @@ def test_a_stream_without_room_is_named(generators, tiny_model, ray_cluster, hol
             ray_cluster.kill(other)  # or the stream would be waited for
             await prompts.close()
 
-    with pytest.raises(PlacementError, match=r"^prompt stream not placed within placement_timeout_s = 3 s"):
+    with pytest.raises(PlacementLost, match=r"^prompt stream not placed within placement_timeout_s = 3 s"):
         asyncio.run(wait())
 
 
 def write_prompts(path):
     path.write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(20)))
+
+
+@pytest.fixture
+def nodes_seen(monkeypatch):
+    """`nodes_seen(first, second, …)`: the CPUs of the one node of a standing cluster, look by look; the last stays. Returns what was asked of Ray."""
+
+    def script(*cpus):
+        looks, asked = [*cpus], []
+
+        class Demand:
+            def __init__(self, config):
+                asked.append(("demand", config.generator.num_replicas))
+
+            def placed(self):
+                return False
+
+            def remove(self):
+                asked.append("removed")
+
+        def seen(with_memory):
+            have = {"CPU": looks.pop(0) if len(looks) > 1 else looks[0], "GPU": 0.0}
+            return [Node("n", have, have)]
+
+        monkeypatch.setattr(placement, "own_cluster", lambda: False)
+        monkeypatch.setattr(placement, "cluster_nodes", seen)
+        monkeypatch.setattr(placement, "holders_by_node", lambda: ({}, ""))
+        monkeypatch.setattr(placement, "_Demand", Demand)
+        monkeypatch.setattr(placement, "LOOK_EVERY_S", 0.001)
+        return asked
+
+    return script
+
+
+RANGE = {"num_replicas": 4, "min_replicas": 2, "num_cpus": 1.0}
+
+
+def test_nodes_that_are_not_registered_yet_are_waited_for_and_asked_for(nodes_seen):
+    asked = nodes_seen(0, 0, 1, 8)
+    begun, table = asyncio.run(wait_for_room(config(generator=RANGE, placement_timeout_s=600)))
+    assert begun.generator.num_replicas == 4 and "begins with as many replicas as have room, 2 to 4;" in table
+    assert asked == [("demand", 4), "removed"]
+
+
+def test_after_the_time_a_run_begins_with_the_replicas_that_have_room(nodes_seen):
+    nodes_seen(3.8)
+    told = []
+    begun, table = asyncio.run(wait_for_room(config(generator=RANGE, placement_timeout_s=0.05), tell=told.append))
+    assert begun.generator.num_replicas == 3 and begun.generator.min_replicas == 2
+    assert told[-1] == "only 3 of generator.num_replicas = 4 have room: CPU: 4.7 needed, 3.8 registered"
+    assert "generator replicas 3 of 3" in table
+
+
+@pytest.mark.parametrize("generator", [RANGE, {**RANGE, "min_replicas": None}])
+def test_after_the_time_fewer_than_the_least_are_refused(nodes_seen, generator):
+    asked = nodes_seen(2.0)
+    with pytest.raises(PlacementError, match=r"too small for this run after placement_timeout_s = 0\.05 s \(CPU: 4\.7 needed, 2 registered") as error:
+        asyncio.run(wait_for_room(config(generator=generator, placement_timeout_s=0.05)))
+    assert not isinstance(error.value, PartDied) and asked == [("demand", 4), "removed"]
+
+
+def test_a_new_attempt_begins_by_itself_after_a_lost_placement(monkeypatch, tmp_path):
+    """Two attempts lose their room, the third ends. Each asks for all replicas again."""
+    attempts = []
+
+    async def train(attempt, plan, directory):
+        attempts.append((attempt.resume, attempt.generator.num_replicas))
+        if len(attempts) < 3:
+            raise PlacementLost("1 learner ranks were not placed")
+        return "summary"
+
+    wanted = config(runs_root=str(tmp_path), generator=RANGE)
+    monkeypatch.setattr(run, "_train", train)
+    monkeypatch.setattr(run, "resolve_models", lambda config: config)
+    monkeypatch.setattr(run, "make_plan", lambda config: SimpleNamespace(prompts=None))
+    monkeypatch.setattr(run, "try_rewards", lambda *args: None)
+    monkeypatch.setattr(run, "_announce", lambda *args: None)
+    monkeypatch.setattr(run, "_print_summary", lambda *args: None)
+    directory = SimpleNamespace(checkpoints=SimpleNamespace(newest_first=list), checkpoint=None, logs=tmp_path)
+    monkeypatch.setattr(run, "RunDirectory", lambda config: contextlib.nullcontext(directory))
+    assert run.train(wanted, ["asyncrl", "train"]) == 0
+    assert attempts == [("never", 4), ("auto", 4), ("auto", 4)]
+    attempts.clear()
+    assert run.train(wanted.model_copy(update={"max_restarts": 1}), ["asyncrl", "train"]) == 1
+    assert len(attempts) == 2

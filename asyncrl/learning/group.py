@@ -23,7 +23,7 @@ from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.shared import NotShared, Probe, Written, wait_until_seen
 from asyncrl.stacks import register_stacks, stack_of
 
-__all__ = ["LearnerDied", "LearnerError", "LearnerGroup", "PlacementError", "RankProcess", "rank_environment"]
+__all__ = ["LearnerDied", "LearnerError", "LearnerGroup", "PlacementError", "PlacementLost", "RankProcess", "rank_environment"]
 
 STEPS = ("step", "supervised_step")
 SNAPSHOT = ".snapshot_"
@@ -41,7 +41,11 @@ class LearnerDied(LearnerError, PartDied):
 
 
 class PlacementError(RuntimeError):
-    """The ranks were not placed in time. The message holds the table of what is needed, registered and free."""
+    """The cluster has no room for the run. The message holds the table of what is needed, registered and free."""
+
+
+class PlacementLost(PlacementError, PartDied):
+    """Room that was there is gone: a node was lost, or somebody else was faster. A new attempt looks for room again."""
 
 
 class RankProcess:
@@ -101,7 +105,7 @@ class LearnerGroup:
         """Place the ranks, load the model, build the engine.
 
         Raises:
-            PlacementError: no room within `placement_timeout_s`.
+            PlacementLost: no room within `placement_timeout_s`.
             LearnerError: a rank failed.
         """
         placement = await _place(config)
@@ -314,7 +318,7 @@ async def _place(config: Config) -> PlacementGroup:
     except TimeoutError:
         table = resource_table({name: amount * world_size for name, amount in bundle.items()})
         remove_placement_group(placement)
-        raise PlacementError(
+        raise PlacementLost(
             f"{world_size} learner ranks were not placed within placement_timeout_s = {config.placement_wait_s:g} s; free or add resources, "
             f"or lower learner.world_size or learner.num_cpus\n{table}"
         ) from None

@@ -47,6 +47,7 @@ def test_a_jobs_own_generators_are_the_same_without_http() -> None:
     [
         ({"generator": {"attach": "generator"}}, "is a training job's setting"),
         ({"served_name": "m"}, "acts only with http: true"),
+        ({"generator": {"min_replicas": 1}, "http": True}, "is a training job's setting; leave it out, and set num_replicas"),
     ],
 )
 def test_settings_without_effect_are_refused(settings: dict[str, Any], text: str) -> None:
