@@ -194,7 +194,7 @@ def test_a_run_whose_driver_is_gone_leaves_no_generators(cluster, runs, engine_s
         driver.kill()
         driver.wait()
     [orphan] = cluster.applications()
-    step = int((runs / "left" / "checkpoints" / "LATEST").read_text().strip().rpartition("_")[2])
+    step = int((runs / "left" / "checkpoints" / "LATEST").read_text().split()[0].removeprefix("step_"))
     resumed = cluster.run(*command, "--max_steps", str(step + 2), "--resume", "must", **variables)
     print(resumed.stdout, resumed.stderr)
     assert resumed.returncode == 0 and f"ending generators {orphan!r}, which an earlier attempt left behind" in resumed.stdout + resumed.stderr
