@@ -58,6 +58,9 @@ def growing(tmp_path):
     }
     provider = {"type": "fake_multinode", "gcs_address": address}
     scaling = {"cluster_name": "growing", "provider": provider, "max_workers": 2, "head_node_type": "ray.head.default", "available_node_types": types}
+    scaling |= {"upscaling_speed": 1.0, "idle_timeout_minutes": 5, "file_mounts_sync_continuously": False}
+    scaling |= dict.fromkeys(("auth", "docker", "file_mounts"), {}) | dict.fromkeys(("cluster_synced_files", "rsync_exclude", "rsync_filter"), [])
+    scaling |= {f"{kind}_commands": [] for kind in ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")}
     (tmp_path / "scaling.yaml").write_text(json.dumps(scaling))
     temp = Path(f"/tmp/growing-{os.getpid()}")  # Ray's sockets need a short path
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

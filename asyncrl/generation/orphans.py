@@ -90,7 +90,7 @@ async def end_orphans(name: str, run_id: str, tell: Callable[[str], None] = lamb
     for application in sorted(await _applications()):
         if application.startswith(application_name(name, run_id)):
             lease = await take_lease(board_name(application), f"a new attempt of run {name!r}", application)
-            tell(f"ending generators {application!r}, which an earlier attempt left behind")
+            tell(f"ending {application}, left by an earlier attempt")
             await _end(application)
             ray.kill(lease)
 

@@ -142,7 +142,7 @@ def test_the_next_attempt_ends_what_the_last_one_left_and_nothing_else(start_dri
     asyncio.run(end_orphans(run, "another run's", told.append))
     assert name in serve.status().applications
     asyncio.run(end_orphans(run, run_id, told.append))
-    assert told == [f"ending generators {name!r}, which an earlier attempt left behind"]
+    assert told == [f"ending {name}, left by an earlier attempt"]
     assert set(serve.status().applications) >= {other} and name not in serve.status().applications
     until(lambda: find_board(board_name(name)) is None)
     serve.delete(other)

