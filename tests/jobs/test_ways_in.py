@@ -336,7 +336,7 @@ def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(cluste
     try:
         assert holding.stdout.readline() == "held\n"
         assert http.ask("/health")[1]["lease"] == "run 'first'"
-        attach = ["--generator.attach", "generator", "--generator.max_num_seqs", "128", "--max_steps", "4", "--rollout.rollout_batch_size", "4"]
+        attach = ["--generator.attach", "generator", "--generator.max_num_seqs", "auto", "--max_steps", "4", "--rollout.rollout_batch_size", "4"]
         attach += ["--warm_start.min_accuracy", "0", "--eval.max_prompts", "8"]
         second = cluster.submit(*attach, "--name", "second", variables={"ASYNCRL_RUNS": str(runs)})
         assert second.returncode != 0 and "generators 'generator' are leased by run 'first'; wait for its end" in second.stdout + second.stderr
