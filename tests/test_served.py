@@ -86,6 +86,22 @@ def test_a_config_json_of_each_family_can_be_used():
         assert unusable({**tree, "architectures": ["SomeForCausalLM"]}) is None, made.name
 
 
+@pytest.mark.parametrize(
+    ("tree", "size"),
+    [
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, 16),
+        ({"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 2, "head_dim": 48}, 48),
+        ({"model_type": "gemma3", "text_config": {"hidden_size": 96, "num_attention_heads": 8, "head_dim": 12}}, 12),
+        ({"model_type": "gpt2", "n_embd": 48, "n_head": 3}, 16),
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2}, None),
+        ({"model_type": "mamba", "hidden_size": 20}, None),
+    ],
+)
+def test_heads_for_which_vllm_has_no_code_on_cpu_are_refused(tree, size):
+    said = refusal(tree, small_config())
+    assert said is None if size is None else said.endswith(f"and this model's have {size}; use generator.device: cuda, or another model")
+
+
 def test_others_are_served():
     for kind in ("llama", "gpt_oss", "qwen3_moe", "gemma3_text", "falcon_h1", "granitemoehybrid"):
         assert refusal({"model_type": kind}, small_config()) is None

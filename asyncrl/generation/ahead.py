@@ -7,6 +7,8 @@ loaded it is unsafe, and in a Ray actor vLLM refuses it.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import multiprocessing
 import multiprocessing.util
 import os
@@ -14,10 +16,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["AheadProcess", "handed_to_vllm", "import_engine"]
+__all__ = ["AheadProcess", "fatal_error", "handed_to_vllm", "import_engine", "keep_fatal_error"]
+
+FATAL = "fatal.txt"
 
 _handing = threading.Lock()
 
@@ -78,14 +83,33 @@ class AheadProcess:
         return getattr(self._process, name)
 
 
-def import_engine() -> None:
-    """What the process of an engine does first. It imports no model and no worker: some of them read, when they are imported, variables that vLLM sets
-    while it makes its config."""
+def keep_fatal_error(folder: str, record: logging.LogRecord) -> bool:
+    """A logger's filter that lets everything through. It writes down the exception that vLLM logs before its engine's process ends: the process that waits
+    for it learns only that it is gone."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None:
+        (Path(folder) / FATAL).write_text(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    return True
+
+
+def fatal_error(folder: Path | None) -> str | None:
+    """What an engine's process died of, if it could still say so: one line."""
+    try:
+        return (folder / FATAL).read_text() if folder else None
+    except OSError:
+        return None
+
+
+def import_engine(folder: str) -> None:
+    """What the process of an engine does first; its last error will be in `folder`. It imports no model and no worker: some of them read, when they are
+    imported, variables that vLLM sets while it makes its config."""
     import vllm.v1.engine.core  # noqa: F401
     from vllm.utils.system_utils import set_process_title
 
     # Titles lie where the process's first environment was: they can be set later only if one was before that changed.
     set_process_title("EngineCore")
+    # A handler would be gone when vLLM configures its logging once more.
+    logging.getLogger("vllm.v1.engine.core").addFilter(functools.partial(keep_fatal_error, folder))
 
 
 @contextlib.contextmanager

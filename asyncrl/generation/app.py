@@ -3,6 +3,7 @@
 # No postponed annotations here: Serve reads the builder's annotation, and validates YAML arguments against it only if it is a class.
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ from asyncrl.generation.router import VersionRouter
 from asyncrl.generation.settings import GeneratorApp
 
 __all__ = ["ServeGenerate", "application", "begin_generators", "build_app", "end_generators", "start_generators", "stop_generators", "wait_for_generators"]
+
+logger = logging.getLogger("asyncrl")
 
 DEPLOYMENT = "Generator"
 
@@ -101,10 +104,17 @@ async def wait_for_generators(name: str, timeout_s: float) -> None:
             return
         message = " ".join(part for part in (app.message, *(d.message for d in app.deployments.values())) if part) if app is not None else "not known to Serve"
         if app is not None and app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-            raise RuntimeError(f"generators {name!r} failed to start: {message}")
+            logger.error("generators %r failed to start: %s", name, message)
+            raise RuntimeError(f"generators {name!r} failed to start: {_cause(message)}")
         if time.monotonic() > deadline:
             raise RuntimeError(f"generators {name!r} were not up after generator.start_timeout_s = {timeout_s:g}: {message}")
         await asyncio.sleep(0.2)
+
+
+def _cause(message: str) -> str:
+    """The last line of what Serve says: of a traceback, the error."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[-1] if lines else "Serve does not say why"
 
 
 def start_generators(args: GeneratorApp, name: str) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import psutil
 
 from asyncrl.environment import Caches, claim_caches, passed_on, preload_openmp
-from asyncrl.generation.ahead import AheadProcess, handed_to_vllm, import_engine
+from asyncrl.generation.ahead import AheadProcess, fatal_error, handed_to_vllm, import_engine
 from asyncrl.generation.protocol import Details, EngineDied, GenerateRequest, GenerationTimeout, InvalidRequest, Piece, StaleReplica, Tokens
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.temporary import TemporaryPlace
@@ -147,7 +148,7 @@ class Engine:
         if self.app.generator.device == "cpu":
             os.environ["LD_PRELOAD"] = preload_openmp(os.environ.get("LD_PRELOAD", ""))
         before = {process.pid for process in psutil.Process().children(recursive=True)}
-        with AheadProcess(import_engine) as process:
+        with AheadProcess(functools.partial(import_engine, str(self._temporary.path))) as process:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             imported = time.monotonic()
@@ -418,7 +419,7 @@ class Engine:
             await asyncio.gather(answer, return_exceptions=True)
             raise
         except EngineDeadError:
-            raise EngineDied("the vLLM engine's process has died") from None
+            raise self._died() from None
 
     async def _outputs(self, request: GenerateRequest, details: Details) -> AsyncIterator[Any]:
         """vLLM's outputs of one completion. Raises as `stream` does."""
@@ -445,7 +446,7 @@ class Engine:
                 ended = output.finished
                 yield output
         except EngineDeadError:
-            raise EngineDied("the vLLM engine's process has died") from None
+            raise self._died() from None
         except (ValueError, VLLMClientError) as error:
             raise _invalid(error) from error
         except TimeoutError:
@@ -465,6 +466,10 @@ class Engine:
         self._refuse_stopped()
         if self._llm.errored:
             raise StaleReplica("the vLLM engine's process has died")
+
+    def _died(self) -> EngineDied:
+        cause = fatal_error(self._temporary.path if self._temporary is not None else None)
+        return EngineDied(f"the vLLM engine's process has died{f': {cause}' if cause else ''}")
 
     async def _answer(self, prompt: Any, sampling: Any, name: str) -> Any:
         final = None

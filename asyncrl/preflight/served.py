@@ -43,6 +43,9 @@ SERVED_IN_PART: Mapping[str, str] = {
 WHY: Mapping[str, str] = {**NOT_SERVED_ON_CPU, **SERVED_IN_PART}
 """All of them."""
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Elements of an attention head for which vLLM 0.32.0 has code on CPU. With another number its engine dies at the first token."""
+
 OTHER = "use generator.device: cuda, where nobody has tried it yet, or another model"
 
 
@@ -90,10 +93,20 @@ def refusal(tree: Mapping[str, Any], config: Config) -> str | None:
         return f"vLLM {why}, 0.004 nats away from float32; set model.dtype: bfloat16"
     if kind == "mamba2" and config.learner.bf16 and config.learner.device == "cpu":
         return "transformers mixes float32 and bfloat16 in its recurrent layers on CPU; set learner.bf16: false"
+    if on_cpu and (size := _head_size(text)) is not None and size not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        return f"vLLM on CPU has attention for heads of {sizes} elements, and this model's have {size}; use generator.device: cuda, or another model"
     window = text.get("sliding_window")
     if kind == "cohere2" and window and config.longest_trajectory > window:
         return f"vLLM {why} of {window} tokens, and a trajectory may have {config.longest_trajectory}; set data.max_length: {window} or less"
     return None
+
+
+def _head_size(text: Mapping[str, Any]) -> int | None:
+    """Elements of one attention head; None where the settings do not tell."""
+    heads, hidden = (next((text[name] for name in names if name in text), None) for names in (("num_attention_heads", "n_head"), ("hidden_size", "n_embd")))
+    size = text.get("head_dim") or (hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and "kv_lora_rank" not in text else None)
+    return size if isinstance(size, int) else None
 
 
 def _has_experts(text: Mapping[str, Any]) -> bool:

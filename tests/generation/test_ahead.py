@@ -1,5 +1,6 @@
 """A process that is started before its work is known. Here it runs a shell; in `test_engine` it is vLLM's engine."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -9,9 +10,11 @@ from types import ModuleType
 
 import psutil
 import pytest
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from asyncrl.generation.ahead import AheadProcess, handed_to_vllm
+from asyncrl.generation.ahead import AheadProcess, fatal_error, handed_to_vllm, keep_fatal_error
 from asyncrl.generation.engine import engine_environment
+from asyncrl.preflight.served import CPU_HEAD_SIZES
 
 PREPARE = partial(os.chdir, "/")
 
@@ -167,3 +170,32 @@ def test_an_engine_that_cannot_start_leaves_no_process(tmp_path):
     script.write_text(FAILING)
     ended = subprocess.run([sys.executable, script], env=os.environ | engine_environment("cpu"), capture_output=True, text=True, timeout=300)
     assert ended.stdout.splitlines()[-1].startswith("FAILED") and ended.stdout.splitlines()[-1].endswith("[]"), ended.stdout + ended.stderr
+
+
+def test_what_an_engine_logs_before_it_dies_is_kept_in_one_line(tmp_path):
+    log = logging.Logger("engine")
+    log.addFilter(partial(keep_fatal_error, str(tmp_path)))
+    log.error("nothing has died yet")
+    assert fatal_error(tmp_path) is None and fatal_error(None) is None
+    try:
+        raise RuntimeError("Unsupported configuration:\n  head_dim=16")
+    except RuntimeError:
+        log.exception("EngineCore encountered a fatal error.")
+    assert fatal_error(tmp_path) == "RuntimeError: Unsupported configuration: head_dim=16"
+
+
+@pytest.mark.slow
+def test_a_real_engine_that_dies_at_its_start_says_what_of(tmp_path, tiny_model):
+    """Attention heads of 16 elements, for which vLLM has no code on CPU: `plan` would have refused them."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.save_pretrained(tmp_path)
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(tmp_path)
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES, "of the version that is installed"
+    start = "import asyncio\nfrom asyncrl.generation.engine import Engine\nfrom asyncrl.generation.settings import GeneratorApp\n"
+    start += f"if __name__ == '__main__':\n    asyncio.run(Engine(GeneratorApp(model={str(tmp_path)!r}, max_model_len=32)).start())\n"
+    (tmp_path / "start.py").write_text(start)
+    done = subprocess.run([sys.executable, tmp_path / "start.py"], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode and "EngineDied: the vLLM engine's process has died: RuntimeError: Unsupported CPU attention" in done.stderr, done.stderr[-2000:]
