@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from asyncrl.generation.orphans import application_name, watch_application
 from asyncrl.generation.settings import GeneratorApp, board_name
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.learning.reference import start_reference
-from asyncrl.placement import needed, own_cluster, wait_for_placement, wait_for_room
+from asyncrl.placement import generators_lost, needed, own_cluster, wait_for_placement, wait_for_room
 from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.redact import redact
 from asyncrl.rewards.code import share_settings
@@ -80,6 +80,20 @@ class Stations:
     """Seconds that the parts took to start."""
     stacks: Path
     """Where processes say what they do when they are asked."""
+    application: str
+    """Name of the generators' Serve application."""
+
+    async def while_placed(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work. Raises PlacementLost, and cancels it, when the room for all generators of the run's own is lost meanwhile."""
+        if not self.config.generator.own:
+            return await work
+        working = asyncio.create_task(work)
+        lost = asyncio.create_task(generators_lost(self.config, self.application))
+        try:
+            await asyncio.wait((working, lost), return_when=asyncio.FIRST_COMPLETED)
+            await (working if working.done() else lost)
+        finally:
+            await asyncio.gather(_cancel(working), _cancel(lost))
 
     @property
     def probe_tokens(self) -> int:
@@ -227,7 +241,7 @@ async def launch(
         weights = ServeWeightSync(handle, board, config.push_timeout_s, config.commit_grace_s, drains)
         _closing(stack, "announcements", functools.partial(_cancel, asyncio.create_task(weights.keep_announced())))
         held_out, kv_cache_tokens = _evaluation_prompts(config), status["kv_cache_tokens"]
-        yield Stations(config, context, learner, generate(), weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup, stacks)
+        yield Stations(config, context, learner, generate(), weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup, stacks, app_name)
 
 
 async def _begin_generators(config: Config, name: str, context: int, stack: AsyncExitStack) -> tuple[Any, Any]:

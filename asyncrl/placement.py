@@ -26,12 +26,13 @@ from asyncrl.redact import print_shown
 from asyncrl.room import Node, cluster_text, logical_cpus, placement_text, run_needs, shortages, with_fewer_replicas
 from asyncrl.snapshot import Snapshot, difference, in_cache, look, read_snapshot
 
-__all__ = ["check_models", "cluster_nodes", "needed", "own_cluster", "plan_on_cluster", "wait_for_placement", "wait_for_room"]
+__all__ = ["check_models", "cluster_nodes", "generators_lost", "needed", "own_cluster", "plan_on_cluster", "wait_for_placement", "wait_for_room"]
 
 LOOK_EVERY_S = 0.5
 TELL_EVERY_S = 5.0
 GIVEN_BACK_S = 5.0
 """Seconds in which Ray shows what a placement group held as free."""
+GENERATORS_EVERY_S = 5.0
 MACHINE_S = 20.0
 """Seconds that another node gets to say how much memory it has."""
 LOOK_S = 120.0
@@ -266,6 +267,25 @@ async def wait_for_placement(config: Config, application: str, streams: Mapping[
                 f"generator.num_replicas or generator.num_cpus\n{resource_table(needed(config))}"
             )
         await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def generators_lost(config: Config, application: str) -> None:
+    """Raise PlacementLost once the run's generators have had no process, and no room for one, for as long as a part may wait. Else go on for ever.
+
+    Their nodes are gone then. As long as one replica runs, the run goes on with it, while Serve waits for room for the others.
+    """
+    limit, clock = config.placement_wait_s, asyncio.get_running_loop().time
+    placed = clock()
+    while True:
+        replicas, waiting = await asyncio.to_thread(_survey, f"SERVE_REPLICA::{application}#")
+        if replicas or not waiting or not await asyncio.to_thread(_unmet_demand, config):
+            placed = clock()
+        elif clock() - placed > limit:
+            raise PlacementLost(
+                f"no generator replica has had room for placement_timeout_s = {limit:g} s, and none is left; add nodes, or lower generator.num_cpus\n"
+                + resource_table(needed(config))
+            )
+        await asyncio.sleep(GENERATORS_EVERY_S)
 
 
 def _survey(prefix: str) -> tuple[int, list[str]]:

@@ -199,7 +199,7 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
 
                 moves, where = partial(marks, coordinator), partial(standing, coordinator)
                 async with Watchdog(moves, where, config.observe.stall_s, stations.say, partial(_stalled, reached, recorder, live)).watching():
-                    await coordinator.run()
+                    await stations.while_placed(coordinator.run())
                 live.phase("saving")
                 async with _watched(config, live, recorder, reached, stations.learner):
                     await stations.learner.export_hf(directory.path / ".hf")

@@ -13,6 +13,7 @@ from small_config import small_config as config
 from asyncrl import placement, run
 from asyncrl.control.protocols import PartDied
 from asyncrl.data.prompts import RayPromptSource, check_prompts
+from asyncrl.launch import Stations
 from asyncrl.learning.group import PlacementError, PlacementLost
 from asyncrl.placement import needed, wait_for_placement, wait_for_room
 from asyncrl.room import Node
@@ -215,3 +216,79 @@ def test_a_new_attempt_begins_by_itself_after_a_lost_placement(monkeypatch, tmp_
     attempts.clear()
     assert run.train(wanted.model_copy(update={"max_restarts": 1}), ["asyncrl", "train"]) == 1
     assert len(attempts) == 2
+
+
+@pytest.fixture
+def replicas_seen(monkeypatch):
+    """`replicas_seen((replicas, waiting, unmet), …)`: what Ray shows, look by look; the last stays. Returns the Stations that look."""
+
+    def script(*looks, **changes):
+        left = [*looks]
+
+        def survey(prefix):
+            assert prefix == "SERVE_REPLICA::app#"
+            replicas, waiting, _ = left[0]
+            return replicas, ["ServeReplica"] * waiting
+
+        def unmet(config):
+            return (left.pop(0) if len(left) > 1 else left[0])[2]
+
+        monkeypatch.setattr(placement, "_survey", survey)
+        monkeypatch.setattr(placement, "_unmet_demand", unmet)
+        monkeypatch.setattr(placement, "resource_table", lambda needed: "the table")
+        monkeypatch.setattr(placement, "GENERATORS_EVERY_S", 0.001)
+        stations = Stations.__new__(Stations)
+        stations.config, stations.application = config(placement_timeout_s=0.05, **changes), "app"
+        return stations
+
+    return script
+
+
+def test_a_run_without_room_for_any_generator_counts_as_one_that_lost_a_part(replicas_seen):
+    ended = []
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("work")
+
+    stations = replicas_seen((0, 1, False), (0, 1, True))
+    with pytest.raises(PartDied, match=r"no generator replica has had room for placement_timeout_s = 0\.05 s, and none is left; add nodes.*\nthe table"):
+        asyncio.run(stations.while_placed(work()))
+    assert ended == ["work"]
+
+
+@pytest.mark.parametrize("look", [(1, 1, True), (0, 1, False), (0, 0, True)], ids=["one is left", "one is being started", "Serve asks for none yet"])
+def test_generators_that_are_only_late_end_nothing(replicas_seen, look):
+    async def work():
+        await asyncio.sleep(0.2)  # four times as long as a part may wait
+
+    asyncio.run(replicas_seen(look).while_placed(work()))
+
+
+def test_an_error_and_a_cancellation_of_the_work_pass_through(replicas_seen):
+    async def fails():
+        raise RuntimeError("the work's own")
+
+    with pytest.raises(RuntimeError, match="the work's own"):
+        asyncio.run(replicas_seen((1, 0, False)).while_placed(fails()))
+
+    async def scenario():
+        begun, ended = asyncio.Event(), []
+
+        async def work():
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(True)
+
+        task = asyncio.create_task(replicas_seen((1, 0, False)).while_placed(work()))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return ended
+
+    assert asyncio.run(scenario()) == [True]
