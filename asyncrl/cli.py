@@ -79,6 +79,7 @@ def run(command: str, path: str, overrides: list[str], options: Collection[str] 
 
 def _plan(config: Config, options: Collection[str]) -> int:
     from asyncrl.plan import make_plan
+    from asyncrl.preflight.own import own_text, try_own
     from asyncrl.preflight.rewards import rewards_text, try_rewards
     from asyncrl.snapshot import resolve_models
 
@@ -87,9 +88,10 @@ def _plan(config: Config, options: Collection[str]) -> int:
     if "config" in options:
         print_shown(f"{plan.config_text()}\n")
     print_shown(plan.brief() if brief else plan.text())
-    rewards = rewards_text(try_rewards(config, plan.prompts))
+    tried = [rewards_text(try_rewards(config, plan.prompts)), own_text(try_own(config))]
     if not brief:
-        print_shown(f"\n{rewards}")
+        for text in filter(None, tried):
+            print_shown(f"\n{text}")
     if "cluster" in options:
         from asyncrl.placement import plan_on_cluster
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -29,6 +30,7 @@ from asyncrl import derived
 from asyncrl.names import explain_unknown
 from asyncrl.redact import redact_tree
 from asyncrl.rules import check_rules
+from asyncrl.runtime.functions import FUNCTION
 from asyncrl.runtime.yaml_files import parse_yaml, read_yaml
 
 __all__ = ["TASK_CPUS", "Config", "ConfigError", "Source", "Sources", "is_hub_data", "is_hub_name", "load_config", "sources_of"]
@@ -264,7 +266,7 @@ class RolloutConfig(Section):
 
 
 class RewardFunction(Section):
-    function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    function: str = Field(pattern=FUNCTION)
     """`package.module:function`, importable in a fresh process."""
     weight: float = 1.0
     """Weight in the reward. 0 = reported only."""
@@ -523,14 +525,27 @@ class CorrectionConfig(Section):
         return any(value is not None for value in (self.mask_below, self.mask_above, self.reject_above, self.sequence_mask_above))
 
 
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+LOSSES = ("ppo", "gspo", "cispo", "sapo", "dppo", "reinforce")
+
+
+def _built_in_or_own(names: tuple[str, ...]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name in names or re.match(FUNCTION, name):
+            return name
+        raise ValueError(f"use one of {', '.join(names)}, or a function of your own as package.module:function")
+
+    return AfterValidator(check)
+
+
 class AlgorithmConfig(Section):
-    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"] = "grpo"
+    advantage: Annotated[str, _built_in_or_own(ADVANTAGES)] = "grpo"
     """GRPO: (r - mean) / std of the group, the population's std (verl and TRL take the sample's). dr_grpo: r - mean. rloo: r - mean of the others. maxrl:
     (r - mean) / mean. reinforce_plus_plus: r, normalised over the step; its baseline variant: r - mean, normalised over the step. gae: per token, by a
-    value head on the learner, normalised over the step."""
-    loss: Literal["ppo", "gspo", "cispo", "sapo", "dppo", "reinforce"] = "ppo"
+    value head on the learner, normalised over the step. Or a function of your own, as `package.module:function` (docs/own_algorithms.md)."""
+    loss: Annotated[str, _built_in_or_own(LOSSES)] = "ppo"
     """PPO's clipped ratio per token; GSPO's per trajectory; CISPO's clipped weight; SAPO's soft gate; DPPO's mask by probability difference; plain
-    REINFORCE."""
+    REINFORCE. Or a function of your own, as `package.module:function`."""
     old_policy: Literal["behaviour", "learner", "log_linear"] = "behaviour"
     """Denominator of the loss's ratio: the policy that sampled; the learner's at the step (decoupled PPO's recomputed proximal policy); the
     log-linear guess at the version before. The way from the behaviour policy to the others is correction.truncation's."""
@@ -538,6 +553,8 @@ class AlgorithmConfig(Section):
     """Mean over the step's tokens; over trajectories of token sums; of token means; or token sums over max_completion_length (Dr.GRPO)."""
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal, and admit others instead (DAPO's dynamic sampling)."""
+    group_filter: str | None = Field(default=None, pattern=FUNCTION)
+    """A function of your own, as `package.module:function`, that says whether a scored group is trained; others are admitted for those left out."""
     eps_clip: float | None = Field(default=None, gt=0, le=1)
     """Lower clip of the ratio: 1 - eps_clip. Default: 0.2; for CISPO 1, which is no lower clip. (GSPO's ratio is a mean over the trajectory: its paper
     uses 3e-4 below and 4e-4 above for long answers.)"""

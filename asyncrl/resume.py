@@ -51,6 +51,7 @@ SCORED_WITH = (
     "reward.shuffle",
     "reward.overlong",
     "algorithm.advantage",
+    "algorithm.group_filter",
     "algorithm.kl_",
     "algorithm.ref_load",
     *LONGEST,

@@ -47,6 +47,7 @@ from asyncrl.observe.watchdog import Standing, Watchdog, marks, standing
 from asyncrl.placement import check_models, wait_for_room
 from asyncrl.plan import Plan, arithmetic, make_plan
 from asyncrl.preflight.cluster_address import answering_cluster
+from asyncrl.preflight.own import try_own
 from asyncrl.preflight.rewards import try_rewards
 from asyncrl.redact import RedactingFormatter, print_shown, shown
 from asyncrl.runtime.files import append_to
@@ -102,6 +103,7 @@ def train(
     config = resolve_models(config)
     plan = make_plan(config)
     try_rewards(config, plan.prompts)
+    try_own(config)
     resume = _variables() + shlex.join([*_without_resume(resume_command, config), "--name", config.name, "--resume", "must"])
     restarts_left = config.max_restarts
     while True:

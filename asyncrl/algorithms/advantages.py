@@ -7,6 +7,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from asyncrl.algorithms.own import is_own, own_advantages
+
 __all__ = ["STD_FLOOR", "Advantage", "batch_normalised", "group_advantages", "moments_over_ranks", "soft_overlong_penalty", "standardised"]
 
 STD_FLOOR = 1e-6
@@ -15,7 +17,7 @@ STD_FLOOR = 1e-6
 Advantage = Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
 
 
-def group_advantages(rewards: Sequence[float | None], usable: Sequence[bool], method: Advantage) -> list[float | None]:
+def group_advantages(rewards: Sequence[float | None], usable: Sequence[bool], method: str) -> list[float | None]:
     """Advantage of each trajectory of one group; None where it is not usable. Only the n usable trajectories enter the statistics.
 
     grpo: (r - mean) / (std + 1e-6), population std (DeepSeekMath, arXiv:2402.03300, eq. 3 and section 4.1.2). verl and TRL divide by the sample std,
@@ -25,6 +27,7 @@ def group_advantages(rewards: Sequence[float | None], usable: Sequence[bool], me
     maxrl: (r - mean) / (mean + 1e-6), for rewards of 0 and above (arXiv:2602.02710, section 3).
     reinforce_plus_plus: r; reinforce_plus_plus_baseline: r - mean; both are then normalised over the step (`batch_normalised`).
     gae: r; the learner makes token advantages of it with its value head (`values.gae`).
+    package.module:function: what that gives for the rewards of two or more; a single one has nothing to compare with, and 0.
 
     Example:
         group_advantages([1.0, 0.0, None], [True, True, False], "dr_grpo") == [0.5, -0.5, None]
@@ -34,7 +37,7 @@ def group_advantages(rewards: Sequence[float | None], usable: Sequence[bool], me
     """
     if len(rewards) != len(usable):
         raise ValueError(f"{len(rewards)} rewards came with {len(usable)} usable flags; give one flag for each trajectory")
-    if method not in get_args(Advantage):
+    if not is_own(method) and method not in get_args(Advantage):
         raise ValueError(f"algorithm.advantage = {method!r} is unknown; use one of {', '.join(get_args(Advantage))}")
     kept = np.array([np.nan if reward is None else reward for reward, use in zip(rewards, usable, strict=True) if use], dtype=np.float64)
     if not kept.size:
@@ -45,7 +48,9 @@ def group_advantages(rewards: Sequence[float | None], usable: Sequence[bool], me
     return [next(values) if use else None for use in usable]
 
 
-def _advantages(rewards: np.ndarray, method: Advantage) -> np.ndarray:
+def _advantages(rewards: np.ndarray, method: str) -> np.ndarray:
+    if is_own(method):
+        return own_advantages(method, rewards) if len(rewards) > 1 else np.zeros(len(rewards))
     centred: np.ndarray = rewards - rewards.mean()
     match method:
         case "grpo":
@@ -58,7 +63,7 @@ def _advantages(rewards: np.ndarray, method: Advantage) -> np.ndarray:
             return np.asarray(centred / (rewards.mean() + STD_FLOOR))
         case "reinforce_plus_plus" | "gae":
             return rewards
-        case "dr_grpo" | "reinforce_plus_plus_baseline":
+        case _:  # dr_grpo, reinforce_plus_plus_baseline
             return centred
 
 

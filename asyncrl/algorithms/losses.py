@@ -6,8 +6,8 @@ A policy loss is a surrogate per token, times a truncated weight for the way fro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -23,8 +23,10 @@ from asyncrl.algorithms.corrections import (
     sequence_max,
     sequence_mean,
 )
+from asyncrl.algorithms.own import is_own, own_loss
 from asyncrl.algorithms.values import value_loss
 from asyncrl.config import AlgorithmConfig, CorrectionConfig
+from asyncrl.runtime.functions import FunctionError, import_function, where
 
 __all__ = [
     "LossSums",
@@ -33,6 +35,8 @@ __all__ = [
     "dppo",
     "gspo_log_ratio",
     "log_linear_proximal",
+    "made_up_tokens",
+    "own_metrics",
     "policy_loss",
     "ppo_clip",
     "reinforce",
@@ -76,6 +80,8 @@ class LossSums:
     drift: Tensor | float = 0.0
     """|log ratio| of tokens that the learner's own version made in a trajectory begun earlier: what the old KV cache does to them."""
     drift_tokens: Tensor | float = 0.0
+    own: Mapping[str, Tensor] = field(default_factory=dict)
+    """Metrics of the user's own loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +212,7 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
         raise ValueError(f"log-probs {tuple(logprobs.shape)}, behaviour {tuple(behaviour.shape)}, advantages {tuple(advantages.shape)} must have one shape")
     old = _old_logprobs(tokens, algorithm.old_policy)
     log_ratio = (logprobs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    surrogate, clipped = _surrogate(tokens, log_ratio, algorithm)
+    surrogate, clipped, own = _surrogate(tokens, old, log_ratio, algorithm)
     raw = (logprobs - behaviour).detach()
     uncut = _importance_weights(tokens, algorithm)
     cap = algorithm.correction.cap
@@ -245,6 +251,7 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
             drift=full.abs()[late].sum(),
             drift_tokens=late.sum(),
             nonfinite=(~torch.isfinite(raw)).sum(),
+            own=own,
         )
     return loss, sums
 
@@ -289,11 +296,27 @@ def _old_logprobs(tokens: PolicyTokens, old_policy: str) -> Tensor:
     return log_linear_proximal(tokens.logprobs, tokens.behaviour_logprobs, tokens.ages)
 
 
-def _surrogate(tokens: PolicyTokens, log_ratio: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def _surrogate(tokens: PolicyTokens, old: Tensor, log_ratio: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss and clip of each token [N], and the sums of an own loss's metrics."""
+    if not is_own(algorithm.loss):
+        return *_built_in(tokens, log_ratio, algorithm), {}
+    if not tokens.logprobs.numel():  # a stand-in micro-batch, which an own loss need not understand
+        return tokens.logprobs, torch.zeros_like(tokens.logprobs, dtype=torch.bool), {}
+    told: dict[str, Tensor | int] = {
+        "logprobs": tokens.logprobs,
+        "old_logprobs": old,
+        "behaviour_logprobs": tokens.behaviour_logprobs,
+        "advantages": tokens.advantages,
+        "ages": tokens.ages,
+        "sequence": tokens.sequence,
+        "sequences": tokens.sequences,
+    }
+    return own_loss(algorithm.loss, told)
+
+
+def _built_in(tokens: PolicyTokens, log_ratio: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     low, high, advantages = algorithm.clip_low, algorithm.eps_clip_high, tokens.advantages
     match algorithm.loss:
-        case "ppo":
-            return ppo_clip(log_ratio, advantages, low, high, algorithm.dual_clip)
         case "gspo":
             return ppo_clip(gspo_log_ratio(log_ratio, tokens.sequence, tokens.sequences), advantages, low, high)
         case "cispo":
@@ -304,6 +327,35 @@ def _surrogate(tokens: PolicyTokens, log_ratio: Tensor, algorithm: AlgorithmConf
             return dppo(tokens.logprobs, tokens.behaviour_logprobs, advantages, algorithm.dppo_threshold)
         case "reinforce":
             return reinforce(tokens.logprobs, advantages)
+        case _:
+            return ppo_clip(log_ratio, advantages, low, high, algorithm.dual_clip)
+
+
+def made_up_tokens() -> PolicyTokens:
+    """Twelve tokens of three trajectories, ratios on both sides of 1 and advantages of both signs: what a loss is tried on."""
+    behaviour = torch.linspace(-3.0, -0.1, 12)
+    logprobs = (behaviour + torch.linspace(-0.6, 0.09, 12)).requires_grad_()
+    sequence = torch.arange(3).repeat_interleave(4)
+    advantages = torch.tensor([1.0, -0.5, -0.5])[sequence]
+    return PolicyTokens(logprobs, behaviour, advantages, torch.full((12,), 1 / 12), sequence, 3, (2 - sequence).float())
+
+
+def own_metrics(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """Names of an own loss's metrics, from a call on made-up numbers; none for a built-in one.
+
+    Raises:
+        FunctionError: it raised, broke its contract, or its gradient is no number or 0 everywhere.
+    """
+    if not is_own(algorithm.loss):
+        return ()
+    tokens = made_up_tokens()
+    surrogate, _, own = _surrogate(tokens, tokens.behaviour_logprobs, tokens.logprobs - tokens.behaviour_logprobs, algorithm)
+    (gradient,) = torch.autograd.grad(surrogate.sum(), tokens.logprobs, allow_unused=True)
+    if gradient is None or not torch.isfinite(gradient).all() or not gradient.any():
+        found = "does not depend on logprobs" if gradient is None else f"has the gradient {gradient.tolist()}"
+        name = f"algorithm.loss = {algorithm.loss!r} ({where(import_function('algorithm.loss =', algorithm.loss))})"
+        raise FunctionError(f"{name} {found} on made-up numbers; compute the loss from logprobs, with finite steps")
+    return tuple(own)
 
 
 def _masks(log_ratio: Tensor, tokens: PolicyTokens, correction: CorrectionConfig) -> dict[str, Tensor]:

@@ -31,6 +31,7 @@ from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
 from asyncrl.control.fates import Fate
 from asyncrl.control.protocols import (
+    FILTERED,
     UNFORESEEN,
     WAYS_OUT,
     EvaluationLost,
@@ -301,6 +302,8 @@ class Coordinator:
         self._scored_since_step.append(scored)
         if scored.failure is not None and scored.failure.startswith(UNFORESEEN):
             self._fail(scored.ordinal, scored.failure)
+        elif scored.failure is not None and scored.failure.startswith(FILTERED):
+            self._end(scored.ordinal, "filtered", scored.failure.removeprefix(FILTERED))
         elif scored.failure is not None:
             self._end(scored.ordinal, "dropped", scored.failure)
         elif scored.usable < self.schedule.least_usable:
@@ -588,7 +591,8 @@ class Coordinator:
             counts = ", ".join(f"{count} {name}" for name, count in self._ended_since_step.items())
             raise RuntimeError(
                 f"no step since {sum(self._ended_since_step.values())} groups ended ({counts}; last: {reason}): nothing is left to train on; look at "
-                "fates/*.parquet, and change what it says: the prompts, the reward, algorithm.filter_zero_variance, or an engine whose log-probs are NaN"
+                "fates/*.parquet, and change what it says: the prompts, the reward, algorithm.filter_zero_variance or group_filter, or an engine whose "
+                "log-probs are NaN"
             )
 
     def _flush_fates(self) -> None:

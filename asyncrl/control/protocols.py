@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from asyncrl.types import Prompt
 
 __all__ = [
+    "FILTERED",
     "NOTHING_TO_LEARN",
     "NOT_FINITE",
     "UNFORESEEN",
@@ -39,6 +40,8 @@ __all__ = [
 
 UNFORESEEN = "not foreseen: "
 """How the failure of a group begins that ended with an exception nobody foresaw."""
+FILTERED = "filtered: "
+"""How the failure of a group begins that the user's own filter left out."""
 CAUSE_LENGTH = 300
 """Characters of an error's message that a reason repeats."""
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import Advantage, group_advantages
+from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.algorithms.losses import PolicyTokens
 from asyncrl.algorithms.values import gae
 from asyncrl.learning.attention import Segments
@@ -139,7 +139,7 @@ def examples_of(table: pa.Table) -> list[Example]:
     return [example for row in range(table.num_rows) for example in _row_examples(table, row)]
 
 
-def shuffle_rewards(tables: Sequence[pa.Table], advantage: Advantage, seed: tuple[int, ...]) -> list[pa.Table]:
+def shuffle_rewards(tables: Sequence[pa.Table], advantage: str, seed: tuple[int, ...]) -> list[pa.Table]:
     """The same scored groups with the usable trajectories' rewards permuted over all of them, and the advantages computed anew."""
     rewards = [table["reward"][row].as_py() for table in tables for row in range(table.num_rows)]
     usable = [[status == "ok" for status in table["status"][row].as_py()] for table in tables for row in range(table.num_rows)]

@@ -12,37 +12,45 @@ from torch import Tensor
 from asyncrl.algorithms.losses import LossSums
 from asyncrl.data.packing import Packing
 from asyncrl.learning.batches import Example
+from asyncrl.runtime.functions import FunctionError
 
 __all__ = ["StepSums", "step_metrics"]
 
-SUMS = tuple(field.name for field in fields(LossSums) if field.name not in ("ratio_max", "nonfinite"))
+SUMS = tuple(field.name for field in fields(LossSums) if field.name not in ("ratio_max", "nonfinite", "own"))
 NAMES = (*SUMS, "entropy", "nonfinite_loss", "nonfinite_gradient")
 
 
 class StepSums:
     """Sums of one step on one rank, kept on the device until `over_ranks`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(len(NAMES), dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device, own: Sequence[str] = ()) -> None:
+        """`own`: metrics of the user's own loss, the same ones on every rank."""
+        self.own = tuple(own)
+        self.sums = torch.zeros(len(NAMES) + len(self.own), dtype=torch.float64, device=device)
         self.ratio_max = torch.zeros(1, dtype=torch.float64, device=device)
 
     def add(self, sums: LossSums, entropy: Tensor) -> None:
         """Add one micro-batch; `entropy` is [N]."""
+        if sums.own and set(sums.own) != set(self.own):
+            raise FunctionError(f"algorithm.loss gave the metrics {sorted(sums.own)}, and {sorted(self.own)} on made-up numbers; give the same in every call")
         values = [getattr(sums, name) for name in SUMS] + [entropy.sum()]
         bad = sums.nonfinite + ~torch.isfinite(sums.loss)
         zero = torch.zeros_like(bad)
-        self.sums += torch.stack([torch.as_tensor(value, device=bad.device).double() for value in (*values, bad, zero)])
+        self.sums += torch.stack(
+            [torch.as_tensor(value, device=bad.device).double() for value in (*values, bad, zero, *(sums.own.get(name, 0.0) for name in self.own))]
+        )
         self.ratio_max = torch.maximum(self.ratio_max, sums.ratio_max.double())
 
     def nonfinite_gradient(self, found: bool) -> None:
         """This rank's gradient shards hold NaN or Inf."""
-        self.sums[-1] += found
+        self.sums[len(NAMES) - 1] += found
 
     def over_ranks(self) -> dict[str, float]:
         """Sums over all ranks (a collective). `nonfinite_loss` counts tokens and micro-batches, `nonfinite_gradient` ranks."""
         dist.all_reduce(self.sums)
         dist.all_reduce(self.ratio_max, op=dist.ReduceOp.MAX)
-        return dict(zip(NAMES, self.sums.tolist(), strict=True)) | {"ratio_max": float(self.ratio_max)}
+        names = (*NAMES, *(f"loss/{name}" for name in self.own))
+        return dict(zip(names, self.sums.tolist(), strict=True)) | {"ratio_max": float(self.ratio_max)}
 
 
 def step_metrics(
@@ -90,6 +98,7 @@ def step_metrics(
         "entropy": totals["entropy"] / tokens,
         "nonfinite_loss": totals["nonfinite_loss"],
         "nonfinite_gradient": totals["nonfinite_gradient"],
+        **{name: total / tokens for name, total in totals.items() if name.startswith("loss/")},
         "step_s": seconds,
         "tokens_per_s": input_tokens / seconds,
     }

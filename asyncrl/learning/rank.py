@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.algorithms.advantages import batch_normalised, moments_over_ranks, standardised
-from asyncrl.algorithms.losses import LossSums, policy_loss, supervised_loss, token_weights, truncated_weights
+from asyncrl.algorithms.losses import LossSums, own_metrics, policy_loss, supervised_loss, token_weights, truncated_weights
 from asyncrl.config import Config
 from asyncrl.control.protocols import NOT_FINITE, NOTHING_TO_LEARN, Manifest, StepResult
 from asyncrl.data.balance import quadratic_cost
@@ -94,6 +94,8 @@ class LearnerRank:
         self.versions: dict[int, list[Any]] = {}
         self.norms = NormWatch()
         self.listener: socket.socket | None = None
+        self.own_metrics: tuple[str, ...] = ()
+        """Names of the metrics of the user's own loss."""
         self.packing: Packed = "rows"
         """How the model is trained; known once it is loaded."""
         torch.set_num_threads(config.learner.num_threads)
@@ -122,6 +124,7 @@ class LearnerRank:
         self.table = version_table(self.config.model.path)
         # The second value must live as long as the engine.
         algorithm = self.config.algorithm
+        self.own_metrics = own_metrics(algorithm)
         sequence_group = SequenceGroup.join(learner.sequence_parallel_size)
         self.engine, self.sharded = zero3.start_engine(
             self.config.model.path, learner, self.config.rollout.temperature, algorithm.entropy_coef > 0, algorithm.advantage == "gae", sequence_group
@@ -300,7 +303,7 @@ class LearnerRank:
         """Forward and backward over all micro-batches; the gradients wait in the engine. Returns the sums over all ranks, so that all decide alike."""
         learner = self.config.learner
         plan = self._plan(examples)
-        sums = StepSums(self.device)
+        sums = StepSums(self.device, self.own_metrics)
         mine = plan.micro_batches[self.data_rank]
         for number, indices in enumerate(mine):
             self.engine.set_gradient_accumulation_boundary(number == len(mine) - 1)

@@ -28,7 +28,6 @@ Anything else breaks the contract.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import importlib.util
 import inspect
 import math
@@ -38,6 +37,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from asyncrl.runtime.functions import FunctionError, chosen_arguments, import_function, place_of, short
 
 __all__ = [
     "ContractError",
@@ -56,8 +57,6 @@ __all__ = [
 
 CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("process.py"))}
 """Files whose frames come before those of a reward."""
-MOST_CHARACTERS = 500
-"""Of what a reward raised or returned, in a message."""
 MOST_FRAMES = 12
 """Frames of a traceback that are kept, the innermost."""
 TOTAL = "reward"
@@ -119,19 +118,10 @@ def import_reward(function: str) -> Callable[..., Any]:
     Raises:
         RewardError: it cannot be imported, or is not callable.
     """
-    module, _, name = function.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise RewardError(f"reward function {function!r} cannot be imported ({error}); check its name and that its package is installed") from None
-    except Exception as error:
-        # Whatever a module raises while it is imported is reported under the function's name.
-        raise RewardError(
-            f"reward function {function!r} cannot be imported ({type(error).__name__}: {_short(str(error))}{_place(error)}); repair its module"
-        ) from None
-    if not callable(found):
-        raise RewardError(f"reward function {function!r} is a {type(found).__name__}; name a function")
-    return found  # type: ignore[no-any-return]
+        return import_function("reward function", function)
+    except FunctionError as error:
+        raise RewardError(str(error)) from None
 
 
 def call_reward(function: str, call: GroupCall, arguments: Mapping[str, Any] | None = None, per_token: bool = False) -> FunctionRewards:
@@ -168,47 +158,25 @@ def keyword_arguments(reward: Callable[..., Any], call: GroupCall, arguments: Ma
     told |= {name: [value] * n for name, value in call.columns.items()}
     told |= arguments
     told |= {"prompts": list(call.prompts), "completions": list(call.completions), "completion_ids": [list(ids) for ids in call.completion_ids]}
-    try:
-        parameters = inspect.signature(reward).parameters.values()
-    except (TypeError, ValueError):  # written in C: nobody knows
-        return told
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return told
-    named = {parameter.name for parameter in parameters}
-    needed = {parameter.name for parameter in parameters if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL}
-    if missing := sorted(needed - told.keys()):
-        there = ", ".join(sorted(told)) or "nothing"
-        raise TypeError(f"it takes {', '.join(missing)}, which neither a column of the data nor an entry of its arguments is; there are {there}")
-    return {name: value for name, value in told.items() if name in named}
+    return chosen_arguments(reward, told, "neither a column of the data nor an entry of its arguments is")
 
 
 def failed(function: str, error: BaseException) -> RewardError:
     """Whatever a reward raised, under its name and with the line that raised it. The traceback from the function on is a note."""
     if isinstance(error, MemoryError):
         return RewardError(f"reward function {function!r} asked for more memory than reward.memory_bytes leaves it; raise that, or free what is not used")
-    wrapped = RewardError(f"reward function {function!r} raised {type(error).__name__}: {_told(str, error)}{_place(error)}")
+    wrapped = RewardError(f"reward function {function!r} raised {type(error).__name__}: {_told(str, error)}{place_of(_frames(error))}")
     if frames := _frames(error):
         wrapped.add_note("".join(["Traceback (most recent call last):\n", *traceback.format_list(frames[-MOST_FRAMES:])]).rstrip())
     return wrapped
 
 
-def _short(text: str) -> str:
-    """What fits a message and a column of text: no half characters, and not a megabyte."""
-    text = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def _told(of: Callable[[Any], str], value: Any) -> str:
     """`str` or `repr` of what a reward gave, whose own code may raise."""
     try:
-        return _short(of(value))
+        return short(of(value))
     except Exception as error:
         return f"(a {type(value).__name__} whose text cannot be had: {type(error).__name__})"
-
-
-def _place(error: BaseException) -> str:
-    frames = _frames(error)
-    return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -243,9 +211,9 @@ def _checked(function: str, values: Any, call: GroupCall, per_token: bool) -> Fu
         values = values.tolist()
     if not isinstance(values, Mapping):
         return FunctionRewards(_check_list(function, values, n))
-    if not values or not all(isinstance(name, str) and name and "/" not in name and name == _short(name) for name in values):
+    if not values or not all(isinstance(name, str) and name and "/" not in name and name == short(name) for name in values):
         raise ContractError(
-            f"reward function {function!r} returned a dict with the keys {_short(repr(list(values)))}; name its parts by short strings without '/'"
+            f"reward function {function!r} returned a dict with the keys {short(repr(list(values)))}; name its parts by short strings without '/'"
         )
     parts = {name: _check_list(f"{function}, part {name}", some, n) for name, some in values.items()}
     total = parts.pop(TOTAL, None)

@@ -11,9 +11,12 @@ import pyarrow as pa
 
 from asyncrl.algorithms.advantages import group_advantages, soft_overlong_penalty
 from asyncrl.algorithms.kl import reward_kl
+from asyncrl.algorithms.own import own_verdict
 from asyncrl.config import AlgorithmConfig, Config, RewardConfig
+from asyncrl.control.protocols import FILTERED, unforeseen
 from asyncrl.rewards.contract import GroupCall
 from asyncrl.rewards.pool import GroupRewards, total_rewards
+from asyncrl.runtime.functions import FunctionError
 from asyncrl.types import (
     REFERENCE_COLUMN,
     REFERENCE_LOGPROBS,
@@ -59,6 +62,7 @@ def attach_reference(group: pa.Table, logprobs: Sequence[Any]) -> pa.Table:
 
 def score_table(table: pa.Table, config: Config) -> pa.Table:
     """Add reward, advantage, status and scored_at to groups with raw rewards. The map stage of scoring."""
+    failures: list[str | None] = []
     weights = {name: reward.weight for name, reward in config.reward.functions.items()}
     scored: dict[str, list[Any]] = {"reward": [], "advantage": [], "status": [], "scored_at": []}
     columns = [
@@ -68,6 +72,7 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
         "logprobs",
         "finish_reason",
         "reward_parts",
+        "failure",
         *([REFERENCE_COLUMN] if config.algorithm.has_reference else []),
     ]
     for row in table.select(columns).to_pylist():
@@ -82,11 +87,31 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
         statuses = [trajectory_status(reward, known, len(row["prompt_ids"]), mask, config.longest_trajectory) for reward, known, mask in places]
         scored["reward"].append(rewards)
         scored["status"].append(statuses)
-        scored["advantage"].append(group_advantages(rewards, [status == "ok" for status in statuses], config.algorithm.advantage))
+        advantages, failure = _judged(row, rewards, statuses, config.algorithm)
+        scored["advantage"].append(advantages)
+        failures.append(row["failure"] or failure)
         scored["scored_at"].append(time.time())
     for name, values in scored.items():
         table = table.append_column(name, pa.array(values, SCORED_COLUMNS[name]))
-    return table
+    return table.set_column(table.column_names.index("failure"), "failure", pa.array(failures, SCORED_COLUMNS["failure"]))
+
+
+def _judged(
+    row: Mapping[str, Any], rewards: Sequence[float | None], statuses: Sequence[str], algorithm: AlgorithmConfig
+) -> tuple[list[float | None], str | None]:
+    """The advantages of a group, and why it is not trained: the user's own filter left it out, or a function of the user's own failed."""
+    ok = [status == "ok" for status in statuses]
+    try:
+        advantages = group_advantages(rewards, ok, algorithm.advantage)
+        kept = [index for index, use in enumerate(ok) if use]
+        if algorithm.group_filter is None or len(kept) < (2 if algorithm.compares_siblings else 1):
+            return advantages, None
+        known, lengths = [float(rewards[index] or 0.0) for index in kept], [len(row["completion_ids"][index]) for index in kept]
+        truncated = [row["finish_reason"][index] in TRUNCATED for index in kept]
+        trained = own_verdict(algorithm.group_filter, known, [float(advantages[index] or 0.0) for index in kept], lengths, truncated)
+        return advantages, None if trained else f"{FILTERED}{algorithm.group_filter} said False"
+    except FunctionError as error:
+        return [None] * len(ok), unforeseen("the group could not be scored", error)
 
 
 def _shortened(rewards: Sequence[float | None], lengths: Sequence[int], longest: int, reward: RewardConfig) -> list[float | None]:

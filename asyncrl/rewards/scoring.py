@@ -27,7 +27,7 @@ import ray.exceptions
 
 from asyncrl.config import Config
 from asyncrl.contracts.content_hash import content_hashes
-from asyncrl.control.protocols import UNFORESEEN, RolloutFailed, Rollouts, Scored
+from asyncrl.control.protocols import FILTERED, UNFORESEEN, RolloutFailed, Rollouts, Scored
 from asyncrl.data.groups import broken_stream, groups_at
 from asyncrl.data.sources import SOURCE_COLUMN
 from asyncrl.data.stream import Deaths, Tasks, stream_blocks
@@ -209,7 +209,7 @@ class RayScores:
         ordinals = [row["ordinal"][0].as_py() for row in rows]
         if self._config.reward.policy == "fail":
             for row, ordinal in zip(rows, ordinals, strict=True):
-                if (failure := row["failure"][0].as_py()) and not failure.startswith(UNFORESEEN):
+                if (failure := row["failure"][0].as_py()) and not failure.startswith((UNFORESEEN, FILTERED)):
                     raise RewardError(f"group {ordinal}: {failure}")
         new = {}
         for row, ordinal in zip(rows, ordinals, strict=True):

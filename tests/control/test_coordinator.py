@@ -185,6 +185,13 @@ def test_a_run_that_finds_nothing_to_train_on_ends_and_says_so():
     assert len(coordinator.parts.recorder.all_fates) >= 401
 
 
+def test_a_group_that_the_users_own_filter_left_out_is_filtered_and_another_is_made():
+    coordinator = make(scores=lambda rollouts: FakeScores(rollouts, fails=lambda ordinal: "filtered: m:f said False" if ordinal == 1 else None))
+    progress = on_virtual_time(coordinator)
+    assert progress.ended["filtered"] == 1 and "dropped" not in progress.ended
+    assert {fate.reason for fate in coordinator.parts.recorder.all_fates if fate.outcome == "filtered"} == {"m:f said False"}
+
+
 def test_wait_loses_no_slow_group():
     slow = {3, 17}
     coordinator = make(steps=20, rollouts=FakeRollouts(latency=lambda ordinal: 0.2 if ordinal in slow else 0.0))

@@ -49,7 +49,7 @@ def test_without_such_tokens_a_mean_is_no_number() -> None:
 
 
 def test_every_sum_of_the_loss_is_carried_over_the_ranks() -> None:
-    assert {field.name for field in fields(LossSums)} <= {*NAMES, "ratio_max", "nonfinite"}
+    assert {field.name for field in fields(LossSums)} <= {*NAMES, "ratio_max", "nonfinite", "own"}
 
 
 def test_the_variance_of_ratios_that_are_all_small_is_not_below_zero() -> None:

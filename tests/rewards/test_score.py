@@ -186,3 +186,46 @@ def test_saving_groups_asks_the_object_store_beside_the_event_loop(monkeypatch, 
     saving = scoring.RayScores.save(scoring.RayScores.__new__(scoring.RayScores), [SimpleNamespace(ref="a"), SimpleNamespace(ref="b")], tmp_path / "x")
     asyncio.run(saving)
     assert asked[0][0] == ["a", "b"] and asked[0][1] is not threading.main_thread() and asked[1] == (tmp_path / "x", ["a", "b"])
+
+
+OWN = """
+def keep(rewards, truncated):
+    return bool(rewards.max() > 0 and not truncated.any())
+
+def halves(rewards):
+    return rewards / 2
+
+def broken(rewards):
+    return rewards[:-1]
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch, config):
+    """`own(rewards, advantage=…, group_filter=…)`: a group of two, scored with functions of the user's own."""
+    (tmp_path / "own_in_scoring.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def score(rewards, reason="stop", **algorithm):
+        named = {name: f"own_in_scoring:{function}" for name, function in algorithm.items()}
+        group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2), trajectory(2, reason=reason)), "replica", 1.0, 2.0)
+        tree = config.model_dump()
+        tree["algorithm"] = named
+        row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": rewards, "b": [0.0, 0.0]})), Config.model_validate(tree))
+        return row, scored_summary(row, "reference")
+
+    return score
+
+
+def test_an_own_filter_says_which_groups_are_trained(own):
+    assert own([1.0, 0.0], group_filter="keep")[1].failure is None
+    assert own([0.0, 0.0], group_filter="keep")[1].failure == "filtered: own_in_scoring:keep said False"
+    assert own([1.0, 0.0], "length", group_filter="keep")[1].failure == "filtered: own_in_scoring:keep said False"
+    masked = own([1.0, None], group_filter="keep")[1]
+    assert masked.failure is None and masked.usable == 1, "too few usable trajectories: dropped, and no filter asked"
+
+
+def test_an_own_advantage_is_the_rows_and_one_that_fails_costs_its_group(own):
+    assert own([1.0, 0.5], advantage="halves")[0]["advantage"][0].as_py() == [0.5, 0.25]
+    failure = own([1.0, 0.5], advantage="broken")[1].failure
+    assert failure.startswith("not foreseen: ") and "own_in_scoring.py:8) returned shape [1]; return shape [2]" in failure

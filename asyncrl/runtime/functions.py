@@ -1,0 +1,96 @@
+"""Functions of the user's own, named as `package.module:function`: found, called with what their parameters name, and named in errors with file and line."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["FUNCTION", "FunctionError", "call_function", "chosen_arguments", "import_function", "place_of", "short", "where"]
+
+FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+"""What the name of a function looks like."""
+MOST_CHARACTERS = 500
+"""Of what a function raised, in a message."""
+
+
+class FunctionError(ValueError):
+    """A function of the user's own cannot be imported, raised, or broke its contract. The message names it, its file and its line."""
+
+
+def import_function(kind: str, function: str) -> Callable[..., Any]:
+    """The function that `package.module:function` names; `kind` is what the message calls it.
+
+    Raises:
+        FunctionError: it cannot be imported, or is not callable.
+    """
+    module, _, name = function.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise FunctionError(f"{kind} {function!r} cannot be imported ({error}); check its name and that its package is installed") from None
+    except Exception as error:
+        # Whatever a module raises while it is imported is reported under the function's name.
+        said = short(str(error))
+        place = place_of(list(traceback.extract_tb(error.__traceback__)))
+        raise FunctionError(f"{kind} {function!r} cannot be imported ({type(error).__name__}: {said}{place}); repair its module") from None
+    if not callable(found):
+        raise FunctionError(f"{kind} {function!r} is a {type(found).__name__}; name a function")
+    return found  # type: ignore[no-any-return]
+
+
+def chosen_arguments(function: Callable[..., Any], told: Mapping[str, Any], sources: str) -> dict[str, Any]:
+    """As much of `told` as the function's parameters take.
+
+    Raises:
+        TypeError: it needs something that is not there. `sources` says what nothing of it is.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C: nobody knows
+        return dict(told)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(told)
+    named = {parameter.name for parameter in parameters}
+    needed = {parameter.name for parameter in parameters if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL}
+    if missing := sorted(needed - told.keys()):
+        there = ", ".join(sorted(told)) or "nothing"
+        raise TypeError(f"it takes {', '.join(missing)}, which {sources}; there are {there}")
+    return {name: value for name, value in told.items() if name in named}
+
+
+def call_function(field: str, function: str, told: Mapping[str, Any]) -> tuple[Any, str]:
+    """What the function that the setting `field` names gives for these arguments, as far as it takes them; and how an error calls it.
+
+    Raises:
+        FunctionError: it cannot be imported, or raised.
+    """
+    found = import_function(f"{field} =", function)
+    name = f"{field} = {function!r} ({where(found)})"
+    try:
+        return found(**chosen_arguments(found, told, "it is not told")), name
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        raise FunctionError(f"{name} raised {type(error).__name__}: {short(str(error))}{place_of(frames)}; repair it") from error
+
+
+def where(function: Callable[..., Any]) -> str:
+    """FILE:LINE of its definition."""
+    try:
+        code = inspect.unwrap(function).__code__
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    except AttributeError:  # an object with __call__, or written in C
+        return str(getattr(function, "__module__", None) or type(function).__module__)
+
+
+def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Where the innermost of these frames is; nothing without any."""
+    return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+
+
+def short(text: str) -> str:
+    """What fits a message and a column of text: no half characters, and not a megabyte."""
+    text = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+    return text.encode("utf-8", "backslashreplace").decode()

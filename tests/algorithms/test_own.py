@@ -1,0 +1,147 @@
+"""A loss, an advantage and a group filter of the user's own: the examples give the built-in numbers, and what breaks the contract is named with its line."""
+
+import math
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.algorithms.losses import made_up_tokens, own_metrics, policy_loss
+from asyncrl.algorithms.own import own_verdict
+from asyncrl.config import AlgorithmConfig
+from asyncrl.runtime.functions import FunctionError
+
+EXAMPLES = Path(__file__).parents[2]
+
+WRONG = """
+import torch
+
+def summed(logprobs): return logprobs.sum()
+def detached(logprobs): return logprobs.detach()
+def number(logprobs): return 1.0
+def other(logprobs, rewards): return logprobs
+def raises(logprobs):
+    return {}["loss"]
+def infinite(logprobs, advantages): return logprobs / (advantages - advantages)
+def constant(logprobs): return 0 * logprobs
+def column(logprobs): return logprobs[:, None]
+def metric(logprobs): return logprobs, {"mean": logprobs.mean()}
+def slashed(logprobs): return logprobs, {"a/b": logprobs}
+
+def scalar(rewards): return 1.0
+def divides(rewards): return rewards / rewards.std()
+def words(rewards): return ["a"] * len(rewards)
+def sorts(rewards):
+    rewards.sort()
+    return rewards
+
+def one(rewards): return 1
+def listed(rewards): return [True]
+def by_all(rewards, advantages, lengths, truncated):
+    assert rewards.dtype == advantages.dtype == float and lengths.dtype == int and truncated.dtype == bool
+    return bool(lengths.max() < 9 and not truncated.any())
+"""
+
+
+@pytest.fixture(autouse=True)
+def importable(tmp_path, monkeypatch):
+    (tmp_path / "wrong_own.py").write_text(textwrap.dedent(WRONG))
+    for folder in (tmp_path, EXAMPLES):
+        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "wrong_own", raising=False)
+
+
+def algorithm(**settings) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize("old_policy", ["behaviour", "log_linear"])
+def test_the_examples_loss_is_the_built_in_one(old_policy):
+    losses, gradients, clipped = [], [], []
+    for name in ("ppo", "jobs.own_algorithm:clipped"):
+        tokens = made_up_tokens()
+        loss, sums = policy_loss(tokens, algorithm(loss=name, old_policy=old_policy))
+        losses.append(loss.item())
+        gradients.append(torch.autograd.grad(loss, tokens.logprobs)[0])
+        clipped.append(int(sums.clipped))
+    assert losses[0] == losses[1] and torch.equal(*gradients) and clipped[0] == clipped[1]
+    assert clipped[0] > 0
+    assert own_metrics(algorithm(loss="jobs.own_algorithm:clipped")) == ("ratio_below_half",) and own_metrics(algorithm()) == ()
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.5], [1.0, 1.0], [3.0, None, -2.0, 7.5]])
+def test_the_examples_advantage_is_the_built_in_one(rewards):
+    usable = [reward is not None for reward in rewards]
+    assert group_advantages(rewards, usable, "jobs.own_algorithm:standardised") == group_advantages(rewards, usable, "grpo")
+    assert group_advantages([1.0, None], [True, False], "wrong_own:scalar") == [0.0, None], "one has nothing to compare with"
+
+
+def test_the_example_filter_and_what_a_filter_is_told():
+    assert own_verdict("jobs.own_algorithm:mixed", [0.0, 1.0], [-1.0, 1.0], [2, 2], [False, False])
+    assert not own_verdict("jobs.own_algorithm:mixed", [1.0, 1.0], [0.0, 0.0], [2, 2], [False, False])
+    assert own_verdict("wrong_own:by_all", [0.0, 1.0], [-1.0, 1.0], [2, 8], [False, False])
+    assert not own_verdict("wrong_own:by_all", [0.0, 1.0], [-1.0, 1.0], [2, 8], [False, True])
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("summed", 4, r"returned loss of shape \[\]; return shape \[12\], one value for each token"),
+        ("column", 12, r"returned loss of shape \[12, 1\]; return shape \[12\]"),
+        ("detached", 5, "returned a loss without a gradient"),
+        ("number", 6, "returned loss as float; return a tensor"),
+        ("other", 7, "raised TypeError: it takes rewards, which it is not told; there are advantages, "),
+        ("raises", 8, r"raised KeyError: 'loss' at .*wrong_own\.py:9, in raises"),
+        ("infinite", 10, "as loss of token 0 from finite arguments"),
+        ("constant", 11, "has the gradient"),
+        ("metric", 13, r"returned metric mean of shape \[\]"),
+        ("slashed", 14, "short names without '/'"),
+    ],
+)
+def test_a_wrong_loss_is_named_with_its_line(name, line, message):
+    with pytest.raises(FunctionError, match=rf"^algorithm\.loss = 'wrong_own:{name}' \(.*wrong_own\.py:{line}\).*{message}"):
+        own_metrics(algorithm(loss=f"wrong_own:{name}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("scalar", r"returned shape \[\]; return shape \[2\]"),
+        ("divides", r"returned \[inf, inf\] for the rewards"),
+        ("words", "returned list; return 2 floats"),
+        ("nowhere", "cannot be imported"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_a_wrong_advantage_is_named(name, message):
+    with pytest.raises(FunctionError, match=rf"algorithm\.advantage = 'wrong_own:{name}'.*{message}"):
+        group_advantages([2.0, 2.0], [True, True], f"wrong_own:{name}")
+
+
+def test_a_function_cannot_change_the_rewards_it_is_told():
+    rewards = np.array([3.0, 1.0])
+    group_advantages(rewards, [True, True], "wrong_own:sorts")
+    assert rewards.tolist() == [3.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["one", "listed"])
+def test_a_filter_says_true_or_false(name):
+    with pytest.raises(FunctionError, match=rf"algorithm\.group_filter = 'wrong_own:{name}' .*; return True to train the group"):
+        own_verdict(f"wrong_own:{name}", [1.0, 0.0], [0.5, -0.5], [1, 1], [False, False])
+
+
+def test_log_probs_that_are_no_numbers_are_left_to_the_step():
+    tokens = made_up_tokens()
+    tokens.behaviour_logprobs[0] = math.nan
+    loss, sums = policy_loss(tokens, algorithm(loss="jobs.own_algorithm:clipped"))
+    assert math.isnan(loss.item()) and int(sums.nonfinite) == 1
+
+
+@pytest.mark.parametrize("setting", [{"loss": "ppoo"}, {"advantage": "a2c"}, {"loss": "mine:f.g"}])
+def test_an_unknown_name_is_answered_with_all_of_them(setting):
+    with pytest.raises(ValueError, match=r"use one of .*, or a function of your own as package\.module:function"):
+        algorithm(**setting)
