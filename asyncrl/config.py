@@ -741,7 +741,7 @@ class WarmStartConfig(Section):
     """Prompts as in data.train, with a column of answers: a path or sources, without weights.
     None = no warm start."""
     target_column: str = "answer"
-    """Column with the text that should follow the prompt. EOS is appended."""
+    """Column with the text that should follow the prompt. EOS is appended, or where a chat template renders the prompts, what ends its turns."""
     completion_policy: Literal["truncate", "drop", "split", "error"] = "error"
     """What happens to a target that is longer, with its EOS, than rollout.max_completion_length: it loses tokens at its end, the EOS first, the row is
     left out and counted, the row stays whole (as long as it may be: data.max_length does not bound it either) and packing_strategy cuts it into

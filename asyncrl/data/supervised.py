@@ -10,6 +10,7 @@ from asyncrl.config import Config, ConfigError
 from asyncrl.contracts.columns import column_values
 from asyncrl.data.prompts import ROWS_PER_CHECK, TOKENS, Data, in_turn, limits, named, read_prompt_rows, refuse_empty, render_rows
 from asyncrl.data.truncation import TooLong, TruncationReport, truncate
+from asyncrl.text.stops import chat_end_token
 from asyncrl.text.template import TemplateError
 from asyncrl.text.tokenizer import load_tokenizer
 
@@ -64,9 +65,12 @@ def supervised_rows(config: Config) -> tuple[list[Row], list[Row]]:
 
 
 def _targets(values: Sequence[object], config: Config) -> list[list[int]]:
-    """Token ids of the targets, EOS appended; none of a null."""
+    """Token ids of the targets with the token that ends them appended: that of the chat template's turns where it renders the prompts, else EOS. None of a
+    null."""
     tokenizer = load_tokenizer(config.model.path)
-    if tokenizer.eos_token_id is None:
+    end = chat_end_token(tokenizer) if config.data.apply_chat_template else None
+    end = tokenizer.eos_token_id if end is None else end
+    if end is None:
         raise ConfigError(f"model.path = {config.model.path!r}: its tokenizer has no EOS, so supervised rows could not teach where to stop; name one there")
     ids = tokenizer(["" if value is None else str(value) for value in values], add_special_tokens=False)["input_ids"]
-    return [[] if value is None else [*target, tokenizer.eos_token_id] for value, target in zip(values, ids, strict=True)]
+    return [[] if value is None else [*target, end] for value, target in zip(values, ids, strict=True)]

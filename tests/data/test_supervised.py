@@ -1,8 +1,10 @@
 """Supervised rows: EOS before the cut, limits of prompt, target and both, and what is refused."""
 
 import json
+import shutil
 
 import pytest
+from transformers import AutoTokenizer
 
 from asyncrl.config import ConfigError
 from asyncrl.data.supervised import read_supervised, supervised_rows
@@ -22,7 +24,7 @@ def ids(text):
 def supervised(prompt_config, tmp_path):
     """`supervised(rows, completion_policy, most, **data)`: the supervised rows of a file of these rows, and the report."""
 
-    def read(rows, completion_policy="error", most=8, field="warm_start.data", **data):
+    def read(rows, completion_policy="error", most=8, field="warm_start.data", model=None, **data):
         path = tmp_path / "supervised.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         packing = {"packing_strategy": "bfd_split"} if completion_policy == "split" else {}
@@ -31,6 +33,7 @@ def supervised(prompt_config, tmp_path):
             "warm_start": {"data": str(path), "completion_policy": completion_policy, **packing},
             "eval": {"data": str(path)},
         }
+        sections |= {"model": {"path": model}} if model else {}
         return read_supervised(prompt_config(ROWS, sections, **data), str(path), field)
 
     return read
@@ -40,6 +43,18 @@ def test_eos_ends_every_target_that_fits(supervised):
     rows, report = supervised(ROWS)
     assert rows == [(ids("12+3="), [*ids("15"), EOS]), (ids("9999+1="), [*ids("10000"), EOS])]
     assert report == TruncationReport(2)
+
+
+@pytest.mark.parametrize(("rendered", "end"), [(True, "<turn>"), (False, "<eos>")])
+def test_a_target_ends_as_the_template_ends_a_turn_where_it_renders_the_prompts(supervised, tiny_model, tmp_path, rendered, end):
+    """Taught the tokenizer's EOS alone, a model of chats would write what no turn of its template ends with."""
+    shutil.copytree(tiny_model, tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<turn>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "chat")
+    rows, _ = supervised(ROWS, apply_chat_template=rendered, model=str(tmp_path / "chat"))
+    assert [target[-1] for _, target in rows] == [tokenizer.convert_tokens_to_ids(end)] * 2
 
 
 def test_a_cut_target_has_no_eos(supervised):
