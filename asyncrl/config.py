@@ -804,6 +804,9 @@ class Config(Section):
     max_restarts: int = Field(default=3, ge=0)
     """Times that the run begins a new attempt by itself, from the last committed checkpoint, after a part of it has died. A new checkpoint sets the
     count back."""
+    ray_without_token: bool = False
+    """Use a cluster whose token authentication is off. This opens the machines of the cluster to everyone who reaches its ports: they can run code there,
+    and read and change the run. Only for a network that nobody else is on."""
     placement_timeout_s: Annotated[float | None, Unset] = Field(default=None, gt=0)
     """Seconds that a part may wait for resources before the run is given up with a table of what is missing. Default: derived from the number of
     processes, and whether the cluster starts nodes on demand."""

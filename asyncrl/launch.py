@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -33,7 +34,7 @@ from asyncrl.learning.group import LearnerGroup
 from asyncrl.learning.reference import start_reference
 from asyncrl.placement import generators_lost, needed, own_cluster, wait_for_placement, wait_for_room
 from asyncrl.preflight.cluster_address import answering_cluster
-from asyncrl.redact import redact
+from asyncrl.redact import print_shown, redact
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.remote import RemoteRewardPool
@@ -151,7 +152,7 @@ def cluster(config: Config, logs: Path) -> Iterator[None]:
         start_local_ray(max(os.cpu_count() or 1, math.ceil(needed(config)["CPU"])), configure_logging=False)
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     try:
-        _refuse_open_ray()
+        _refuse_open_ray(config.ray_without_token)
         yield
     finally:
         ray.shutdown()
@@ -160,13 +161,16 @@ def cluster(config: Config, logs: Path) -> Iterator[None]:
             _keep_logs(session / "logs", logs / "ray")
 
 
-def _refuse_open_ray() -> None:
-    """Raise RuntimeError unless this process speaks to Ray with a token: without one, whoever reaches its ports can run code."""
-    if not is_token_auth_enabled():
+def _refuse_open_ray(allowed: bool = False) -> None:
+    """Raise RuntimeError unless this process speaks to Ray with a token: without one, whoever reaches its ports can run code. `allowed`: say so instead."""
+    if is_token_auth_enabled():
+        return
+    if not allowed:
         raise RuntimeError(
             "Ray's token authentication is off; unset RAY_AUTH_MODE, or on a cluster that stands start it with RAY_AUTH_MODE=token and a token of "
-            "`ray get-auth-token --generate`"
+            "`ray get-auth-token --generate`; ray_without_token: true uses it as it is, open to everyone who reaches its ports"
         )
+    print_shown("asyncrl: ray_without_token: everyone who reaches this cluster's ports can run code on its machines, and read or change runs", file=sys.stderr)
 
 
 def start_local_ray(num_cpus: int, tries: int = 4, **options: Any) -> None:

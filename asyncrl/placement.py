@@ -97,6 +97,7 @@ def _refusal(limit: float, never: list[str], short: list[str], late: bool) -> st
         return f"no room on the cluster after placement_timeout_s = {limit:g} s ({'; '.join(short)}); free some, or wait longer"
     waited = f" after placement_timeout_s = {limit:g} s" if late else ""
     fix = "lower generator.num_replicas, learner.world_size or their num_cpus, or add nodes"
+    fix += "; start Ray with a larger --object-store-memory" if any("object store" in line for line in never) else ""
     fix += "; without GPUs, set learner.device and generator.device to cpu" if any(line.startswith("GPU:") for line in never) else ""
     return f"the cluster is too small for this run{waited} ({'; '.join(never)}); {fix}"
 
@@ -216,6 +217,9 @@ def cluster_nodes(with_memory: bool) -> list[Node]:
         total, left = machines.get(node["NodeID"], ({}, {}))
         registered = {name: node["Resources"].get(name, 0.0) for name in ("CPU", "GPU")}
         available = {name: free.get(node["NodeID"], {}).get(name, 0.0) for name in ("CPU", "GPU")}
+        if "object_store_memory" in node["Resources"]:
+            registered["object store"] = node["Resources"]["object_store_memory"]
+            available["object store"] = free.get(node["NodeID"], {}).get("object_store_memory", registered["object store"])
         nodes.append(Node(f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})", registered | total, available | left))
     return nodes
 

@@ -18,7 +18,7 @@ __all__ = ["Holder", "Need", "Node", "Part", "cluster_text", "logical_cpus", "pl
 
 COUNTED = ("CPU", "GPU")
 """What processes declare to Ray: a node that does not register it has none."""
-BYTES = ("memory", "shared memory")
+BYTES = ("memory", "shared memory", "object store")
 """What they take all the same, in bytes. A node that could not be asked may have any amount."""
 ROUNDING = 1e-6
 
@@ -95,7 +95,7 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
             amounts |= _bytes_of(part.name, config, version_bytes)
         needs.append(Need(part.name, part.count, amounts))
     if version_bytes:
-        needs.append(Need("two published versions", 1, {"shared memory": 2.0 * version_bytes}))
+        needs.append(Need("two published versions", 1, {"shared memory": 2.0 * version_bytes, "object store": 2.0 * version_bytes}))
     return tuple(needs)
 
 

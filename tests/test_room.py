@@ -21,7 +21,7 @@ def test_needs_hand_computed():
     ranks, replicas = by_part["learner ranks"], by_part["generator replicas"]
     assert (ranks.count, ranks.amounts) == (2, {"CPU": 0.4, "memory": (25 << 20) * 16 / 2})
     assert replicas.amounts == {"CPU": 0.4, "memory": (100 << 20) + (256 << 20), "shared memory": 100 << 20}
-    assert by_part["two published versions"].amounts == {"shared memory": 200 << 20}
+    assert by_part["two published versions"].amounts == {"shared memory": 200 << 20, "object store": 200 << 20}
     assert all(set(need.amounts) == {"CPU"} for need in run_needs(config()))
     on_gpu = {need.part: need.amounts for need in run_needs(config(**GPUS), 100 << 20)}
     assert on_gpu["learner ranks"] == {"CPU": 4, "GPU": 1} and on_gpu["generator replicas"] == {"CPU": 4, "GPU": 1, "shared memory": 100 << 20}
@@ -53,6 +53,14 @@ def test_a_sum_that_is_short_is_named_with_both_numbers():
     assert (
         shortages(run_needs(config(), GIB), [node("a", 2, memory={"shared memory": 2.5 * GIB})], "free")[0] == "shared memory: 3.00 GiB needed, 2.50 GiB free"
     )
+
+
+def test_two_versions_must_fit_into_one_nodes_object_store():
+    """Enough in /dev/shm is not enough: Ray takes a share of it, and would spill the rest to disk."""
+    small = {"memory": {"shared memory": 64 * GIB, "object store": 1.5 * GIB}}
+    short = shortages(run_needs(config(), GIB), [node("a", 2, **small), node("b", 2, **small)], "registered")
+    assert short == ["two published versions: 1 x (shared memory 2.00 GiB, object store 2.00 GiB), each on one node, and registered is room for none on any"]
+    assert shortages(run_needs(config(), GIB), [node("a", 2, memory={"object store": 2 * GIB})], "registered") == []
 
 
 def test_enough_in_all_is_not_enough_where_no_node_has_enough_for_one():

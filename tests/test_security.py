@@ -551,3 +551,15 @@ def test_model_text_is_no_html() -> None:
     table = pa.table({"completion": [HOSTILE], "prompt_text": ["<img src=x onerror=alert(1)>"]})
     page = table.to_pandas()._repr_html_()
     assert "<script>" not in page and "<img" not in page and "&lt;script&gt;" in page
+
+
+def test_a_cluster_without_a_token_may_be_used_by_a_setting_that_says_what_it_opens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from asyncrl import launch
+
+    monkeypatch.setattr(launch, "is_token_auth_enabled", lambda: False)
+    with pytest.raises(RuntimeError, match="ray_without_token: true uses it as it is, open to everyone who reaches its ports"):
+        launch._refuse_open_ray()
+    launch._refuse_open_ray(allowed=True)
+    assert "everyone who reaches this cluster's ports can run code on its machines" in capsys.readouterr().err
