@@ -8,14 +8,19 @@ import sys
 from collections.abc import Collection
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.config import Config, ConfigError, command_line, load_config
 from asyncrl.redact import print_shown
+
+if TYPE_CHECKING:
+    from asyncrl.reading import Run
 
 __all__ = ["main"]
 
 ON_A_CONFIG = {"train": "train a model as a YAML file says", "plan": "check a config and show what it asks for; allocates nothing"}
 AUDIT = "add up a run's groups, fates, metrics, evaluations and checkpoints again, and say of each invariant whether it holds"
+SAMPLES = "show whole prompts and completions of a run, with rewards, versions and staleness; also while it runs"
 EXPORT = "write a checkpoint's weights as a Hugging Face directory"
 PLAN_OPTIONS = {
     "brief": "ten lines in place of the whole plan",
@@ -31,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
         prog="asyncrl", description="Asynchronous reinforcement-learning post-training for language models, on Ray.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {version('asyncrl')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,audit,export}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,samples,audit,export}")
     for name, text in ON_A_CONFIG.items():
         command = commands.add_parser(name, help=text, description=text, add_help=False, allow_abbrev=False)
         command.add_argument("config", nargs="?", metavar="CONFIG")
@@ -39,9 +44,15 @@ def main(arguments: list[str] | None = None) -> None:
         if name == "plan":
             for option, text in PLAN_OPTIONS.items():
                 command.add_argument(f"--{option}", action="store_true", dest=f"show_{option}", help=text)
-    for name, text in (("audit", AUDIT), ("export", EXPORT)):
+    for name, text in (("samples", SAMPLES), ("audit", AUDIT), ("export", EXPORT)):
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("run", metavar="RUN", help="run directory, such as runs/quickstart")
+        if name == "samples":
+            command.add_argument("-n", type=int, default=3, metavar="N", dest="count", help="how many; default: 3")
+            command.add_argument(
+                "--order", choices=["newest", "best", "worst"], default="newest", help="the last ones generated, or by reward; default: newest"
+            )
+            command.add_argument("--version", type=int, metavar="V", dest="of_version", help="only those that policy version V began")
         if name == "export":
             command.add_argument("--step", type=int, metavar="N", help="policy version of the checkpoint; default: the newest")
             command.add_argument("--out", metavar="DIRECTORY", help="default: export/step_N in the run directory")
@@ -118,10 +129,25 @@ def on_a_run(known: argparse.Namespace) -> int:
             checks = audit(directory)
             print_shown(audit_text(checks))
             return 0 if all(check.passed for check in checks) else 1
+        if known.command == "samples":
+            return _samples(directory, known.count, known.order, known.of_version)
         return _export(directory.checkpoints_directory, directory.directory, known.step, known.out)
     except (RunNotFound, ConfigError) as error:
         print_shown(f"asyncrl: {error}", file=sys.stderr)
         return 2
+
+
+def _samples(directory: Run, count: int, order: str, version: int | None) -> int:
+    from asyncrl.observe.samples import choose_samples, samples_text
+
+    if count < 1:
+        raise ConfigError(f"-n = {count}: give at least 1")
+    rows = choose_samples(directory.trajectories(), count, order, version)
+    if not rows:
+        of = "" if version is None else f" of version {version}"
+        raise ConfigError(f"{directory.directory} holds no completions{of} yet; the first appear in groups/ once they are scored")
+    print_shown(samples_text(rows))
+    return 0
 
 
 def _export(checkpoints: Path, run_directory: Path, step: int | None, out: str | None) -> int:

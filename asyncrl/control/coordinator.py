@@ -35,6 +35,7 @@ from asyncrl.control.protocols import (
     UNFORESEEN,
     WAYS_OUT,
     EvaluationLost,
+    Example,
     Learner,
     Manifest,
     PromptSource,
@@ -153,7 +154,10 @@ class Progress:
     """Groups and completions of evaluations that an exception ended that nobody foresaw."""
     learner_waited_s: float = 0.0
     generators_waited_s: float = 0.0
-    example: tuple[str, str] = ("", "")
+    examples: tuple[tuple[Example, int], ...] = ()
+    """Of the groups of the last batch, with their staleness."""
+    rewards: tuple[float, ...] = ()
+    """Of the usable trajectories of the last batch."""
     ended: dict[str, int] = field(default_factory=dict)
 
 
@@ -399,7 +403,9 @@ class Coordinator:
             progress.trained_tokens += tokens
             self._drop_stale()
         found = batch_metrics(batch, trained_at, self.schedule.staleness.max_staleness)
-        progress.reward, progress.example = cast(float, found["reward/mean"]), batch[0].example
+        progress.reward = cast(float, found["reward/mean"])
+        progress.examples = tuple((scored.example, stale) for scored, stale in zip(batch, staleness, strict=True) if scored.example is not None)
+        progress.rewards = tuple(reward for scored in batch for reward in scored.rewards)
         progress.staleness_mean, progress.staleness_max = sum(staleness) / len(staleness), max(staleness)
         metrics = {**result.metrics, **times, **found, **self._since_last_step()}
         self.parts.recorder.record("step", progress.attempted, progress.version, metrics)

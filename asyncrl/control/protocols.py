@@ -21,6 +21,7 @@ __all__ = [
     "WAYS_OUT",
     "EngineLoad",
     "EvaluationLost",
+    "Example",
     "Finished",
     "Learner",
     "Manifest",
@@ -95,6 +96,18 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Example:
+    """One trajectory of a group, for a person to see what the model writes. Long texts have lost their middle."""
+
+    prompt: str
+    completion: str
+    reward: float | None
+    reward_parts: Mapping[str, float | None]
+    version: int
+    """Oldest version among its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scored:
     """A scored group: where its row is, and what control needs to know of it."""
 
@@ -133,8 +146,7 @@ class Scored:
     """Those of them that no text has: control characters, private and unassigned ones, and what stands for bytes that are no text."""
     source: str | None = None
     """Name of the source of its prompt; None if data.train has one source."""
-    example: tuple[str, str] = ("", "")
-    """Its prompt and one completion, cut short: for a person to see what the model writes."""
+    example: Example | None = None
 
 
 NOT_FINITE = "NaN or Inf in loss or gradient"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.control.coordinator import Coordinator
 from asyncrl.control.fates import Fate, FatesWriter
+from asyncrl.control.protocols import Example
 from asyncrl.observe.alarms import alarms
 from asyncrl.observe.log_lines import record_line
 from asyncrl.observe.metrics import MetricsWriter
 from asyncrl.observe.progress import Progress, ProgressView, time_left
+from asyncrl.observe.shared_text import SharedText
 
 __all__ = ["Live", "RunRecorder"]
 
@@ -81,6 +84,8 @@ class Live:
         self._lag = 0.0
         self._training_began = started
         self._counts: list[tuple[float, int, int]] = []
+        self._shared = SharedText()
+        self._shown: Sequence[tuple[Example, int]] = ()
 
     def phase(self, name: str) -> None:
         """The run is in this phase from now on; the one before has its seconds in `phases`."""
@@ -107,6 +112,7 @@ class Live:
             self.progress.held_out_accuracy = metrics.get("eval/accuracy")
         if event == "step":
             self.progress.accuracy = metrics.get(f"reward/{self.config.accuracy}")
+            self.progress.reward_parts = {name: value for name in self.config.reward.functions if (value := metrics.get(f"reward/{name}")) is not None}
         if event == "startup" and any(value for name, value in metrics.items() if name.endswith("caches_removed")):
             self.note("a damaged compile cache was removed; it is made anew")
         if event == "logprob_check":
@@ -126,6 +132,17 @@ class Live:
         lag, self._lag = self._lag, 0.0
         return lag
 
+    def _show_sample(self, examples: Sequence[tuple[Example, int]]) -> None:
+        """The first trajectory of a new batch."""
+        if not examples or examples is self._shown:
+            return
+        self._shown = examples
+        for example, _ in examples:
+            self._shared.add(example.prompt)
+        sample, progress = examples[0][0], self.progress
+        progress.prompt, progress.completion = self._shared.without(sample.prompt), sample.completion
+        progress.sample_reward, progress.sample_parts = sample.reward, sample.reward_parts
+
     def _update(self) -> None:
         progress, now = self.progress, time.monotonic()
         progress.elapsed_s = now - self.started
@@ -135,7 +152,7 @@ class Live:
         progress.step, progress.learner_version = seen.version, seen.version
         progress.committed_version = seen.committed if seen.committed >= 0 else None
         progress.reward = seen.reward
-        progress.prompt, progress.completion = seen.example
+        self._show_sample(seen.examples)
         if seen.reward is not None:
             progress.staleness_mean, progress.staleness_max = seen.staleness_mean, seen.staleness_max
         progress.learner_waited_s, progress.generators_waited_s = seen.learner_waited_s, seen.generators_waited_s

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.live import Live
     from rich.table import Table
 
 __all__ = ["Progress", "ProgressView", "duration", "line", "printable", "table", "time_left"]
+
+
+BORDER, BORDER_LINES = 4, 3
+"""Columns and lines that the table's frame and the terminal's last line take."""
+COLUMN_WIDTH, MOST_COLUMNS = 44, 3
+"""Columns of text that a column of names and values needs."""
+MOST_NOTES = 3
+MOST_SAMPLE_LINES = 6
 
 
 @dataclass(slots=True)
@@ -47,8 +56,14 @@ class Progress:
     elapsed_s: float = 0.0
     left_s: float | None = None
     prompt: str = ""
+    """Of one of the last batch's trajectories, without what all prompts share."""
     completion: str = ""
-    """One prompt and completion of the newest scored groups."""
+    sample_reward: float | None = None
+    """Of that completion."""
+    sample_parts: Mapping[str, float | None] = field(default_factory=dict)
+    """Reward function → its reward of that completion."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Reward function → mean over the last batch."""
     notes: tuple[str, ...] = field(default=())
     """Short lines about things out of the ordinary, newest last."""
 
@@ -59,7 +74,7 @@ class ProgressView:
     Use as a context manager; `show` is cheap and may be called as often as something changes.
     """
 
-    def __init__(self, interval_s: float = 10.0, stream: TextIO | None = None, live: bool | None = None) -> None:
+    def __init__(self, interval_s: float = 10.0, stream: TextIO | None = None, live: bool | None = None, sample_every_s: float = 60.0) -> None:
         self._stream = stream or sys.stdout
         self._interval_s = interval_s
         self._live_wanted = self._stream.isatty() if live is None else live
@@ -67,6 +82,9 @@ class ProgressView:
         self._last_line = -float("inf")
         self._last_phase = ""
         self._last: Progress | None = None
+        self._sample_every_s = sample_every_s
+        self._last_sample = -float("inf")
+        self._notes: tuple[str, ...] = ()
 
     def __enter__(self) -> ProgressView:
         if self._live_wanted:
@@ -94,8 +112,14 @@ class ProgressView:
             self._last = progress
 
     def _print(self, progress: Progress) -> None:
-        self._last_phase, self._last_line, self._last = progress.phase, time.monotonic(), None
-        print(line(progress), file=self._stream, flush=True)
+        now = time.monotonic()
+        self._last_phase, self._last_line, self._last = progress.phase, now, None
+        lines = [line(progress), *(f"  note: {printable(note, None)}" for note in progress.notes if note not in self._notes)]
+        self._notes = progress.notes
+        if progress.prompt and now - self._last_sample >= self._sample_every_s:
+            self._last_sample = now
+            lines.append(f"  sample: {printable(progress.prompt, 160)} → {printable(progress.completion, 320)}   reward {_sample_reward(progress)}")
+        print("\n".join(lines), file=self._stream, flush=True)
 
 
 def line(progress: Progress) -> str:
@@ -103,40 +127,81 @@ def line(progress: Progress) -> str:
     parts = [duration(progress.elapsed_s), printable(progress.phase)]
     if progress.max_steps:
         parts.append(f"step {progress.step}/{progress.max_steps}")
-    parts += [f"{name} {value}" for name, value in _rows(progress).items() if name not in ("step", "elapsed", "prompt")]
-    parts += [f"note: {printable(note)}" for note in progress.notes[-1:]]
+    parts += [f"{name} {value}" for name, value in _rows(progress).items() if name not in ("step", "elapsed")]
     return " | ".join(parts)
 
 
 def table(progress: Progress) -> RenderableType:
-    """The live table: progress bar, then two columns of what is known."""
+    """The live table, as wide as the terminal: progress bar, what is known in columns, notes in full, and as much of a sample as fits."""
+    from rich.console import ConsoleOptions, RenderResult
+
+    class Fitted:
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            yield _panel(progress, console, options.max_width)
+
+    return Fitted()
+
+
+def _panel(progress: Progress, console: Console, width: int) -> RenderableType:
     from rich.console import Group
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
+    inner = max(1, width - BORDER)
     rows = list(_rows(progress).items())
-    shown_below = [(name, value) for name, value in rows if name == "prompt"]
-    beside = [(name, value) for name, value in rows if name != "prompt"]
-    half = (len(beside) + 1) // 2
-    columns = Table.grid(padding=(0, 4), expand=True)
-    columns.add_column(ratio=1)
-    columns.add_column(ratio=1)
-    columns.add_row(_pairs(beside[:half]), _pairs(beside[half:]))
-    body: list[RenderableType] = [columns]
+    columns = max(1, min(MOST_COLUMNS, inner // COLUMN_WIDTH))
+    per_column = -(-len(rows) // columns)
+    known = Table.grid(padding=(0, 2), expand=True)
+    for _ in range(columns):
+        known.add_column(ratio=1)
+    known.add_row(*(_pairs(rows[start : start + per_column]) for start in range(0, columns * per_column, per_column)))
+    body: list[RenderableType] = [known]
     if progress.max_steps:
         bar = Table.grid(expand=True)  # the bar alone would not end its line
         bar.add_row(ProgressBar(total=progress.max_steps, completed=min(progress.step, progress.max_steps)))
-        body = [bar, columns]
-    body += [Text(f"{name}  {value}", style="dim", overflow="ellipsis", no_wrap=True) for name, value in shown_below]
-    body += [Text(printable(note), style="yellow", overflow="ellipsis", no_wrap=True) for note in progress.notes[-3:]]
-    return Panel(Group(*body), title=Text(f"asyncrl · {printable(progress.phase)}", style="bold"), title_align="left", width=100)
+        body = [bar, known]
+    body += [Text(printable(note, None), style="yellow", overflow="fold") for note in progress.notes[-MOST_NOTES:]]
+    taken = BORDER_LINES + len(console.render_lines(Group(*body), console.options.update(width=inner)))
+    body += _sample(progress, console, inner, console.size.height - taken)
+    return Panel(Group(*body), title=Text(f"asyncrl · {printable(progress.phase)}", style="bold"), title_align="left", width=width)
 
 
-def printable(text: str, limit: int = 80) -> str:
+def _sample(progress: Progress, console: Console, width: int, lines: int) -> list[RenderableType]:
+    """One trajectory of the last batch: its prompt, its completion and its reward, on at most so many lines."""
+    from rich.text import Text
+
+    if not progress.prompt or lines < 3:
+        return []
+    prompt_lines = min(MOST_SAMPLE_LINES, lines // 3)
+    told = {"prompt": (progress.prompt, prompt_lines), "completion": (progress.completion, min(MOST_SAMPLE_LINES, lines - prompt_lines - 1))}
+    told["its reward"] = (_sample_reward(progress), 1)
+    shown: list[RenderableType] = []
+    for name, (value, most) in told.items():
+        wrapped = Text.assemble((f"{name:<12}", "dim"), printable(value, None)).wrap(console, width, overflow="fold")
+        if len(wrapped) > most:
+            wrapped[most - 1].truncate(width - 1)
+            wrapped[most - 1].append("…")
+        shown += wrapped[:most]
+    return shown
+
+
+def _sample_reward(progress: Progress) -> str:
+    return _reward(progress.sample_reward, progress.sample_parts) or "none"
+
+
+def _reward(reward: float | None, parts: Mapping[str, float | None]) -> str | None:
+    """The reward, and where there are several functions, what each of them gave."""
+    if len(parts) < 2:
+        return _number(reward, ".3f")
+    each = ", ".join(f"{printable(name, 40)} {_number(value, '.3g') or 'none'}" for name, value in parts.items())
+    return f"{_number(reward, '.3f') or 'none'} ({each})"
+
+
+def printable(text: str, limit: int | None = 80) -> str:
     """The text on one line without control characters (model text may hold escape sequences), at most `limit` long."""
-    cut = text if len(text) <= limit else text[: limit - 1] + "…"
+    cut = text if limit is None or len(text) <= limit else text[: limit - 1] + "…"
     return "".join(character if character.isprintable() else "�" for character in cut.replace("\n", "⏎"))
 
 
@@ -161,7 +226,7 @@ def _pairs(rows: list[tuple[str, str]]) -> Table:
 
     grid = Table.grid(padding=(0, 2))
     for name, value in rows:
-        grid.add_row(Text(name, style="dim"), Text(value))
+        grid.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
     return grid
 
 
@@ -170,7 +235,7 @@ def _rows(progress: Progress) -> dict[str, str]:
     rows = {
         "step": f"{progress.step} of {progress.max_steps}" if progress.max_steps else None,
         "version": _versions(progress),
-        "reward": _number(progress.reward, ".3f"),
+        "reward": _reward(progress.reward, progress.reward_parts),
         "accuracy": _number(progress.accuracy, ".1%", " of the last batch"),
         "held-out": _number(progress.held_out_accuracy, ".1%", " at the last evaluation"),
         "staleness": _staleness(progress),
@@ -179,7 +244,6 @@ def _rows(progress: Progress) -> dict[str, str]:
         "waited": _waited(progress),
         "elapsed": duration(progress.elapsed_s),
         "left": None if progress.left_s is None else duration(progress.left_s),
-        "prompt": f"{printable(progress.prompt, 60)} → {printable(progress.completion, 60)}" if progress.prompt else None,
     }
     return {name: value for name, value in rows.items() if value is not None}
 

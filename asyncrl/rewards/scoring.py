@@ -27,7 +27,7 @@ import ray.exceptions
 
 from asyncrl.config import Config
 from asyncrl.contracts.content_hash import content_hashes
-from asyncrl.control.protocols import FILTERED, UNFORESEEN, RolloutFailed, Rollouts, Scored
+from asyncrl.control.protocols import FILTERED, UNFORESEEN, Example, RolloutFailed, Rollouts, Scored
 from asyncrl.data.groups import broken_stream, groups_at
 from asyncrl.data.sources import SOURCE_COLUMN
 from asyncrl.data.stream import Deaths, Tasks, stream_blocks
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 STREAM_BYTES = 256 << 20
 """Object store that scored groups may take before the stream is held back."""
 MOST_IN_FLUSH = 256
-EXAMPLE_LENGTH = 80
+EXAMPLE_LENGTH = 1000
 SUMMARISED = (
     "ordinal",
     "prompt_text",
@@ -277,8 +277,20 @@ def scored_summary(row: pa.Table, reference: Any, content: str = "") -> Scored:
         unscored=_unscored(group["reward_parts"]),
         failure=group["failure"],
         source=row[SOURCE_COLUMN][0].as_py() if SOURCE_COLUMN in row.column_names else None,
-        example=(group["prompt_text"][:EXAMPLE_LENGTH], group["completion_text"][0][:EXAMPLE_LENGTH]),
+        example=Example(
+            prompt=_shortened(group["prompt_text"]),
+            completion=_shortened(group["completion_text"][0]),
+            reward=group["reward"][0],
+            reward_parts=group["reward_parts"][0] or {},
+            version=min((span["version"] for span in group["versions"][0]), default=0),
+        ),
     )
+
+
+def _shortened(text: str) -> str:
+    """The text without its middle, where it is longer than EXAMPLE_LENGTH."""
+    half = EXAMPLE_LENGTH // 2
+    return text if len(text) <= EXAMPLE_LENGTH else f"{text[:half]} … {text[-half:]}"
 
 
 def _unscored(parts: Sequence[Mapping[str, float | None]]) -> dict[str, int]:

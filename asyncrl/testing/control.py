@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asyncrl.control.checkpoint import State
 from asyncrl.control.fates import Fate
-from asyncrl.control.protocols import NOT_FINITE, EngineLoad, Finished, Learner, Manifest, PushReport, RolloutFailed, Scored, Scores, StepResult
+from asyncrl.control.protocols import NOT_FINITE, EngineLoad, Example, Finished, Learner, Manifest, PushReport, RolloutFailed, Scored, Scores, StepResult
 from asyncrl.runtime.shared import Written, size_and_checksum
 from asyncrl.types import Prompt
 
@@ -208,7 +208,7 @@ class FakeScores:
 
     async def load(self, path: Path) -> list[Scored]:
         rows = json.loads(path.read_text())
-        return [Scored(**{**row, "rewards": tuple(row["rewards"]), "example": tuple(row["example"])}) for row in rows]
+        return [Scored(**{**row, "rewards": tuple(row["rewards"]), "example": row["example"] and Example(**row["example"])}) for row in rows]
 
     async def close(self) -> None:
         for task in self._tasks:

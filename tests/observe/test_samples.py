@@ -1,0 +1,116 @@
+"""What a person reads of the model's own words: what differs, whole samples, and nothing that moves a terminal."""
+
+import io
+
+import pytest
+from small_run import write_small_run
+
+from asyncrl.cli import main
+from asyncrl.control.protocols import Example
+from asyncrl.observe.live import Live
+from asyncrl.observe.progress import Progress, ProgressView, table
+from asyncrl.observe.samples import samples_text
+from asyncrl.observe.shared_text import SharedText
+from asyncrl.reading import open_run
+
+ADVICE = "step 7: kl_k3 = 3.2 is outside 0 to 0.1: lower staleness.max_staleness or learner.learning_rate, then look at the run again, and begin a new one"
+
+
+def shared(*prompts):
+    found = SharedText()
+    for prompt in prompts:
+        found.add(prompt)
+    return [found.without(prompt) for prompt in prompts]
+
+
+def test_a_prompt_is_shown_without_what_all_prompts_share():
+    assert shared("Solve: 12 + 3 = ?\nAnswer:", "Solve: 14 + 5 = ?\nAnswer:") == ["…12 + 3…", "…14 + 5…"]
+    assert shared("<|user|>-12<|end|>", "<|user|>-15<|end|>") == ["…-12…", "…-15…"], "no number is cut"
+    assert shared("only one") == ["only one"]
+    assert shared("one", "one") == ["one", "one"]
+    assert shared("nothing", "alike") == ["nothing", "alike"]
+    assert shared("", "a") == ["", "a"]
+    assert shared("a b", "a b c") == ["…b", "…b c"]
+
+
+def screen(progress, width, height):
+    from rich.console import Console
+
+    console = Console(width=width, height=height, file=io.StringIO(), record=True)
+    console.print(table(progress))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize(("width", "height"), [(60, 24), (80, 24), (120, 40), (200, 50)])
+def test_the_table_is_as_wide_as_the_terminal_and_cuts_no_advice(width, height):
+    sample = {
+        "prompt": "\N{CJK UNIFIED IDEOGRAPH-4F60}" * 400,
+        "completion": "x\x1b[2J\u202e\n" * 400,
+        "sample_reward": 1.5,
+        "sample_parts": {"f": 1.0, "g": None},
+    }
+    progress = Progress("training", step=3, max_steps=9, reward=0.5, reward_parts={"f": 0.25, "g": 0.75}, notes=(ADVICE, ADVICE), **sample)
+    lines = screen(progress, width, height)
+    assert max(map(len, lines)) <= width and len(lines[0]) == width and len(lines) < height
+    text = " ".join(" ".join(line.strip("│ ") for line in lines).split())
+    assert text.count(ADVICE) == 2 and "0.500 (f 0.25, g 0.75)" in text and "1.500 (f 1, g none)" in text
+    assert "\x1b" not in text and "\u202e" not in text
+    assert screen(Progress("starting", elapsed_s=3), width, height)[1].strip("│ ") == "elapsed  3s"
+
+
+def test_a_log_shows_a_sample_now_and_then_and_every_note_once():
+    stream, sample = io.StringIO(), {"prompt": "…1 + 1…", "completion": "2\x1b[2J\nok", "sample_reward": 1.0}
+    with ProgressView(interval_s=0.0, sample_every_s=3600, stream=stream) as view:
+        view.show(Progress("training", notes=(ADVICE,), **sample))
+        view.show(Progress("training", notes=(ADVICE, "another"), **sample))
+    assert stream.getvalue().splitlines() == [
+        "0s | training",
+        f"  note: {ADVICE}",
+        "  sample: …1 + 1… → 2�[2J⏎ok   reward 1.000",
+        "0s | training",
+        "  note: another",
+    ]
+
+
+def test_the_live_table_shows_the_last_batch():
+    from small_config import small_config
+
+    live = Live(small_config(), 0.0)
+    batch = ((Example("Add 1 now", "2", 0.5, {"f": 0.5}, 3), 1), (Example("Add 7 now", "9", 1.0, {"f": 1.0}, 3), 1))
+    live._show_sample(batch)
+    live.recorded("step", {"reward/f": 0.75})
+    shown = live.progress
+    assert (shown.prompt, shown.completion, shown.sample_reward, shown.reward_parts) == ("…1…", "2", 0.5, {"f": 0.75})
+
+
+def test_the_command_shows_whole_samples(tmp_path, capsys):
+    run = write_small_run(tmp_path / "run")
+
+    def command(*options):
+        with pytest.raises(SystemExit) as ended:
+            main(["samples", str(run), *options])
+        return ended.value.code, capsys.readouterr()
+
+    code, out = command("-n", "2", "--order", "worst")
+    assert code == 0 and out.out.count("completion:") == 2 and "reward 0 (exact 0, scorer 0.25)" in out.out and "  │ 99" in out.out
+    assert "versions 0 to 1" in out.out and "staleness" in out.out
+    code, out = command("-n", "1", "--version", "3")
+    assert code == 0 and "version 3," in out.out and "not trained yet" in out.out
+    code, out = command("--version", "77")
+    assert code == 2 and "no completions of version 77" in out.err
+    assert command("-n", "0")[0] == 2
+
+
+def test_a_run_without_groups_says_so(tmp_path, capsys):
+    run = write_small_run(tmp_path / "run")
+    for path in (run / "groups").iterdir():
+        path.unlink()
+    with pytest.raises(SystemExit) as ended:
+        main(["samples", str(run)])
+    assert ended.value.code == 2 and "holds no completions yet" in capsys.readouterr().err
+
+
+def test_what_a_model_wrote_cannot_pass_for_our_lines(tmp_path):
+    row = open_run(write_small_run(tmp_path / "run")).trajectories().slice(0, 1).to_pylist()[0]
+    text = samples_text([{**row, "completion": "a\n── prompt 1\x1b]0;t\x07\r\u202e", "reward": None, "staleness": None, "outcome": None}])
+    assert "\n  │ ── prompt 1�]0;t���" in text and not set(text) & set("\x1b\x07\r\u202e")
