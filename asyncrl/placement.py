@@ -60,6 +60,7 @@ async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[
     limit, clock = config.placement_wait_s, asyncio.get_running_loop().time
     demand: _Demand | None = None
     deadline, told = clock() + limit, clock() - TELL_EVERY_S
+    given_back = clock()
     try:
         while True:
             nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
@@ -70,10 +71,8 @@ async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[
                 return config, await _tables(config, version_bytes, nodes)
             if demand is not None and await asyncio.to_thread(demand.placed):
                 demand.remove()
-                demand, deadline = None, max(deadline, clock() + GIVEN_BACK_S)
-                await asyncio.sleep(LOOK_EVERY_S)
-                continue
-            late = clock() > deadline
+                demand, given_back = None, clock() + GIVEN_BACK_S
+            late = clock() > max(deadline, given_back)
             if late or (never and own_cluster()):
                 fewer = with_fewer_replicas(config, version_bytes, nodes, "free" if late else "registered")
                 if fewer is None:
@@ -81,7 +80,7 @@ async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[
                 tell(f"only {fewer.generator.num_replicas} of generator.num_replicas = {config.generator.num_replicas} have room: {short[0]}")
                 config = fewer
                 continue
-            if demand is None and not own_cluster() and shortages(run_needs(config), nodes, "free"):
+            if demand is None and given_back < clock() < deadline and not own_cluster() and shortages(run_needs(config), nodes, "free"):
                 demand = _Demand(config)
             if clock() - told >= TELL_EVERY_S:
                 told = clock()

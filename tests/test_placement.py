@@ -138,7 +138,7 @@ def write_prompts(path):
 def nodes_seen(monkeypatch):
     """`nodes_seen(first, second, …)`: the CPUs of the one node of a standing cluster, look by look; the last stays. Returns what was asked of Ray."""
 
-    def script(*cpus):
+    def script(*cpus, placed=False):
         looks, asked = [*cpus], []
 
         class Demand:
@@ -146,7 +146,7 @@ def nodes_seen(monkeypatch):
                 asked.append(("demand", config.generator.num_replicas))
 
             def placed(self):
-                return False
+                return placed
 
             def remove(self):
                 asked.append("removed")
@@ -173,6 +173,19 @@ def test_nodes_that_are_not_registered_yet_are_waited_for_and_asked_for(nodes_se
     begun, table = asyncio.run(wait_for_room(config(generator=RANGE, placement_timeout_s=600)))
     assert begun.generator.num_replicas == 4 and "begins with as many replicas as have room, 2 to 4;" in table
     assert asked == [("demand", 4), "removed"]
+
+
+def test_what_the_demand_held_is_waited_for_until_ray_shows_it_as_free(nodes_seen):
+    asked = nodes_seen(0, 0, 0, 0, 0, 8, placed=True)
+    asyncio.run(wait_for_room(config(generator=RANGE, placement_timeout_s=600)))
+    assert asked == [("demand", 4), "removed"]
+
+
+def test_room_that_others_take_whenever_it_is_given_back_is_refused_after_the_time(nodes_seen, monkeypatch):
+    monkeypatch.setattr(placement, "GIVEN_BACK_S", 0.01)
+    nodes_seen(0, placed=True)
+    with pytest.raises(PlacementError, match="too small for this run after placement_timeout_s"):
+        asyncio.run(asyncio.wait_for(wait_for_room(config(generator=RANGE, placement_timeout_s=0.1)), 60))
 
 
 def test_after_the_time_a_run_begins_with_the_replicas_that_have_room(nodes_seen):
