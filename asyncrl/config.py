@@ -809,7 +809,7 @@ class Config(Section):
     and read and change the run. Only for a network that nobody else is on."""
     placement_timeout_s: Annotated[float | None, Unset] = Field(default=None, gt=0)
     """Seconds that a part may wait for resources before the run is given up with a table of what is missing. Default: derived from the number of
-    processes, and whether the cluster starts nodes on demand."""
+    processes. Set more, such as 900, where a cluster starts nodes on demand."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
@@ -972,7 +972,7 @@ class Config(Section):
 
     @property
     def placement_wait_s(self) -> float:
-        """Seconds that a part may wait for resources, on a cluster that starts no nodes on demand."""
+        """Seconds that a part may wait for resources."""
         return self.placement_timeout_s or derived.placement(self).value
 
     @property

@@ -26,8 +26,6 @@ FEWEST_SEQUENCES = 64
 """Evaluations use what rollouts leave free."""
 LOGPROB_BYTES = {"cpu": 224 << 20, "cuda": 1 << 30}
 SHORTEST_DEADLINE_S, SHORTEST_PLACEMENT_S, SHORTEST_START_S, SHORTEST_STALL_S, SHORTEST_PUSH_S = 300.0, 30.0, 600.0, 120.0, 300.0
-NEW_NODE_S = 900.0
-"""Seconds in which an autoscaler has a new node up: clouds take minutes for a machine with GPUs, and its image is fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +70,10 @@ def deadline(config: Config, tokens: int | None = None) -> Derived:
     return Derived("rollout.deadline_s", _seconds(SHORTEST_DEADLINE_S, turns * tokens / SLOWEST_TOKENS_PER_S), "s", reason)
 
 
-def placement(config: Config, autoscales: bool = False) -> Derived:
+def placement(config: Config) -> Derived:
     """placement_timeout_s."""
     processes = config.learner.world_size + config.generator.num_replicas * config.generator.own + config.reward.tasks + config.rollout.num_workers
-    if autoscales:
-        return Derived("placement_timeout_s", NEW_NODE_S + processes, "s", f"the cluster starts nodes on demand; {NEW_NODE_S:g} s for those, 1 s a process")
-    reason = f"1 s for each of {processes} processes, at least {SHORTEST_PLACEMENT_S:g} s; {NEW_NODE_S:g} s more where a cluster starts nodes on demand"
+    reason = f"1 s for each of {processes} processes, at least {SHORTEST_PLACEMENT_S:g} s; set more where a cluster starts nodes on demand"
     return Derived("placement_timeout_s", max(SHORTEST_PLACEMENT_S, float(processes)), "s", reason)
 
 

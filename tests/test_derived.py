@@ -6,7 +6,7 @@ from small_config import SMALL
 from small_config import small_config as config
 
 from asyncrl.config import load_config
-from asyncrl.derived import derived_settings, placement
+from asyncrl.derived import derived_settings
 from asyncrl.evaluation import Evaluator
 from asyncrl.generation.settings import GeneratorApp
 
@@ -70,10 +70,9 @@ def test_draining_generators_may_take_a_version_after_their_longest_answer():
     assert one.push_timeout_s == 300 + one.deadline_s
 
 
-def test_many_processes_and_nodes_to_come_are_waited_for():
+def test_many_processes_are_waited_for_longer():
     many = config(learner={"world_size": 512}, generator={"num_replicas": 256})
     assert many.placement_wait_s == 512 + 256 + 2
-    assert placement(many, autoscales=True).value == 900 + 770 and placement(config(), autoscales=True).value == 904
 
 
 def test_a_value_that_is_set_wins():
