@@ -21,6 +21,8 @@ class Range:
 
 GIBBERISH = "the completions look garbled: read some (asyncrl.open_run(...).trajectories()); are model.path, its tokenizer and chat template the right ones?"
 LESS_STALE = "lower staleness.max_staleness or learner.learning_rate"
+SMALLER_STEPS = "lower learner.learning_rate"
+"""In place of LESS_STALE where the step's data is at most one version old: such data can hardly be fresher, so one step moves the policy too far."""
 
 RANGES = {
     "ess": Range(0.5, 1.0, LESS_STALE),
@@ -61,7 +63,8 @@ def alarms(metrics: Mapping[str, Any], cut: bool = False) -> list[str]:
             continue
         value = metrics.get(name)
         if isinstance(value, int | float) and not math.isnan(value) and not healthy.low <= value <= healthy.high:
-            lines.append(f"{name} = {value:.3g} is {_outside(healthy)}: {healthy.advice}")
+            advice = healthy.advice.replace(LESS_STALE, SMALLER_STEPS) if metrics.get("staleness/max", math.inf) <= 1 else healthy.advice
+            lines.append(f"{name} = {value:.3g} is {_outside(healthy)}: {advice}")
     return lines
 
 
