@@ -34,6 +34,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+ALWAYS_PLOTTED = ("reward/", "eval/")
+"""Groups of metrics that TensorBoard plots also while they are constant."""
+
 CLOSE_TIMEOUT_S = 30.0
 """Seconds that the external sinks get at the end to bring away what they still have."""
 
@@ -60,19 +63,36 @@ class SinkRun:
 
 
 class TensorBoardSink:
-    """Event files under a directory. Imports no torch: TensorBoard's own writer is enough."""
+    """Event files under a directory. Imports no torch: TensorBoard's own writer is enough. A metric gets a plot once its value has changed;
+    rewards and evaluations always have one."""
 
     def __init__(self, directory: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(directory), flush_secs=5)
+        self._constant: dict[str, list[tuple[int, float, float]]] = {}
+        """Metric whose value has not changed → its first and its last record: step, time, value."""
+        self._varying: set[str] = set()
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._writer.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
+        for name, value in scalars.items():
+            for at, when, known in self._plotted(name, step, now, value):
+                self._writer.add_event(Event(wall_time=when, step=at, summary=Summary(value=[Summary.Value(tag=name, simple_value=known)])))
+
+    def _plotted(self, name: str, step: int, now: float, value: float) -> list[tuple[int, float, float]]:
+        """What to write for a new value: nothing as long as it is constant, then what was held back as well."""
+        new = (step, now, value)
+        if name in self._varying or name.startswith(ALWAYS_PLOTTED):
+            return [new]
+        held = self._constant.setdefault(name, [])
+        if not held or held[0][2] == value:
+            self._constant[name] = [*held[:1], new]
+            return []
+        self._varying.add(name)
+        return [*self._constant.pop(name), new]
 
     def close(self, failed: bool = False) -> None:
         self._writer.close()

@@ -52,17 +52,30 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
 
     with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path / "tensorboard")]) as writer:
         for step in range(1, 4):
-            writer.write("step", step, step, {"reward/mean": step / 4, "loss": 0.5, "note": "text is left out", "staleness/histogram": [1, step]})
+            writer.write(
+                "step", step, step, {"reward/mean": step / 4, "loss": step / 2, "applied": 1, "note": "text is left out", "staleness/histogram": [1, step]}
+            )
         writer.write("evaluation", 3, 0, {"eval/greedy_accuracy": 0.75})
         writer.write("startup", 0, 0, {"engine_s": 1.0})
         writer.write("memory", 3, 3, {"total_bytes": 1})
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert board.Tags()["scalars"] == [
-        *("reward/mean", "train/loss", "staleness/histogram/0", "staleness/histogram/1", "eval/greedy_accuracy", "memory/total_bytes")
-    ]
+    assert board.Tags()["scalars"] == [*("reward/mean", "train/loss", "staleness/histogram/1", "eval/greedy_accuracy")]
     assert [(event.step, event.value) for event in board.Scalars("eval/greedy_accuracy")] == [(0, 0.75)], "at the version that was evaluated"
     assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert [event.value for event in board.Scalars("staleness/histogram/1")] == [1, 2, 3]
+
+
+def test_tensorboard_plots_a_constant_from_its_beginning_once_it_changes(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    for step, failed in enumerate([0.0, 0.0, 0.0, 2.0, 2.0], start=1):
+        sink.add(step, float(step), {"control/failed_groups": failed, "reward/mean": 0.0, "train/applied": 1.0})
+    sink.close()
+    board = EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(board.Tags()["scalars"]) == ["control/failed_groups", "reward/mean"]
+    assert [(event.step, event.value) for event in board.Scalars("control/failed_groups")] == [(1, 0), (3, 0), (4, 2), (5, 2)]
+    assert len(board.Scalars("reward/mean")) == 5, "a reward that stands still is news"
 
 
 def test_neither_writer_nor_package_imports_torch_or_ray(tmp_path: Path) -> None:
