@@ -59,11 +59,10 @@ async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[
     """
     limit, clock = config.placement_wait_s, asyncio.get_running_loop().time
     demand: _Demand | None = None
-    deadline, told = clock() + limit, clock() - TELL_EVERY_S
-    given_back = clock()
+    nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
+    deadline, given_back, told = clock() + limit, clock(), clock() - TELL_EVERY_S
     try:
         while True:
-            nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
             wanted = run_needs(config, version_bytes)
             never = shortages(wanted, nodes, "registered")
             short = never or shortages(wanted, nodes, "free")
@@ -86,6 +85,7 @@ async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[
                 told = clock()
                 tell(f"waiting up to {deadline - told:.0f} s for room on the cluster: {short[0]}{await asyncio.to_thread(_largest_holders)}")
             await asyncio.sleep(LOOK_EVERY_S)
+            nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
     finally:
         if demand is not None:
             demand.remove()
