@@ -57,7 +57,7 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(start_run, shared_memory, t
     assert run.gone() == [] and shared_memory() <= before
     assert "held-out greedy accuracy" in run.output and "reward mean" in run.output and "--resume must" in run.output
     log = (directory / "logs" / "attempt_0" / "driver.log").read_text()
-    assert log.count(": version ") >= 120 and "evaluation of version 0: " in log and "checkpoint at step 60, version 60: " in log and "held-out greedy" in log
+    assert log.count(": version ") >= 120 and "evaluation of version 0: " in log and "checkpoint at step " in log and "held-out greedy" in log
     assert "INFO" not in run.output and "WARNING" not in run.output
 
     finished = asyncrl.open_run(directory)
