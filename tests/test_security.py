@@ -181,9 +181,11 @@ def test_no_call_that_runs_what_it_reads(path: Path) -> None:
 
 
 class Learner(FakeLearner):
-    async def save(self, directory: Path) -> None:
-        (directory / "zero3").mkdir()
-        (directory / "zero3" / "mp_rank_00_model_states.pt").write_bytes(b"ours")
+    async def save(self, directory: Path) -> dict[str, tuple[int, int]]:
+        path = directory / "zero3" / "mp_rank_00_model_states.pt"
+        path.parent.mkdir()
+        path.write_bytes(b"ours")
+        return {str(path.relative_to(directory)): size_and_checksum(path)}
 
 
 @pytest.fixture
