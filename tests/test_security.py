@@ -28,6 +28,7 @@ from asyncrl.observe.metrics import MetricsWriter, read_metrics
 from asyncrl.observe.progress import Progress, ProgressView
 from asyncrl.reading import open_run
 from asyncrl.redact import RedactingFormatter, redact, redact_tree, shown
+from asyncrl.runtime.shared import size_and_checksum
 from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
 ROOT = Path(__file__).parents[1]
