@@ -56,5 +56,6 @@ def write_small_run(directory: Path, steps: int = 6) -> Path:
             metrics.write("commit", step, step, {"weights/replicas": 1})
         pq.write_table(groups_to_table([small_group(100, 3), small_group(101, 3)]), directory / "groups" / "attempt_0-000099.parquet")
         fates.write([Fate(0, 100, "dropped", "stale", steps)])
+        fates.flush()
         metrics.write("evaluation", steps, steps, {"eval/accuracy": 0.9, "eval/greedy_accuracy": 0.9})
     return directory
