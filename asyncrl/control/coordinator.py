@@ -336,8 +336,13 @@ class Coordinator:
             waited, began = clock() - started - gathering, clock()
             self.progress.learner_waited_s += waited
             result = await self.parts.learner.step(batch)
+            trained_at = self.progress.version
             async with self._changing():
-                self._settle(batch, result, {"time/learner_waited_s": waited, "time/step_s": clock() - began})
+                metrics = self._settle(batch, result, {"time/learner_waited_s": waited, "time/step_s": clock() - began})
+            try:
+                await self.parts.recorder.flushed()  # whoever reads of a step finds its fates, also after a kill
+            finally:
+                self._record_step(metrics, result.note, trained_at)
             given_up, self._given_up = self._given_up, []
             await self.parts.rollouts.ack(given_up)
             if self.skipped_in_row >= self.schedule.max_skipped_steps:
@@ -382,8 +387,8 @@ class Coordinator:
         version = self.progress.version
         return self.buffer.next_batch(version) is not None or bool(self.buffer.stale(version))
 
-    def _settle(self, batch: list[Scored], result: StepResult, times: Mapping[str, float]) -> None:
-        """The batch has its outcome; an applied step is the next policy version."""
+    def _settle(self, batch: list[Scored], result: StepResult, times: Mapping[str, float]) -> dict[str, Any]:
+        """The batch has its outcome; an applied step is the next policy version. Returns the step's metrics."""
         progress = self.progress
         progress.attempted += 1
         trained_at = progress.version
@@ -407,10 +412,13 @@ class Coordinator:
         progress.examples = tuple((scored.example, stale) for scored, stale in zip(batch, staleness, strict=True) if scored.example is not None)
         progress.rewards = tuple(reward for scored in batch for reward in scored.rewards)
         progress.staleness_mean, progress.staleness_max = sum(staleness) / len(staleness), max(staleness)
-        metrics = {**result.metrics, **times, **found, **self._since_last_step()}
-        self.parts.recorder.record("step", progress.attempted, progress.version, metrics)
-        if result.note:
-            self.parts.recorder.record("kept_batch", progress.attempted, trained_at, {"note": result.note})
+        return {**result.metrics, **times, **found, **self._since_last_step()}
+
+    def _record_step(self, metrics: Mapping[str, Any], note: str, trained_at: int) -> None:
+        progress, recorder = self.progress, self.parts.recorder
+        recorder.record("step", progress.attempted, progress.version, metrics)
+        if note:
+            recorder.record("kept_batch", progress.attempted, trained_at, {"note": note})
 
     def _since_last_step(self) -> dict[str, Any]:
         """Slots now, and what has happened since the step before."""

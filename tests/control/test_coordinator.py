@@ -600,3 +600,27 @@ def test_a_group_whose_scoring_broke_is_one_of_them():
     coordinator = make(scores=lambda rollouts: FakeScores(rollouts, fails=lambda ordinal: why if ordinal == 4 else None), max_errors=1)
     run(coordinator)
     assert coordinator.progress.errors == 1 and coordinator.progress.ended["failed"] == 1
+
+
+def test_a_step_is_told_once_its_fates_are_on_the_disk():
+    """A driver that is killed in between would leave a step that nothing was trained in."""
+
+    class Slow(FakeRecorder):
+        def __init__(self):
+            super().__init__()
+            self.on_disk = 0
+
+        async def flushed(self):
+            given = len(self.all_fates)
+            await asyncio.sleep(0.01)
+            self.on_disk = given
+
+        def record(self, event, step, version, metrics):
+            super().record(event, step, version, metrics)
+            if event == "step":
+                assert self.on_disk >= 4 * step
+
+    coordinator = make(steps=5)
+    coordinator.parts.recorder = Slow()
+    run(coordinator)
+    assert [event for event, *_ in coordinator.parts.recorder.records].count("step") == 5
