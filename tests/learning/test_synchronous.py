@@ -71,6 +71,9 @@ class InProcess:
     def committed(self, version: int) -> None:
         pass
 
+    def ended_below(self, ordinal: int) -> None:
+        """Each group comes once: there is nothing to forget."""
+
     async def ack(self, ordinals: list[int]) -> None:
         await self.worker.ack(ordinals)
 
