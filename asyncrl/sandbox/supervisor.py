@@ -190,11 +190,12 @@ def _exceeded(job: Job, child: int, seen: _Seen) -> str | None:
     ours = 2 if job.level == "namespaces" else 1
     used = usage.usage_of(processes[ours:] if processes[:1] == [child] else processes)
     seen.memory_bytes, seen.cpu_s = max(seen.memory_bytes, used.memory_bytes), max(seen.cpu_s, used.cpu_s)
+    # Too many processes come first: they are why the memory and CPU time went up with them.
+    if used.tasks > job.limits.processes:
+        return "processes"
     if used.memory_bytes > job.limits.memory_bytes:
         return "memory"
-    if used.cpu_s > job.limits.cpu_s:
-        return "cpu"
-    return "processes" if used.tasks > job.limits.processes else None
+    return "cpu" if used.cpu_s > job.limits.cpu_s else None
 
 
 def _stop(job: Job, child: int, users: Users | None) -> None:
