@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live table on a terminal, plain lines in a log.
 
 The run fills in a `Progress` and hands it to a `ProgressView`; nothing here asks the run for anything. Text that a model
-wrote is shown without its control characters and never read as markup.
+wrote is shown without secrets and control characters, and never read as markup.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
+
+from asyncrl.redact import redact
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -200,7 +202,8 @@ def _reward(reward: float | None, parts: Mapping[str, float | None]) -> str | No
 
 
 def printable(text: str, limit: int | None = 80) -> str:
-    """The text on one line without control characters (model text may hold escape sequences), at most `limit` long."""
+    """The text on one line without secrets and control characters (model text may hold escape sequences), at most `limit` long."""
+    text = redact(text)  # before the cut: half a secret is not recognized
     cut = text if limit is None or len(text) <= limit else text[: limit - 1] + "…"
     return "".join(character if character.isprintable() else "�" for character in cut.replace("\n", "⏎"))
 

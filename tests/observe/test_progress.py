@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from asyncrl.observe.progress import Progress, ProgressView, duration, line, printable, table, time_left
 
 TRAINING = Progress(
@@ -86,3 +88,24 @@ def test_durations_and_time_left() -> None:
     assert time_left(0, 100, 5.0) is None
     assert time_left(25, 100, 50.0) == 150.0
     assert time_left(101, 100, 50.0) == 0.0
+
+
+def test_secrets_are_in_no_sample_and_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    monkeypatch.setenv("JUDGE_API_KEY", "correct-horse-battery")
+    token = "hf_" + "a" * 30
+    said = Progress(
+        "training",
+        prompt="say correct-horse-battery",
+        completion=f"{'x' * 300} correct-horse-battery {token}",
+        sample_parts={"own": 1.0, token: 0.0},
+        notes=(f"the judge refused {token}",),
+    )
+    plain = io.StringIO()
+    with ProgressView(stream=plain, live=False) as view:
+        view.show(said)
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(table(said))
+    for text in (plain.getvalue(), console.export_text()):
+        assert "[redacted" in text and "correct" not in text and "hf_" not in text
