@@ -777,6 +777,8 @@ class WarmStartConfig(Section):
 class ObserveConfig(Section):
     sinks: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Where metrics go beside metrics.jsonl and TensorBoard. Each is an extra to install: `pip install 'asyncrl[wandb]'`."""
+    completions_every: int = Field(default=10, ge=0)
+    """Steps between two tables of completions, and histograms of rewards, in TensorBoard and the sinks. 0: none."""
     stall_s: float = Field(default=300.0, gt=0)
     """Seconds without any movement until the run says which stage stands still, what it waits for, and what its workers do. Nothing is ended."""
     project: str = "asyncrl"

@@ -17,6 +17,8 @@ from asyncrl.observe.log_lines import record_line
 from asyncrl.observe.metrics import MetricsWriter
 from asyncrl.observe.progress import Progress, ProgressView, time_left
 from asyncrl.observe.shared_text import SharedText
+from asyncrl.observe.sinks import Row
+from asyncrl.redact import shown
 
 __all__ = ["Live", "RunRecorder"]
 
@@ -24,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 SHOW_EVERY_S = 0.5
 """Seconds between two pictures of the live table."""
+
+MOST_ROWS, MOST_CHARACTERS = 16, 4096
+"""Rows of a table of completions in a sink, and characters of each of its texts."""
 
 RATE_WINDOW_S = 10.0
 """Seconds over which tokens per second are counted."""
@@ -44,6 +49,9 @@ class RunRecorder:
         if (line := record_line(event, step, version, metrics, self.live.config.max_steps)) is not None:
             logger.info("%s", line)
         self.live.recorded(event, metrics)
+        every = self.live.config.observe.completions_every
+        if event == "step" and every and step % every == 0:
+            self.writer.show_batch(step, self.live.rewards(), self.live.rows())
         if event in ("step", "evaluation"):
             self._raise_alarms(step, version, metrics)
         if event == "kept_batch":
@@ -131,6 +139,20 @@ class Live:
         """Seconds by which the event loop was late at most, since the last call."""
         lag, self._lag = self._lag, 0.0
         return lag
+
+    def rewards(self) -> Sequence[float]:
+        """Those of the last batch."""
+        return self._coordinator.progress.rewards if self._coordinator is not None else ()
+
+    def rows(self) -> list[Row]:
+        """Some of the last batch's trajectories, for the sinks."""
+        examples = self._coordinator.progress.examples if self._coordinator is not None else ()
+        return [self._row(example, stale) for example, stale in examples[:MOST_ROWS]]
+
+    def _row(self, example: Example, stale: int) -> Row:
+        parts = {f"reward/{name}": example.reward_parts.get(name) for name in self.config.reward.functions}
+        texts = {"prompt": shown(example.prompt)[:MOST_CHARACTERS], "completion": shown(example.completion)[:MOST_CHARACTERS]}
+        return {**texts, "reward": example.reward, **parts, "version": example.version, "staleness": stale}
 
     def _show_sample(self, examples: Sequence[tuple[Example, int]]) -> None:
         """The first trajectory of a new batch."""

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from asyncrl.clock import steady_time
-from asyncrl.observe.sinks import Sink
+from asyncrl.observe.sinks import Row, Sink
 from asyncrl.redact import redact
 from asyncrl.runtime.files import append_to, open_regular
 
@@ -33,7 +33,7 @@ RESERVED = ("schema", "event", "attempt", "step", "version", "time")
 
 class MetricsWriter:
     """Appends records to `<run>/metrics.jsonl`, and gives their numbers to the sinks, in groups: what a step or an evaluation names `<group>/<name>` keeps
-    that name, the rest of a step goes under `train/`, other events under `<event>/`. An evaluation is plotted at the version that it evaluated.
+    that name, the rest of a step goes under `train/`, other events under `<event>/`. An evaluation is plotted at the step that made its version.
 
     A record is one line, written whole and flushed, so a reader of a live run sees complete lines only (but for the last).
     Numbers that JSON does not know (NaN, Inf) are written as null. A new attempt appends to the same file.
@@ -45,6 +45,8 @@ class MetricsWriter:
         self._file = append_to(path)
         _end_last_line(path, self._file)
         self._sinks = sinks
+        self._made_at: dict[int, int] = {}
+        """Version → the step that made it: a skipped step makes none."""
 
     def write(self, event: str, step: int, version: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Write one record and return it. `values` are numbers, strings, None or lists and mappings of these.
@@ -61,9 +63,19 @@ class MetricsWriter:
         self._file.flush()
         scalars = {_plotted(event, name): float(value) for name, value in _items(record) if _is_number(value)}
         if scalars and event not in ONCE:
+            if event == "step" and values.get("applied", True):
+                self._made_at.setdefault(version, step)
             for sink in self._sinks:
-                sink.add(version if event == "evaluation" else step, now, scalars)
+                sink.add(self._made_at.get(version, version) if event == "evaluation" else step, now, scalars)
         return record
+
+    def show_batch(self, step: int, rewards: Sequence[float], rows: Sequence[Row]) -> None:
+        """Give the sinks what numbers do not tell: how a batch's rewards are spread, and some of its trajectories."""
+        for sink in self._sinks:
+            if rewards:
+                sink.add_histogram(step, steady_time(), "rewards", rewards)
+            if rows:
+                sink.add_table(step, steady_time(), "completions", rows)
 
     def close(self, failed: bool = False) -> None:
         self._file.close()

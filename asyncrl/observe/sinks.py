@@ -9,7 +9,7 @@ import netrc
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ __all__ = [
     "PACKAGES",
     "Background",
     "MLflowSink",
+    "Row",
     "Sink",
     "SinkRun",
     "TensorBoardSink",
@@ -41,11 +42,21 @@ CLOSE_TIMEOUT_S = 30.0
 """Seconds that the external sinks get at the end to bring away what they still have."""
 
 
+Row = Mapping[str, str | float | None]
+"""Column → value of one row of a table."""
+
+
 class Sink(Protocol):
     """Takes numbers against the step. Names are those of metrics.jsonl; of events other than `step` they begin with `<event>/`."""
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         """`now` is in Unix seconds."""
+        ...
+
+    def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None: ...
+
+    def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
+        """Every row has the same columns. Its texts are redacted and bounded, and still a model's: no sink may read them as markup."""
         ...
 
     def close(self, failed: bool = False) -> None: ...
@@ -82,6 +93,21 @@ class TensorBoardSink:
             for at, when, known in self._plotted(name, step, now, value):
                 self._writer.add_event(Event(wall_time=when, step=at, summary=Summary(value=[Summary.Value(tag=name, simple_value=known)])))
 
+    def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None:
+        from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+
+        self._add_summary(step, now, histogram_pb(name, list(values)))
+
+    def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        self._add_summary(step, now, text_pb(name, _code_block(rows)))
+
+    def _add_summary(self, step: int, now: float, summary: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.add_event(Event(wall_time=now, step=step, summary=summary))
+
     def _plotted(self, name: str, step: int, now: float, value: float) -> list[tuple[int, float, float]]:
         """What to write for a new value: nothing as long as it is constant, then what was held back as well."""
         new = (step, now, value)
@@ -113,6 +139,17 @@ class WandbSink:
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         self._run.log({**scalars, "step": step})
 
+    def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None:
+        import wandb
+
+        self._run.log({name: wandb.Histogram(list(values)), "step": step})
+
+    def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
+        import wandb
+
+        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True)
+        self._run.log({name: table, "step": step})
+
     def close(self, failed: bool = False) -> None:
         self._run.finish(exit_code=int(failed))
 
@@ -143,6 +180,14 @@ class MLflowSink:
 
         self._client.log_batch(self._run_id, metrics=[Metric(name, value, int(now * 1000), step) for name, value in scalars.items()])
 
+    def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None:
+        """MLflow draws no histograms: an artifact holds the values."""
+        self._client.log_dict(self._run_id, {"values": list(values)}, f"{name}/step_{step:06d}.json")
+
+    def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
+        columns = list(rows[0])  # the layout that MLflow's own tables have
+        self._client.log_dict(self._run_id, {"columns": columns, "data": [list(row.values()) for row in rows]}, f"{name}/step_{step:06d}.json")
+
     def close(self, failed: bool = False) -> None:
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
@@ -159,6 +204,16 @@ class TrackioSink:
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
 
+    def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None:
+        import trackio
+
+        self._run.log({name: trackio.Histogram(list(values))}, step=step)
+
+    def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
+        import trackio
+
+        self._run.log({name: trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True)}, step=step)
+
     def close(self, failed: bool = False) -> None:
         self._run.finish()
 
@@ -171,13 +226,19 @@ class Background:
     """Sinks in a thread of their own, so that none of them can hold the run up. One that fails is named in the log and gets nothing more."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Sink]]) -> None:
-        self._items: queue.Queue[tuple[int, float, Mapping[str, float]] | None] = queue.Queue()
+        self._items: queue.Queue[Callable[[Sink], None] | None] = queue.Queue()
         self._failed = False
         self._thread = threading.Thread(target=self._work, args=(dict(makers),), name="sinks", daemon=True)
         self._thread.start()
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
-        self._items.put((step, now, scalars))
+        self._items.put(lambda sink: sink.add(step, now, scalars))
+
+    def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None:
+        self._items.put(lambda sink: sink.add_histogram(step, now, name, values))
+
+    def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
+        self._items.put(lambda sink: sink.add_table(step, now, name, rows))
 
     def close(self, failed: bool = False) -> None:
         self._failed = failed
@@ -192,7 +253,7 @@ class Background:
             self._try(name, sinks, partial(_make, name, make, sinks))
         while (item := self._items.get()) is not None:
             for name, sink in list(sinks.items()):
-                self._try(name, sinks, partial(sink.add, *item))
+                self._try(name, sinks, partial(item, sink))
         for name, sink in list(sinks.items()):
             self._try(name, sinks, partial(sink.close, self._failed))
 
@@ -232,3 +293,14 @@ def open_sinks(config: Config, directory: Path, run_id: str) -> list[Sink]:
 
 def _make(name: str, make: Callable[[], Sink], sinks: dict[str, Sink]) -> None:
     sinks[name] = make()
+
+
+def _code_block(rows: Sequence[Row]) -> str:
+    """The rows as one code block of Markdown, in which nothing is markup. A column's lines are indented, so that no text can pass for a column."""
+    lines = []
+    for row in rows:
+        for name, value in row.items():
+            said = "none" if value is None else f"{value:.4g}" if isinstance(value, float | int) else value
+            lines.append(f"{name}: " + said.replace("\n", "\n  | "))
+        lines.append("")
+    return "\n".join(f"    {line}" for line in "\n".join(lines).split("\n"))

@@ -2,10 +2,12 @@
 
 import logging
 import math
+from types import SimpleNamespace
 
 from small_config import small_config
 
 from asyncrl.control.fates import FatesWriter
+from asyncrl.control.protocols import Example
 from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.log_lines import record_line
 from asyncrl.observe.metrics import MetricsWriter
@@ -59,3 +61,38 @@ def test_the_end_names_every_set_and_every_reward():
     ]
     assert len({line.index("→") for line in lines}) == 1
     assert before_and_after(config, []) == []
+
+
+def test_the_sinks_get_completions_and_rewards_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "correct-horse-battery")
+    config = small_config(max_steps=20, observe={"completions_every": 3})
+    name = next(iter(config.reward.functions))
+    example = Example("say correct-horse-battery", "x\x1b" * 10_000, 0.5, {name: 0.25}, 2)
+    seen = SimpleNamespace(examples=((example, 1),) * 40, rewards=(0.5, 1.0))
+    shown = []
+
+    class Kept:
+        def add(self, step, now, scalars): ...
+
+        def add_histogram(self, step, now, name, values):
+            shown.append((step, name, tuple(values)))
+
+        def add_table(self, step, now, name, rows):
+            shown.append((step, name, rows))
+
+        def close(self, failed=False): ...
+
+    with MetricsWriter(tmp_path, sinks=[Kept()]) as writer:
+        live = Live(config, 0.0)
+        recorder = RunRecorder(writer, FatesWriter(tmp_path / "fates", 0), live)
+        recorder.record("step", 3, 3, {"applied": 1.0})
+        assert not shown, "no batch is known yet"
+        live.follow(SimpleNamespace(progress=seen))
+        for step in (4, 5, 6, 7):
+            recorder.record("step", step, step, {"applied": 1.0})
+        recorder.record("commit", 6, 6, {})
+    assert [(step, what) for step, what, _ in shown] == [(6, "rewards"), (6, "completions")] and shown[0][2] == (0.5, 1.0)
+    rows = shown[1][2]
+    assert len(rows) == 16 and len(rows[0]["completion"]) == 4096 and "\x1b" not in rows[0]["completion"]
+    assert rows[0]["prompt"] == "say [redacted JUDGE_API_KEY]"
+    assert (rows[0]["reward"], rows[0][f"reward/{name}"], rows[0]["version"], rows[0]["staleness"]) == (0.5, 0.25, 2, 1)

@@ -106,3 +106,33 @@ def test_pandas_reads_the_records_as_numbers(tmp_path: Path) -> None:
     assert steps["reward/mean"].tolist() == [0.25, 0.5, 0.75, 1.0] and steps["kl_k3"].isna().tolist() == [False, True, False, False]
     assert all(pd.api.types.is_numeric_dtype(steps[name]) for name in ("version", "reward/mean", "kl_k3", "staleness/max"))
     assert records.loc[records["event"] == "push", "weights/pause_s"].item() == 0.1
+
+
+def test_an_evaluation_is_plotted_at_the_step_that_made_its_version(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path / "tensorboard")]) as writer:
+        for step, version in ((1, 1), (2, 1), (3, 2)):
+            writer.write("step", step, version, {"applied": float(step != 2)})
+        for version in (0, 1, 2):
+            writer.write("evaluation", 3, version, {"eval/accuracy": version})
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("eval/accuracy")] == [(0, 0), (1, 1), (3, 2)]
+
+
+def test_tensorboard_shows_completions_without_reading_them_as_markup(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugin_util import markdown_to_safe_html
+    from tensorboard.util.tensor_util import make_ndarray
+
+    hostile = "<img src=http://x>\n\n[a](http://x) ![b](http://x)\n# head\n</code></pre><a href='http://x'>\nreward: 1"
+    with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path / "tensorboard")]) as writer:
+        writer.show_batch(4, [0.0, 0.5, 1.0], [{"prompt": hostile, "completion": hostile, "reward": 0.25, "reward/f": None}] * 2)
+        writer.show_batch(5, [], [])
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (text,) = board.Tensors("completions")
+    (rewards,) = board.Tensors("rewards")
+    page = markdown_to_safe_html(make_ndarray(text.tensor_proto).item())
+    assert text.step == 4 and page.count("<") == 4 and page.startswith("<pre><code>prompt: &lt;img"), page
+    assert "\n  | reward: 1" in page and "\nreward: 0.25\nreward/f: none\n" in page
+    assert make_ndarray(rewards.tensor_proto)[:, 2].sum() == 3

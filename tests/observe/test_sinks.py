@@ -25,6 +25,11 @@ with MetricsWriter(directory, 0, open_sinks(config, directory, sys.argv[3])) as 
     for step in (1, 2, 3):
         writer.write("step", step, step, {"reward/mean": step / 4, "note": "text"})
     writer.write("evaluation", 3, 3, {"eval/greedy_accuracy": 0.75})
+    rows = [
+        {"prompt": "2 + 2 =", "completion": "five hundred", "reward": None, "reward/exact": 0.0},
+        {"prompt": "1", "completion": "1", "reward": 1.0, "reward/exact": None},
+    ]
+    writer.show_batch(3, [0.0, 1.0, 1.0], rows)
 """
 
 
@@ -42,6 +47,8 @@ def test_wandb_offline(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("wandb/offline-run-*-id0/run-id0.wandb")
     content = file.read_bytes()
     assert b"reward/mean" in content and b"eval/greedy_accuracy" in content and b"max_staleness" in content
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/completions*.json")
+    assert json.loads(table.read_text())["data"][0] == ["2 + 2 =", "five hundred", None, 0.0] and b"histogram" in content
 
 
 @pytest.mark.timeout(180)
@@ -50,6 +57,10 @@ def test_mlflow_in_a_file(tmp_path: Path) -> None:
     rows = sqlite3.connect(tmp_path / "mlflow.db").execute("select key, value, step from metrics order by timestamp, step").fetchall()
     assert list((tmp_path / "mlartifacts").rglob("config.yaml"))
     assert rows == [("reward/mean", 0.25, 1), ("reward/mean", 0.5, 2), ("reward/mean", 0.75, 3), ("eval/greedy_accuracy", 0.75, 3)]
+    (table,) = tmp_path.glob("mlartifacts/**/completions/step_000003.json")
+    assert json.loads(table.read_text())["data"][0] == ["2 + 2 =", "five hundred", None, 0.0]
+    (rewards,) = tmp_path.glob("mlartifacts/**/rewards/step_000003.json")
+    assert json.loads(rewards.read_text()) == {"values": [0.0, 1.0, 1.0]}
     for again in ("id0", "id1"):
         write(tmp_path, "mlflow", again)
     runs = sqlite3.connect(tmp_path / "mlflow.db").execute("select name, status from runs").fetchall()
@@ -61,7 +72,8 @@ def test_trackio_here(tmp_path: Path) -> None:
     write(tmp_path, "trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
     (file,) = (tmp_path / "trackio").glob("tests*.db")
     rows = sqlite3.connect(file).execute("select step, metrics from metrics order by id").fetchall()
-    assert [step for step, _ in rows] == [1, 2, 3, 3] and json.loads(rows[2][1]) == {"reward/mean": 0.75} and "greedy_accuracy" in str(rows[3][1])
+    assert [step for step, _ in rows] == [1, 2, 3, 3, 3, 3] and "five hundred" in str(rows) and "histogram" in str(rows)
+    assert json.loads(rows[2][1]) == {"reward/mean": 0.75} and "greedy_accuracy" in str(rows[3][1])
 
 
 def test_a_sink_that_fails_is_named_and_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
