@@ -198,6 +198,8 @@ def test_cut_distributions_go_with_an_objective_that_compares_no_log_probs(tmp_p
 def test_a_templates_variables_may_come_from_the_command_line(tmp_path):
     config = load(tmp_path, {"data.apply_chat_template": True}, ["--data.chat_template_kwargs", '{"enable_thinking": false}'])
     assert config.data.chat_template_kwargs == {"enable_thinking": False}
+    config = load(tmp_path, {"data.apply_chat_template": True}, ["--data.chat_template_kwargs.enable_thinking", "false"])
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
 
 
 def test_command_line_wins_over_yaml(tmp_path):

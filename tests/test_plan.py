@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pyarrow as pa
@@ -511,3 +512,20 @@ def test_a_checkpoint_without_a_tokenizer_or_of_an_unknown_type_is_refused_in_on
     with pytest.raises(ConfigError, match=r"bare': its tokenizer cannot be loaded .*; put the files of its tokenizer there") as error:
         make_plan(load_config(write({"model.path": str(path)})))
     assert "\n" not in str(error.value)
+
+
+def test_plan_options_and_overrides_may_stand_in_any_order(write, capsys):
+    path = str(write())
+    for arguments in (["plan", "--brief", path, "--rollout.temperature", "0.5"], ["plan", path, "--rollout.temperature", "0.5", "--brief"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 0 and len(capsys.readouterr().out.splitlines()) == 10
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", path, "--config", "--rollout.temperature", "0.5"])
+    assert ended.value.code == 0 and "temperature: 0.5" in capsys.readouterr().out
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"asyncrl {version('asyncrl')}\n"
