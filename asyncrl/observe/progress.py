@@ -6,10 +6,11 @@ wrote is shown without secrets and control characters, and never read as markup.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
@@ -84,6 +85,7 @@ class ProgressView:
         self._last_line = -float("inf")
         self._last_phase = ""
         self._last: Progress | None = None
+        self._newest: Progress | None = None
         self._sample_every_s = sample_every_s
         self._last_sample = -float("inf")
         self._notes: tuple[str, ...] = ()
@@ -98,6 +100,9 @@ class ProgressView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and self._newest is not None:
+            stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
+            self.show(replace(self._newest, phase="interrupted" if stopped else "failed"))
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -106,6 +111,7 @@ class ProgressView:
 
     def show(self, progress: Progress) -> None:
         """Show this state. In a log: now if the phase is new or the interval is over, else not at all."""
+        self._newest = progress
         if self._live is not None:
             self._live.update(table(progress))
         elif progress.phase != self._last_phase or time.monotonic() - self._last_line >= self._interval_s:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -109,3 +112,14 @@ def test_secrets_are_in_no_sample_and_no_note(monkeypatch: pytest.MonkeyPatch) -
     console.print(table(said))
     for text in (plain.getvalue(), console.export_text()):
         assert "[redacted" in text and "correct" not in text and "hf_" not in text
+
+
+@pytest.mark.parametrize(("error", "told"), [(MemoryError("full"), "failed"), (asyncio.CancelledError(), "interrupted"), (KeyboardInterrupt(), "interrupted")])
+@pytest.mark.parametrize("live", [False, True])
+def test_the_last_picture_of_a_run_that_ends_early_says_so(error: BaseException, told: str, live: bool) -> None:
+    stream = io.StringIO()
+    with contextlib.suppress(type(error)), ProgressView(stream=stream, live=live) as view:
+        view.show(replace(TRAINING, phase="stopping"))
+        raise error
+    assert told in stream.getvalue().split("stopping")[-1]
+    assert (" | step 73/200 | " if not live else "73 of 200") in stream.getvalue()
