@@ -133,7 +133,7 @@ def _plotted(event: str, name: str) -> str:
     """A metric's name in a sink: all are in groups, and no group is named twice."""
     if event in ("step", "evaluation"):
         return name if "/" in name else f"{'train' if event == 'step' else 'eval'}/{name}"
-    return f"{event}/{name}"
+    return f"{event}/{name.removeprefix(f'{event}/')}"
 
 
 def _is_number(value: Any) -> bool:

@@ -58,8 +58,10 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
         writer.write("evaluation", 3, 0, {"eval/greedy_accuracy": 0.75})
         writer.write("startup", 0, 0, {"engine_s": 1.0})
         writer.write("memory", 3, 3, {"total_bytes": 1})
+        for step in (1, 2):
+            writer.write("checkpoint", step, step, {"checkpoint/save_s": step})
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert board.Tags()["scalars"] == [*("reward/mean", "train/loss", "staleness/histogram/1", "eval/greedy_accuracy")]
+    assert board.Tags()["scalars"] == [*("reward/mean", "train/loss", "staleness/histogram/1", "eval/greedy_accuracy", "checkpoint/save_s")]
     assert [(event.step, event.value) for event in board.Scalars("eval/greedy_accuracy")] == [(0, 0.75)], "at the version that was evaluated"
     assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert [event.value for event in board.Scalars("staleness/histogram/1")] == [1, 2, 3]
