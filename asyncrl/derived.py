@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
-__all__ = ["MOST_SEQUENCES", "Derived", "derived_settings", "stored_bytes"]
+__all__ = ["MOST_SEQUENCES", "Derived", "derived_settings", "request_deadline_s", "stored_bytes"]
 
 SLOWEST_TOKENS_PER_S = 5.0
 """Tokens a second of one completion in a full engine, at the slowest: a large model on one GPU makes 10 to 20."""
@@ -68,6 +68,11 @@ def deadline(config: Config, tokens: int | None = None) -> Derived:
     queued = f", {turns} times, as not all completions run at once" if turns > 1 else ""
     reason = f"{tokens} tokens at {SLOWEST_TOKENS_PER_S:g} tokens/s{queued}, at least {SHORTEST_DEADLINE_S:g} s"
     return Derived("rollout.deadline_s", _seconds(SHORTEST_DEADLINE_S, turns * tokens / SLOWEST_TOKENS_PER_S), "s", reason)
+
+
+def request_deadline_s(tokens: int) -> float:
+    """Seconds that a request over HTTP has for at most so many tokens."""
+    return _seconds(SHORTEST_DEADLINE_S, tokens / SLOWEST_TOKENS_PER_S)
 
 
 def placement(config: Config) -> Derived:

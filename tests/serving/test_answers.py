@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.generation.protocol import Details, GenerateRequest, Piece, StaleReplica, Tokens
 from asyncrl.serving.answers import Told, ask, siblings
+from asyncrl.serving.dialects.fields import Sampling
 from asyncrl.testing import FakeWords
 
 ASKED = GenerateRequest((5,), 1, 100, 1.0, seed=7)
@@ -44,6 +45,12 @@ def started(endless: Endless, n: int) -> Any:
 def test_siblings_have_seeds_of_their_own() -> None:
     assert [request.seed for request in siblings(ASKED, 3)] == [7, 8, 9]
     assert [request.seed for request in siblings(GenerateRequest((5,), 1, 9, 1.0), 2)] == [None, None]
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [(16, 300.0), (1500, 300.0), (1501, 301.0), (16_384, 3277.0)])
+def test_long_answers_have_longer(tokens: int, seconds: float) -> None:
+    """A full engine makes some five tokens a second of one completion."""
+    assert Sampling(model="m").request([5], tokens).deadline_s == seconds
 
 
 def test_the_first_failure_ends_all_choices() -> None:

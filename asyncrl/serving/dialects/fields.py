@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from asyncrl.derived import request_deadline_s
 from asyncrl.generation.protocol import GenerateRequest
 from asyncrl.serving.errors import ApiError, printable
 from asyncrl.serving.identity import ServedModel
@@ -128,7 +129,7 @@ class Sampling(BaseModel):
     def request(self, prompt_ids: list[int], max_tokens: int) -> GenerateRequest:
         """What the engine is asked for one prompt."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return GenerateRequest(tuple(prompt_ids), 1, max_tokens, self.temperature, self.seed, stop=stops)
+        return GenerateRequest(tuple(prompt_ids), 1, max_tokens, self.temperature, self.seed, request_deadline_s(max_tokens), stop=stops)
 
 
 Body = TypeVar("Body", bound=Sampling)
