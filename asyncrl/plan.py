@@ -17,6 +17,7 @@ from asyncrl.config import Config, ConfigError, explain
 from asyncrl.derived import derived_settings
 from asyncrl.learning.supported import NO_SHARES, chosen_packing, keeps_state, support, uniform_rope_tokens
 from asyncrl.observe.sinks import missing_packages, wandb_asks_for_a_key
+from asyncrl.preflight.disk import Disk, disks, refuse_full
 from asyncrl.preflight.evaluation import evaluation_text
 from asyncrl.preflight.served import refusal, unusable
 from asyncrl.room import Part, logical_cpus, placement_text
@@ -66,6 +67,9 @@ class Plan:
 
     sandbox: str | None = None
     """Level that code runs at; None: no code runs."""
+
+    disks: tuple[Disk, ...] = ()
+    """What the run directory's file systems have, and need."""
 
     @property
     def weights_bytes(self) -> int:
@@ -117,6 +121,7 @@ class Plan:
                 derived_text(config),
                 self._version(),
                 self._memory(),
+                self._disk(),
                 self._kv_cache(),
                 self.evaluation_text(),
                 self.prompts_text(),
@@ -159,6 +164,13 @@ class Plan:
             f"# shared memory\n  weights of one version {self.weights_bytes / mib:.1f} MiB; needed (2 versions + {replicas} staged) "
             f"{self.shared_memory_needed / mib:.1f} MiB; free in /dev/shm {self.shared_memory_free / mib:.0f} MiB"
         )
+
+    def _disk(self) -> str:
+        lines = [
+            f"  {' and '.join(map(str, disk.directories))}: needed {disk.needed / (1 << 20):,.1f} MiB, free {disk.free / (1 << 20):,.0f} MiB"
+            for disk in self.disks
+        ]
+        return "\n".join(["# disk, for checkpoints and exported models", *lines])
 
     def _kv_cache(self) -> str:
         """On a GPU the cache is what `gpu_memory_utilization` leaves: the engine says how much."""
@@ -251,12 +263,15 @@ def make_plan(config: Config) -> Plan:
         stops = load_stops(config.model.path, tokenizer, rollout.rollout_stop, rollout.rollout_stop_token_ids)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    plan = Plan(config, logical_cpus(config), shutil.disk_usage("/dev/shm").free, context, report, truncation, stops, _version_outline(config), sandbox)
+    outline = _version_outline(config)
+    found = disks(config, outline.nbytes(config.model.dtype))
+    plan = Plan(config, logical_cpus(config), shutil.disk_usage("/dev/shm").free, context, report, truncation, stops, outline, sandbox, found)
     if plan.shared_memory_needed > plan.shared_memory_free:
         raise ConfigError(
             f"/dev/shm has {plan.shared_memory_free >> 20} MiB free, and two versions in the object store plus {config.generator.num_replicas} staged "
             f"need {plan.shared_memory_needed >> 20} MiB; lower generator.num_replicas or enlarge /dev/shm"
         )
+    refuse_full(config, found)
     return plan
 
 

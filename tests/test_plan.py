@@ -58,6 +58,7 @@ def test_shows_arithmetic_cpus_memory_prompts_and_stops(write):
         "global_batch_size   = groups per step",
         "learner ranks",
         "free in /dev/shm",
+        "# disk, for checkpoints and exported models\n",
         "parameters, as float32 under the checkpoint's names\n  tensors as its files have them: none; left out, as nothing computes with them: none\n",
         "/ 1024 bytes a token = 262016 tokens a replica",
         "first prompt '1 + 2 ='",
