@@ -392,8 +392,10 @@ def _without_resume(command: Sequence[str], config: Config) -> list[str]:
 
 
 def _one_line(error: BaseException) -> str:
-    text = shown(str(error).strip() or type(error).__name__)
-    return text if type(error).__module__.startswith("asyncrl") or type(error) is RuntimeError else f"{type(error).__name__}: {text}"
+    name, text = type(error).__name__, shown(str(error).strip())
+    if not text:
+        return name
+    return text if type(error).__module__.startswith("asyncrl") or type(error) is RuntimeError else f"{name}: {text}"
 
 
 class _LogHandler(logging.StreamHandler[IO[str]]):

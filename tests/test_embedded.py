@@ -95,3 +95,17 @@ def test_cancelling_stops_the_run_and_waits_for_its_end(settings, monkeypatch, e
         assert stopped.is_set()
 
     asyncio.run(in_a_loop())
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), "MemoryError"),
+        (MemoryError(" full "), "MemoryError: full"),
+        (KeyError("a"), "KeyError: 'a'"),
+        (RuntimeError("a part failed"), "a part failed"),
+        (ConfigError("name = '' is empty"), "name = '' is empty"),
+    ],
+)
+def test_the_end_of_a_run_names_a_foreign_error_once(error, told):
+    assert run._one_line(error) == told

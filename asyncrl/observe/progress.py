@@ -7,6 +7,7 @@ wrote is shown without secrets and control characters, and never read as markup.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -102,7 +103,8 @@ class ProgressView:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and self._newest is not None:
             stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-            self.show(replace(self._newest, phase="interrupted" if stopped else "failed"))
+            with contextlib.suppress(OSError):  # a full disk may be why the run failed, and that is what must be told
+                self.show(replace(self._newest, phase="interrupted" if stopped else "failed"))
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 from dataclasses import replace
 
@@ -123,3 +124,15 @@ def test_the_last_picture_of_a_run_that_ends_early_says_so(error: BaseException,
         raise error
     assert told in stream.getvalue().split("stopping")[-1]
     assert (" | step 73/200 | " if not live else "73 of 200") in stream.getvalue()
+
+
+def test_a_last_picture_that_cannot_be_written_does_not_hide_why_the_run_ended() -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            if "failed" in text:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    with pytest.raises(MemoryError, match="the cause"), ProgressView(stream=Full(), live=False) as view:
+        view.show(TRAINING)
+        raise MemoryError("the cause")
