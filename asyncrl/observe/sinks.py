@@ -78,8 +78,12 @@ class TensorBoardSink:
     rewards and evaluations always have one."""
 
     def __init__(self, directory: Path) -> None:
+        # Imported before the run: it takes half a second, in which the driver's event loop would stand still.
+        from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+        from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        self._histogram, self._text = histogram_pb, text_pb
         self._writer = EventFileWriter(str(directory), flush_secs=5)
         self._constant: dict[str, list[tuple[int, float, float]]] = {}
         """Metric whose value has not changed → its first and its last record: step, time, value."""
@@ -94,14 +98,10 @@ class TensorBoardSink:
                 self._writer.add_event(Event(wall_time=when, step=at, summary=Summary(value=[Summary.Value(tag=name, simple_value=known)])))
 
     def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None:
-        from tensorboard.plugins.histogram.summary_v2 import histogram_pb
-
-        self._add_summary(step, now, histogram_pb(name, list(values)))
+        self._add_summary(step, now, self._histogram(name, list(values)))
 
     def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
-        from tensorboard.plugins.text.summary_v2 import text_pb
-
-        self._add_summary(step, now, text_pb(name, _code_block(rows)))
+        self._add_summary(step, now, self._text(name, _code_block(rows)))
 
     def _add_summary(self, step: int, now: float, summary: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
