@@ -1,4 +1,7 @@
-"""The one place that joins the stations: a Ray cluster, generators and learner started in parallel, streams, and their end."""
+"""The one place that joins the stations: a Ray cluster, generators and learner started in parallel, streams, and their end.
+
+The cluster and the run's own generators last from the first attempt to the last one (`AcrossAttempts`); all else lasts one attempt (`launch`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +27,15 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 import asyncrl
 from asyncrl.config import Config
 from asyncrl.control.checkpoint import State
+from asyncrl.control.protocols import PartDied
 from asyncrl.data.prompts import Data, PromptReport, RayPromptSource, read_prompts
 from asyncrl.directory import RunDirectory
-from asyncrl.generation.app import ServeGenerate, application, begin_generators, end_generators, wait_for_generators
+from asyncrl.generation.app import ServeGenerate, application, forget_controller, wait_for_generators
 from asyncrl.generation.attach import attached_config
-from asyncrl.generation.orphans import application_name, watch_application
-from asyncrl.generation.settings import GeneratorApp, board_name
-from asyncrl.learning.group import LearnerGroup
+from asyncrl.generation.orphans import application_name
+from asyncrl.generation.owned import OwnGenerators, end_lease, lease_generators
+from asyncrl.generation.settings import GeneratorApp
+from asyncrl.learning.group import LearnerGroup, PlacementLost
 from asyncrl.learning.reference import start_reference
 from asyncrl.placement import generators_lost, needed, own_cluster, wait_for_placement, wait_for_room
 from asyncrl.preflight.cluster_address import answering_cluster
@@ -48,15 +53,16 @@ from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
 from asyncrl.stacks import stacks_as
 from asyncrl.text.tokenizer import refuse_another_tokenizer
 from asyncrl.types import Completion, Prompt
-from asyncrl.weights.board import take_lease
 from asyncrl.weights.push import ServeWeightSync
 
-__all__ = ["Stations", "cluster", "launch", "start_local_ray"]
+__all__ = ["AcrossAttempts", "Stations", "cluster", "launch", "start_local_ray"]
 
 logger = logging.getLogger("asyncrl")
 
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that one station gets to close before it is left to the end of its cluster."""
+THREADS_END_S = 10.0
+"""Seconds that calls under way in threads get to come back."""
 LARGEST_LOG = 10 << 20
 
 
@@ -83,13 +89,15 @@ class Stations:
     """Where processes say what they do when they are asked."""
     application: str
     """Name of the generators' Serve application."""
+    placed: Config | None
+    """The config by which the run placed generators of its own."""
 
     async def while_placed(self, work: Coroutine[Any, Any, None]) -> None:
         """Do the work. Raises PlacementLost, and cancels it, when the room for all generators of the run's own is lost meanwhile."""
-        if not self.config.generator.own:
+        if self.placed is None:
             return await work
         working = asyncio.create_task(work)
-        lost = asyncio.create_task(generators_lost(self.config, self.application))
+        lost = asyncio.create_task(generators_lost(self.placed, self.application))
         try:
             await asyncio.wait((working, lost), return_when=asyncio.FIRST_COMPLETED)
             await (working if working.done() else lost)
@@ -135,9 +143,76 @@ def _evaluation_prompts(config: Config) -> dict[Data, list[Prompt]]:
     return {path: read_prompts(path, config, limit) for path, limit in most.items()}
 
 
+class AcrossAttempts:
+    """What the attempts of a run share: the Ray cluster, and the generators that the run started."""
+
+    def __init__(self) -> None:
+        self.generators: OwnGenerators | None = None
+        self.placed: Config | None = None
+        """The config by which `generators` were placed."""
+        self.failed: list[str] = []
+        """Stations of the attempt that did not close in time: only the end of the cluster frees what they hold."""
+        self._cluster: ExitStack | None = None
+        self._session_logs: Path | None = None
+
+    @asynccontextmanager
+    async def attempt(self, config: Config, state: State, logs: Path, restarts_left: Callable[[], int]) -> AsyncIterator[None]:
+        """The cluster is there inside. On the way out it ends, and the generators before it, unless a part died that is none of them, and all others closed.
+
+        Args:
+            restarts_left: attempts that may begin by themselves after this one.
+
+        Raises:
+            Whatever `cluster` does.
+        """
+        keep = False
+        self.failed.clear()
+        try:
+            if self._cluster is None:
+                with ExitStack() as stack:
+                    self._session_logs = stack.enter_context(cluster(config))
+                    self._cluster = stack.pop_all()
+            yield
+        except PartDied as error:
+            keep = restarts_left() > 0 and not isinstance(error, PlacementLost)
+            raise
+        finally:
+            keep = keep and not self.failed and self.generators is not None and await self.generators.release(state.run_id, state.attempt)
+            if not keep:
+                await self._end_generators()
+            # A thread that asks Ray after its end takes the process with it.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), THREADS_END_S)
+            if not keep:
+                self._end_cluster()
+            if self._session_logs is not None:
+                _keep_logs(self._session_logs, logs / "ray")
+
+    def end(self) -> None:
+        """End what an attempt has left for one that did not begin."""
+        if self._cluster is not None:
+            asyncio.run(self._end_generators())
+            self._end_cluster()
+
+    def config(self, config: Config) -> Config:
+        """An attempt's config: it attaches to the generators that an earlier one has left."""
+        return config if self.generators is None else config.model_copy(update={"generator": self.generators.attached})
+
+    async def _end_generators(self) -> None:
+        generators, self.generators, self.placed = self.generators, None, None
+        if generators is not None:
+            await _close("generators", generators.end, self.failed)
+
+    def _end_cluster(self) -> None:
+        stack, self._cluster = self._cluster, None
+        if stack is not None:
+            stack.close()
+
+
 @contextmanager
-def cluster(config: Config, logs: Path) -> Iterator[None]:
-    """A Ray cluster: the one that RAY_ADDRESS names (in a submitted job, the job's), else a local one that ends with the run.
+def cluster(config: Config) -> Iterator[Path | None]:
+    """A Ray cluster: the one that RAY_ADDRESS names (in a submitted job, the job's), else a local one that ends with the run. Of that one, gives the folder
+    of its logs.
 
     Raises:
         ConfigError: no cluster answers at RAY_ADDRESS.
@@ -153,12 +228,11 @@ def cluster(config: Config, logs: Path) -> Iterator[None]:
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     try:
         _refuse_open_ray(config.ray_without_token)
-        yield
+        yield None if address else session / "logs"
     finally:
         ray.shutdown()
+        forget_controller()
         remove_left_behind(TemporaryPlace.where())
-        if not address:
-            _keep_logs(session / "logs", logs / "ray")
 
 
 def _refuse_open_ray(allowed: bool = False) -> None:
@@ -195,9 +269,10 @@ def start_local_ray(num_cpus: int, tries: int = 4, **options: Any) -> None:
 
 @asynccontextmanager
 async def launch(
-    config: Config, directory: RunDirectory, report: PromptReport, context: int, prepare: Callable[[LearnerGroup], Awaitable[None]]
+    config: Config, directory: RunDirectory, report: PromptReport, context: int, prepare: Callable[[LearnerGroup], Awaitable[None]], across: AcrossAttempts
 ) -> AsyncIterator[Stations]:
-    """Start every station; end them all on the way out, whatever happened. `prepare` has the learner while the generators still start.
+    """Start every station; end them all on the way out, whatever happened. `prepare` has the learner while the generators still start. Generators of the
+    run's own end with `across`.
 
     Raises:
         PlacementError: no room on the cluster.
@@ -206,27 +281,27 @@ async def launch(
     """
     state = directory.state
     config, _ = await wait_for_room(config)
-    async with AsyncExitStack() as stack:
+    async with _Closing(across.failed) as stack:
         app_name = config.generator.attach or application_name(config.name, state.run_id, state.attempt)
-        if config.generator.attach is not None:
-            config = await attached_config(config, app_name, _longest_request(config, context))
-        board = await take_lease(board_name(app_name), f"run {config.name!r} ({state.run_id}, attempt {state.attempt}, process {os.getpid()})", app_name)
-        _closing(stack, "lease", functools.partial(_end_lease, board, app_name))
+        config, board = await _lease(config, app_name, _longest_request(config, context), state.run_id, across, stack)
         # The learner's placement group first. Then the generators: an engine takes longest to start, and its handle is there at once.
         learner_start = asyncio.create_task(_start_learner(config, state, stack, prepare))
-        _closing(stack, "start of the learner", functools.partial(_cancel, learner_start))
-        handle, watcher = await _begin_generators(config, app_name, context, stack)
+        stack.add("start of the learner", functools.partial(_cancel, learner_start))
+        if config.generator.own and across.generators is not None:
+            handle, watcher = await across.generators.begin(not own_cluster()), across.generators.watcher
+        else:
+            handle, watcher = application(app_name), None
         generate = functools.partial(_keeping_generate, handle, directory.path / "kept", state.attempt)
         rollouts = start_rollouts(WorkerSpec(config, state.run_id, state.attempt, generate))
-        _closing(stack, "rollout workers", rollouts.close)
+        stack.add("rollout workers", rollouts.close)
         reference = _begin_reference(config, stack)
         stacks = directory.logs / "stacks"
         scores = RayScores(config, state.attempt, rollouts.workers, rollouts, directory.path / "groups", reference, stacks)
-        _closing(stack, "scoring", scores.close)
+        stack.add("scoring", scores.close)
         rollouts.when_lost = scores.lost
         finished = [*state.finished_above, *(ordinal for _, ordinal in state.waiting)]
         prompts = RayPromptSource(config, report, state.frontier, finished, stacks)
-        _closing(stack, "prompts", prompts.close)
+        stack.add("prompts", prompts.close)
         generators_s, (learner, learner_s), pool, *_ = await _together(
             _timed(wait_for_generators(app_name, config.start_timeout_s)),
             learner_start,
@@ -243,26 +318,27 @@ async def launch(
         startup |= await _generator_facts(handle, status)
         drains = config.generator.in_flight == "drain"
         weights = ServeWeightSync(handle, board, config.push_timeout_s, config.commit_grace_s, drains)
-        _closing(stack, "announcements", functools.partial(_cancel, asyncio.create_task(weights.keep_announced())))
+        stack.add("announcements", functools.partial(_cancel, asyncio.create_task(weights.keep_announced())))
         held_out, kv_cache_tokens = _evaluation_prompts(config), status["kv_cache_tokens"]
-        yield Stations(config, context, learner, generate(), weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup, stacks, app_name)
+        yield Stations(
+            config, context, learner, generate(), weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup, stacks, app_name, across.placed
+        )
 
 
-async def _begin_generators(config: Config, name: str, context: int, stack: AsyncExitStack) -> tuple[Any, Any]:
-    """Handle of the application, and the actor that ends it if this driver cannot. That is None where others own the generators or the cluster is ours."""
-    if config.generator.attach is not None:
-        return application(name), None
-    app = GeneratorApp.from_config(config).model_copy(update={"max_model_len": _longest_request(config, context)})
-    watcher = None if own_cluster() else watch_application(name)
-    _closing(stack, "generators", functools.partial(_end_generators, name, watcher))
-    return await asyncio.to_thread(begin_generators, app, name), watcher
-
-
-async def _end_generators(name: str, watcher: Any) -> None:
-    """If this fails or is cut short, the watcher goes on, and ends them once the lease has ended."""
-    await end_generators(name)
-    if watcher is not None:
-        ray.kill(watcher)
+async def _lease(config: Config, name: str, tokens: int, run_id: str, across: AcrossAttempts, stack: _Closing) -> tuple[Config, Any]:
+    """The config with the generators' settings, and the lease on them: generators that an earlier attempt has left, that stand already, or that are about
+    to begin."""
+    if across.generators is not None:
+        return config, across.generators.board
+    if not config.generator.own:
+        config = await attached_config(config, name, tokens)
+    board = await lease_generators(name, f"{config.name!r} ({run_id})")
+    if config.generator.own:
+        settings = GeneratorApp.from_config(config).model_copy(update={"max_model_len": tokens})
+        across.generators, across.placed = OwnGenerators(name, board, settings), config
+    else:
+        stack.add("lease", functools.partial(asyncio.to_thread, end_lease, board, name))
+    return config, board
 
 
 def _keeping_generate(handle: Any, kept: Path, attempt: int) -> ServeGenerate:
@@ -275,13 +351,7 @@ def _longest_request(config: Config, context: int) -> int:
     return min(config.longest_request + 1, context)
 
 
-async def _end_lease(board: Any, name: str) -> None:
-    """Others may have the application from now on; if it stands, it keeps the last weights."""
-    ray.kill(board)
-    logger.info("the lease on generators %r has ended; if they go on, then with the last version that they applied", name)
-
-
-def _begin_reference(config: Config, stack: AsyncExitStack) -> Any:
+def _begin_reference(config: Config, stack: _Closing) -> Any:
     """The actor of the reference policy, or None: it is asked only for a KL term."""
     if not config.algorithm.has_reference:
         return None
@@ -290,7 +360,7 @@ def _begin_reference(config: Config, stack: AsyncExitStack) -> Any:
     async def close() -> None:
         ray.kill(reference)
 
-    _closing(stack, "reference policy", close)
+    stack.add("reference policy", close)
     return reference
 
 
@@ -299,11 +369,11 @@ async def _ready(actor: Any) -> None:
         await actor.ready.remote()
 
 
-async def _start_rewards(config: Config, stack: AsyncExitStack) -> RewardPool | RemoteRewardPool:
+async def _start_rewards(config: Config, stack: _Closing) -> RewardPool | RemoteRewardPool:
     """Evaluation's reward processes, every function imported."""
     share_settings(config.reward.sandbox)
     pool = RemoteRewardPool(config.reward) if config.scores_evaluation_apart else RewardPool(config.reward)
-    _closing(stack, "reward processes", functools.partial(asyncio.to_thread, pool.close))
+    stack.add("reward processes", functools.partial(asyncio.to_thread, pool.close))
     await pool.check()
     return pool
 
@@ -321,11 +391,11 @@ async def _generator_facts(handle: Any, status: Mapping[str, Any]) -> dict[str, 
     return {f"startup/generator_{name}": seconds for name, seconds in status["load"].items()} | {"startup/pause_empty_s": sorted(pauses)[2]} | packages
 
 
-async def _start_learner(config: Config, state: State, stack: AsyncExitStack, prepare: Callable[[LearnerGroup], Awaitable[None]]) -> tuple[LearnerGroup, float]:
+async def _start_learner(config: Config, state: State, stack: _Closing, prepare: Callable[[LearnerGroup], Awaitable[None]]) -> tuple[LearnerGroup, float]:
     started = time.monotonic()
     learner = await LearnerGroup.create(config, state.run_id, state.attempt)
     seconds = time.monotonic() - started
-    _closing(stack, "learner", learner.close)
+    stack.add("learner", learner.close)
     for directory in dict.fromkeys((config.run_directory, config.checkpoints_directory)):
         make_directory(directory)
         await learner.check_shared(directory)
@@ -350,16 +420,24 @@ async def _together(*works: Awaitable[Any]) -> list[Any]:
         raise
 
 
-def _closing(stack: AsyncExitStack, name: str, close: Callable[[], Awaitable[Any]]) -> None:
-    """Close on the way out, in reverse order, each within its time: one that hangs must not keep the others."""
+class _Closing(AsyncExitStack):
+    """Closes stations in reverse order. What fails to close is named in `failed`."""
 
-    async def bounded() -> None:
-        try:
-            await asyncio.wait_for(close(), CLOSE_TIMEOUT_S)
-        except Exception as error:
-            logger.warning("closing %s: %s: %s", name, type(error).__name__, error)
+    def __init__(self, failed: list[str]) -> None:
+        super().__init__()
+        self._failed = failed
 
-    stack.push_async_callback(bounded)
+    def add(self, name: str, close: Callable[[], Awaitable[Any]]) -> None:
+        self.push_async_callback(_close, name, close, self._failed)
+
+
+async def _close(name: str, close: Callable[[], Awaitable[Any]], failed: list[str]) -> None:
+    """Within the time for one station: one that hangs must not keep the others."""
+    try:
+        await asyncio.wait_for(close(), CLOSE_TIMEOUT_S)
+    except Exception as error:
+        failed.append(name)
+        logger.warning("closing %s: %s: %s", name, type(error).__name__, error)
 
 
 def _keep_logs(session: Path, target: Path) -> None:

@@ -6,7 +6,6 @@ preflight → run directory → Ray → learner and generators (in parallel) →
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import re
@@ -35,7 +34,7 @@ from asyncrl.directory import RunDirectory, replace_directory
 from asyncrl.evaluation import Evaluator
 from asyncrl.generation.orphans import end_orphans
 from asyncrl.generation.protocol import WeightsId
-from asyncrl.launch import Stations, cluster, launch
+from asyncrl.launch import AcrossAttempts, Stations, launch
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.learning.warm_start import WarmStartCheck, warm_start
 from asyncrl.observe.live import Live, RunRecorder
@@ -56,8 +55,6 @@ from asyncrl.weights.check import ProbeCheck
 
 __all__ = ["Summary", "command_name", "concurrency_of", "train"]
 
-THREADS_END_S = 10.0
-"""Seconds that calls under way in threads get to come back."""
 NOTE_LENGTH = 160
 REPLACED = ("--resume", "--name")
 """Options that the resume command does not repeat: it says its own."""
@@ -89,7 +86,7 @@ def train(
     began: Callable[[Callable[[], None]], None] | None = None,
 ) -> int:
     """Train as the config says and return the exit code: 0 done, 1 failed, 130 interrupted. When a part of the run has died, a new attempt begins from
-    the last committed checkpoint, at most `max_restarts` times without a checkpoint between.
+    the last committed checkpoint, at most `max_restarts` times without a checkpoint between. The generators go on meanwhile.
 
     Args:
         resume_command: the command that was given, from which the resume command is made.
@@ -105,22 +102,36 @@ def train(
     try_rewards(config, plan.prompts)
     try_own(config)
     resume = _variables() + shlex.join([*_without_resume(resume_command, config), "--name", config.name, "--resume", "must"])
+    across = AcrossAttempts()
+    try:
+        summary = _attempts(config, plan, resume, across, began)
+    finally:
+        across.end()
+    if isinstance(summary, int):
+        return summary
+    _print_summary(summary, resume)
+    if after is not None:
+        after(config, summary)
+    return 0
+
+
+def _attempts(config: Config, plan: Plan, resume: str, across: AcrossAttempts, began: Callable[[Callable[[], None]], None] | None) -> Summary | int:
+    """One attempt after another, until one is the last: its summary, or the exit code."""
     restarts_left = config.max_restarts
     while True:
         with RunDirectory(config) as directory:
             _announce(plan, directory, resume)
+            left = partial(_restarts_left, config, directory, restarts_left)
             try:
-                summary = asyncio.run(_interruptible(_train(config, plan, directory), began))
-                break
+                return asyncio.run(_interruptible(_train(config, plan, directory, across, left), began))
             except (asyncio.CancelledError, KeyboardInterrupt):
                 logger.info("interrupted")
                 print_shown(f"\ninterrupted; {_way_on(directory, resume)}", file=sys.stderr)
                 return 130
             except Exception as error:
                 logger.error("the run failed", exc_info=error)
-                if directory.checkpoints.newest_first()[:1] not in ([], [directory.checkpoint]):
-                    restarts_left = config.max_restarts
                 print_shown(f"\nasyncrl: {_one_line(error)}\n  full log: {directory.logs / 'driver.log'}", file=sys.stderr)
+                restarts_left = left()
                 if not isinstance(error, PartDied) or restarts_left == 0:
                     print_shown(f"  {_way_on(directory, resume)}", file=sys.stderr)
                     return 1
@@ -131,10 +142,11 @@ def train(
         config = config.model_copy(update={"resume": "auto"})
         if config.checkpoint.load is None:  # with it, the step is that of the beginning
             config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"ckpt_step": None})})
-    _print_summary(summary, resume)
-    if after is not None:
-        after(config, summary)
-    return 0
+
+
+def _restarts_left(config: Config, directory: RunDirectory, before: int) -> int:
+    """Attempts that may still begin by themselves: all of them once the attempt has written a checkpoint."""
+    return before if directory.checkpoints.newest_first()[:1] in ([], [directory.checkpoint]) else config.max_restarts
 
 
 async def _interruptible(work: Any, began: Callable[[Callable[[], None]], None] | None) -> Summary:
@@ -162,7 +174,7 @@ def _stop(task: asyncio.Future[Any]) -> None:
         task.cancel()
 
 
-async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary:
+async def _train(config: Config, plan: Plan, directory: RunDirectory, across: AcrossAttempts, restarts_left: Callable[[], int]) -> Summary:
     started = time.monotonic()
     task = asyncio.current_task()
     assert task is not None
@@ -171,49 +183,49 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory) -> Summary
         logger.info("%s", line)
     live = Live(config, started)
     writer = MetricsWriter(directory.path, directory.state.attempt, open_sinks(config, directory.path, directory.state.run_id))
-    with ProgressView() as view, writer, cluster(config, directory.logs):
-        _catch_signals(task)
-        showing = asyncio.create_task(live.show(view))
-        recorder = RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live)
-        try:
-            live.phase("looking for room on the cluster")
-            await end_orphans(config.name, directory.state.run_id, live.note)
-            config, table = await wait_for_room(config, plan.weights_bytes, live.note)
-            print_shown(table)
-            await check_models(config)
-            live.phase("starting generators and learner")
+    with ProgressView() as view, writer:
+        async with across.attempt(config, directory.state, directory.logs, restarts_left):
+            _catch_signals(task)
+            showing = asyncio.create_task(live.show(view))
+            recorder = RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live)
+            try:
+                live.phase("looking for room on the cluster")
+                if across.generators is None:
+                    await end_orphans(config.name, directory.state.run_id, live.note)
+                config = across.config(config)
+                config, table = await wait_for_room(config, plan.weights_bytes, live.note)
+                print_shown(table)
+                await check_models(config)
+                live.phase("starting generators and learner")
 
-            def place() -> tuple[int, int]:
-                return directory.state.steps_attempted, directory.state.version
+                def place() -> tuple[int, int]:
+                    return directory.state.steps_attempted, directory.state.version
 
-            async def prepare(learner: LearnerGroup) -> None:
-                await _prepare_learner(config, directory, learner, live, recorder, partial(_watched, config, live, recorder, place))
+                async def prepare(learner: LearnerGroup) -> None:
+                    await _prepare_learner(config, directory, learner, live, recorder, partial(_watched, config, live, recorder, place))
 
-            async with launch(config, directory, plan.prompts, plan.context, prepare) as stations:
-                recorder.record("truncation", *place(), plan.truncation_metrics())
-                recorder.record("startup", *place(), stations.startup)
-                restored = await _restored(directory, stations)
-                coordinator = _coordinator(config, directory.state, restored, directory, stations, recorder)
-                live.follow(coordinator)
+                async with launch(config, directory, plan.prompts, plan.context, prepare, across) as stations:
+                    recorder.record("truncation", *place(), plan.truncation_metrics())
+                    recorder.record("startup", *place(), stations.startup)
+                    restored = await _restored(directory, stations)
+                    coordinator = _coordinator(config, directory.state, restored, directory, stations, recorder)
+                    live.follow(coordinator)
 
-                def reached() -> tuple[int, int]:
-                    return coordinator.progress.attempted, coordinator.progress.version
+                    def reached() -> tuple[int, int]:
+                        return coordinator.progress.attempted, coordinator.progress.version
 
-                moves, where = partial(marks, coordinator), partial(standing, coordinator)
-                async with Watchdog(moves, where, config.observe.stall_s, stations.say, partial(_stalled, reached, recorder, live)).watching():
-                    await stations.while_placed(coordinator.run())
-                live.phase("saving")
-                async with _watched(config, live, recorder, reached, stations.learner):
-                    await stations.learner.export_hf(directory.path / ".hf")
-                replace_directory(directory.path / ".hf", directory.path / "hf")
-            recorder.close()
-        finally:
-            # A thread that asks Ray after its end takes the process with it.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), THREADS_END_S)
-            showing.cancel()
-            live.phase("stopping")
-            view.show(live.progress)
+                    moves, where = partial(marks, coordinator), partial(standing, coordinator)
+                    async with Watchdog(moves, where, config.observe.stall_s, stations.say, partial(_stalled, reached, recorder, live)).watching():
+                        await stations.while_placed(coordinator.run())
+                    live.phase("saving")
+                    async with _watched(config, live, recorder, reached, stations.learner):
+                        await stations.learner.export_hf(directory.path / ".hf")
+                    replace_directory(directory.path / ".hf", directory.path / "hf")
+                recorder.close()
+            finally:
+                showing.cancel()
+                live.phase("stopping")
+                view.show(live.progress)
         live.phase("done")
         view.show(live.progress)
     return _summary(config, directory, time.monotonic() - started, live.phases)

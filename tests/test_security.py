@@ -88,7 +88,7 @@ def test_ray_without_its_token_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(launch.ray._private.worker, "_global_node", type("Node", (), {"get_session_dir_path": lambda self: str(tmp_path)})())
     monkeypatch.setattr(launch.ray, "shutdown", lambda: ended.append(True))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(RuntimeError, match="Ray's token authentication is off; unset RAY_AUTH_MODE"), launch.cluster(config(tmp_path), tmp_path / "logs"):
+    with pytest.raises(RuntimeError, match="Ray's token authentication is off; unset RAY_AUTH_MODE"), launch.cluster(config(tmp_path)):
         raise AssertionError("the run went on")
     assert ended == [True]
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ray import serve
+from ray.serve import context
 from ray.serve.config import ProxyLocation, RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
@@ -22,7 +23,17 @@ from asyncrl.generation.replica import Generator
 from asyncrl.generation.router import VersionRouter
 from asyncrl.generation.settings import GeneratorApp
 
-__all__ = ["ServeGenerate", "application", "begin_generators", "build_app", "end_generators", "start_generators", "stop_generators", "wait_for_generators"]
+__all__ = [
+    "ServeGenerate",
+    "application",
+    "begin_generators",
+    "build_app",
+    "end_generators",
+    "forget_controller",
+    "start_generators",
+    "stop_generators",
+    "wait_for_generators",
+]
 
 logger = logging.getLogger("asyncrl")
 
@@ -134,6 +145,11 @@ async def end_generators(name: str) -> None:
     await asyncio.to_thread(serve.delete, name, _blocking=False)
     while name in (await asyncio.to_thread(serve.status)).applications:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
+
+
+def forget_controller() -> None:
+    """To be called after `ray.shutdown`. Serve would take its controller for that of the next cluster this process starts: both count jobs from 1."""
+    context._disconnect()
 
 
 class ServeGenerate:

@@ -92,6 +92,8 @@ class Engine:
     def __init__(self, app: GeneratorApp) -> None:
         self.app = app
         self.version = 0
+        self._updates = 0
+        """Updates applied: a salt for the prefix cache. The same version of another run or attempt is another one."""
         self.broken: str | None = None
         """Why the weights are in an unknown state, if an update failed after it had begun."""
         self.tokens_at_pause: tuple[int, ...] = ()
@@ -282,6 +284,7 @@ class Engine:
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(update)))
             await self._llm.finish_weight_update(weight_version=str(version))
             self.version = version
+            self._updates += 1
 
         return await self._paused(load, f"the update of version {version} failed")
 
@@ -371,7 +374,7 @@ class Engine:
 
         tokens = prompt + completion
         sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        output = await self._last_output(tokens, sampling, f"version {self.version}")
+        output = await self._last_output(tokens, sampling, f"update {self._updates}")
         given = output.prompt_logprobs[len(prompt) :]
         return tuple(given[place][token].logprob for place, token in enumerate(completion))
 
@@ -395,7 +398,7 @@ class Engine:
                 ended = [one.result() for one in asked if one.done() and not one.cancelled() and one.exception() is None]
                 self._count_lost([len(output.outputs[0].token_ids) for output in ended])
                 raise
-        output = await self._last_output(prompt, sampling, f"version {self.version}")
+        output = await self._last_output(prompt, sampling, f"update {self._updates}")
         return sorted(output.outputs, key=lambda output: output.index)
 
     async def _last_output(self, prompt_ids: list[int], sampling: Any, salt: str) -> Any:
@@ -434,7 +437,7 @@ class Engine:
                 await self._open.wait()
             self._refuse_lost()
             # As in `_run`: where the cache outlives an update, no completion shares it.
-            salt = f"completion {next(self._ids)}" if self.app.generator.in_flight == "keep" else f"version {self.version}"
+            salt = f"completion {next(self._ids)}" if self.app.generator.in_flight == "keep" else f"update {self._updates}"
             sampling = _stream_sampling(request, self._stops(request), details)
             outputs = self._llm.generate(tokens_input(list(request.prompt_ids), cache_salt=salt), sampling, name)
             while not ended:

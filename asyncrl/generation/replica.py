@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from ray import serve
 
@@ -27,6 +27,8 @@ from asyncrl.weights.staging import StagingError, fetch, sweep
 __all__ = ["Generator"]
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 BOARD_S = 5.0
 """Seconds that the board gets to say what is out."""
@@ -51,6 +53,8 @@ class Generator:
         """Since when the board has shown newer weights while `_behind_at` stayed as it is."""
         self._lock = asyncio.Lock()
         self._changes: set[asyncio.Future[None]] = set()
+        self._asked: dict[asyncio.Future[Any], WeightsId] = {}
+        """Requests of runs that the engine works on, and the weights that each asked for."""
         sweep()
         self.engine = Engine(self.settings)
         await self.engine.start()
@@ -64,7 +68,7 @@ class Generator:
         """Answer with weights at least as new as the request asks for.
 
         Raises:
-            StaleReplica: this replica cannot have them now, or is not the one that the request names.
+            StaleReplica: this replica cannot have them now, or is not the one that the request names, or the attempt that asks has ended.
             GenerationTimeout: not done by the request's deadline.
         """
         if request.replica is not None:
@@ -72,7 +76,7 @@ class Generator:
         elif not self._has(request.min_weights):
             await self._catch_up_for(request.min_weights)
         started_at = steady_time()
-        completions = await self.engine.generate(request)
+        completions = await self._under_way(self.engine.generate(request), request.min_weights)
         engine = self.engine
         load = EngineLoad(self.replica, engine.kv_use, engine.waiting, engine.preemptions, tuple(engine.aborted), engine.aborted_tokens)
         return Generated(completions, self.replica, started_at, steady_time(), load)
@@ -87,7 +91,7 @@ class Generator:
         """This replica's id, and log-probs of each row's second ids, given its first, with weights at least as new as asked for. Raises StaleReplica."""
         if not self._has(min_weights):
             await self._catch_up_for(min_weights)
-        return self.replica, await self.engine.logprobs(rows)
+        return self.replica, await self._under_way(self.engine.logprobs(rows), min_weights)
 
     async def apply_version(self, manifest: Manifest, held: str | None = None) -> dict[str, Any]:
         """Fetch and apply a version, unless it is here already, a newer one of the same attempt is, or this replica is held. Returns `status`. Whoever
@@ -122,6 +126,10 @@ class Generator:
         """What Serve tells every router of this replica (see `VersionRouter`)."""
         weights = self.weights
         return {HELD: self.held, WEIGHTS: None if weights is None else (weights.run_id, weights.attempt, weights.version)}
+
+    async def abandon(self, run_id: str, attempt: int) -> None:
+        """Give up what an attempt has asked for: nobody waits for it any more."""
+        self._give_up(lambda weights: (weights.run_id, weights.attempt) == (run_id, attempt))
 
     async def status(self) -> dict[str, Any]:
         """Replica id, weights, whether an evaluation holds it, process id, seconds of the start and of the last update, tokens generated so far, tokens
@@ -207,6 +215,26 @@ class Generator:
         if request.replica != self.replica or request.min_weights != self.weights:
             raise StaleReplica(f"replica {request.replica} was to answer with {request.min_weights}; it is gone, or has other weights (here: {self.weights})")
 
+    async def _under_way(self, work: Coroutine[Any, Any, Answer], weights: WeightsId | None) -> Answer:
+        """The work's result. Raises StaleReplica if the attempt whose weights it asks for ends meanwhile."""
+        if weights is None:
+            return await work
+        task = asyncio.ensure_future(work)
+        self._asked[task] = weights
+        try:
+            await asyncio.wait([task])
+        finally:
+            del self._asked[task]
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if task.cancelled():
+            raise StaleReplica(f"replica {self.replica} has given up a request for {weights}: another attempt has begun")
+        return task.result()
+
+    def _give_up(self, ended: Callable[[WeightsId], bool]) -> None:
+        for task in [task for task, weights in self._asked.items() if ended(weights)]:
+            task.cancel()
+
     async def _take(self, manifest: Manifest) -> None:
         change = asyncio.ensure_future(self._change(manifest))
         self._changes.add(change)
@@ -219,6 +247,7 @@ class Generator:
             if self.held and ours:
                 return
             self.held = False
+            self._give_up(lambda weights: (weights.run_id, weights.attempt) != (manifest.run_id, manifest.attempt))
             if not self._has(WeightsId(manifest.run_id, manifest.attempt, manifest.version)):
                 await self._apply(manifest)
 

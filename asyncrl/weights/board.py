@@ -50,8 +50,12 @@ class VersionBoard:
             raise ValueError(f"version {manifest.version} was announced after version {before.version} of the same attempt")
         self._manifest = manifest
 
+    def withdraw(self) -> None:
+        """No version is current until the next is announced: the learner that published the newest has ended, and its buckets with it."""
+        self._manifest = None
+
     def current(self) -> Manifest | None:
-        """The newest manifest, or None before the first."""
+        """The newest manifest, or None before the first and after `withdraw`."""
         return self._manifest
 
     def newest(self) -> tuple[str, int, int] | None:

@@ -153,3 +153,25 @@ def test_a_question_that_fails_is_no_answer():
 
     with pytest.raises(TypeError, match="no such question"):
         asyncio.run(main())
+
+
+def test_no_prefix_is_shared_with_the_same_version_of_another_attempt():
+    """An engine that outlives its learner gets the checkpoint's version again."""
+    salts = []
+
+    async def generate(prompt, sampling, name):
+        salts.append(prompt["cache_salt"])
+        yield SimpleNamespace(prompt_logprobs=[None, {2: SimpleNamespace(logprob=0.0)}], finished=True)
+
+    async def scenario():
+        made = engine(lambda request: nothing())
+        made._llm.finish_weight_update = lambda weight_version: nothing()
+        made._llm.generate = generate
+        made._open.set()
+        for _ in range(2):
+            await made.apply({}, 5)
+            await made.logprobs([((1,), (2,))])
+            await made.logprobs([((1,), (2,))])
+
+    asyncio.run(scenario())
+    assert len(salts) == 4 and salts[0] == salts[1] != salts[2] == salts[3]

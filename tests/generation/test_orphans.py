@@ -24,14 +24,11 @@ pytestmark = pytest.mark.timeout(240)
 
 DRIVER = """
 import asyncio, sys, ray
-from contextlib import AsyncExitStack
-from types import SimpleNamespace
 from stub_replicas import StubGenerator
-from asyncrl import launch
 from asyncrl.config import Config
 from asyncrl.generation import app, orphans
-from asyncrl.generation.settings import board_name
-from asyncrl.weights.board import take_lease
+from asyncrl.generation.owned import OwnGenerators, lease_generators
+from asyncrl.generation.settings import GeneratorApp
 from small_config import SMALL
 
 address, name, grace_s = sys.argv[1:]
@@ -40,15 +37,14 @@ orphans.watch_application.__defaults__ = (float(grace_s),)
 ray.init(address=address, log_to_driver=False, configure_logging=False)
 
 async def main():
-    async with AsyncExitStack() as stack:
-        lease = await take_lease(board_name(name), "run 'first'", name)
-        launch._closing(stack, "lease", lambda: launch._end_lease(lease, name))
-        config = Config.model_validate({**SMALL, "generator": {"num_cpus": 0.1}})
-        handle, watcher = await launch._begin_generators(config, name, 128, stack)
-        await launch._ready(watcher)
-        await app.wait_for_generators(name, 120)
-        print("up", flush=True)
-        await asyncio.to_thread(sys.stdin.readline)
+    config = Config.model_validate({**SMALL, "generator": {"num_cpus": 0.1}})
+    generators = OwnGenerators(name, await lease_generators(name, "'first'"), GeneratorApp.from_config(config))
+    await generators.begin(watched=True)
+    await generators.watcher.ready.remote()
+    await app.wait_for_generators(name, 120)
+    print("up", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    await generators.end()
     print("closed", flush=True)
 
 asyncio.run(main())

@@ -159,3 +159,56 @@ def test_a_replica_that_stays_behind_for_too_long_is_replaced(monkeypatch: pytes
         await made.check_health()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_what_an_ended_attempt_asked_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a word of the driver, or else when the next attempt's first version comes; what others asked for goes on."""
+
+    async def apply(update: Any, version: int) -> dict[str, float]:
+        return {}
+
+    async def scenario() -> None:
+        made = await started(monkeypatch, apply, [])
+        answer, begun, ended = made.engine.generate, asyncio.Semaphore(0), []
+        go_on = asyncio.Event()
+
+        async def long(asked: GenerateRequest) -> Any:
+            begun.release()
+            try:
+                await go_on.wait()
+            except asyncio.CancelledError:
+                ended.append(asked.min_weights)
+                raise
+            return await answer(asked)
+
+        monkeypatch.setattr(made.engine, "generate", long)
+        await made.apply_version(Manifest("run", 0, 3, (), (), (), ()))
+        nobodys = asyncio.create_task(made.generate(GenerateRequest((1,), 1, 4, 1.0)))
+        theirs = asyncio.create_task(made.generate(request(3)))
+        for _ in range(2):
+            await begun.acquire()
+        await made.abandon("run", 1)
+        await made.abandon("another", 0)
+        assert not ended
+        await made.abandon("run", 0)
+        with pytest.raises(StaleReplica, match=r"given up a request for .*attempt=0, version=3\): another attempt has begun"):
+            await theirs
+        late = asyncio.create_task(made.generate(request(2)))
+        await begun.acquire()
+        await made.apply_version(Manifest("run", 1, 2, (), (), (), ()))
+        with pytest.raises(StaleReplica, match="another attempt has begun"):
+            await late
+        assert ended == [WeightsId("run", 0, 3), WeightsId("run", 0, 2)]
+        ours = asyncio.create_task(made.generate(GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 1, 2))))
+        await begun.acquire()
+        await made.apply_version(Manifest("run", 1, 3, (), (), (), ()))
+        go_on.set()
+        assert (await ours).completions and (await nobodys).completions and not made._asked
+
+        leaver = asyncio.create_task(made.generate(GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 1, 2))))
+        go_on.clear()
+        await begun.acquire()
+        leaver.cancel()
+        assert [type(one) for one in await asyncio.gather(leaver, return_exceptions=True)] == [asyncio.CancelledError] and not made._asked
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))

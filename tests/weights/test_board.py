@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.control.protocols import Manifest
 from asyncrl.weights import board
-from asyncrl.weights.board import LeaseHeld, find_board, lease_holder, take_lease
+from asyncrl.weights.board import LeaseHeld, VersionBoard, find_board, lease_holder, take_lease
 
 DRIVER = """
 import asyncio, sys, ray
@@ -85,3 +86,13 @@ def test_a_killed_driver_frees_its_lease(ray_cluster: Any) -> None:
     finally:
         first.kill()
         first.wait()
+
+
+def test_a_version_that_is_withdrawn_is_current_no_more() -> None:
+    """Its learner has ended, and a replica that starts now could not fetch it."""
+    one = VersionBoard()
+    one.announce(Manifest("run", 0, 7, (), (), (), ()))
+    one.withdraw()
+    assert one.current() is None and one.newest() is None
+    one.announce(Manifest("run", 1, 5, (), (), (), ()))
+    assert one.newest() == ("run", 1, 5)
