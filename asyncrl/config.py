@@ -653,8 +653,8 @@ class WeightsConfig(Section):
     generations under way make tokens. Longer than `generator.stall_timeout_s` and the start of a replica, so that one that is replaced is waited for.
     Default: derived from the size of the model's files, and the longest completion under in_flight: drain."""
     commit_grace_s: Annotated[float | None, Unset] = Field(default=None, ge=0)
-    """Seconds that a version waits for all live replicas. After that at least half of them, and never fewer than one, are enough: the others get no request
-    that asks for it until they have caught up, and the next version does not wait for them. Default: a fifth of push_timeout_s."""
+    """Seconds that a version waits for all live replicas. After that at least half of them, and never fewer than one, are enough. The others get no request
+    that asks for it until they have caught up, and no version waits for them before. Default: a fifth of push_timeout_s."""
     logprob_tolerance: float | None = Field(default=None, gt=0)
     """Difference allowed between generator and learner log-probs at the same version, in nats: the largest in float32 (default 1e-4), the mean in
     bfloat16 (default 0.03), where rounding alone moves improbable tokens by tenths."""

@@ -35,6 +35,9 @@ ROUND_S = 15.0
 FINGERPRINTS_S = 120.0
 """Seconds that the replicas get to say what they hold."""
 
+ANSWER_S = 1.0
+"""Seconds that a replica gets to say where it is when nobody has to wait for it."""
+
 BETWEEN_ROUNDS_S = 0.2
 """Seconds between two rounds."""
 
@@ -83,28 +86,29 @@ class ServeWeightSync:
 
     async def push(self, manifest: Manifest) -> PushReport:
         """Return when every live replica has applied the version, or, after `commit_grace_s`, when at least half of them have. Those that were waited for
-        in vain the last time are not waited for again, and the one that is held is not at all.
+        in vain the last time, and have not caught up since, are not waited for again. The one that is held is not at all.
 
         Replicas that start meanwhile take it from the board and are counted once they answer.
 
         Raises:
             RuntimeError: fewer than half applied it in time, or the manifest does not fit the model.
         """
+        self._behind = await self._still_behind()
         self._last = manifest
         began = time.monotonic()
-        deadline = began + self._timeout_s
+        deadline, grace_ends = began + self._timeout_s, began + self._grace_s
         await self._announce(manifest)
         found, tokens = Survey(), -1
         reason = "no replica answered"
         while (remaining := deadline - time.monotonic()) > 0:
-            errors = await self._broadcast(manifest, min(ROUND_S, remaining))
+            errors = await self._broadcast(manifest, min(ROUND_S, remaining), max(grace_ends - time.monotonic(), 0.0))
             for error in errors:
                 if isinstance(error, ManifestError):
                     raise RuntimeError(f"version {manifest.version} was refused: {error}") from error
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            survey = await self._survey(manifest)
+            survey = await self._survey(manifest, max(grace_ends - time.monotonic(), ANSWER_S))
             found = survey or found
-            if survey and survey.commits(self._behind, graced=time.monotonic() - began >= self._grace_s):
+            if survey and survey.commits(self._behind, graced=time.monotonic() >= grace_ends):
                 break
             if survey and self._drains and survey.tokens > tokens and all(isinstance(error, TimeoutError) for error in errors):
                 tokens, deadline = survey.tokens, time.monotonic() + self._timeout_s
@@ -173,18 +177,32 @@ class ServeWeightSync:
         published = await asyncio.to_thread(published_fingerprints, self._last, buckets)
         return difference_text(published, held, self._last.tensors[0].dtype)
 
-    async def _broadcast(self, manifest: Manifest, timeout_s: float) -> list[BaseException]:
-        """Ask every live replica to apply the version; return what went wrong."""
+    async def _still_behind(self) -> Counter[str]:
+        """Who was waited for in vain the last time, and has not caught up since."""
+        if self._last is None or not self._behind:
+            return self._behind
+        survey = await self._survey(self._last, ANSWER_S, spare=0)
+        return self._behind & Counter(survey.behind) if survey else self._behind
+
+    async def _broadcast(self, manifest: Manifest, timeout_s: float, grace_s: float) -> list[BaseException]:
+        """Ask every live replica to apply the version; return what went wrong. After the grace the answers of half of them are enough."""
+        spare = self._behind.total()
         try:
-            answers = await ask_all(self._handle, "apply_version", manifest, self._holding, timeout_s=timeout_s, spare=self._behind.total())
+            answers = await ask_all(self._handle, "apply_version", manifest, self._holding, timeout_s=timeout_s, spare=spare, grace_s=grace_s)
         except NO_ANSWER as error:
             return [error]
         return [answer for answer in answers if isinstance(answer, BaseException)]
 
-    async def _survey(self, manifest: Manifest) -> Survey | None:
-        """Where the live replicas are; the one that is held is left out. None if none is up just now: what was known before stands."""
+    async def _survey(self, manifest: Manifest, grace_s: float, spare: int | None = None) -> Survey | None:
+        """Where the live replicas are; the one that is held is left out. None if none is up just now: what was known before stands.
+
+        Args:
+            grace_s: seconds after which the answers of half of them are enough.
+            spare: replicas that are not waited for. Default: as many as stay behind.
+        """
+        spare = self._behind.total() if spare is None else spare
         try:
-            answers = await ask_all(self._handle, "status", timeout_s=STATUS_S, spare=self._behind.total())
+            answers = await ask_all(self._handle, "status", timeout_s=STATUS_S, spare=spare, grace_s=grace_s)
         except NO_ANSWER:
             return None
         live = [answer for answer in answers if not isinstance(answer, BaseException) and answer["replica"] != self._holding]

@@ -112,6 +112,27 @@ def test_a_known_silent_one_delays_neither_the_broadcast_nor_the_survey() -> Non
     assert asyncio.run(asyncio.wait_for(push.push(MANIFEST), 5)).unroutable == (SILENT,)
 
 
+@pytest.mark.parametrize("other", [at("b", 3), SILENT], ids=["slow", "silent"])
+def test_the_grace_ends_a_round_that_is_under_way(other: Any) -> None:
+    """A round of its own would take 15 s, and asking where the replicas are 10 s."""
+    push, _ = sync(lambda: [at("a", 4), other], lambda: [at("a", 4), SILENT], timeout_s=3600)
+    push._grace_s = 0.3
+    assert asyncio.run(asyncio.wait_for(push.push(MANIFEST), 5)).unroutable in (("b",), (SILENT,))
+
+
+@pytest.mark.parametrize("late", [at("b", 3), SILENT], ids=["behind", "silent"])
+def test_one_that_has_caught_up_is_waited_for_again(late: Any) -> None:
+    """Even if another one always answers first."""
+    rounds: list[list[Any]] = [[at("a", 4), late]]
+    push, _ = sync(lambda: rounds[0] if len(rounds) == 1 else rounds.pop(0), timeout_s=3600)
+    push._grace_s = 0.0
+    assert len(asyncio.run(asyncio.wait_for(push.push(MANIFEST), 5)).unroutable) == 1
+    push._grace_s = 3600.0
+    rounds[:] = [[at("a", 4), at("b", 4)], [at("a", 5), at("b", 4)], [at("a", 5), at("b", 5)]]
+    report = asyncio.run(asyncio.wait_for(push.push(replace(MANIFEST, version=5)), 20))
+    assert set(report.replicas) == {"a", "b"} and report.unroutable == ()
+
+
 def test_a_drain_that_goes_on_is_no_timeout() -> None:
     """Generations longer than the timeout end before the version is applied; one that makes no token any more ends the wait."""
     tokens = iter(range(100))
