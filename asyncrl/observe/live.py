@@ -18,7 +18,7 @@ from asyncrl.observe.metrics import MetricsWriter
 from asyncrl.observe.progress import Progress, ProgressView, time_left
 from asyncrl.observe.shared_text import SharedText
 from asyncrl.observe.sinks import Row
-from asyncrl.redact import shown
+from asyncrl.redact import redact, shown
 
 __all__ = ["Live", "RunRecorder"]
 
@@ -160,9 +160,9 @@ class Live:
             return
         self._shown = examples
         for example, _ in examples:
-            self._shared.add(example.prompt)
+            self._shared.add(redact(example.prompt))  # before the cut: half a secret is not recognized
         sample, progress = examples[0][0], self.progress
-        progress.prompt, progress.completion = self._shared.without(sample.prompt), sample.completion
+        progress.prompt, progress.completion = self._shared.without(redact(sample.prompt)), sample.completion
         progress.sample_reward, progress.sample_parts = sample.reward, sample.reward_parts
 
     def _update(self) -> None:

@@ -31,6 +31,7 @@ from asyncrl.control.protocols import FILTERED, UNFORESEEN, Example, RolloutFail
 from asyncrl.data.groups import broken_stream, groups_at
 from asyncrl.data.sources import SOURCE_COLUMN
 from asyncrl.data.stream import Deaths, Tasks, stream_blocks
+from asyncrl.redact import redact
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact, write_groups
 from asyncrl.rewards.garbled import has_loop, unprintable
@@ -288,8 +289,8 @@ def scored_summary(row: pa.Table, reference: Any, content: str = "") -> Scored:
 
 
 def _shortened(text: str) -> str:
-    """The text without its middle, where it is longer than EXAMPLE_LENGTH."""
-    half = EXAMPLE_LENGTH // 2
+    """The text without secrets, and without its middle where it is longer than EXAMPLE_LENGTH."""
+    text, half = redact(text), EXAMPLE_LENGTH // 2  # before the cut: half a secret is not recognized
     return text if len(text) <= EXAMPLE_LENGTH else f"{text[:half]} … {text[-half:]}"
 
 

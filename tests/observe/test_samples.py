@@ -83,6 +83,15 @@ def test_the_live_table_shows_the_last_batch():
     assert (shown.prompt, shown.completion, shown.sample_reward, shown.reward_parts) == ("…1…", "2", 0.5, {"f": 0.75})
 
 
+def test_no_part_of_a_secret_is_taken_for_what_prompts_share(monkeypatch):
+    from small_config import small_config
+
+    monkeypatch.setenv("JUDGE_API_KEY", "correct horse battery")
+    live = Live(small_config(), 0.0)
+    live._show_sample([(Example(f"say correct horse {end}", "2", 0.5, {}, 3), 1) for end in ("battery", "radish")])
+    assert "battery" not in live.progress.prompt and "redacted" in live.progress.prompt
+
+
 def test_the_command_shows_whole_samples(tmp_path, capsys):
     run = write_small_run(tmp_path / "run")
 

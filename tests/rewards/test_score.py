@@ -69,6 +69,15 @@ def test_a_group_with_every_trajectory_masked_has_no_advantage_and_says_why(conf
     assert (summary.usable, summary.rewards, dict(summary.masked)) == (0, (), {"bad_logprob": 1, "over_long": 1, "no_token": 1})
 
 
+def test_a_long_example_loses_its_secrets_before_its_middle(config, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "correct-horse-battery-staple")
+    text = f"{'x' * 490}correct-horse-battery-staple{'y' * 800}"
+    group = Group(1, Prompt(3, 0, text, (1, 2)), (trajectory(2, text=text),), "replica", 1.0, 2.0)
+    row = attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0], "b": [0.0]}))
+    example = scored_summary(score_table(row, config), "reference").example
+    assert "correct" not in example.prompt + example.completion and len(example.prompt) < 1100
+
+
 def test_a_group_of_one_learns_from_what_does_not_compare(config):
     group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2),), "replica", 1.0, 2.0)
     alone = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"advantage": "reinforce_plus_plus"})})
