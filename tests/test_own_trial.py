@@ -1,6 +1,5 @@
 """A loss, an advantage and a group filter of the user's own are tried on made-up numbers before anything starts."""
 
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,6 +19,20 @@ def half(logprobs, old_logprobs, advantages):
 
 def unprotected(rewards):
     return (rewards - rewards.mean()) / rewards.std()
+
+def hangs(rewards):
+    while True:
+        pass
+
+def leaves(rewards):
+    raise SystemExit(3)
+
+def prints(rewards):
+    import os, threading
+    print("own words")
+    os.write(1, b"own bytes")
+    threading.Thread(target=threading.Event().wait).start()
+    return rewards
 """
 
 
@@ -29,7 +42,6 @@ def made(tmp_path, tiny_model, monkeypatch):
     (tmp_path / "trial_own.py").write_text(OWN)
     for folder in (tmp_path, Path(__file__).parents[1]):
         monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "trial_own", raising=False)
     pq.write_table(pa.table({"prompt": ["1 + 2 ="]}), tmp_path / "train.parquet")
 
     def made(**algorithm):
@@ -71,6 +83,27 @@ def test_the_examples_are_tried_and_said(made):
 def test_what_is_wrong_is_said_with_file_and_line(made, algorithm, message):
     with pytest.raises(ConfigError, match="^on made-up numbers: .*" + message):
         try_own(load_config(made(**algorithm)))
+
+
+@pytest.mark.parametrize("name", ["advantage", "group_filter"])
+def test_a_function_that_hangs_or_leaves_is_ended_and_named(made, name):
+    with pytest.raises(ConfigError, match=rf"^on made-up numbers: algorithm\.{name} = 'trial_own:hangs' was killed after 3 s; .*endless loop"):
+        try_own(load_config(made(**{name: "trial_own:hangs"})), limit_s=3)
+    with pytest.raises(ConfigError, match=rf"algorithm\.{name} = 'trial_own:leaves' ended its process \(exit code 3\)"):
+        try_own(load_config(made(**{name: "trial_own:leaves"})))
+
+
+def test_a_module_that_hangs_while_it_is_imported_is_ended(made, tmp_path):
+    (tmp_path / "never_there.py").write_text("import threading\nthreading.Event().wait()\n")
+    with pytest.raises(ConfigError, match="'never_there:loss' was killed after 3 s"):
+        try_own(load_config(made(loss="never_there:loss")), limit_s=3)
+
+
+def test_what_a_function_prints_is_no_answer_and_its_threads_hold_nothing_up(made, capfd):
+    [line] = try_own(load_config(made(advantage="trial_own:prints")))
+    assert line.endswith("[1.0, 0.0, 0.5, 0.0] gives [1.0, 0.0, 0.5, 0.0]")
+    said = capfd.readouterr()
+    assert not said.out and "own words" in said.err and "own bytes" in said.err
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
