@@ -55,6 +55,8 @@ MODELS = PATHS[:2]
 """Those that may name a model on the hub instead."""
 DATA = PATHS[2:5]
 """Those that may be several sources, and datasets on the hub."""
+ENTRY_NAME = r"^[^/]+$"
+"""Name of a reward function: metrics have a '/' after it."""
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_CACHE = re.compile(
     r"(?P<cache>.+)/(?P<kind>models|datasets)--(?P<owner>[^/]+?)--(?P<name>[^/]+)"
@@ -316,7 +318,7 @@ class SandboxConfig(Section):
 
 
 class RewardConfig(Section):
-    functions: dict[Annotated[str, Field(pattern=r"^[^/]+$")], RewardFunction] = Field(min_length=1)
+    functions: dict[Annotated[str, Field(pattern=ENTRY_NAME)], RewardFunction] = Field(min_length=1)
     """Name (without "/") → function. The reward is their weighted sum; each is kept as a reward part."""
     deadline_s: float = Field(default=30.0, gt=0)
     """Seconds one function may take for one group. Then the process that computes it is killed and the policy decides."""
@@ -797,7 +799,7 @@ class Config(Section):
     """Name of the run, and of its directory under runs_root."""
     runs_root: str | None = None
     """Directory of all runs. Default: the variable ASYNCRL_RUNS, else `runs/` here."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 32)
     """Seed of data order, sampling and initial state."""
     max_steps: int = Field(gt=0)
     """Optimizer steps applied when the run ends, counted from version 0 over all its attempts, and those of `checkpoint.load` as well."""
@@ -1053,8 +1055,12 @@ def _runs_root(configured: str | None) -> Path:
     return Path(configured or os.environ.get("ASYNCRL_RUNS") or "runs").expanduser().resolve()
 
 
-MAPPINGS = ("reward.functions.", "eval.sets.", "data.chat_template_kwargs.")
+ENTRIES: dict[str, type[BaseModel]] = {"reward.functions.": RewardFunction, "eval.sets.": EvalSet}
+"""Settings whose keys are the user's own → what stands under each key."""
+MAPPINGS = (*ENTRIES, "data.chat_template_kwargs.")
 """Settings whose keys are the user's own."""
+PATTERNS = {FUNCTION: "name a function as package.module:function", ENTRY_NAME: "its name is empty or has a '/'; choose another"}
+"""Patterns of texts → how one is written."""
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -1095,7 +1101,7 @@ def command_line(arguments: list[str], tree: dict[str, Any], exit_on_error: bool
     class CommandLine(BaseSettings, Config):
         """Settings of one run; each may also stand in the YAML file."""
 
-        model_config = SettingsConfigDict(cli_prog_name="asyncrl train CONFIG.yaml", cli_avoid_json=True, cli_hide_none_type=True)
+        model_config = SettingsConfigDict(cli_prog_name="asyncrl train CONFIG.yaml", cli_avoid_json=True, cli_hide_none_type=True, cli_parse_none_str="null")
 
         @classmethod
         def settings_customise_sources(cls, settings_cls: Any, init_settings: Any, *environment: Any, **files: Any) -> tuple[Any, ...]:
@@ -1127,12 +1133,24 @@ def _explain_one(item: dict[str, Any]) -> str:
     name = ".".join(str(part) for part in item["loc"] if part not in ("(sources)", "(path)"))
     if item["type"] == "extra_forbidden":
         section = name.rpartition(".")[0]
-        of_source = field_names(Source, f"{section}.") if "(sources)" in item["loc"] else []
-        return "; ".join(explain_unknown(one, of_source or field_names()) for one in _leaves(name, item["input"]))
+        entry = Source if "(sources)" in item["loc"] else next((kind for mapping, kind in ENTRIES.items() if section.startswith(mapping)), None)
+        known = field_names(entry, f"{section}.") if entry else field_names()
+        return "; ".join(explain_unknown(one, known) for one in _leaves(name, item["input"]))
     if item["type"] == "missing":
         return f"{name} is missing; set it"
+    if (way := _way_to_write(item)) is not None:
+        return f"{name.removesuffix('.[key]')} = {item['input']!r}: {way}"
     message = item["msg"].removeprefix("Value error, ")
     return f"{name} = {item['input']!r}: {message[0].lower()}{message[1:]}" if name else message
+
+
+def _way_to_write(item: dict[str, Any]) -> str | None:
+    """How a value of another kind is written, where pydantic would speak of types and patterns."""
+    if item["type"] in ("model_type", "dict_type"):
+        return "write its settings below it, each as `name: value`, or leave it out"
+    if item["type"] == "list_type":
+        return "write a list, in brackets"
+    return PATTERNS.get(item.get("ctx", {}).get("pattern", ""))
 
 
 def _leaves(name: str, value: Any) -> list[str]:
@@ -1154,7 +1172,7 @@ def _overrides_of_mappings(overrides: list[str]) -> tuple[list[tuple[str, Any]],
     words = iter(overrides)
     for word in words:
         name, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not name.startswith(MAPPINGS):
+        if not word.startswith("--") or not f"{name}.".startswith(MAPPINGS):
             others.append(word)
             continue
         given = text if equals else next(words, None)

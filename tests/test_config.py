@@ -328,7 +328,12 @@ def test_what_is_in_a_mapping_of_the_users_own_keys_is_overridden_as_well(tmp_pa
         (["--reward.functions.exact.weight"], "--reward.functions.exact.weight has no value; write --reward.functions.exact.weight VALUE"),
         (["--reward.functions.exact.weight", "--seed", "1"], "--reward.functions.exact.weight has no value"),
         (["--reward.functions.exact.weight", "[1"], r"--reward.functions.exact.weight = '\[1' cannot be used as YAML"),
-        (["--reward.functions.exact.wieght", "1"], "reward.functions.exact.wieght is unknown"),
+        (["--reward.functions.exact.wieght", "1"], r"reward.functions.exact.wieght is unknown; did you mean reward.functions.exact.weight\?"),
+        (["--eval.sets.math.temprature", "1"], r"did you mean eval.sets.math.temperature\?"),
+        (["--reward.functions.exact", "m:f"], r"reward.functions.exact = 'm:f': write its settings below it, each as `name: value`, or leave it out"),
+        (["--reward.functions", "m:f"], r"reward.functions = 'm:f': write its settings below it"),
+        (["--reward.functions.exact.function", "f"], r"exact.function = 'f': name a function as package.module:function"),
+        (["--reward.functions.a/b.function", "m:f"], r"reward.functions.a/b = 'a/b': its name is empty or has a '/'; choose another"),
         (["--reward.functions.exact.function.name", "1"], "reward.functions.exact.function = 'package.module:function' is no mapping, so it has no 'name'"),
         (["--reward.functions.exact.weight", "heavy"], "reward.functions.exact.weight = 'heavy'"),
     ],
@@ -336,6 +341,27 @@ def test_what_is_in_a_mapping_of_the_users_own_keys_is_overridden_as_well(tmp_pa
 def test_bad_overrides_inside_a_mapping(tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, (), overrides)
+
+
+def test_null_takes_a_setting_back_and_a_whole_mapping_is_replaced(tmp_path):
+    assert load(tmp_path, {"data.max_length": 100}, ["--data.max_length", "null"]).data.max_length is None
+    config = load(tmp_path, (), ["--reward.functions", "{fmt: {function: m:f}}"])
+    assert list(config.reward.functions) == ["fmt"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learner": "cuda"}, "learner = 'cuda': write its settings below it, each as `name: value`, or leave it out"),
+        ({"observe.sinks": "wandb"}, "observe.sinks = 'wandb': write a list, in brackets"),
+        ({"algorithm.group_filter": "mine.py"}, "algorithm.group_filter = 'mine.py': name a function as package.module:function"),
+        ({"seed": -1}, "seed = -1: "),
+        ({"seed": 2**70}, f"seed = {2**70}: "),
+    ],
+)
+def test_a_value_of_another_kind_is_said_in_yaml_s_words(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path, changes)
 
 
 def test_files_that_are_no_config(tmp_path):
