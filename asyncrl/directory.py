@@ -121,10 +121,10 @@ class RunDirectory:
     def _remove_leftovers(self) -> None:
         """What an attempt that was killed has left: the last export comes back, and what was only half made goes."""
         restore_replaced(self.path / "hf")
-        for pattern in LEFTOVERS:
-            for path in self.path.glob(pattern):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path, ignore_errors=True)
+        found = [path for pattern in LEFTOVERS for path in self.path.glob(pattern)]
+        for path in [*found, *self.checkpoints.directory.glob(".probe_*")]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
 
     def _check_locks(self) -> None:
         for lock in self._locks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -27,6 +28,8 @@ from asyncrl.room import Node, cluster_text, logical_cpus, placement_text, run_n
 from asyncrl.snapshot import Snapshot, difference, in_cache, look, read_snapshot
 
 __all__ = ["check_models", "cluster_nodes", "generators_lost", "needed", "own_cluster", "plan_on_cluster", "wait_for_placement", "wait_for_room"]
+
+logger = logging.getLogger("asyncrl")
 
 LOOK_EVERY_S = 0.5
 TELL_EVERY_S = 5.0
@@ -275,13 +278,19 @@ async def wait_for_placement(config: Config, application: str, streams: Mapping[
 async def generators_lost(config: Config, application: str) -> None:
     """Raise PlacementLost once the run's generators have had no process, and no room for one, for as long as a part may wait. Else go on for ever.
 
-    Their nodes are gone then. As long as one replica runs, the run goes on with it, while Serve waits for room for the others.
+    Their nodes are gone then. As long as one replica runs, the run goes on with it, while Serve waits for room for the others. What Ray does not say is
+    no loss.
     """
     limit, clock = config.placement_wait_s, asyncio.get_running_loop().time
     placed = clock()
     while True:
-        replicas, waiting = await asyncio.to_thread(_survey, f"SERVE_REPLICA::{application}#")
-        if replicas or not waiting or not await asyncio.to_thread(_unmet_demand, config):
+        try:
+            replicas, waiting = await asyncio.to_thread(_survey, f"SERVE_REPLICA::{application}#")
+            there = bool(replicas) or not waiting or not await asyncio.to_thread(_unmet_demand, config)
+        except Exception as error:  # Ray's control service may be away for a while, and its functions raise no narrower class
+            logger.warning("nobody says whether the generators have room: %s: %s", type(error).__name__, error)
+            there = True
+        if there:
             placed = clock()
         elif clock() - placed > limit:
             raise PlacementLost(

@@ -403,9 +403,11 @@ def test_an_export_replaces_nothing_before_the_new_one_is_whole(tmp_path, monkey
         monkeypatch.undo()
         assert not (directory.path / "hf").exists()
         (directory.path / ".snapshot_abc").mkdir()
+        (directory.checkpoints.directory / ".probe_abc").mkdir(parents=True)
     with RunDirectory(config(tmp_path, resume="auto")) as directory:
         assert (directory.path / "hf" / "model").read_text() == "old"
         assert not [path.name for path in directory.path.iterdir() if path.name in (".hf", ".replaced.hf", ".snapshot_abc")]
+        assert not list(directory.checkpoints.directory.glob(".probe_*"))
         (directory.path / ".hf").mkdir()
         (directory.path / ".hf" / "model").write_text("newer")
         replace_directory(directory.path / ".hf", directory.path / "hf")

@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RpcError
 from small_config import small_config as config
 
 from asyncrl import placement, run
@@ -209,7 +210,7 @@ def test_a_new_attempt_begins_by_itself_after_a_lost_placement(monkeypatch, tmp_
     """Two attempts lose their room, the third ends. Each asks for all replicas again."""
     attempts = []
 
-    async def train(attempt, plan, directory):
+    async def train(attempt, plan, directory, *_):
         attempts.append((attempt.resume, attempt.generator.num_replicas))
         if len(attempts) < 3:
             raise PlacementLost("1 learner ranks were not placed")
@@ -251,7 +252,7 @@ def replicas_seen(monkeypatch):
         monkeypatch.setattr(placement, "resource_table", lambda needed: "the table")
         monkeypatch.setattr(placement, "GENERATORS_EVERY_S", 0.001)
         stations = Stations.__new__(Stations)
-        stations.config, stations.application = config(placement_timeout_s=0.05, **changes), "app"
+        stations.placed, stations.application = config(placement_timeout_s=0.05, **changes), "app"
         return stations
 
     return script
@@ -278,6 +279,22 @@ def test_generators_that_are_only_late_end_nothing(replicas_seen, look):
         await asyncio.sleep(0.2)  # four times as long as a part may wait
 
     asyncio.run(replicas_seen(look).while_placed(work()))
+
+
+def test_a_control_service_that_is_away_for_a_while_ends_nothing(replicas_seen, monkeypatch):
+    stations, asked = replicas_seen((0, 1, True)), []
+
+    def away(config):
+        asked.append(config)
+        raise RpcError("GCS is away")
+
+    monkeypatch.setattr(placement, "_unmet_demand", away)
+
+    async def work():
+        while len(asked) < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(stations.while_placed(work()), 20))
 
 
 def test_an_error_and_a_cancellation_of_the_work_pass_through(replicas_seen):

@@ -145,15 +145,19 @@ class Checkpoints:
 
     def _put(self, temporary: Path, final: Path) -> None:
         """Give the checkpoint its name, point LATEST at it, and delete the oldest ones."""
-        replaced = self.directory / f".replaced.{final.name}"
-        shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():  # of an attempt that went back to an older one
-            os.replace(final, replaced)
+            self._set_aside(final)
         os.replace(temporary, final)
-        shutil.rmtree(replaced, ignore_errors=True)
         self.point_at(final.name)
         for old in [path for path in self.newest_first() if path != final][self.keep - 1 :]:
-            shutil.rmtree(old)
+            self._set_aside(old)
+        self.remove_unfinished()
+
+    def _set_aside(self, path: Path) -> None:
+        """The checkpoint no longer counts. If it cannot be deleted now, as somebody reads it, it goes before the next one is written."""
+        replaced = self.directory / f".replaced.{path.name}"
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(path, replaced)
 
     def point_at(self, name: str) -> None:
         """LATEST names this checkpoint from now on."""

@@ -203,6 +203,24 @@ def test_rotation_deletes_checkpoints_and_nothing_else(tmp_path):
     assert checkpoints.versions() == [3]
 
 
+def test_an_old_one_that_cannot_be_deleted_now_ends_no_run_and_goes_later(tmp_path, monkeypatch):
+    """A person copies it just now, from storage over the network: its folders are never empty."""
+    checkpoints, remove = Checkpoints(tmp_path, keep=1), os.rmdir
+
+    def in_use(path, **place):
+        if str(path).endswith("learner"):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
+        remove(path, **place)
+
+    write(checkpoints, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", in_use)
+        write(checkpoints, 2)
+        assert checkpoints.versions() == [2], "one that is half deleted is no checkpoint"
+    write(checkpoints, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step_000003"]
+
+
 @pytest.mark.parametrize("part", ["learner", "buffer.parquet", "MANIFEST"])
 def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path, monkeypatch, part):
     checkpoints = Checkpoints(tmp_path, keep=2)
