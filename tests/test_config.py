@@ -489,6 +489,15 @@ def test_a_config_of_verl_is_answered_line_by_line(tmp_path):
         ("evals", "see asyncrl train --help"),
         ("temper", "see asyncrl train --help"),
         ("foo", "see asyncrl train --help"),
+        ("critic.optim.lr", "here it is learner.value_learning_rate"),
+        ("critic.model.path", "here it is nothing: the value head"),
+        ("custom_reward_function.path", "here it is reward.functions"),
+        ("custom_reward_function.name", "here it is reward.functions"),
+        ("reward_model.model.path", "here it is reward.functions"),
+        ("actor_rollout_ref.rollout.name", "here it is nothing: vLLM always generates"),
+        ("sequence_parallel", "is not implemented: it belongs to tensor parallelism"),
+        ("warmup_ratio", "here it is learner.warmup_steps, in steps"),
+        ("lora_r", "is not implemented: all weights are trained"),
     ],
 )
 def test_an_unknown_name_gets_a_true_answer_or_none(name, answer):
