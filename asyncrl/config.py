@@ -972,7 +972,7 @@ class Config(Section):
     @property
     def commit_grace_s(self) -> float:
         """Seconds that a version waits for all live replicas."""
-        return self.push_timeout_s / 5 if self.weights.commit_grace_s is None else self.weights.commit_grace_s
+        return derived.grace(self).value if self.weights.commit_grace_s is None else self.weights.commit_grace_s
 
     @property
     def placement_wait_s(self) -> float:

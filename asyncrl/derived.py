@@ -111,6 +111,11 @@ def push(config: Config) -> Derived:
     return Derived("weights.push_timeout_s", seconds, "s", f"{fetched.reason}, at least twice generator.stall_timeout_s{waits}")
 
 
+def grace(config: Config) -> Derived:
+    """weights.commit_grace_s."""
+    return Derived("weights.commit_grace_s", config.push_timeout_s / 5, "s", f"a fifth of weights.push_timeout_s = {config.push_timeout_s:g} s")
+
+
 def logprob_bytes(device: str) -> Derived:
     """learner.logprob_memory_bytes."""
     return Derived("learner.logprob_memory_bytes", LOGPROB_BYTES[device], "bytes", f"chunks of logits that suit {device}")
@@ -124,6 +129,7 @@ def derived_settings(config: Config) -> list[Derived]:
         (config.generator.start_timeout_s, start(config.model.path)),
         (config.generator.stall_timeout_s, stall(config.model.path)),
         (config.weights.push_timeout_s, push(config)),
+        (config.weights.commit_grace_s, grace(config)),
         (config.learner.logprob_memory_bytes, logprob_bytes(config.learner.device)),
         (config.placement_timeout_s, placement(config)),
     ]

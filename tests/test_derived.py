@@ -80,11 +80,11 @@ def test_a_value_that_is_set_wins():
         rollout={"max_completion_length": 16_384, "deadline_s": 7},
         learner={"max_tokens_per_gpu": 1 << 15, "logprob_memory_bytes": 1000, "device": "cuda"},
         generator={"max_num_seqs": 3, "start_timeout_s": 8, "stall_timeout_s": 9},
-        weights={"push_timeout_s": 10},
+        weights={"push_timeout_s": 10, "commit_grace_s": 0},
         placement_timeout_s=11,
     )
     assert (one.deadline_s, one.evaluation_deadline_s(1 << 15), one.max_num_seqs, one.start_timeout_s, one.stall_timeout_s) == (7, 7, 3, 8, 9)
-    assert (one.push_timeout_s, one.placement_wait_s, one.learner.logprob_bytes) == (10, 11, 1000)
+    assert (one.push_timeout_s, one.commit_grace_s, one.placement_wait_s, one.learner.logprob_bytes) == (10, 0, 11, 1000)
     assert derived_settings(one) == []
 
 
@@ -107,4 +107,5 @@ def test_the_plan_says_what_follows_from_what(tmp_path):
     assert "rollout.deadline_s = 9831 s: 16384 tokens at 5 tokens/s, 3 times, as not all completions run at once, at least 300 s" in lines
     assert "generator.start_timeout_s = 611 s: 600 s, and 1.0 GiB of model files at 100 MiB/s" in lines
     assert "learner.logprob_memory_bytes = 224 MiB: chunks of logits that suit cpu" in lines
-    assert len(lines) == 7
+    assert "weights.commit_grace_s = 61 s: a fifth of weights.push_timeout_s = 305 s" in lines
+    assert len(lines) == 8

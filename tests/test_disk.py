@@ -54,6 +54,13 @@ def test_what_an_earlier_attempt_wrote_makes_room_for_what_comes(config):
     assert disks(config(), VERSION)[0].needed == 400 * MIB
 
 
+def test_a_checkpoint_that_a_living_run_deletes_meanwhile_counts_nothing(config, monkeypatch):
+    directory = Path(config().checkpoints_directory)
+    directory.mkdir(parents=True)
+    monkeypatch.setattr(disk.os, "walk", lambda place: [(str(directory), [], ["gone"])])
+    assert disks(config(), VERSION)[0].needed == (3 * 1200 + 400) * MIB
+
+
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no second file system")
 def test_checkpoints_elsewhere_need_their_own_room(config, tmp_path):
     if os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:

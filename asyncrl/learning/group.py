@@ -96,7 +96,8 @@ class LearnerGroup:
         """Node and process id of each rank."""
         self._turn = asyncio.Lock()
         self._snapshot: tempfile.TemporaryDirectory[str] | None = None
-        self._failure: str | None = None
+        self._failed: LearnerError | None = None
+        """Why there are no ranks any more."""
         self.answered = 0
         """Calls that all ranks have answered."""
 
@@ -217,7 +218,8 @@ class LearnerGroup:
         """Call a method on every rank and wait for all of them. The first failure ends them all."""
         async with self._turn:
             if not self.ranks:
-                raise LearnerError(self._failure or f"the learner is closed, so {method} cannot run; make a new one")
+                failed = self._failed or LearnerError(f"the learner is closed, so {method} cannot run; make a new one")
+                raise type(failed)(*failed.args)
             # In a list, a reference stays a reference: each rank fetches the rows itself.
             return await self._results(method, [rank.call.remote(method, *arguments) for rank in self.ranks])
 
@@ -232,12 +234,13 @@ class LearnerGroup:
             return results
         except RayError:
             failed, error = await _first_failure(waiting)
-            self._failure = f"learner rank {failed} failed in {method}: {_cause(error, method)}"
+            kind = LearnerDied if isinstance(error, DEATHS) else LearnerError
+            self._failed = kind(f"learner rank {failed} failed in {method}: {_cause(error, method)}")
             self._end()
-            raise (LearnerDied if isinstance(error, DEATHS) else LearnerError)(self._failure) from error
+            raise self._failed from error
         except asyncio.CancelledError:
             # Ranks in mid-collective cannot be called back one by one.
-            self._failure = f"the learner was ended in {method}: its caller was cancelled"
+            self._failed = LearnerError(f"the learner was ended in {method}: its caller was cancelled")
             self._end()
             raise
         finally:
@@ -248,9 +251,9 @@ class LearnerGroup:
         names = f"learner rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
         limit = f"learner.call_timeout_s = {self.config.learner.call_timeout_s:g} s"
         _, stacks = await self.say()
-        self._failure = f"{names} did not answer {method} within {limit}, and counts as died; raise that if the call takes longer ({stacks})"
+        self._failed = LearnerDied(f"{names} did not answer {method} within {limit}, and counts as died; raise that if the call takes longer ({stacks})")
         self._end()
-        raise LearnerDied(self._failure)
+        raise self._failed
 
     def _end(self) -> None:
         ranks, self.ranks = self.ranks, []

@@ -82,4 +82,11 @@ def _nearest(directory: Path) -> Path:
 
 def _bytes_below(directory: Path) -> int:
     """Of a run that goes on: its older checkpoints go as new ones come."""
-    return sum(os.lstat(os.path.join(place, name)).st_size for place, _, names in os.walk(directory) for name in names)
+    return sum(_bytes_of(os.path.join(place, name)) for place, _, names in os.walk(directory) for name in names)
+
+
+def _bytes_of(path: str) -> int:
+    try:
+        return os.lstat(path).st_size
+    except FileNotFoundError:  # the run may still go on, which is found out later
+        return 0

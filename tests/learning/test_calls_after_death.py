@@ -1,0 +1,36 @@
+"""A learner whose rank died, on stand-ins for the ranks: whoever calls it learns of a death, from which a new attempt begins."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+from small_config import small_config
+
+from asyncrl.control.protocols import PartDied
+from asyncrl.learning import group as group_module
+from asyncrl.learning.group import LearnerDied, LearnerGroup
+
+
+@pytest.mark.timeout(20)
+def test_a_call_that_waited_while_a_rank_died_tells_of_the_death_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a resume the check of log-probs and the first step wait for each other. Which error ends the run is chance."""
+
+    async def dies() -> None:
+        raise RayActorError
+
+    monkeypatch.setattr(ray, "kill", lambda rank, no_restart: None)
+    monkeypatch.setattr(group_module, "remove_placement_group", lambda placement: None)
+    rank: Any = SimpleNamespace(call=SimpleNamespace(remote=lambda *call: dies()))
+
+    async def both() -> list[Any]:
+        learner = LearnerGroup(small_config(), None, [rank])  # type: ignore[arg-type]
+        return await asyncio.gather(learner.step([]), learner.logprobs([]), return_exceptions=True)
+
+    errors = asyncio.run(both())
+    assert [type(error) for error in errors] == [LearnerDied, LearnerDied] and isinstance(errors[1], PartDied)
+    assert str(errors[0]) == str(errors[1])
