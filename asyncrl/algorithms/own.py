@@ -36,7 +36,8 @@ def own_loss(function: str, told: Mapping[str, Tensor | int]) -> tuple[Tensor, T
 
     logprobs = told["logprobs"]
     assert isinstance(logprobs, torch.Tensor)
-    given, name = call_function("algorithm.loss", function, told)
+    copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in told.items()}  # it may change them
+    given, name = call_function("algorithm.loss", function, copies)
     loss, metrics = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
     _check_tensor(name, "loss", loss, logprobs)
     if logprobs.requires_grad and not loss.requires_grad:
@@ -62,6 +63,8 @@ def _check_tensor(name: str, what: str, values: Any, like: Tensor) -> None:
         raise FunctionError(f"{name} returned {what} as {type(values).__name__}; return a tensor with one value for each token")
     if values.shape != like.shape:
         raise FunctionError(f"{name} returned {what} of shape {list(values.shape)}; return shape {list(like.shape)}, one value for each token")
+    if values.device != like.device:
+        raise FunctionError(f"{name} returned {what} on {values.device}; return it on {like.device}, where its arguments are")
     if what == "loss" and not values.is_floating_point():
         raise FunctionError(f"{name} returned {what} of {values.dtype}; return {like.dtype}")
 
@@ -75,7 +78,7 @@ def own_advantages(function: str, rewards: np.ndarray) -> np.ndarray:
     given, name = call_function("algorithm.advantage", function, {"rewards": rewards.copy()})
     try:
         values = np.asarray(given, dtype=np.float64)
-    except (TypeError, ValueError):
+    except Exception:  # whatever an object of its own raises while it is read, such as a tensor with a gradient
         raise FunctionError(f"{name} returned {type(given).__name__}; return {len(rewards)} floats, one for each reward") from None
     if values.shape != rewards.shape:
         raise FunctionError(f"{name} returned shape {list(values.shape)}; return shape {list(rewards.shape)}, one advantage for each reward")

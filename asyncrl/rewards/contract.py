@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.runtime.functions import FunctionError, chosen_arguments, import_function, place_of, short
+from asyncrl.runtime.functions import FunctionError, chosen_arguments, import_function, place_of, refuse_main, short
 
 __all__ = [
     "ContractError",
@@ -104,6 +104,10 @@ def find_reward(function: str) -> None:
         RewardError: there is none.
     """
     module = function.partition(":")[0]
+    try:
+        refuse_main("reward function", function)
+    except FunctionError as error:
+        raise RewardError(str(error)) from None
     try:
         missing = importlib.util.find_spec(module) is None
     except (ImportError, ValueError) as error:

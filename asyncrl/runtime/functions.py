@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["FUNCTION", "FunctionError", "call_function", "chosen_arguments", "import_function", "place_of", "short", "where"]
+__all__ = ["FUNCTION", "FunctionError", "call_function", "chosen_arguments", "import_function", "place_of", "refuse_main", "short", "where"]
 
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 """What the name of a function looks like."""
@@ -27,6 +27,7 @@ def import_function(kind: str, function: str) -> Callable[..., Any]:
         FunctionError: it cannot be imported, or is not callable.
     """
     module, _, name = function.partition(":")
+    refuse_main(kind, function)
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -39,6 +40,12 @@ def import_function(kind: str, function: str) -> Callable[..., Any]:
     if not callable(found):
         raise FunctionError(f"{kind} {function!r} is a {type(found).__name__}; name a function")
     return found  # type: ignore[no-any-return]
+
+
+def refuse_main(kind: str, function: str) -> None:
+    """Raise FunctionError for a function of the script or notebook that runs: in every other process `__main__` is something else."""
+    if function.startswith("__main__:"):
+        raise FunctionError(f"{kind} {function!r} stands in a script or notebook, which other processes do not have; put it into a module of its own")
 
 
 def chosen_arguments(function: Callable[..., Any], told: Mapping[str, Any], sources: str) -> dict[str, Any]:

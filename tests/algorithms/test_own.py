@@ -13,6 +13,7 @@ from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.algorithms.losses import made_up_tokens, own_metrics, policy_loss
 from asyncrl.algorithms.own import own_verdict
 from asyncrl.config import AlgorithmConfig
+from asyncrl.rewards.contract import RewardError, find_reward
 from asyncrl.runtime.functions import FunctionError
 
 EXAMPLES = Path(__file__).parents[2]
@@ -31,10 +32,18 @@ def constant(logprobs): return 0 * logprobs
 def column(logprobs): return logprobs[:, None]
 def metric(logprobs): return logprobs, {"mean": logprobs.mean()}
 def slashed(logprobs): return logprobs, {"a/b": logprobs}
+def elsewhere(logprobs): return logprobs.to("meta")
+def in_place(logprobs, old_logprobs, behaviour_logprobs, advantages, ages, sequence):
+    loss = -logprobs * advantages
+    for tensor in (old_logprobs, behaviour_logprobs, advantages, ages, sequence):
+        tensor.zero_()
+    return loss
 
 def scalar(rewards): return 1.0
 def divides(rewards): return rewards / rewards.std()
 def words(rewards): return ["a"] * len(rewards)
+def tensor(rewards): return torch.tensor(rewards, requires_grad=True)
+def huge(rewards): return [10**400] * len(rewards)
 def sorts(rewards):
     rewards.sort()
     return rewards
@@ -100,6 +109,7 @@ def test_the_example_filter_and_what_a_filter_is_told():
         ("constant", 11, "has the gradient"),
         ("metric", 13, r"returned metric mean of shape \[\]"),
         ("slashed", 14, "short names without '/'"),
+        ("elsewhere", 15, "returned loss on meta; return it on cpu, where its arguments are"),
     ],
 )
 def test_a_wrong_loss_is_named_with_its_line(name, line, message):
@@ -113,6 +123,8 @@ def test_a_wrong_loss_is_named_with_its_line(name, line, message):
         ("scalar", r"returned shape \[\]; return shape \[2\]"),
         ("divides", r"returned \[inf, inf\] for the rewards"),
         ("words", "returned list; return 2 floats"),
+        ("tensor", "returned Tensor; return 2 floats"),
+        ("huge", "returned list; return 2 floats"),
         ("nowhere", "cannot be imported"),
     ],
 )
@@ -126,6 +138,20 @@ def test_a_function_cannot_change_the_rewards_it_is_told():
     rewards = np.array([3.0, 1.0])
     group_advantages(rewards, [True, True], "wrong_own:sorts")
     assert rewards.tolist() == [3.0, 1.0]
+
+
+def test_a_loss_cannot_change_the_tensors_it_is_told():
+    told = policy_loss(made_up_tokens(), algorithm(loss="reinforce"))
+    changed = policy_loss(made_up_tokens(), algorithm(loss="wrong_own:in_place"))
+    for name in ("ratio", "ratio_max", "kl_k3", "drift", "drift_tokens"):
+        assert getattr(told[1], name) == getattr(changed[1], name), name
+
+
+def test_a_function_of_a_script_or_notebook_is_refused_with_the_way_out():
+    with pytest.raises(FunctionError, match="'__main__:mine' stands in a script or notebook, .*; put it into a module of its own"):
+        own_metrics(algorithm(loss="__main__:mine"))
+    with pytest.raises(RewardError, match="reward function '__main__:mine' stands in a script or notebook"):
+        find_reward("__main__:mine")
 
 
 @pytest.mark.parametrize("name", ["one", "listed"])
