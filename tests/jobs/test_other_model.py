@@ -66,8 +66,9 @@ def test_another_family_trains_from_chat_prompts_to_a_plain_checkpoint(start_run
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_mixture_trains_publishes_every_version_and_exports_under_its_names(start_run: Callable[..., Any], tmp_path: Path) -> None:
-    """Its experts are one parameter in the learner, three tensors each in the checkpoint, and one again in vLLM. Two ranks hold a half of each."""
+def test_a_mixture_trains_with_own_functions_and_exports_under_its_names(start_run: Callable[..., Any], tmp_path: Path) -> None:
+    """Its experts are one parameter in the learner, three tensors each in the checkpoint, and one again in vLLM. Two ranks hold a half of each. The loss,
+    the advantage and the group filter are a user's."""
     import torch
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
@@ -83,6 +84,7 @@ def test_a_mixture_trains_publishes_every_version_and_exports_under_its_names(st
         "weights.bucket_bytes": 65536,
         "weights.check_every_versions": 1,
         "checkpoint.every_steps": 2,
+        "algorithm": {name: f"algorithms_for_runs:{own}" for name, own in (("loss", "weighed"), ("advantage", "doubled"), ("group_filter", "unequal"))},
     }
     run = start_run(changes)
     assert run.wait(800) == 0, run.output
@@ -91,6 +93,12 @@ def test_a_mixture_trains_publishes_every_version_and_exports_under_its_names(st
     finished = asyncrl.open_run(directory)
     checks = [record["check/logprob_max_diff"] for record in finished.records("logprob_check")]
     assert len(checks) >= 3 and max(checks) <= 1e-4, checks
+    assert [record["loss/halved"] for record in finished.records("step")] == [0.5, 0.5]
+    outcomes = {fate["ordinal"]: fate["outcome"] for fate in finished.fates().to_pylist()}
+    for group in finished.groups().to_pylist():
+        rewards, outcome = group["reward"], outcomes.get(group["ordinal"], "waiting")
+        assert group["advantage"] == pytest.approx([2 * (reward - sum(rewards) / len(rewards)) for reward in rewards])
+        assert outcome != ("filtered" if len(set(rewards)) > 1 else "trained")
 
     def names(path: Path) -> dict[str, list[int]]:
         found = {}

@@ -1,0 +1,18 @@
+"""A loss, an advantage and a group filter as a user writes them, for whole runs."""
+
+import torch
+
+
+def weighed(logprobs, old_logprobs, behaviour_logprobs, advantages, sequence, sequences):
+    """REINFORCE with a ratio of at most 2."""
+    assert behaviour_logprobs.shape == logprobs.shape and int(sequence.max()) < sequences
+    ratio = (logprobs - old_logprobs).exp().clamp(max=2.0)
+    return -ratio * advantages, {"clipped": ratio >= 2.0, "halved": torch.full_like(ratio, 0.5)}
+
+
+def doubled(rewards):
+    return 2 * (rewards - rewards.mean())
+
+
+def unequal(rewards, lengths, **others):
+    return len(lengths) == len(rewards) and rewards.min() < rewards.max()
