@@ -148,7 +148,7 @@ def test_a_loss_cannot_change_the_tensors_it_is_told():
 
 
 def test_a_function_of_a_script_or_notebook_is_refused_with_the_way_out():
-    with pytest.raises(FunctionError, match="'__main__:mine' stands in a script or notebook, .*; put it into a module of its own"):
+    with pytest.raises(FunctionError, match=r"'__main__:mine' stands in a script or notebook, .*; put it into a module of its own"):
         own_metrics(algorithm(loss="__main__:mine"))
     with pytest.raises(RewardError, match="reward function '__main__:mine' stands in a script or notebook"):
         find_reward("__main__:mine")
