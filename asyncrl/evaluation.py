@@ -20,6 +20,7 @@ from asyncrl.generation.protocol import Generate, GenerateRequest, GenerationTim
 from asyncrl.rewards.contract import RewardError
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
+from asyncrl.runtime.functions import short
 from asyncrl.types import SPAN, TRUNCATED, Completion, Prompt, VersionSpan, reward_parts_type
 
 __all__ = ["COLUMNS", "STATUSES", "Answer", "Evaluator", "Score", "answers_table", "measure"]
@@ -330,4 +331,4 @@ def _reward(answer: Answer, weights: Mapping[str, float]) -> float | None:
 
 def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return short(lines[-1]) if lines else type(error).__name__

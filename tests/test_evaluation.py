@@ -96,6 +96,7 @@ def test_a_set_may_cut_the_distribution_beside_any_objective(tmp_path):
     [
         (GenerationTimeout("no answer within 3 s"), "late", "no answer within 3 s"),
         (RuntimeError("Traceback\n  CUDA error\n"), "failed", "RuntimeError: CUDA error"),
+        (RuntimeError("half \ud800"), "failed", "RuntimeError: half \\ud800"),
     ],
 )
 def test_one_completion_that_does_not_come_counts_as_wrong_and_is_reported(tmp_path, error, status, reason):

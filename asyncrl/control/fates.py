@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
+from asyncrl.runtime.functions import short
 from asyncrl.runtime.merging import Merging
 
 __all__ = ["FATES", "OUTCOMES", "Fate", "FatesWriter", "read_fates"]
@@ -147,7 +148,7 @@ class FatesWriter:
         if self._failure is not None:
             return
         try:
-            rows = [asdict(fate) | {"ended_in": self.attempt} for fate in fates]
+            rows = [asdict(fate) | {"reason": short(fate.reason), "ended_in": self.attempt} for fate in fates]
             table = _sealed(pa.Table.from_pylist(rows, FATES), json.dumps(outstanding).encode())
             path = self.directory / f"attempt_{self.attempt:04d}-{self.files:06d}.parquet"
             parquet.write_table(table, path)

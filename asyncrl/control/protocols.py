@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncrl.runtime.functions import short
 from asyncrl.types import Prompt
 
 __all__ = [
@@ -45,6 +46,8 @@ FILTERED = "filtered: "
 """How the failure of a group begins that the user's own filter left out."""
 CAUSE_LENGTH = 300
 """Characters of an error's message that a reason repeats."""
+STACK_LENGTH = 20_000
+"""Characters of a stack that are kept: an error's message may be of any length."""
 
 
 class PartDied(RuntimeError):
@@ -61,8 +64,8 @@ class RolloutFailed(Exception):
 
 def unforeseen(what: str, error: BaseException) -> str:
     """What to say of an exception that nobody foresaw: a line that begins with UNFORESEEN, then the stack."""
-    cause = " ".join(str(error).split())[:CAUSE_LENGTH]
-    return f"{UNFORESEEN}{what}: {type(error).__name__}: {cause}\n{''.join(traceback.format_exception(error))}"
+    cause = short(" ".join(str(error).split()), CAUSE_LENGTH)
+    return f"{UNFORESEEN}{what}: {type(error).__name__}: {cause}\n{short(''.join(traceback.format_exception(error)), STACK_LENGTH)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
     return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
-def short(text: str) -> str:
+def short(text: str, most: int = MOST_CHARACTERS) -> str:
     """What fits a message and a column of text: no half characters, and not a megabyte."""
-    text = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+    text = text if len(text) <= most else f"{text[:most]}…"
     return text.encode("utf-8", "backslashreplace").decode()
