@@ -14,7 +14,7 @@ async def ask_all(handle: Any, method: str, *arguments: Any, timeout_s: float, s
 
     Args:
         spare: replicas whose answers are not waited for, once all others have answered.
-        grace_s: seconds after which the answers of at least half of the replicas are enough. None: they never are.
+        grace_s: seconds after which the answers of at least half of the replicas are enough, those that raised left out. None: they never are.
 
     Serve's own collection of a broadcast's results gives up every answer when one is late, so a single replica that stands still would silence all.
 
@@ -40,7 +40,8 @@ async def _enough(asked: list[asyncio.Future[Any]], deadline: float, spare: int,
         answered = len(asked) - len(waiting)
         if answered and len(waiting) <= spare:
             return
-        if grace_ends is not None and now >= grace_ends and 2 * answered >= len(asked):
+        failed = sum(one.done() and (one.cancelled() or one.exception() is not None) for one in asked)
+        if grace_ends is not None and now >= grace_ends and answered > failed and 2 * (answered - failed) >= len(asked) - failed:
             return
         until = min(deadline, grace_ends) if grace_ends is not None and now < grace_ends else deadline
         _, waiting = await asyncio.wait(waiting, timeout=until - now, return_when=asyncio.FIRST_COMPLETED)

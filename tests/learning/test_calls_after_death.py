@@ -18,7 +18,7 @@ from asyncrl.learning.group import LearnerDied, LearnerGroup
 
 @pytest.mark.timeout(20)
 def test_a_call_that_waited_while_a_rank_died_tells_of_the_death_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a resume the check of log-probs and the first step wait for each other. Which error ends the run is chance."""
+    """Which of the two errors ends the run is chance."""
 
     async def dies() -> None:
         raise RayActorError
