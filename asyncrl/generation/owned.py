@@ -44,11 +44,13 @@ class OwnGenerators:
         self.name, self.board, self.settings = name, board, settings
         self.watcher: Any = None
         """The actor that ends the application if this driver cannot. None where the cluster ends with the driver."""
+        self._beginning: asyncio.Future[Any] | None = None
 
     async def begin(self, watched: bool) -> Any:
         """Ask Serve for the application; return its handle at once."""
         self.watcher = watch_application(self.name) if watched else None
-        return await asyncio.to_thread(begin_generators, self.settings, self.name)
+        self._beginning = asyncio.ensure_future(asyncio.to_thread(begin_generators, self.settings, self.name))
+        return await asyncio.shield(self._beginning)
 
     @property
     def attached(self) -> GeneratorConfig:
@@ -72,6 +74,8 @@ class OwnGenerators:
     async def end(self) -> None:
         """End the application, then the lease. If this fails or is cut short, the watcher goes on, and ends the application once the lease has ended."""
         try:
+            if self._beginning is not None and not self._beginning.done():
+                await asyncio.wait([self._beginning])  # a thread that still asks Serve would start the application after its end
             await end_generators(self.name)
             if self.watcher is not None:
                 ray.kill(self.watcher)
