@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.runtime import functions
 from asyncrl.runtime.functions import FunctionError, chosen_arguments, import_function, place_of, refuse_main, short
 
 __all__ = [
@@ -55,7 +56,7 @@ __all__ = [
     "with_notes",
 ]
 
-CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("process.py"))}
+CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("process.py")), functions.__file__}
 """Files whose frames come before those of a reward."""
 MOST_FRAMES = 12
 """Frames of a traceback that are kept, the innermost."""

@@ -31,15 +31,22 @@ def import_function(kind: str, function: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise FunctionError(f"{kind} {function!r} cannot be imported ({error}); check its name and that its package is installed") from None
+        raise FunctionError(
+            f"{kind} {function!r} cannot be imported ({error}{_place_in_module(error)}); check its name and that its package is installed"
+        ) from None
     except Exception as error:
         # Whatever a module raises while it is imported is reported under the function's name.
-        said = short(str(error))
-        place = place_of(list(traceback.extract_tb(error.__traceback__)))
-        raise FunctionError(f"{kind} {function!r} cannot be imported ({type(error).__name__}: {said}{place}); repair its module") from None
+        said = f"{type(error).__name__}: {short(str(error))}{_place_in_module(error)}"
+        raise FunctionError(f"{kind} {function!r} cannot be imported ({said}); repair its module") from None
     if not callable(found):
         raise FunctionError(f"{kind} {function!r} is a {type(found).__name__}; name a function")
     return found  # type: ignore[no-any-return]
+
+
+def _place_in_module(error: BaseException) -> str:
+    """Where in a module's own code its import failed; nothing where that did not begin, as for a syntax error."""
+    ours = (__file__, importlib.__file__)
+    return place_of([frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in ours and not frame.filename.startswith("<frozen ")])
 
 
 def refuse_main(kind: str, function: str) -> None:

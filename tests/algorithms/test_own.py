@@ -1,5 +1,6 @@
 """A loss, an advantage and a group filter of the user's own: the examples give the built-in numbers, and what breaks the contract is named with its line."""
 
+import importlib
 import math
 import sys
 import textwrap
@@ -152,6 +153,23 @@ def test_a_function_of_a_script_or_notebook_is_refused_with_the_way_out():
         own_metrics(algorithm(loss="__main__:mine"))
     with pytest.raises(RewardError, match="reward function '__main__:mine' stands in a script or notebook"):
         find_reward("__main__:mine")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def f(:", r"\(SyntaxError: invalid syntax \(broken_own\.py, line 1\)\); repair its module"),
+        ("\nimport no_such_package", r"\(No module named 'no_such_package' at .*broken_own\.py:2, in <module>\); check its name"),
+        ("\nimport sys\nsys.nothing", r".*has no attribute 'nothing' at .*broken_own\.py:3, in <module>\); check its name"),
+        ("\n1 / 0", r"\(ZeroDivisionError: division by zero at .*broken_own\.py:2, in <module>\); repair its module"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named_with_its_own_line(tmp_path, monkeypatch, code, message):
+    (tmp_path / "broken_own.py").write_text(code)
+    monkeypatch.delitem(sys.modules, "broken_own", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(FunctionError, match=rf"algorithm\.loss = 'broken_own:f' cannot be imported {message}"):
+        own_metrics(algorithm(loss="broken_own:f"))
 
 
 @pytest.mark.parametrize("name", ["one", "listed"])
