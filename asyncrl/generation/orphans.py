@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.generation.app import end_generators
 from asyncrl.generation.settings import board_name
-from asyncrl.weights.board import BOARD_NAMESPACE, find_board, take_lease
+from asyncrl.weights.board import BOARD_NAMESPACE, find_board, lease_holder, take_lease
 
 __all__ = ["ApplicationWatcher", "application_name", "end_orphans", "watch_application"]
 
@@ -26,6 +26,8 @@ logger = logging.getLogger("asyncrl")
 GRACE_S = 10.0
 """Seconds between the end of the lease and the end of the application: what a dying driver has asked of Serve arrives meanwhile."""
 LOOK_EVERY_S = 1.0
+NODE_LOST_S = 75.0
+"""Seconds in which Ray declares a node dead that is gone, and with it the drivers there: five health checks in a row, of 13 s each at most."""
 END_S = 60.0
 """Seconds that Serve gets to end an application: each of its replicas has 20 to end by itself."""
 
@@ -84,12 +86,14 @@ async def end_orphans(name: str, run_id: str, tell: Callable[[str], None] = lamb
     they still serve requests of the dead driver.
 
     Raises:
-        LeaseHeld: another driver has an attempt of this run.
+        LeaseHeld: another driver has an attempt of this run, also after the time that Ray takes to notice the loss of its node.
         RuntimeError: Serve does not end one.
     """
     for application in sorted(await _applications()):
         if application.startswith(application_name(name, run_id)):
-            lease = await take_lease(board_name(application), f"a new attempt of run {name!r}", application)
+            if holder := await lease_holder(board_name(application)):
+                tell(f"waiting up to {NODE_LOST_S:g} s for the end of {holder}, which has {application}")
+            lease = await take_lease(board_name(application), f"a new attempt of run {name!r}", application, NODE_LOST_S)
             tell(f"ending {application}, left by an earlier attempt")
             await _end(application)
             ray.kill(lease)
