@@ -140,6 +140,8 @@ class Checkpoints:
         for name in sorted(set(_files(temporary)) - set(written)):
             sync_file(temporary / name)
             manifest[name] = size_and_checksum(temporary / name)
+        for folder in [path for path in temporary.rglob("*") if path.is_dir()]:
+            sync_file(folder)  # the names of the ranks' files
         replace_text(temporary / "MANIFEST", text := json.dumps(manifest, indent=0))
         replace_text(temporary / "COMMITTED", f"{_checksum_of_text(text)}")
 

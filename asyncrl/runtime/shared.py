@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -22,6 +23,8 @@ SEEN_WITHIN_S = 60.0
 ANSWERED_WITHIN_S = 20.0
 """Seconds in which a new folder must be seen. Nobody has looked for it before, so that no cache says that it is missing."""
 LOOK_AGAIN_S = 0.1
+NOT_SEEN = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+"""What a look at a file gives that another node has just made or replaced. A network file system may know only the folder that was there before."""
 
 
 class NotShared(RuntimeError):
@@ -130,7 +133,9 @@ def _appears(path: Path, text: str, within_s: float) -> bool:
 def _size(path: Path) -> int | None:
     try:
         return os.stat(path).st_size
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in NOT_SEEN:
+            raise
         return None
 
 

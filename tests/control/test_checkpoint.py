@@ -299,3 +299,38 @@ def test_the_manifest_holds_what_the_ranks_summed_and_a_bit_that_flipped_on_the_
     write(checkpoints, 2, Flipped(1))
     found, _, passed_over = checkpoints.find()
     assert found.name == "step_000001" and "learner/weights is not what its MANIFEST says" in passed_over[0]
+
+
+def test_the_names_of_the_ranks_files_are_on_the_disk_before_committed(tmp_path, monkeypatch):
+    """A machine that loses its power keeps the content of a file that was synced, and may lose the name."""
+
+    class Deep(Learner):
+        async def save(self, directory):
+            (directory / "zero3").mkdir()
+            (directory / "zero3" / "shard").write_bytes(b"1234")
+            return {"zero3/shard": (4, zlib.crc32(b"1234"))}
+
+    synced, sync = [], os.fsync
+
+    def remember(descriptor):
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", remember)
+    write(Checkpoints(tmp_path, keep=2), 1, Deep(1))
+    committed = next(place for place, name in enumerate(synced) if "COMMITTED" in name)
+    assert {"learner", "zero3"} <= set(synced[:committed])
+
+
+def test_a_folder_that_a_network_file_system_still_has_as_it_was_is_looked_at_again(tmp_path, monkeypatch):
+    looks, stat = iter([errno.ESTALE, errno.ENOTDIR, errno.ENOENT]), os.stat
+    (tmp_path / "weights").write_bytes(b"1234")
+
+    def stale(path, *arguments, **options):
+        if str(path).endswith("weights") and (why := next(looks, None)):
+            raise OSError(why, os.strerror(why))
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", stale)
+    wait_until_seen(tmp_path, {"weights": 4}, "", 20)
+    assert next(looks, None) is None
