@@ -32,6 +32,7 @@ import importlib.util
 import inspect
 import math
 import numbers
+import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -99,12 +100,12 @@ class FunctionRewards:
 
 
 def find_reward(function: str) -> None:
-    """Look for the module of `package.module:function` without running it.
+    """Look for the package of `package.module:function` without running it. A module in it could be found only by running the package.
 
     Raises:
         RewardError: there is none.
     """
-    module = function.partition(":")[0]
+    module = re.split("[.:]", function)[0]
     try:
         refuse_main("reward function", function)
     except FunctionError as error:

@@ -1,7 +1,7 @@
 import pytest
 
 from asyncrl.rewards.builtin import exact_match, reasoning_gym_score
-from asyncrl.rewards.contract import ContractError, GroupCall, RewardError, call_reward, import_reward
+from asyncrl.rewards.contract import ContractError, GroupCall, RewardError, call_reward, find_reward, import_reward
 
 
 def call(name, columns=None, arguments=None, per_token=False):
@@ -111,3 +111,12 @@ def test_reasoning_gym_score():
     columns = {"answer": ["3"] * 2, "question": ["1 + 2 = ?"] * 2, "task": ["chain_sum"] * 2, "metadata": ["{}"] * 2}
     right, wrong = reasoning_gym_score(completions=["3", "4"], **columns)
     assert right == 1.0 and wrong < 0.5
+
+
+def test_a_package_is_looked_for_and_not_run(tmp_path, monkeypatch):
+    (tmp_path / "costly_package").mkdir()
+    (tmp_path / "costly_package" / "__init__.py").write_text("raise RuntimeError('it was run')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    find_reward("costly_package.rewards:mine")
+    with pytest.raises(RewardError, match=r"'no_such_package\.rewards:f': there is no module 'no_such_package'; start where it lies"):
+        find_reward("no_such_package.rewards:f")
