@@ -6,8 +6,10 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from asyncrl.config import ConfigError
@@ -51,6 +53,18 @@ def test_what_listens_and_is_not_ray_is_named(monkeypatch):
         monkeypatch.setenv("RAY_ADDRESS", f"{LOOPBACK}:{server.getsockname()[1]}")
         with pytest.raises(ConfigError, match=r"something listens there, and did not answer as Ray within 0.2 s"):
             answering_cluster()
+
+
+def test_another_grpc_service_is_named(monkeypatch):
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port(f"{LOOPBACK}:0")
+    server.start()
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", f"{LOOPBACK}:{port}")
+        with pytest.raises(ConfigError, match=r"something listens there, and did not answer as Ray \(unimplemented\)"):
+            answering_cluster()
+    finally:
+        server.stop(None).wait()
 
 
 def test_the_cluster_that_runs_answers(ray_cluster, monkeypatch):

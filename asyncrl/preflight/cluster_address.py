@@ -8,6 +8,8 @@ import socket
 import grpc
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address, parse_address
+from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
+from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
 from asyncrl.config import ConfigError
 
@@ -29,7 +31,7 @@ def answering_cluster(default: str | None = None) -> str | None:
     named = os.environ.get("RAY_ADDRESS") or default
     if named in (None, "local"):
         return None
-    if named.startswith(("http://", "https://")):
+    if named.lower().startswith(("http://", "https://")):
         raise ConfigError(
             f"RAY_ADDRESS = {named!r} is the address of Ray's job service; submit with `ray job submit --address {named} -- asyncrl train …`, or {WAY_OUT}"
         )
@@ -57,7 +59,11 @@ def _why_silent(address: str) -> str:
         return f"{getattr(error, 'strerror', None) or error or type(error).__name__}"
     with init_grpc_channel(address) as channel:
         try:
-            grpc.channel_ready_future(channel).result(timeout=ANSWER_S)
-        except grpc.FutureTimeoutError:
-            return f"something listens there, and did not answer as Ray within {ANSWER_S:g} s"
+            NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=ANSWER_S)
+        except grpc.RpcError as error:
+            code = error.code()
+            if code is grpc.StatusCode.UNAUTHENTICATED:  # it is Ray, and wants a token: Ray says so itself
+                return ""
+            what = f"within {ANSWER_S:g} s" if code is grpc.StatusCode.DEADLINE_EXCEEDED else f"({code.name.lower()})"
+            return f"something listens there, and did not answer as Ray {what}"
     return ""
