@@ -46,6 +46,7 @@ from asyncrl.control.protocols import (
     Scores,
     StepResult,
     WeightSync,
+    unforeseen,
 )
 from asyncrl.control.staleness import Staleness
 from asyncrl.types import Prompt
@@ -255,10 +256,13 @@ class Coordinator:
         try:
             finished = await self.parts.rollouts.rollout(prompt, self.progress.committed)
         except RolloutFailed as error:
-            async with self._changing():
-                group = self.buffer.groups.get(prompt.ordinal)
-                if group is not None and group.scored is None:  # a lost group's first copy may have been scored after all
-                    self._fail(prompt.ordinal, str(error))
+            await self._fail_rollout(prompt.ordinal, str(error))
+            return
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            # A part cancelled what it did for this group. As a cancelled task the group would hold its slot for ever.
+            await self._fail_rollout(prompt.ordinal, unforeseen(f"group {prompt.ordinal}", error))
             return
         async with self._changing():
             if self.parts.concurrency is not None and finished.load is not None and not self._shared(finished.load.replica):
@@ -266,6 +270,12 @@ class Coordinator:
             self.progress.generated_tokens += finished.tokens
             self.buffer.finished(prompt.ordinal, finished.begun, finished.tokens)
             self._count_idle()
+
+    async def _fail_rollout(self, ordinal: int, why: str) -> None:
+        async with self._changing():
+            group = self.buffer.groups.get(ordinal)
+            if group is not None and group.scored is None:  # a lost group's first copy may have been scored after all
+                self._fail(ordinal, why)
 
     def _fail(self, ordinal: int, why: str) -> None:
         """The group has failed: its fate gets the first line, and what nobody foresaw is counted."""
@@ -644,8 +654,16 @@ class Coordinator:
         self._condition.notify_all()
 
 
+def _is_cancelled() -> bool:
+    """Whether somebody has cancelled this task, rather than that what it waits for was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def _raise_cause(task: asyncio.Task[None]) -> None:
     """Raise what ended the task: of an exception group, the first cause."""
+    if task.cancelled():  # a CancelledError would read as if a person had interrupted the run
+        raise RuntimeError(f"the {task.get_name()} loop ended: a part of the run cancelled what it waited for")
     error = task.exception()
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

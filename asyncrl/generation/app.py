@@ -172,6 +172,9 @@ class ServeGenerate:
                 answer: Generated = await response
                 return answer
             except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or not task.cancelling():  # Serve raises it where a replica that ends cancels its requests
+                    raise StaleReplica("a replica has cancelled the request") from None
                 response.cancel()  # else the engine would go on for nobody
                 raise
             except DIED as error:

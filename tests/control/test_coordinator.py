@@ -624,3 +624,27 @@ def test_a_step_is_told_once_its_fates_are_on_the_disk():
     coordinator.parts.recorder = Slow()
     run(coordinator)
     assert [event for event, *_ in coordinator.parts.recorder.records].count("step") == 5
+
+
+def test_what_a_part_cancels_by_itself_is_one_groups_failure():
+    """As a task that is cancelled it would hold its slot for ever."""
+
+    class Cancels(FakeRollouts):
+        async def rollout(self, prompt, committed):
+            if prompt.ordinal == 3:
+                raise asyncio.CancelledError
+            return await super().rollout(prompt, committed)
+
+    coordinator = make(steps=3, rollouts=Cancels())
+    assert run(coordinator).version == 3 and coordinator.progress.errors == 1
+    fates = {fate.ordinal: (fate.outcome, fate.reason) for fate in coordinator.parts.recorder.all_fates}
+    assert fates[3] == ("failed", "not foreseen: group 3: CancelledError: ")
+
+
+def test_a_loop_that_a_part_cancels_is_an_error_and_no_interruption():
+    class Cancels(FakeWeightSync):
+        async def push(self, manifest):
+            raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="the publishing loop ended: a part of the run cancelled what it waited for"):
+        run(make(weights=Cancels()))

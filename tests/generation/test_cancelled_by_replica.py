@@ -1,0 +1,66 @@
+"""A request that ends with CancelledError: whether somebody gave it up, or its replica did. The replica is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.generation.app import ServeGenerate
+from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica
+
+GENERATED = Generated((), "b", 0.0, 0.0)
+
+
+class Response:
+    """Serve's answer to one call."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self.given().__await__()
+
+    async def given(self) -> Any:
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        if self.answer is None:
+            await asyncio.Event().wait()
+        return self.answer
+
+
+def generate_with(*responses: Response) -> ServeGenerate:
+    left = iter(responses)
+    return ServeGenerate(SimpleNamespace(generate=SimpleNamespace(remote=lambda request: next(left))))
+
+
+def test_what_a_replica_cancels_goes_to_another() -> None:
+    generate = generate_with(Response(asyncio.CancelledError()), Response(GENERATED))
+    assert asyncio.run(generate.generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))) is GENERATED
+
+
+def test_the_one_that_an_evaluation_holds_is_lost() -> None:
+    with pytest.raises(StaleReplica, match="replica a cannot answer any more: StaleReplica: a replica has cancelled the request"):
+        asyncio.run(generate_with(Response(asyncio.CancelledError())).generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20, replica="a")))
+
+
+def test_what_somebody_gives_up_is_cancelled_in_the_engine_too() -> None:
+    response = Response(None)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(generate_with(response).generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert response.cancelled
