@@ -38,7 +38,7 @@ MUTANTS = [
     Mutant("cut never waits", STALENESS, 'if self.on_stale == "drop":', "if True:"),
     Mutant("slot lost on filter", COORDINATOR, 'self._end(scored.ordinal, "filtered", "zero variance")', "pass"),
     Mutant("slot lost on skip", COORDINATOR, 'self._end(scored.ordinal, "skipped", result.reason)', "pass"),
-    Mutant("slot lost on failure", COORDINATOR, "self._fail(prompt.ordinal, str(error))", "pass"),
+    Mutant("slot lost on failure", COORDINATOR, "self._fail(ordinal, why)", "pass"),
     Mutant("slot lost on drop", COORDINATOR, 'self._end(scored.ordinal, "dropped", scored.failure)', "pass"),
     Mutant("newest first", BUFFER, "key=lambda group: (group.begun, group.ordinal)", "key=lambda group: (-group.begun, group.ordinal)"),
     Mutant(
