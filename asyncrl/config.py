@@ -1069,6 +1069,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     Raises:
         ConfigError: the file cannot be read, or a field is unknown, missing or has a value that cannot be used.
     """
+    if Path(path).is_dir():
+        raise ConfigError(f"config {str(path)!r} is a directory; give the path of a YAML file, such as {str(Path(path) / 'config.yaml')!r}")
     try:
         tree = read_yaml(Path(path))
     except OSError as error:

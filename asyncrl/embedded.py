@@ -48,8 +48,12 @@ def train(config: Config | Mapping[str, Any] | str | Path, overrides: Sequence[s
 
 
 def _settings(config: Config | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> Config:
+    if isinstance(overrides, str):
+        raise ConfigError(f'overrides = {overrides!r} is one text; give a list of words, such as ["--rollout.temperature", "0.8"]')
     if isinstance(config, (str, Path)):
-        return load_config(config, list(overrides))
+        return load_config(config, list(map(str, overrides)))
+    if not isinstance(config, (Config, Mapping)):
+        raise ConfigError(f"config is of type {type(config).__name__}; give a Config, nested mappings, or the path of a YAML file")
     if overrides:
         raise ConfigError(f"overrides = {list(overrides)} go with the path of a YAML file; change the settings of the config itself")
     try:

@@ -408,6 +408,8 @@ def explain_unknown(name: str, known: Sequence[str]) -> str:
             return f"{name} is not implemented: {NOT_IMPLEMENTED[ending]}"
         if ending in RENAMED:
             return f"{name} is unknown; here it is {RENAMED[ending]}"
+    if name in known:  # one key with dots in it
+        return f"{name} stands as one key; write {name.replace('.', ': {')}: …{'}' * name.count('.')}"
     near = _nearest(name.replace("-", "_"), known)
     return f"{name} is unknown; " + (f"did you mean {near}?" if near else "see asyncrl train --help")
 

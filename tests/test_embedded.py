@@ -48,6 +48,19 @@ def test_a_config_that_is_refused_leaves_nothing(settings, tmp_path):
         asyncrl.train(settings, ["--seed", "1"])
 
 
+def test_arguments_of_other_kinds_are_named(tmp_path, settings):
+    (tmp_path / "mine.yaml").write_text(str(settings))
+    for config, overrides, message in (
+        (None, [], "config is of type NoneType; give a Config, nested mappings, or the path of a YAML file"),
+        (tmp_path / "mine.yaml", "--seed 3", "overrides = '--seed 3' is one text; give a list of words"),
+        (tmp_path / "mine.yaml", ["--seed", -3], "seed = '-3'"),
+        (tmp_path, [], r"is a directory; give the path of a YAML file, such as '.*config\.yaml'"),
+        ({**settings, "model.path": "x"}, [], r"model\.path stands as one key; write model: \{path: …\}"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            asyncrl.train(config, overrides)
+
+
 def test_it_blocks_without_a_loop_and_is_awaited_in_one(settings, monkeypatch, tmp_path):
     calls = []
     fake(monkeypatch, 0, calls)
