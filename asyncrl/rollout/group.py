@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from asyncrl.rollout.worker import RolloutWorker, WorkerSpec
 from asyncrl.types import Prompt
 
 __all__ = ["RayRollouts", "start_rollouts"]
+
+logger = logging.getLogger("asyncrl")
 
 CALLS_AT_ONCE = 10_000
 """An async actor's limit of concurrent calls. What really limits groups in flight is the coordinator's slots."""
@@ -149,7 +152,9 @@ class RayRollouts:
         while True:
             try:
                 await state.actor.until_dead.remote()
-            except DEATHS:
+            except Exception as error:  # a death, or something else by which Ray loses the call: nobody would learn of a death after it
+                if not isinstance(error, DEATHS):
+                    logger.warning("rollout worker %d counts as died: %s: %s", index, type(error).__name__, error)
                 lost = [held for held in self._held.values() if held.worker == index and held.finished]
                 for held in lost:
                     held.finished = False

@@ -1,14 +1,17 @@
 import asyncio
 import contextlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import ray
+from ray.exceptions import ActorDiedError, RpcError
 
 from asyncrl.config import Config
-from asyncrl.control.protocols import RolloutFailed
+from asyncrl.control.protocols import Finished, RolloutFailed
 from asyncrl.generation.protocol import StaleReplica
-from asyncrl.rollout.group import start_rollouts
+from asyncrl.rollout import group as group_module
+from asyncrl.rollout.group import RayRollouts, start_rollouts
 from asyncrl.rollout.worker import WorkerSpec
 from asyncrl.testing import FakeGenerate
 from asyncrl.types import Prompt, table_from_ipc
@@ -164,3 +167,50 @@ def test_a_cancelled_rollout_is_given_up_by_its_worker(ray_cluster, tmp_path):
             await rollouts.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 100))
+
+
+class StandIn:
+    """A worker whose process nobody can watch for a moment."""
+
+    def __init__(self, dies, made):
+        self.dies, self.made = iter(dies), made
+
+    def __getattr__(self, method):
+        return SimpleNamespace(remote=getattr(self, f"_{method}", self._nothing))
+
+    async def _until_dead(self):
+        if error := next(self.dies, None):
+            await self.made.wait()
+            raise error
+        await asyncio.Event().wait()
+
+    async def _rollout(self, prompt, committed):
+        self.made.set()
+        return Finished(prompt.ordinal, 0, 1)
+
+    def _nothing(self, *arguments):
+        return None
+
+
+def test_a_worker_that_ray_loses_by_another_error_than_a_death_is_watched_on(monkeypatch):
+    """Nobody would make again what a death after it loses."""
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    monkeypatch.setattr(group_module, "RESTART_PAUSE_S", 0.001)
+
+    async def scenario():
+        again = []
+        rollouts = RayRollouts([StandIn([RpcError("GCS is away"), ActorDiedError()], asyncio.Event())], 60.0)
+        make_again = rollouts._make_again
+
+        async def noted(held):
+            again.append(held.prompt.ordinal)
+            await make_again(held)
+
+        rollouts._make_again = noted
+        await rollouts.rollout(prompt(0), 0)
+        while len(again) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await rollouts.close()
+        return again
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == [0, 0]
