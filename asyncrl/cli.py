@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
     if known.command not in ON_A_CONFIG:
         if overrides:
             commands.choices[known.command].error(f"unrecognized arguments: {' '.join(overrides)}")
-        sys.exit(on_a_run(known))
+        with _reader_may_leave():
+            sys.exit(on_a_run(known))
     if known.help or known.config is None:
         if not known.help:
             print_shown("asyncrl: CONFIG is missing: give the path of a YAML file, such as jobs/quickstart.yaml", file=sys.stderr)
@@ -79,13 +81,24 @@ def run(command: str, path: str, overrides: list[str], options: Collection[str] 
     try:
         config = load_config(path, overrides)
         if command == "plan":
-            return _plan(config, options)
+            with _reader_may_leave():
+                return _plan(config, options)
         from asyncrl.run import command_name, train
 
         return train(config, resume_command=[command_name(), "train", path, *overrides])
     except ConfigError as error:
         print_shown(f"asyncrl: {error}", file=sys.stderr)
         return 2
+
+
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """Whoever reads the standard output may leave early, as `head` does: the command ends, and says nothing of it."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be flushed goes there
+        sys.exit(1)
 
 
 def _plan(config: Config, options: Collection[str]) -> int:
@@ -119,6 +132,8 @@ def _plan(config: Config, options: Collection[str]) -> int:
 
 def on_a_run(known: argparse.Namespace) -> int:
     """The exit code of a subcommand on a run directory."""
+    import pyarrow as pa
+
     from asyncrl.reading import RunNotFound, open_run
 
     try:
@@ -134,6 +149,9 @@ def on_a_run(known: argparse.Namespace) -> int:
         return _export(directory.checkpoints_directory, directory.directory, known.step, known.out)
     except (RunNotFound, ConfigError) as error:
         print_shown(f"asyncrl: {error}", file=sys.stderr)
+        return 2
+    except pa.ArrowInvalid as error:
+        print_shown(f"asyncrl: {error}; restore the file, or move it away", file=sys.stderr)
         return 2
 
 

@@ -1,6 +1,9 @@
 """What a person reads of the model's own words: what differs, whole samples, and nothing that moves a terminal."""
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 from small_run import write_small_run
@@ -123,3 +126,22 @@ def test_what_a_model_wrote_cannot_pass_for_our_lines(tmp_path):
     row = open_run(write_small_run(tmp_path / "run")).trajectories().slice(0, 1).to_pylist()[0]
     text = samples_text([{**row, "completion": "a\n── prompt 1\x1b]0;t\x07\r\u202e", "reward": None, "staleness": None, "outcome": None}])
     assert "\n  │ ── prompt 1�]0;t���" in text and not set(text) & set("\x1b\x07\r\u202e")
+
+
+def test_a_damaged_file_is_named_in_one_line(tmp_path, capsys):
+    run = write_small_run(tmp_path / "run")
+    damaged = next((run / "groups").iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with pytest.raises(SystemExit) as ended:
+        main(["samples", str(run)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith(f"asyncrl: {damaged}") and said.endswith("; restore the file, or move it away\n") and said.count("\n") == 1
+
+
+def test_a_reader_that_leaves_early_costs_no_traceback(tmp_path):
+    run = write_small_run(tmp_path / "run")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "asyncrl.cli", "samples", run], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
