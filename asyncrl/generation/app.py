@@ -223,8 +223,9 @@ class ServeGenerate:
                     return await call(remaining)
             except retried as error:
                 reason = f"; last answer: {type(error).__name__}: {error}".splitlines()[0]
-            except TimeoutError:
-                break
+            except TimeoutError as error:
+                if time.monotonic() < deadline:  # not ours: Serve does not say which replicas there are
+                    reason = f"; last answer: {type(error).__name__}: {error}".splitlines()[0]
             await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
             pause = min(2 * pause, LONGEST_RETRY_S)
         raise GenerationTimeout(f"no replica answered within {deadline_s:g} s{reason}")

@@ -1,4 +1,4 @@
-"""A request that ends with CancelledError: whether somebody gave it up, or its replica did. The replica is a stand-in."""
+"""Requests that end with CancelledError or TimeoutError: whether it is their own end, or only an answer. The replicas are stand-ins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.generation.app import ServeGenerate
-from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica
+from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTimeout, StaleReplica
 
 GENERATED = Generated((), "b", 0.0, 0.0)
 
@@ -64,3 +64,10 @@ def test_what_somebody_gives_up_is_cancelled_in_the_engine_too() -> None:
 
     asyncio.run(scenario())
     assert response.cancelled
+
+
+def test_a_timeout_that_is_not_the_requests_own_is_no_end_of_it() -> None:
+    generate = generate_with(Response(TimeoutError("Serve's controller restarts")), Response(GENERATED))
+    assert asyncio.run(generate.generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))) is GENERATED
+    with pytest.raises(GenerationTimeout, match=r"no replica answered within 0\.2 s$"):
+        asyncio.run(generate_with(Response(None)).generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=0.2)))
