@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -1152,6 +1153,8 @@ def _way_to_write(item: dict[str, Any]) -> str | None:
         return "write its settings below it, each as `name: value`, or leave it out"
     if item["type"] == "list_type":
         return "write a list, in brackets"
+    if item["type"] == "string_type" and isinstance(item["input"], int | float | date):  # True too
+        return "put it in quotes, so that YAML takes it for a text"
     return PATTERNS.get(item.get("ctx", {}).get("pattern", ""))
 
 

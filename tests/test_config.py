@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -355,6 +356,9 @@ def test_null_takes_a_setting_back_and_a_whole_mapping_is_replaced(tmp_path):
         ({"learner": "cuda"}, "learner = 'cuda': write its settings below it, each as `name: value`, or leave it out"),
         ({"observe.sinks": "wandb"}, "observe.sinks = 'wandb': write a list, in brackets"),
         ({"algorithm.group_filter": "mine.py"}, "algorithm.group_filter = 'mine.py': name a function as package.module:function"),
+        ({"name": 7}, "name = 7: put it in quotes, so that YAML takes it for a text"),
+        ({"name": date(2026, 1, 2)}, "name = datetime.date(2026, 1, 2): put it in quotes"),
+        ({"model.path": True}, "model.path = True: put it in quotes"),
         ({"seed": -1}, "seed = -1: "),
         ({"seed": 2**70}, f"seed = {2**70}: "),
     ],
