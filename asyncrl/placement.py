@@ -36,6 +36,8 @@ TELL_EVERY_S = 5.0
 GIVEN_BACK_S = 5.0
 """Seconds in which Ray shows what a placement group held as free."""
 GENERATORS_EVERY_S = 5.0
+REPLICA = "ServeReplica"
+"""How the class names of Serve's replicas begin."""
 MACHINE_S = 20.0
 """Seconds that another node gets to say how much memory it has."""
 LOOK_S = 120.0
@@ -276,7 +278,8 @@ async def wait_for_placement(config: Config, application: str, streams: Mapping[
 
 
 async def generators_lost(config: Config, application: str) -> None:
-    """Raise PlacementLost once the run's generators have had no process, and no room for one, for as long as a part may wait. Else go on for ever.
+    """Raise PlacementLost once all generators of the run, or another actor of it, have had no process and no room for one, for as long as a part may wait.
+    Else go on for ever.
 
     Their nodes are gone then. As long as one replica runs, the run goes on with it, while Serve waits for room for the others. What Ray does not say is
     no loss.
@@ -286,16 +289,19 @@ async def generators_lost(config: Config, application: str) -> None:
     while True:
         try:
             replicas, waiting = await asyncio.to_thread(_survey, f"SERVE_REPLICA::{application}#")
-            there = bool(replicas) or not waiting or not await asyncio.to_thread(_unmet_demand, config)
+            others = sorted({name for name in waiting if not name.startswith(REPLICA)})
+            there = not waiting or bool(replicas and not others) or not await asyncio.to_thread(_unmet_demand, config)
         except Exception as error:  # Ray's control service may be away for a while, and its functions raise no narrower class
-            logger.warning("nobody says whether the generators have room: %s: %s", type(error).__name__, error)
+            logger.warning("nobody says whether the run's parts have room: %s: %s", type(error).__name__, error)
             there = True
         if there:
             placed = clock()
         elif clock() - placed > limit:
+            table = resource_table(needed(config))
+            if replicas:
+                raise PlacementLost(f"{', '.join(others)} of this run has had no room for placement_timeout_s = {limit:g} s; add nodes\n{table}")
             raise PlacementLost(
-                f"no generator replica has had room for placement_timeout_s = {limit:g} s, and none is left; add nodes, or lower generator.num_cpus\n"
-                + resource_table(needed(config))
+                f"no generator replica has had room for placement_timeout_s = {limit:g} s, and none is left; add nodes, or lower generator.num_cpus\n{table}"
             )
         await asyncio.sleep(GENERATORS_EVERY_S)
 

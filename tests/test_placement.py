@@ -242,7 +242,7 @@ def replicas_seen(monkeypatch):
         def survey(prefix):
             assert prefix == "SERVE_REPLICA::app#"
             replicas, waiting, _ = left[0]
-            return replicas, ["ServeReplica"] * waiting
+            return replicas, ["ServeReplica:app:Generator"] * waiting if isinstance(waiting, int) else waiting
 
         def unmet(config):
             return (left.pop(0) if len(left) > 1 else left[0])[2]
@@ -271,6 +271,17 @@ def test_a_run_without_room_for_any_generator_counts_as_one_that_lost_a_part(rep
     with pytest.raises(PartDied, match=r"no generator replica has had room for placement_timeout_s = 0\.05 s, and none is left; add nodes.*\nthe table"):
         asyncio.run(stations.while_placed(work()))
     assert ended == ["work"]
+
+
+def test_another_part_without_room_is_lost_too(replicas_seen):
+    """The node of the reference policy is gone: scoring would wait for ever."""
+
+    async def work():
+        await asyncio.Event().wait()
+
+    stations = replicas_seen((1, ["ServeReplica:app:Generator", "Reference"], True))
+    with pytest.raises(PartDied, match=r"^Reference of this run has had no room for placement_timeout_s = 0\.05 s; add nodes\nthe table"):
+        asyncio.run(asyncio.wait_for(stations.while_placed(work()), 20))
 
 
 @pytest.mark.parametrize("look", [(1, 1, True), (0, 1, False), (0, 0, True)], ids=["one is left", "one is being started", "Serve asks for none yet"])
