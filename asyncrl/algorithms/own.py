@@ -77,9 +77,12 @@ def own_advantages(function: str, rewards: np.ndarray) -> np.ndarray:
     """
     given, name = call_function("algorithm.advantage", function, {"rewards": rewards.copy()})
     try:
-        values = np.asarray(given, dtype=np.float64)
+        read = np.asarray(given)
     except Exception:  # whatever an object of its own raises while it is read, such as a tensor with a gradient
         raise FunctionError(f"{name} returned {type(given).__name__}; return {len(rewards)} floats, one for each reward") from None
+    if read.dtype.kind not in "biuf":
+        raise FunctionError(f"{name} returned {type(given).__name__} of {read.dtype}; return {len(rewards)} floats, one for each reward")
+    values = read.astype(np.float64)
     if values.shape != rewards.shape:
         raise FunctionError(f"{name} returned shape {list(values.shape)}; return shape {list(rewards.shape)}, one advantage for each reward")
     if not np.isfinite(values).all():

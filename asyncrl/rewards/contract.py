@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.runtime import functions
-from asyncrl.runtime.functions import FunctionError, chosen_arguments, import_function, place_of, refuse_main, short
+from asyncrl.runtime.functions import FunctionError, chosen_arguments, import_function, place_of, refuse_main, short, text_of
 
 __all__ = [
     "ContractError",
@@ -171,18 +171,10 @@ def failed(function: str, error: BaseException) -> RewardError:
     """Whatever a reward raised, under its name and with the line that raised it. The traceback from the function on is a note."""
     if isinstance(error, MemoryError):
         return RewardError(f"reward function {function!r} asked for more memory than reward.memory_bytes leaves it; raise that, or free what is not used")
-    wrapped = RewardError(f"reward function {function!r} raised {type(error).__name__}: {_told(str, error)}{place_of(_frames(error))}")
+    wrapped = RewardError(f"reward function {function!r} raised {type(error).__name__}: {text_of(str, error)}{place_of(_frames(error))}")
     if frames := _frames(error):
         wrapped.add_note("".join(["Traceback (most recent call last):\n", *traceback.format_list(frames[-MOST_FRAMES:])]).rstrip())
     return wrapped
-
-
-def _told(of: Callable[[Any], str], value: Any) -> str:
-    """`str` or `repr` of what a reward gave, whose own code may raise."""
-    try:
-        return short(of(value))
-    except Exception as error:
-        return f"(a {type(value).__name__} whose text cannot be had: {type(error).__name__})"
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -205,7 +197,7 @@ def check_rewards(function: str, values: Any, call: GroupCall, per_token: bool =
         raise
     except Exception as error:
         # Whatever an object of the reward's raises while it is read.
-        why = f"{type(error).__name__}: {_told(str, error)}"
+        why = f"{type(error).__name__}: {text_of(str, error)}"
         raise ContractError(f"reward function {function!r} returned a {type(values).__name__} that cannot be read ({why}); return floats or None") from None
 
 
@@ -273,13 +265,13 @@ def _check_one(function: str, value: Any, index: int) -> float | None:
         return None
     if not isinstance(value, numbers.Real):
         fix = "return a float or None (one per token needs per_token: true)" if isinstance(value, list | tuple) else "return a float or None"
-        raise ContractError(f"reward function {function!r} returned {_told(repr, value)} ({type(value).__name__}) at index {index}; {fix}")
+        raise ContractError(f"reward function {function!r} returned {text_of(repr, value)} ({type(value).__name__}) at index {index}; {fix}")
     try:
         number = float(value)
     except OverflowError:  # an integer above any float
         number = math.inf
     if not math.isfinite(number):
         raise ContractError(
-            f"reward function {function!r} returned {_told(repr, value)} at index {index}; return a finite number, or None if it cannot be scored"
+            f"reward function {function!r} returned {text_of(repr, value)} at index {index}; return a finite number, or None if it cannot be scored"
         )
     return number

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["FUNCTION", "FunctionError", "call_function", "chosen_arguments", "import_function", "place_of", "refuse_main", "short", "where"]
+__all__ = ["FUNCTION", "FunctionError", "call_function", "chosen_arguments", "import_function", "place_of", "refuse_main", "short", "text_of", "where"]
 
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 """What the name of a function looks like."""
@@ -36,7 +36,7 @@ def import_function(kind: str, function: str) -> Callable[..., Any]:
         ) from None
     except Exception as error:
         # Whatever a module raises while it is imported is reported under the function's name.
-        said = f"{type(error).__name__}: {short(str(error))}{_place_in_module(error)}"
+        said = f"{type(error).__name__}: {text_of(str, error)}{_place_in_module(error)}"
         raise FunctionError(f"{kind} {function!r} cannot be imported ({said}); repair its module") from None
     if not callable(found):
         raise FunctionError(f"{kind} {function!r} is a {type(found).__name__}; name a function")
@@ -87,7 +87,7 @@ def call_function(field: str, function: str, told: Mapping[str, Any]) -> tuple[A
         return found(**chosen_arguments(found, told, "it is not told")), name
     except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        raise FunctionError(f"{name} raised {type(error).__name__}: {short(str(error))}{place_of(frames)}; repair it") from error
+        raise FunctionError(f"{name} raised {type(error).__name__}: {text_of(str, error)}{place_of(frames)}; repair it") from error
 
 
 def where(function: Callable[..., Any]) -> str:
@@ -108,3 +108,11 @@ def short(text: str, most: int = MOST_CHARACTERS) -> str:
     """What fits a message and a column of text: no half characters, and not a megabyte."""
     text = text if len(text) <= most else f"{text[:most]}…"
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def text_of(of: Callable[[Any], str], value: Any) -> str:
+    """`str` or `repr` of what a function gave or raised, whose own code may raise."""
+    try:
+        return short(of(value))
+    except Exception as error:
+        return f"(a {type(value).__name__} whose text cannot be had: {type(error).__name__})"

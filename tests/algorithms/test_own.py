@@ -45,6 +45,11 @@ def divides(rewards): return rewards / rewards.std()
 def words(rewards): return ["a"] * len(rewards)
 def tensor(rewards): return torch.tensor(rewards, requires_grad=True)
 def huge(rewards): return [10**400] * len(rewards)
+def imaginary(rewards): return rewards * 1j
+def digits(rewards): return ["1"] * len(rewards)
+class Odd(Exception):
+    def __str__(self): raise ValueError
+def odd(rewards): raise Odd
 def sorts(rewards):
     rewards.sort()
     return rewards
@@ -123,9 +128,12 @@ def test_a_wrong_loss_is_named_with_its_line(name, line, message):
     [
         ("scalar", r"returned shape \[\]; return shape \[2\]"),
         ("divides", r"returned \[inf, inf\] for the rewards"),
-        ("words", "returned list; return 2 floats"),
+        ("words", "returned list of <U1; return 2 floats"),
+        ("imaginary", "returned ndarray of complex128; return 2 floats"),
+        ("digits", "returned list of <U1; return 2 floats"),
+        ("odd", r"raised Odd: \(a Odd whose text cannot be had: ValueError\) at .*, in odd; repair it"),
         ("tensor", "returned Tensor; return 2 floats"),
-        ("huge", "returned list; return 2 floats"),
+        ("huge", "returned list of object; return 2 floats"),
         ("nowhere", "cannot be imported"),
     ],
 )
