@@ -37,8 +37,9 @@ from asyncrl.generation.protocol import WeightsId
 from asyncrl.launch import AcrossAttempts, Stations, launch
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.learning.warm_start import WarmStartCheck, warm_start
+from asyncrl.observe.alarms import FIRST_STEPS
 from asyncrl.observe.live import Live, RunRecorder
-from asyncrl.observe.metrics import MetricsWriter, read_metrics
+from asyncrl.observe.metrics import MetricsWriter, first_entropies, read_metrics
 from asyncrl.observe.progress import ProgressView, duration
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.observe.summary import before_and_after
@@ -187,7 +188,8 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory, across: Ac
         async with across.attempt(config, directory.state, directory.logs, restarts_left):
             _catch_signals(task)
             showing = asyncio.create_task(live.show(view))
-            recorder = RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live)
+            entropies = first_entropies(directory.path, FIRST_STEPS)
+            recorder = RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live, entropies)
             try:
                 live.phase("looking for room on the cluster")
                 if across.generators is None:

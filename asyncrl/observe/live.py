@@ -12,7 +12,7 @@ from asyncrl.config import Config
 from asyncrl.control.coordinator import Coordinator
 from asyncrl.control.fates import Fate, FatesWriter
 from asyncrl.control.protocols import Example
-from asyncrl.observe.alarms import alarms
+from asyncrl.observe.alarms import Alarms
 from asyncrl.observe.log_lines import record_line
 from asyncrl.observe.metrics import MetricsWriter
 from asyncrl.observe.progress import Progress, ProgressView, time_left
@@ -37,14 +37,16 @@ RATE_WINDOW_S = 10.0
 class RunRecorder:
     """`Recorder` on files."""
 
-    def __init__(self, writer: MetricsWriter, fates: FatesWriter, live: Live) -> None:
+    def __init__(self, writer: MetricsWriter, fates: FatesWriter, live: Live, entropies: Sequence[float] = ()) -> None:
+        """`entropies`: as in `Alarms`."""
         self.writer, self.fates_writer, self.live = writer, fates, live
-        self._alarmed: set[str] = set()
+        self._alarms = Alarms(live.config.rollout.cuts_distribution, entropies)
+        self._told: set[str] = set()
 
     def record(self, event: str, step: int, version: int, metrics: Any) -> None:
         """Write the record, show what the table has of it, raise the alarms of a step or an evaluation."""
         if event == "step":
-            metrics = {**metrics, "time/event_loop_lag_s": self.live.take_lag()}
+            metrics = {**metrics, **self._alarms.entropy_ratio(metrics.get("entropy")), "time/event_loop_lag_s": self.live.take_lag()}
         self.writer.write(event, step, version, metrics)
         if (line := record_line(event, step, version, metrics, self.live.config.max_steps)) is not None:
             logger.info("%s", line)
@@ -58,14 +60,14 @@ class RunRecorder:
             self.live.note(f"step {step}: {metrics['note']}")
 
     def _raise_alarms(self, step: int, version: int, metrics: Any) -> None:
-        """Every alarm goes to the metrics; a person is told of each metric once."""
-        for line in alarms(metrics, self.live.config.rollout.cuts_distribution):
-            name = line.split(" ")[0]
-            if name not in self._alarmed:
-                self.live.note(f"step {step}: {line}")
-            self._alarmed.add(name)
+        """Every alarm goes to the metrics, to the log when it begins, and to the terminal once for each metric."""
+        for name, (line, begins) in self._alarms.check(metrics).items():
             self.writer.write("alarm", step, version, {"alarm": line})
-            logger.warning("step %d: %s", step, line)
+            if begins:
+                logger.warning("step %d: %s", step, line)
+            if name not in self._told:
+                self._told.add(name)
+                self.live.note(f"step {step}: {line}")
 
     def fates(self, fates: list[Fate], outstanding: list[int]) -> None:
         """Write how ordinals ended, and which have not."""

@@ -5,6 +5,7 @@ Made by the run's driver, read by `asyncrl.open_run` and the report.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from asyncrl.observe.sinks import Row, Sink
 from asyncrl.redact import redact
 from asyncrl.runtime.files import append_to, open_regular
 
-__all__ = ["METRICS_FILE", "RESERVED", "SCHEMA", "MetricsWriter", "read_metrics"]
+__all__ = ["METRICS_FILE", "RESERVED", "SCHEMA", "MetricsWriter", "first_entropies", "read_metrics"]
 
 SCHEMA = 1
 """Version of the record's layout. It rises when a name changes its meaning."""
@@ -110,6 +111,18 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
             if not isinstance(record, dict) or "event" not in record:
                 raise ValueError(f"{path}, line {number} is a record without an event; remove that line")
             yield record
+
+
+def first_entropies(directory: Path, steps: int) -> list[float]:
+    """The entropies of a run's first steps, as many as it has; none of a file that is damaged there."""
+    found: list[float] = []
+    with contextlib.suppress(ValueError):
+        for record in read_metrics(directory):
+            if record["event"] == "step" and _is_number(record.get("entropy")):
+                found.append(record["entropy"])
+            if len(found) == steps:
+                break
+    return found
 
 
 def _end_last_line(path: Path, appending: IO[str]) -> None:

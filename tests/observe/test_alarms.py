@@ -1,11 +1,15 @@
 """Alarms, and that docs/metrics.md knows every metric that has one."""
 
+import csv
+import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from asyncrl.observe.alarms import RANGES, alarms
+from asyncrl.observe.alarms import FIRST_STEPS, RANGES, Alarms, Range, alarms
+from asyncrl.observe.metrics import MetricsWriter, first_entropies
 
 DOCS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
@@ -58,3 +62,88 @@ def test_recorded_steps_raise_the_alarms_of_their_kind_with_advice_that_follows(
     assert tuple(line.split(" ")[0] for line in lines) == expected
     for line in lines:
         assert line.endswith(": lower learner.learning_rate" if staleness == 1 else ": lower staleness.max_staleness or learner.learning_rate")
+
+
+RUNS = Path(__file__).parent / "runs"
+"""What alarms look at, of each step and evaluation of four whole runs of the main job (jobs/quickstart.yaml): `healthy` as it is, `diverging` with
+learner.learning_rate 2e-2, `stale` with staleness.max_staleness 16, `stale_and_fast` with that and a learning rate of 3e-3."""
+
+
+def records(run):
+    with (RUNS / f"{run}.csv").open() as file:
+        for row in csv.DictReader(file):
+            yield row.pop("event"), int(row.pop("step")), {name: float(value) for name, value in row.items() if value}
+
+
+def replayed(run):
+    """Metric → the step of its first alarm, and its line; and how often each began."""
+    watch, first, begun = Alarms(), {}, Counter()
+    for event, step, metrics in records(run):
+        if event == "step":
+            metrics |= watch.entropy_ratio(metrics.get("entropy"))
+        for name, (line, begins) in watch.check(metrics).items():
+            first.setdefault(name, (step, line))
+            begun[name] += begins
+    return first, begun
+
+
+@pytest.mark.parametrize("run", ["healthy", "stale"])
+def test_a_run_that_learns_raises_no_alarm(run):
+    """Old data alone is no fault: its policy moves slowly."""
+    assert replayed(run) == ({}, Counter())
+    oldest = max(metrics.get("staleness/max", 0) for _, _, metrics in records(run))
+    assert oldest == 2 if run == "healthy" else oldest > 8
+
+
+def test_a_diverging_run_is_told_at_once_and_its_collapse_named():
+    first, begun = replayed("diverging")
+    steps = {name: step for name, (step, _) in first.items()}
+    assert steps == {"ess": 2, "chi2": 2, "ratio_mean": 2, "kl_k3": 2, "clip_fraction": 3, "reward/zero_variance_ratio": 6, "entropy_ratio": 7}
+    assert all(first[name][1].endswith(": lower learner.learning_rate") for name in ("ess", "chi2", "ratio_mean", "kl_k3"))
+    for name in ("reward/zero_variance_ratio", "entropy_ratio"):
+        assert "the entropy has collapsed" in first[name][1] and "checkpoint.ckpt_step" in first[name][1], "other prompts would not help"
+    assert begun["entropy_ratio"] == begun["reward/zero_variance_ratio"] == 1, "a hundred steps outside begin once"
+
+
+def test_old_data_under_large_steps_is_told_with_both_ways_out():
+    first, begun = replayed("stale_and_fast")
+    assert {name: step for name, (step, _) in first.items()} == {"kl_k3": 3, "ess": 9, "chi2": 9}
+    assert all(line.endswith(": lower staleness.max_staleness or learner.learning_rate") for _, line in first.values())
+    assert begun["kl_k3"] == 7
+
+
+def test_a_limit_that_is_moved_is_noticed(monkeypatch):
+    """So these runs hold the limits, and not only the names."""
+    for name, low, high in (("kl_k3", 0.0, 0.04), ("time/event_loop_lag_s", 0.0, 0.2), ("ess", 0.8, 1.0), ("grad_norm_ratio", 0.0, 1.5)):
+        with monkeypatch.context() as patch:
+            patch.setitem(RANGES, name, Range(low, high, "tighter"))
+            assert name in replayed("healthy")[0]
+    with monkeypatch.context() as patch:
+        patch.setitem(RANGES, "reward/zero_variance_ratio", Range(0.0, 0.9, "one step is enough"))
+        assert "reward/zero_variance_ratio" in replayed("healthy")[0]
+    with monkeypatch.context() as patch:
+        patch.setitem(RANGES, "entropy_ratio", Range(0.0, 1.0, "never"))
+        assert "entropy_ratio" not in replayed("diverging")[0]
+
+
+def test_the_entropy_is_compared_with_the_runs_beginning(tmp_path):
+    fresh = Alarms()
+    assert [fresh.entropy_ratio(value) for value in (0.5, 1.0, 0.25)] == [{"entropy_ratio": ratio} for ratio in (1.0, 1.0, 0.25)]
+    assert [fresh.entropy_ratio(value) for value in (None, float("nan"), "0.5")] == [{}, {}, {}]
+    assert Alarms().entropy_ratio(0.0) == {}
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 20):
+            writer.write("step", step, step, {"entropy": 1.0 / step if step != 2 else None})
+    first = first_entropies(tmp_path, FIRST_STEPS)
+    assert len(first) == FIRST_STEPS and first[:2] == [1.0, pytest.approx(1 / 3)]
+    assert Alarms(entropies=first).entropy_ratio(0.1) == {"entropy_ratio": 0.1}, "a run that goes on compares with its first attempt"
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"event": "step", "entropy": 0.5}) + "\nno record\n")
+    assert first_entropies(tmp_path, FIRST_STEPS) == [0.5]
+    assert first_entropies(tmp_path / "none", FIRST_STEPS) == []
+
+
+def test_a_metric_that_is_back_inside_begins_anew():
+    watch = Alarms()
+    outside, inside = {"reward/zero_variance_ratio": 0.95}, {"reward/zero_variance_ratio": 0.5}
+    seen = [[begins for _, begins in watch.check(metrics).values()] for metrics in (*[outside] * 4, {"ess": 1.0}, outside, inside, *[outside] * 3)]
+    assert seen == [[], [], [True], [False], [], [False], [], [], [], [True]]
