@@ -25,14 +25,24 @@ ENGINE_STARTS: list[str] = []
 CHARACTERS = "0123456789+-*=() ?abcdefghijklmnopqrstuvwxyz.,:\n"
 
 
+LEAVINGS = ("asyncrl[_-]*", "pymp-*", "torchinductor_*", "vllm_dist_*", "*wandb-*", "-".join(["[0-9a-f]" * length for length in (8, 4, 4, 4, 12)]))
+"""What libraries call their temporary files: vLLM's sockets are UUIDs."""
+
+
+def leavings() -> set[str]:
+    return {path.name for pattern in LEAVINGS for path in TemporaryPlace.where().glob(pattern)}
+
+
+THERE_BEFORE = leavings()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if ENGINE_STARTS:
         terminalreporter.write_line(f"vLLM engine starts: {len(ENGINE_STARTS)} ({', '.join(ENGINE_STARTS)})")
-
-
-def pytest_unconfigure() -> None:
-    """The folders of engines that tests have killed."""
+    # The folders of engines that tests have killed.
     remove_left_behind(TemporaryPlace.where())
+    if left := sorted(leavings() - THERE_BEFORE):  # no failure: another session on this machine may have made them
+        terminalreporter.write_line(f"left in {TemporaryPlace.where()}: {', '.join(left)}")
 
 
 @pytest.fixture

@@ -141,9 +141,10 @@ class Engine:
         os.environ[STACKS] = str(self._temporary.path)
         try:
             return await self._load(caches)
-        except BaseException:
+        except Exception:
             self._temporary.close()
             raise
+        # When cancelled, the thread that makes the engine goes on: what it still makes belongs in that folder, which goes after this process.
 
     async def _load(self, caches: Caches) -> LoadTimes:
         begun = time.monotonic()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import logging
 import netrc
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from asyncrl.config import Config
+from asyncrl.runtime.temporary import temporary_within
 
 __all__ = [
     "PACKAGES",
@@ -288,6 +291,10 @@ def open_sinks(config: Config, directory: Path, run_id: str) -> list[Sink]:
     """TensorBoard, and what `observe.sinks` asks for."""
     run = SinkRun(config.observe.project, config.name, run_id, directory, config.dump())
     makers = {name: partial(PACKAGES[name], run) for name in config.observe.sinks}
+    if "wandb" in makers and "wandb" not in sys.modules:
+        # Its import makes temporary folders. Here and not in the thread: meanwhile no other part of this process asks for the temporary directory.
+        with temporary_within("wandb"), contextlib.suppress(Exception):  # the thread names the error
+            importlib.import_module("wandb")
     return [TensorBoardSink(directory / "tensorboard"), *([Background(makers)] if makers else [])]
 
 

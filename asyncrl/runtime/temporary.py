@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing.process
 import multiprocessing.resource_sharer
@@ -9,11 +10,12 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-__all__ = ["TemporaryPlace", "remove_left_behind", "temporary_folder"]
+__all__ = ["TemporaryPlace", "remove_left_behind", "temporary_folder", "temporary_within"]
 
 OURS = re.compile(r"asyncrl_[A-Za-z-]+_([0-9]+)_([0-9]+)_\w+")
 SHORT = Path("/tmp")
@@ -39,6 +41,18 @@ def temporary_folder(kind: str, place: Path | None = None) -> tempfile.Temporary
     remove_left_behind(place)
     this = psutil.Process()
     return tempfile.TemporaryDirectory(prefix=f"asyncrl_{kind}_{this.pid}_{int(this.create_time())}_", dir=place)
+
+
+@contextlib.contextmanager
+def temporary_within(kind: str) -> Iterator[None]:
+    """Temporary folders that are made inside, as by an import, lie in one that goes with this process, killed or not."""
+    folder = temporary_folder(kind)
+    atexit.register(folder.cleanup)
+    before, tempfile.tempdir = tempfile.tempdir, folder.name
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def remove_left_behind(place: Path | None = None) -> None:

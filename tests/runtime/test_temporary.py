@@ -1,5 +1,7 @@
 """Temporary folders of processes that were killed go when the next one is made; those of living ones stay."""
 
+import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -8,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.generation.engine import Engine
+from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind, temporary_folder
 
 MAKES = "from asyncrl.runtime.temporary import temporary_folder as f; folder = f('test'); print(folder.name, flush=True); input()"
@@ -77,3 +81,50 @@ def test_sockets_find_room_in_the_folders_name(monkeypatch, length, kept):
     assert TemporaryPlace.where() == Path(directory if kept else "/tmp")
     longest = len("asyncrl_engine_4194304_1795455045_abcdefgh")
     assert len(str(TemporaryPlace.where())) + 1 + longest + 1 + 36 <= 107
+
+
+WANDB = """
+import os, signal, sys
+from pathlib import Path
+from asyncrl.config import Config
+from asyncrl.observe.sinks import open_sinks
+from small_config import SMALL
+
+run = Path(sys.argv[1])
+open_sinks(Config.model_validate({**SMALL, "observe": {"sinks": ["wandb"]}}), run, "abcd1234")
+import tempfile
+print(tempfile.gettempdir(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_driver_leaves_nothing_of_a_sink(short, tmp_path):
+    """wandb makes folders when it is imported, and removes them only at a clean end."""
+    folders = [Path(__file__).parents[1], *sys.path]
+    environment = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    done = subprocess.run([sys.executable, "-c", WANDB, tmp_path], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(short), done.stderr
+    [left] = short.glob("asyncrl_wandb_*")
+    assert len(list(left.glob("tmp*wandb*"))) >= 2
+    remove_left_behind(short)
+    assert list(short.iterdir()) == []
+
+
+def test_what_an_engine_makes_after_its_start_was_cancelled_goes_as_well(short, monkeypatch):
+    """A replica is ended while it loads: the thread that makes vLLM's engine, and its sockets, goes on."""
+
+    async def hangs(engine, caches):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Engine, "_load", hangs)
+    engine = Engine(GeneratorApp(model="unused"))
+
+    async def cancelled():
+        await asyncio.wait_for(engine.start(), 0.05)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cancelled())
+    place = engine._temporary
+    assert Path(tempfile.gettempdir()) == place.path and place.path.parent == short and os.environ["TMPDIR"] == str(place.path)
+    place.close()
+    assert list(short.iterdir()) == []
