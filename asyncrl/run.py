@@ -183,7 +183,8 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory, across: Ac
     for line in [_beginning(config, directory), *directory.said]:
         logger.info("%s", line)
     live = Live(config, started)
-    writer = MetricsWriter(directory.path, directory.state.attempt, open_sinks(config, directory.path, directory.state.run_id))
+    state = directory.state
+    writer = MetricsWriter(directory.path, state.attempt, open_sinks(config, directory.path, state.run_id), {state.version: state.steps_attempted})
     with ProgressView() as view, writer:
         async with across.attempt(config, directory.state, directory.logs, restarts_left):
             _catch_signals(task)

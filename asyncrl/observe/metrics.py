@@ -25,6 +25,12 @@ SCHEMA = 1
 
 METRICS_FILE = "metrics.jsonl"
 
+GROUPS = {"step": "train", "evaluation": "eval"}
+"""Event → the group, in a sink, of those of its metrics that name none. Other events are groups of their own name."""
+
+REPEATED = ("eval/accuracy", "eval/prompts")
+"""Metrics that repeat those of the first evaluation set."""
+
 ONCE = ("startup", "truncation")
 """Events of one record in an attempt: nothing to plot."""
 
@@ -33,20 +39,24 @@ RESERVED = ("schema", "event", "attempt", "step", "version", "time")
 
 
 class MetricsWriter:
-    """Appends records to `<run>/metrics.jsonl`, and gives their numbers to the sinks, in groups: what a step or an evaluation names `<group>/<name>` keeps
-    that name, the rest of a step goes under `train/`, other events under `<event>/`. An evaluation is plotted at the step that made its version.
+    """Appends records to `<run>/metrics.jsonl`, and gives their numbers to the sinks, in groups: what is named `<group>/<name>` keeps that name, the rest of a
+    step goes under `train/`, that of other events under `<event>/`. An evaluation is plotted at the step that made its version.
 
     A record is one line, written whole and flushed, so a reader of a live run sees complete lines only (but for the last).
     Numbers that JSON does not know (NaN, Inf) are written as null. A new attempt appends to the same file.
     """
 
-    def __init__(self, directory: Path, attempt: int = 0, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, directory: Path, attempt: int = 0, sinks: Sequence[Sink] = (), made_at: Mapping[int, int] | None = None) -> None:
+        """
+        Args:
+            made_at: version → the step that made it, of the version that the attempt begins with.
+        """
         path = directory / METRICS_FILE
         self._attempt = attempt
         self._file = append_to(path)
         _end_last_line(path, self._file)
         self._sinks = sinks
-        self._made_at: dict[int, int] = {}
+        self._made_at = dict(made_at or {})
         """Version → the step that made it: a skipped step makes none."""
 
     def write(self, event: str, step: int, version: int, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +72,8 @@ class MetricsWriter:
         record = {"schema": SCHEMA, "event": event, "attempt": self._attempt, "step": step, "version": version, "time": now, **_plain(values)}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
-        scalars = {_plotted(event, name): float(value) for name, value in _items(record) if _is_number(value)}
+        left_out = REPEATED if any(name.endswith("_accuracy") for name in record) else ()
+        scalars = {_plotted(event, name): float(value) for name, value in _items(record) if _is_number(value) and name not in left_out}
         if scalars and event not in ONCE:
             if event == "step" and values.get("applied", True):
                 self._made_at.setdefault(version, step)
@@ -144,9 +155,7 @@ def _items(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _plotted(event: str, name: str) -> str:
     """A metric's name in a sink: all are in groups, and no group is named twice."""
-    if event in ("step", "evaluation"):
-        return name if "/" in name else f"{'train' if event == 'step' else 'eval'}/{name}"
-    return f"{event}/{name.removeprefix(f'{event}/')}"
+    return name if "/" in name else f"{GROUPS.get(event, event)}/{name}"
 
 
 def _is_number(value: Any) -> bool:

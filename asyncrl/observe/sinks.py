@@ -39,7 +39,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 ALWAYS_PLOTTED = ("reward/", "eval/")
-"""Groups of metrics that TensorBoard plots also while they are constant."""
+"""Groups of metrics that TensorBoard plots also while they are constant, but for their counts and shares:"""
+COUNTS = ("_ratio", "_prompts", "_scored", "/prompts", "/errors", "/newest_version")
 
 CLOSE_TIMEOUT_S = 30.0
 """Seconds that the external sinks get at the end to bring away what they still have."""
@@ -114,7 +115,7 @@ class TensorBoardSink:
     def _plotted(self, name: str, step: int, now: float, value: float) -> list[tuple[int, float, float]]:
         """What to write for a new value: nothing as long as it is constant, then what was held back as well."""
         new = (step, now, value)
-        if name in self._varying or name.startswith(ALWAYS_PLOTTED):
+        if name in self._varying or (name.startswith(ALWAYS_PLOTTED) and not name.endswith(COUNTS)):
             return [new]
         held = self._constant.setdefault(name, [])
         if not held or held[0][2] == value:

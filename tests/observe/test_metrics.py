@@ -122,6 +122,36 @@ def test_an_evaluation_is_plotted_at_the_step_that_made_its_version(tmp_path: Pa
     assert [(event.step, event.value) for event in board.Scalars("eval/accuracy")] == [(0, 0), (1, 1), (3, 2)]
 
 
+def test_after_a_resume_an_evaluation_of_the_first_version_is_plotted_at_its_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path, 1, [TensorBoardSink(tmp_path / "tensorboard")], {40: 44}) as writer:
+        writer.write("step", 45, 41, {"applied": 1.0})
+        for version in (40, 41):
+            writer.write("evaluation", 45, version, {"eval/greedy_accuracy": version})
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("eval/greedy_accuracy")] == [(44, 40), (45, 41)]
+
+
+def test_sinks_have_each_metric_once_and_in_one_group(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path / "tensorboard")]) as writer:
+        for step in (1, 2):
+            writer.write("step", step, step, {"loss": step, "reward/mean": 0.5, "reward/unscored_ratio": 0.0})
+            writer.write("push", step, step, {"weights/pause_s": step, "replica": "a"})
+            writer.write("gather", step, step, {"weights/gather_s": step, "gather_s": step})
+            writer.write("logprob_check", step, step, {"check/logprob_max_diff": step})
+            writer.write("checkpoint", step, step, {"checkpoint/save_s": step})
+            writer.write(
+                "evaluation", step, step, {"eval/accuracy": 0.5, "eval/prompts": 9, "eval/greedy_accuracy": 0.5, "eval/greedy_prompts": 9, "seconds": step}
+            )
+            writer.write("startup", step, step, {"startup/generators_s": step})
+    tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+    expected = ["train/loss", "reward/mean", "weights/pause_s", "weights/gather_s", "gather/gather_s", "check/logprob_max_diff", "checkpoint/save_s"]
+    assert sorted(tags) == sorted([*expected, "eval/greedy_accuracy", "eval/seconds"])
+
+
 def test_tensorboard_shows_completions_without_reading_them_as_markup(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugin_util import markdown_to_safe_html
