@@ -64,7 +64,7 @@ def test_recorded_steps_raise_the_alarms_of_their_kind_with_advice_that_follows(
         assert line.endswith(": lower learner.learning_rate" if staleness == 1 else ": lower staleness.max_staleness or learner.learning_rate")
 
 
-RUNS = Path(__file__).parent / "runs"
+RUNS = Path(__file__).parent / "recorded"
 """What alarms look at, of each step and evaluation of four whole runs of the main job (jobs/quickstart.yaml): `healthy` as it is, `diverging` with
 learner.learning_rate 2e-2, `stale` with staleness.max_staleness 16, `stale_and_fast` with that and a learning rate of 3e-3."""
 
