@@ -122,12 +122,12 @@ def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> l
         if wanted > there + ROUNDING:
             lines.append(f"{resource}: {_amount(resource, wanted)} needed, {_amount(resource, there)} {which}")
     for need in needs:
-        places = {node.name: _places(need, node, which) for node in nodes}
-        if sum(places.values()) < need.count:
+        places = [(node.name, _places(need, node, which)) for node in nodes]  # two nodes may have one name
+        if sum(count for _, count in places) < need.count:
             each = ", ".join(f"{resource} {_amount(resource, amount)}" for resource, amount in need.amounts.items() if amount)
             lines.append(
                 f"{need.part}: {need.count} x ({each}), each on one node, and {which} is room for "
-                + (", ".join(f"{count:g} on {name}" for name, count in places.items() if count) or "none on any")
+                + (", ".join(f"{count:g} on {name}" for name, count in places if count) or "none on any")
             )
     return lines
 

@@ -57,7 +57,8 @@ def growing(tmp_path):
         "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
         "worker": {"resources": {"CPU": 4, "object_store_memory": 128 << 20}, "node_config": {}, "min_workers": 0, "max_workers": 2},
     }
-    provider = {"type": "fake_multinode", "gcs_address": address}
+    # All nodes have one address, so the autoscaler knows them by their ids. It would start those it has not yet heard of anew over SSH, and give up.
+    provider = {"type": "fake_multinode", "gcs_address": address, "use_node_id_as_ip": True, "disable_node_updaters": True}
     scaling = {"cluster_name": "growing", "provider": provider, "max_workers": 2, "head_node_type": "ray.head.default", "available_node_types": types}
     scaling |= {"upscaling_speed": 1.0, "idle_timeout_minutes": 5, "file_mounts_sync_continuously": False}
     scaling |= {"auth": {}, "docker": {}, "file_mounts": {}, "cluster_synced_files": [], "rsync_exclude": [], "rsync_filter": []}

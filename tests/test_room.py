@@ -48,6 +48,13 @@ def test_what_fits_is_short_of_nothing():
     assert shortages(run_needs(config(**GPUS)), [node("a", 16, 3), node("b", 8, 1)], "registered") == []
 
 
+def test_two_nodes_of_one_name_both_count():
+    """A node's name is its address and the beginning of its id: on one machine two may share it."""
+    wanted = run_needs(config())
+    for order in ([node("a", 8), node("a", 0)], [node("a", 0), node("a", 8)]):
+        assert shortages(wanted, order, "registered") == []
+
+
 def test_a_sum_that_is_short_is_named_with_both_numbers():
     assert shortages(run_needs(config(**GPUS)), [node("a", 16, 2), node("b", 16, 1)], "registered")[0] == "GPU: 4 needed, 3 registered"
     assert (
