@@ -39,7 +39,16 @@ __all__ = ["Books", "Check", "audit", "audit_text"]
 Key = tuple[int, int]
 """(attempt that made the group, ordinal)."""
 
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError, RecursionError, pa.ArrowException)
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+    pa.ArrowException,
+)
 """What reading a damaged file can raise."""
 ENDED = ("trained", "skipped", "filtered", "dropped", "failed")
 COLUMNS = 120
@@ -56,7 +65,9 @@ BIAS = 0.05
 
 FATES_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-\d{6,12}\.parquet", re.ASCII)
 GROUPS_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-\d{8,12}\.parquet", re.ASCII)
-EVALUATIONS_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-version_\d{8,12}-[A-Za-z0-9_-]+\.parquet", re.ASCII)
+EVALUATIONS_FILE = re.compile(
+    r"attempt_(?P<attempt>\d{4,9})-version_\d{8,12}-[A-Za-z0-9_-]+\.parquet", re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +110,9 @@ class Books:
     def last(self) -> int:
         return len(self.attempts) - 1
 
-    def _read_folder(self, folder: str, named: re.Pattern[str], read: Callable[[Path], None]) -> None:
+    def _read_folder(
+        self, folder: str, named: re.Pattern[str], read: Callable[[Path], None]
+    ) -> None:
         directory = self.run.directory / folder
         if not directory.is_dir():
             if directory.exists():
@@ -111,7 +124,9 @@ class Books:
             if path.is_symlink():
                 self.unreadable.append(f"{path} is a symbolic link; put a real file in its place")
             elif (found := named.fullmatch(path.name)) is None or int(found["attempt"]) > self.last:
-                self.unreadable.append(f"{path} is no file of this run's attempts; move it elsewhere")
+                self.unreadable.append(
+                    f"{path} is no file of this run's attempts; move it elsewhere"
+                )
             else:
                 self._read(path, read)
 
@@ -120,7 +135,9 @@ class Books:
             read(path)
         except UNREADABLE as error:
             reason = " ".join(str(error).split())
-            self.unreadable.append(reason if str(path) in reason else f"{path}: {reason or type(error).__name__}")
+            self.unreadable.append(
+                reason if str(path) in reason else f"{path}: {reason or type(error).__name__}"
+            )
 
     def _read_fates(self, path: Path) -> None:
         table, outstanding = read_fates(path)
@@ -136,16 +153,25 @@ class Books:
         attempt = int(path.name.removeprefix("attempt_").split("-")[0])
         for row in read_rows(path):
             if row.attempt != attempt or row.ordinal is None or row.ordinal < 0:
-                self.unreadable.append(f"{path}: a row says that it is ordinal {row.ordinal} of attempt {row.attempt}")
+                self.unreadable.append(
+                    f"{path}: a row says that it is ordinal {row.ordinal} of attempt {row.attempt}"
+                )
                 continue
             known = self.rows.setdefault((row.attempt, row.ordinal), row)
             if known.content != row.content:
                 self.twice.append((row.attempt, row.ordinal))
 
     def _read_answers(self, path: Path) -> None:
-        for answer in parquet.read_table(path, ["set", "attempt", "version", "ordinal", "index", "status", "accuracy"]).to_pylist():
-            if path.name != f"attempt_{answer['attempt']:04d}-version_{answer['version']:08d}-{answer['set']}.parquet":
-                raise ValueError(f"a row is of set {answer['set']!r}, attempt {answer['attempt']}, version {answer['version']}")
+        for answer in parquet.read_table(
+            path, ["set", "attempt", "version", "ordinal", "index", "status", "accuracy"]
+        ).to_pylist():
+            if (
+                path.name
+                != f"attempt_{answer['attempt']:04d}-version_{answer['version']:08d}-{answer['set']}.parquet"
+            ):
+                raise ValueError(
+                    f"a row is of set {answer['set']!r}, attempt {answer['attempt']}, version {answer['version']}"
+                )
             self.answers[answer["attempt"], answer["version"], answer["set"]].append(answer)
 
     def _read_metrics(self, path: Path) -> None:
@@ -153,8 +179,15 @@ class Books:
             raise ValueError("it is a symbolic link; put a real file in its place")
         if path.exists():
             open_regular(path).close()
-            records = [{"attempt": None, "step": None, "version": None, **record} for record in read_metrics(path.parent)]
-            self.records = [record for record in records if record.get("event") in ("step", "evaluation", "checkpoint")]
+            records = [
+                {"attempt": None, "step": None, "version": None, **record}
+                for record in read_metrics(path.parent)
+            ]
+            self.records = [
+                record
+                for record in records
+                if record.get("event") in ("step", "evaluation", "checkpoint")
+            ]
 
     @cached_property
     def successor(self) -> dict[int, int]:
@@ -183,7 +216,9 @@ class Books:
         decided = fate["ended_in"]
         if decided == self.last:
             return True
-        return decided in self.successor and self.finished_before(self.successor[decided], fate["ordinal"])
+        return decided in self.successor and self.finished_before(
+            self.successor[decided], fate["ordinal"]
+        )
 
     @cached_property
     def outcome(self) -> dict[Key, str]:
@@ -193,20 +228,38 @@ class Books:
     def admitted(self) -> set[Key]:
         """All groups with a trace: a row, a fate, or a place among those outstanding when fates were last written."""
         traced = {*self.rows, *((fate["attempt"], fate["ordinal"]) for fate in self.fates)}
-        return traced | {(attempt, ordinal) for attempt, ordinals in self.outstanding.items() for ordinal in ordinals}
+        return traced | {
+            (attempt, ordinal)
+            for attempt, ordinals in self.outstanding.items()
+            for ordinal in ordinals
+        }
 
     @cached_property
     def waiting(self) -> set[Key]:
         """Of the last attempt, those without an outcome, and those that it took over from its checkpoint."""
-        taken_over = {(made_in, ordinal) for made_in, ordinal in self.attempts[self.last]["waiting"]}
-        return {key for key in self.admitted | taken_over if key not in self.outcome and (key[0] == self.last or key in taken_over)}
+        taken_over = {
+            (made_in, ordinal) for made_in, ordinal in self.attempts[self.last]["waiting"]
+        }
+        return {
+            key
+            for key in self.admitted | taken_over
+            if key not in self.outcome and (key[0] == self.last or key in taken_over)
+        }
 
     def forgotten(self) -> list[Key]:
         """Of the last attempt, groups that have a row and no outcome, and that it did not count among those under way when fates were last written.
         Those admitted after that have higher ordinals."""
-        known = self.outstanding.get(self.last, set()) | {fate["ordinal"] for fate in self.fates if fate["attempt"] == self.last}
+        known = self.outstanding.get(self.last, set()) | {
+            fate["ordinal"] for fate in self.fates if fate["attempt"] == self.last
+        }
         taken_over = {ordinal for _, ordinal in self.attempts[self.last]["waiting"]}
-        return sorted(key for key in self.waiting if key[0] == self.last and key[1] not in known | taken_over and key[1] < max(known, default=-1))
+        return sorted(
+            key
+            for key in self.waiting
+            if key[0] == self.last
+            and key[1] not in known | taken_over
+            and key[1] < max(known, default=-1)
+        )
 
     @property
     def checkpoint(self) -> tuple[Path, State] | None:
@@ -228,7 +281,9 @@ class Books:
             return None, [str(error)]
         return (path, state), passed_over
 
-    def trained(self, before_version: float = float("inf")) -> Iterator[tuple[dict[str, Any], Row | None]]:
+    def trained(
+        self, before_version: float = float("inf")
+    ) -> Iterator[tuple[dict[str, Any], Row | None]]:
         """Surviving trained fates, by groups trained at a version before that, and the groups' rows."""
         for fate in self.surviving:
             if fate["outcome"] == "trained" and fate["trained_at_version"] < before_version:
@@ -271,7 +326,10 @@ def audit_text(checks: Sequence[Check]) -> str:
     """A table for a terminal of `COLUMNS` characters."""
     width = max(len(check.name) for check in checks)
     heads = [f"{'pass' if check.passed else 'FAIL'}  {check.name:<{width}}  " for check in checks]
-    rows = [textwrap.fill(check.said, COLUMNS, initial_indent=head, subsequent_indent=" " * len(head)) for check, head in zip(checks, heads, strict=True)]
+    rows = [
+        textwrap.fill(check.said, COLUMNS, initial_indent=head, subsequent_indent=" " * len(head))
+        for check, head in zip(checks, heads, strict=True)
+    ]
     return "\n".join(rows)
 
 
@@ -279,24 +337,45 @@ def _balance(books: Books) -> Check:
     """admitted = trained + skipped + filtered + dropped + failed + waiting + abandoned; and no admitted ordinal without a trace."""
     counts = Counter(books.outcome.values())
     abandoned = len(books.admitted - books.outcome.keys() - books.waiting)
-    lost = [(attempt, ordinal) for attempt in range(len(books.attempts)) for ordinal in _lost(books, attempt)]
-    parts = [*((name, counts[name]) for name in ENDED), ("waiting", len(books.waiting)), ("abandoned by a restart", abandoned)]
+    lost = [
+        (attempt, ordinal)
+        for attempt in range(len(books.attempts))
+        for ordinal in _lost(books, attempt)
+    ]
+    parts = [
+        *((name, counts[name]) for name in ENDED),
+        ("waiting", len(books.waiting)),
+        ("abandoned by a restart", abandoned),
+    ]
     total = len(books.admitted)
-    said = f"{total} admitted = " + " + ".join(f"{count} {name}" for name, count in parts if count or name == "trained")
+    said = f"{total} admitted = " + " + ".join(
+        f"{count} {name}" for name, count in parts if count or name == "trained"
+    )
     if lost:
         said += f"; {len(lost)} without any trace: {_some(lost)}"
     if forgotten := books.forgotten():
         said += f"; {len(forgotten)} that nobody counts as under way, and without an outcome: {_some(forgotten)}"
-    return Check("every admitted group is accounted for", not lost and not forgotten and total == sum(count for _, count in parts), said)
+    return Check(
+        "every admitted group is accounted for",
+        not lost and not forgotten and total == sum(count for _, count in parts),
+        said,
+    )
 
 
 def _lost(books: Books, attempt: int) -> list[int]:
     """Ordinals are admitted in their order: between the first and the last of an attempt, each has a trace, unless it was admitted after the last
     record and the attempt was killed."""
     begun = books.attempts[attempt]
-    recorded = [*books.outstanding.get(attempt, ()), *(fate["ordinal"] for fate in books.fates if fate["attempt"] == attempt)]
-    traced = {ordinal for made_in, ordinal in books.admitted if made_in == attempt} | {ordinal for _, ordinal in begun["waiting"]}
-    return _holes(begun["frontier"], max(recorded, default=-1) + 1, traced | set(begun["finished_above"]))
+    recorded = [
+        *books.outstanding.get(attempt, ()),
+        *(fate["ordinal"] for fate in books.fates if fate["attempt"] == attempt),
+    ]
+    traced = {ordinal for made_in, ordinal in books.admitted if made_in == attempt} | {
+        ordinal for _, ordinal in begun["waiting"]
+    }
+    return _holes(
+        begun["frontier"], max(recorded, default=-1) + 1, traced | set(begun["finished_above"])
+    )
 
 
 def _holes(start: int, stop: int, known: Set[int]) -> list[int]:
@@ -315,10 +394,21 @@ def _one_outcome(books: Books) -> Check:
     said = f"{len(counts)} ordinals" + (f"; with two or more: {_some(twice)}" if twice else "")
     written = Counter((fate["attempt"], fate["ordinal"], fate["ended_in"]) for fate in books.fates)
     again = sorted(
-        {key[:2] for key, count in written.items() if count > 1} - {(fate["attempt"], fate["ordinal"]) for fate in books.surviving if fate["ordinal"] in twice}
+        {key[:2] for key, count in written.items() if count > 1}
+        - {
+            (fate["attempt"], fate["ordinal"])
+            for fate in books.surviving
+            if fate["ordinal"] in twice
+        }
     )
     said += f"; with two fates in one attempt: {_some(again)}" if again else ""
-    odd = sorted({(fate["attempt"], fate["ordinal"]) for fate in books.fates if (fate["outcome"] == "trained") != (fate["trained_at_version"] is not None)})
+    odd = sorted(
+        {
+            (fate["attempt"], fate["ordinal"])
+            for fate in books.fates
+            if (fate["outcome"] == "trained") != (fate["trained_at_version"] is not None)
+        }
+    )
     said += f"; not trained, and with a version that trained it: {_some(odd)}" if odd else ""
     return Check("each ordinal has one outcome", not twice and not again and not odd, said)
 
@@ -332,9 +422,20 @@ def _no_gap(books: Books) -> Check:
     if books.checkpoint is not None:
         state = books.checkpoint[1]
         frontier, above = state.frontier, set(state.finished_above)
-        again = sorted(fate["ordinal"] for fate, _ in books.trained(state.version) if fate["ordinal"] >= frontier and fate["ordinal"] not in above)
-    missing = sorted({*_holes(first["frontier"], frontier, known), *(ordinal for ordinal in above - known if ordinal >= first["frontier"])})
-    said = f"frontier {frontier}" + (f" of {books.checkpoint[0].name}" if books.checkpoint else "; no checkpoint yet")
+        again = sorted(
+            fate["ordinal"]
+            for fate, _ in books.trained(state.version)
+            if fate["ordinal"] >= frontier and fate["ordinal"] not in above
+        )
+    missing = sorted(
+        {
+            *_holes(first["frontier"], frontier, known),
+            *(ordinal for ordinal in above - known if ordinal >= first["frontier"]),
+        }
+    )
+    said = f"frontier {frontier}" + (
+        f" of {books.checkpoint[0].name}" if books.checkpoint else "; no checkpoint yet"
+    )
     said += f"; without an outcome: {_some(missing)}" if missing else ""
     said += f"; trained before it, and it would train them again: {_some(again)}" if again else ""
     return Check("no gap below the frontier", not missing and not again, said)
@@ -342,7 +443,11 @@ def _no_gap(books: Books) -> Check:
 
 def _distinct(books: Books) -> Check:
     trained = [fate["ordinal"] for fate, _ in books.trained()]
-    return Check("trained ordinals are distinct", len(trained) == len(set(trained)), f"{len(trained)} trained, {len(set(trained))} distinct")
+    return Check(
+        "trained ordinals are distinct",
+        len(trained) == len(set(trained)),
+        f"{len(trained)} trained, {len(set(trained))} distinct",
+    )
 
 
 def _bound(books: Books) -> Check:
@@ -371,15 +476,23 @@ def _whole(books: Books) -> Check:
         count += 1
         if row is None:
             without.append(fate["ordinal"])
-        elif not row.whole or len(row.lengths) != books.attempts[row.attempt]["n_samples_per_prompt"]:
+        elif (
+            not row.whole or len(row.lengths) != books.attempts[row.attempt]["n_samples_per_prompt"]
+        ):
             torn.append(fate["ordinal"])
-    said = f"{count} trained" + (f"; without a row: {_some(without)}" if without else "") + (f"; not whole: {_some(torn)}" if torn else "")
+    said = (
+        f"{count} trained"
+        + (f"; without a row: {_some(without)}" if without else "")
+        + (f"; not whole: {_some(torn)}" if torn else "")
+    )
     return Check("trained groups are whole", not without and not torn, said)
 
 
 def _files_readable(books: Books) -> Check:
     said = f"{len(books.fates)} fates, {len(books.rows)} groups"
-    return Check("every file can be read", not books.unreadable, "; ".join(books.unreadable[:SHOWN]) or said)
+    return Check(
+        "every file can be read", not books.unreadable, "; ".join(books.unreadable[:SHOWN]) or said
+    )
 
 
 def _one_row(books: Books) -> Check:
@@ -387,9 +500,14 @@ def _one_row(books: Books) -> Check:
     first: dict[str, Key] = {}
     copies = []
     for fate, row in books.trained():
-        if row is not None and first.setdefault(row.generation, (row.attempt, row.ordinal)) != (row.attempt, row.ordinal):
+        if row is not None and first.setdefault(row.generation, (row.attempt, row.ordinal)) != (
+            row.attempt,
+            row.ordinal,
+        ):
             copies.append(f"{fate['ordinal']} (as {first[row.generation][1]})")
-    said = f"{len(books.rows)} groups" + (f"; two rows that differ: {_some(books.twice)}" if books.twice else "")
+    said = f"{len(books.rows)} groups" + (
+        f"; two rows that differ: {_some(books.twice)}" if books.twice else ""
+    )
     said += f"; trained again under another ordinal: {_some(copies)}" if copies else ""
     return Check("each group has one row of its own", not books.twice and not copies, said)
 
@@ -404,19 +522,41 @@ def _content(books: Books) -> Check:
         checked += 1
         if row.content != fate["content"]:
             changed.append((row.attempt, row.ordinal))
-        if fate["completion_tokens"] != sum(row.lengths) and (fate["completion_tokens"] is not None or fate["outcome"] == "trained"):
+        if fate["completion_tokens"] != sum(row.lengths) and (
+            fate["completion_tokens"] is not None or fate["outcome"] == "trained"
+        ):
             tokens.append((row.attempt, row.ordinal))
-    unsealed = sorted({(fate["attempt"], fate["ordinal"]) for fate in books.fates if fate["outcome"] == "trained" and not fate["content"]})
-    said = f"{checked} compared" + (f"; changed since: {_some(sorted(set(changed)))}" if changed else "")
-    said += f"; another number of tokens than the fate says: {_some(sorted(set(tokens)))}" if tokens else ""
+    unsealed = sorted(
+        {
+            (fate["attempt"], fate["ordinal"])
+            for fate in books.fates
+            if fate["outcome"] == "trained" and not fate["content"]
+        }
+    )
+    said = f"{checked} compared" + (
+        f"; changed since: {_some(sorted(set(changed)))}" if changed else ""
+    )
+    said += (
+        f"; another number of tokens than the fate says: {_some(sorted(set(tokens)))}"
+        if tokens
+        else ""
+    )
     said += f"; trained, and the fate has no hash: {_some(unsealed)}" if unsealed else ""
     return Check("rows are what was scored", not changed and not tokens and not unsealed, said)
 
 
 def _possible(books: Books) -> Check:
     """Masks, spans and times that asyncrl can have written."""
-    found = [f"{fault}: {_some(keys)}" for fault in (*FAULTS, UNEVEN) if (keys := [key for key, row in books.rows.items() if fault in row.faults])]
-    return Check("masks, version spans and times are possible", not found, "; ".join(found) or f"{len(books.rows)} groups")
+    found = [
+        f"{fault}: {_some(keys)}"
+        for fault in (*FAULTS, UNEVEN)
+        if (keys := [key for key, row in books.rows.items() if fault in row.faults])
+    ]
+    return Check(
+        "masks, version spans and times are possible",
+        not found,
+        "; ".join(found) or f"{len(books.rows)} groups",
+    )
 
 
 def _not_from_the_future(books: Books) -> Check:
@@ -424,10 +564,22 @@ def _not_from_the_future(books: Books) -> Check:
     reached = {begun["attempt"]: begun["version"] for begun in books.attempts}
     for fate in books.fates:
         if fate["outcome"] == "trained":
-            reached[fate["ended_in"]] = max(reached[fate["ended_in"]], fate["trained_at_version"] + 1)
-    found = {key for key, row in books.rows.items() if row.newest is not None and row.newest > reached.get(row.attempt, -1)}
-    found |= {(row.attempt, row.ordinal) for fate, row in books.trained() if row is not None and (row.newest or 0) > fate["trained_at_version"]}
-    said = f"newest version {max(reached.values(), default=0)}" + (f"; from the future: {_some(sorted(found))}" if found else "")
+            reached[fate["ended_in"]] = max(
+                reached[fate["ended_in"]], fate["trained_at_version"] + 1
+            )
+    found = {
+        key
+        for key, row in books.rows.items()
+        if row.newest is not None and row.newest > reached.get(row.attempt, -1)
+    }
+    found |= {
+        (row.attempt, row.ordinal)
+        for fate, row in books.trained()
+        if row is not None and (row.newest or 0) > fate["trained_at_version"]
+    }
+    said = f"newest version {max(reached.values(), default=0)}" + (
+        f"; from the future: {_some(sorted(found))}" if found else ""
+    )
     return Check("no token is of a version to come", not found, said)
 
 
@@ -440,20 +592,34 @@ def _steps(books: Books) -> Check:
             steps[fate["ended_in"], fate["trained_at_version"]].append(fate)
         elif fate["outcome"] == "skipped":
             skipped[fate["ended_in"], fate["step"]].append(fate)
-    batches = [(attempt, f"version {version}", fates) for (attempt, version), fates in sorted(steps.items())]
-    batches += [(attempt, f"skipped step {step}", fates) for (attempt, step), fates in sorted(skipped.items())]
+    batches = [
+        (attempt, f"version {version}", fates)
+        for (attempt, version), fates in sorted(steps.items())
+    ]
+    batches += [
+        (attempt, f"skipped step {step}", fates)
+        for (attempt, step), fates in sorted(skipped.items())
+    ]
     uneven = [
         f"{name} has {len(fates)} of {size} ({_some(sorted(fate['ordinal'] for fate in fates))})"
         for attempt, name, fates in batches
         if len(fates) != (size := books.attempts[attempt]["groups_per_step"])
     ]
-    torn = [f"version {version} (ordinal {_odd_step(fates)})" for (_, version), fates in sorted(steps.items()) if len({fate["step"] for fate in fates}) > 1]
+    torn = [
+        f"version {version} (ordinal {_odd_step(fates)})"
+        for (_, version), fates in sorted(steps.items())
+        if len({fate["step"] for fate in fates}) > 1
+    ]
     missing, disordered, unnumbered = [], [], []
     for attempt in sorted({attempt for attempt, _ in steps} | {attempt for attempt, _ in skipped}):
         mine = sorted(version for made_in, version in steps if made_in == attempt)
         missing += _holes(books.attempts[attempt]["version"], max(mine, default=-1), set(mine))
         numbers = [steps[attempt, version][0]["step"] for version in mine]
-        disordered += [mine[place + 1] for place in range(len(mine) - 1) if numbers[place] >= numbers[place + 1]]
+        disordered += [
+            mine[place + 1]
+            for place in range(len(mine) - 1)
+            if numbers[place] >= numbers[place + 1]
+        ]
         taken = {*numbers, *(step for made_in, step in skipped if made_in == attempt)}
         unnumbered += [(attempt, step) for step in _holes(min(taken), max(taken), taken)]
     parts = {
@@ -464,7 +630,9 @@ def _steps(books: Books) -> Check:
         "steps of which no group tells (attempt, step)": unnumbered,
     }
     found = [f"{name}: {_some(list(some))}" for name, some in parts.items() if some]
-    return Check("every step trained one batch", not found, "; ".join([f"{len(steps)} steps", *found]))
+    return Check(
+        "every step trained one batch", not found, "; ".join([f"{len(steps)} steps", *found])
+    )
 
 
 def _record(books: Books) -> Check:
@@ -475,20 +643,43 @@ def _record(books: Books) -> Check:
         "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
         "groups_per_step": config.groups_per_step,
     }
-    wrong += [f"attempt {books.last} began with {name} {last[name]}, and config.yaml has {value}" for name, value in bounds.items() if last[name] != value]
+    wrong += [
+        f"attempt {books.last} began with {name} {last[name]}, and config.yaml has {value}"
+        for name, value in bounds.items()
+        if last[name] != value
+    ]
     for begun in books.attempts:
         step = Path(begun["checkpoint"] or "").name.removeprefix("step_")
         if (int(step) if step.isdecimal() else 0) != begun["version"]:
-            wrong.append(f"attempt {begun['attempt']} began at version {begun['version']}, and from {begun['checkpoint'] or 'no checkpoint'}")
-        if begun["checkpoint"] is None and (begun["frontier"] or begun["finished_above"] or begun["waiting"] or begun["trained_tokens"]):
+            wrong.append(
+                f"attempt {begun['attempt']} began at version {begun['version']}, and from {begun['checkpoint'] or 'no checkpoint'}"
+            )
+        if begun["checkpoint"] is None and (
+            begun["frontier"]
+            or begun["finished_above"]
+            or begun["waiting"]
+            or begun["trained_tokens"]
+        ):
             wrong.append(
                 f"attempt {begun['attempt']} began from no checkpoint, and at frontier {begun['frontier']} with {begun['trained_tokens']} tokens trained"
             )
     if books.checkpoint is not None and books.checkpoint[1].run_id != books.run_id:
-        wrong.append(f"{books.checkpoint[0].name} is of run {books.checkpoint[1].run_id!r}, and run.json of {books.run_id!r}")
-    if books.checkpoint is None and not books.damage and any(record["event"] == "checkpoint" for record in books.records):
-        wrong.append(f"{books.run.checkpoints_directory} holds no checkpoint, and {METRICS_FILE} tells of some")
-    return Check("record, config and checkpoints agree", not wrong, "; ".join(wrong[:SHOWN]) or f"{len(books.attempts)} attempts")
+        wrong.append(
+            f"{books.checkpoint[0].name} is of run {books.checkpoint[1].run_id!r}, and run.json of {books.run_id!r}"
+        )
+    if (
+        books.checkpoint is None
+        and not books.damage
+        and any(record["event"] == "checkpoint" for record in books.records)
+    ):
+        wrong.append(
+            f"{books.run.checkpoints_directory} holds no checkpoint, and {METRICS_FILE} tells of some"
+        )
+    return Check(
+        "record, config and checkpoints agree",
+        not wrong,
+        "; ".join(wrong[:SHOWN]) or f"{len(books.attempts)} attempts",
+    )
 
 
 def _metrics(books: Books) -> Check:
@@ -497,14 +688,24 @@ def _metrics(books: Books) -> Check:
     for fate in books.fates:
         if fate["outcome"] in ("trained", "skipped"):
             batches[fate["ended_in"], fate["step"]].append(fate)
-    records = {(record["attempt"], record["step"]): record for record in books.records if record["event"] == "step"}
+    records = {
+        (record["attempt"], record["step"]): record
+        for record in books.records
+        if record["event"] == "step"
+    }
     wrong = []
     for key, record in records.items():
         differing = _differing(books, batches.get(key, []), record)
         if differing:
             wrong.append(f"step {record['step']} of attempt {record['attempt']}: {differing}")
-    without = [key for key in sorted(batches) if key not in records and any(other[0] == key[0] and other[1] > key[1] for other in records)]
-    said = f"{len(records)} steps" + (f"; not what its groups give: {_some(wrong)}" if wrong else "")
+    without = [
+        key
+        for key in sorted(batches)
+        if key not in records and any(other[0] == key[0] and other[1] > key[1] for other in records)
+    ]
+    said = f"{len(records)} steps" + (
+        f"; not what its groups give: {_some(wrong)}" if wrong else ""
+    )
     said += f"; without a record (attempt, step): {_some(without)}" if without else ""
     return Check("metrics are those of the groups", not wrong and not without, said)
 
@@ -518,7 +719,9 @@ def _differing(books: Books, fates: Sequence[Mapping[str, Any]], record: Mapping
     trained = fates[0]["outcome"] == "trained"
     expected: dict[str, float] = {"version": fates[0]["trained_at_version"] + 1} if trained else {}
     if trained:
-        expected["staleness/mean"] = math.fsum(fate["staleness"] or 0 for fate in fates) / len(fates)
+        expected["staleness/mean"] = math.fsum(fate["staleness"] or 0 for fate in fates) / len(
+            fates
+        )
         expected["tokens"] = sum(row.loss_tokens for row in known)
     completions = sum(len(row.lengths) for row in known)
     rewards = [reward for row in known for reward in row.rewards]
@@ -534,7 +737,11 @@ def _differing(books: Books, fates: Sequence[Mapping[str, Any]], record: Mapping
 
 def _evaluations(books: Books) -> Check:
     """The accuracy of each evaluated set, worked out again from its kept completions: one that did not come is 0, one without a score is left out."""
-    records = {(record["attempt"], record["version"]): record for record in books.records if record["event"] == "evaluation"}
+    records = {
+        (record["attempt"], record["version"]): record
+        for record in books.records
+        if record["event"] == "evaluation"
+    }
     wrong, compared = [], 0
     for (attempt, version, name), answers in sorted(books.answers.items()):
         record = records.get((attempt, version), {})
@@ -542,19 +749,35 @@ def _evaluations(books: Books) -> Check:
             continue  # killed before its record, or a reward of another set has this name
         compared += 1
         places = Counter((answer["ordinal"], answer["index"]) for answer in answers)
-        judged = [0.0 if answer["status"] in LOST else answer["accuracy"] for answer in answers if answer["status"] != "unscored"]
+        judged = [
+            0.0 if answer["status"] in LOST else answer["accuracy"]
+            for answer in answers
+            if answer["status"] != "unscored"
+        ]
         if max(places.values()) > 1 or None in judged:
-            wrong.append(f"set {name} at version {version} of attempt {attempt} has an answer twice, or without its score")
-        elif judged and not _close(record[f"eval/{name}_accuracy"], found := math.fsum(judged) / len(judged)):
-            wrong.append(f"set {name} at version {version} of attempt {attempt}: accuracy {record[f'eval/{name}_accuracy']}, its completions give {found:g}")
+            wrong.append(
+                f"set {name} at version {version} of attempt {attempt} has an answer twice, or without its score"
+            )
+        elif judged and not _close(
+            record[f"eval/{name}_accuracy"], found := math.fsum(judged) / len(judged)
+        ):
+            wrong.append(
+                f"set {name} at version {version} of attempt {attempt}: accuracy {record[f'eval/{name}_accuracy']}, its completions give {found:g}"
+            )
     kept = {(attempt, version) for attempt, version, _ in books.answers}
     without = sorted(key for key in records if key not in kept)
-    said = f"{compared} sets" + (f"; {_some(wrong)}" if wrong else "") + (f"; without completions (attempt, version): {_some(without)}" if without else "")
+    said = (
+        f"{compared} sets"
+        + (f"; {_some(wrong)}" if wrong else "")
+        + (f"; without completions (attempt, version): {_some(without)}" if without else "")
+    )
     return Check("evaluations are those of their completions", not wrong and not without, said)
 
 
 def _close(recorded: Any, value: float) -> bool:
-    return isinstance(recorded, int | float) and math.isclose(recorded, value, rel_tol=CLOSE, abs_tol=CLOSE)
+    return isinstance(recorded, int | float) and math.isclose(
+        recorded, value, rel_tol=CLOSE, abs_tol=CLOSE
+    )
 
 
 def _prompts(books: Books) -> Check:
@@ -562,17 +785,33 @@ def _prompts(books: Books) -> Check:
     name, last = "each prompt is its ordinal's", books.attempts[books.last]
     try:
         config = books.run.config
-        same = data_hash(config) == last["data_hash"] != "" and model_hash(config) == last["model_hash"] != ""
+        same = (
+            data_hash(config) == last["data_hash"] != ""
+            and model_hash(config) == last["model_hash"] != ""
+        )
     except ConfigError as error:
         return Check(name, True, f"not checked: {error}")
     if not same:
-        return Check(name, True, "not checked: the data or the tokenizer that the run had are not here, or have changed")
+        return Check(
+            name,
+            True,
+            "not checked: the data or the tokenizer that the run had are not here, or have changed",
+        )
     rows: dict[int, list[Row]] = defaultdict(list)
     for row in books.rows.values():
         rows[row.ordinal].append(row)
     made_again = prompt_ids_of(config, sorted(rows))
-    others = [(row.attempt, ordinal) for ordinal, ids in made_again for row in rows[ordinal] if row.prompt_ids != ids]
-    return Check(name, not others, f"{len(rows)} ordinals" + (f"; another prompt: {_some(others)}" if others else ""))
+    others = [
+        (row.attempt, ordinal)
+        for ordinal, ids in made_again
+        for row in rows[ordinal]
+        if row.prompt_ids != ids
+    ]
+    return Check(
+        name,
+        not others,
+        f"{len(rows)} ordinals" + (f"; another prompt: {_some(others)}" if others else ""),
+    )
 
 
 def _impossible_fate(fate: Mapping[str, Any], attempt: int) -> str:
@@ -585,7 +824,9 @@ def _impossible_fate(fate: Mapping[str, Any], attempt: int) -> str:
         return f"was made in attempt {fate['attempt']} and decided in attempt {fate['ended_in']}"
     if fate["ordinal"] < 0 or fate["step"] < 0:
         return f"is of step {fate['step']}"
-    if fate["outcome"] == "trained" and (fate["trained_at_version"] is None or fate["trained_at_version"] < 0):
+    if fate["outcome"] == "trained" and (
+        fate["trained_at_version"] is None or fate["trained_at_version"] < 0
+    ):
         return f"was trained at version {fate['trained_at_version']}"
     return ""
 
@@ -599,21 +840,33 @@ def _odd_step(fates: Sequence[Mapping[str, Any]]) -> int:
 def _tokens(books: Books) -> Check:
     """Loss tokens of what was trained before the newest checkpoint, against the learner's own count in it."""
     if books.checkpoint is None:
-        return Check("trained tokens equal the learner's count", not books.damage, "no checkpoint can be read" if books.damage else "no checkpoint yet")
+        return Check(
+            "trained tokens equal the learner's count",
+            not books.damage,
+            "no checkpoint can be read" if books.damage else "no checkpoint yet",
+        )
     path, state = books.checkpoint
     try:
         counted = int(json.loads(read_text(path / "learner" / "counters.json"))["trained_tokens"])
     except UNREADABLE as error:
-        return Check("trained tokens equal the learner's count", False, f"{path / 'learner' / 'counters.json'} cannot be read ({error})")
+        return Check(
+            "trained tokens equal the learner's count",
+            False,
+            f"{path / 'learner' / 'counters.json'} cannot be read ({error})",
+        )
     base = books.attempts[min(books.successor, default=books.last)]["trained_tokens"]
-    found = base + sum(row.loss_tokens for _, row in books.trained(state.version) if row is not None)
+    found = base + sum(
+        row.loss_tokens for _, row in books.trained(state.version) if row is not None
+    )
     said = f"{found} up to {path.name}, the learner counted {counted}"
     return Check("trained tokens equal the learner's count", found == counted, said)
 
 
 def _readable(books: Books) -> Check:
     """The checkpoint that a resume would take is the newest, and every file of it is what was committed."""
-    said = "; ".join(books.damage) or (f"newest: {books.checkpoint[0].name}" if books.checkpoint else "no checkpoint yet")
+    said = "; ".join(books.damage) or (
+        f"newest: {books.checkpoint[0].name}" if books.checkpoint else "no checkpoint yet"
+    )
     return Check("the newest checkpoint is whole", not books.damage, said)
 
 
@@ -626,24 +879,36 @@ def _monotone(books: Books) -> Check:
     back = []
     for rows in processes.values():
         done = sorted(rows, key=lambda row: row.finished_at)
-        times, newest = [row.finished_at for row in done], np.maximum.accumulate([row.newest for row in done])
+        times, newest = (
+            [row.finished_at for row in done],
+            np.maximum.accumulate([row.newest for row in done]),
+        )
         for row in rows:
             before = bisect.bisect_left(times, row.started_at)
             if before and row.oldest is not None and row.oldest < newest[before - 1]:
                 back.append(row.ordinal)
-    said = f"{len(processes)} replica process{'es' * (len(processes) != 1)}" + (f"; went back for {_some(back)}" if back else "")
+    said = f"{len(processes)} replica process{'es' * (len(processes) != 1)}" + (
+        f"; went back for {_some(back)}" if back else ""
+    )
     return Check("versions of a replica never go back", not back, said)
 
 
 def _lengths(books: Books) -> Check:
     """Whether training prefers some lengths: the largest distance between the distributions of completion lengths (Kolmogorov-Smirnov), trained against
     all that was generated and has its outcome. Groups that wait may still be trained; those filtered for zero variance were left out on purpose."""
-    generated = _sorted_lengths(row for key, row in books.rows.items() if books.outcome.get(key, "filtered") != "filtered")
+    generated = _sorted_lengths(
+        row for key, row in books.rows.items() if books.outcome.get(key, "filtered") != "filtered"
+    )
     trained = _sorted_lengths(row for _, row in books.trained() if row is not None)
     if not len(trained):
         return Check("lengths trained are those generated", True, "nothing was trained yet")
     at = np.unique(generated)
-    distance = float(np.abs(np.searchsorted(trained, at, "right") / len(trained) - np.searchsorted(generated, at, "right") / len(generated)).max())
+    distance = float(
+        np.abs(
+            np.searchsorted(trained, at, "right") / len(trained)
+            - np.searchsorted(generated, at, "right") / len(generated)
+        ).max()
+    )
     allowed = BIAS + 1.36 / np.sqrt(len(trained))
     said = f"trained {_quantiles(trained)}; generated {_quantiles(generated)}; largest distance {distance:.3f}, allowed {allowed:.3f}"
     return Check("lengths trained are those generated", distance <= allowed, said)
@@ -659,4 +924,6 @@ def _quantiles(lengths: np.ndarray) -> str:
 
 
 def _some(found: Sequence[Any]) -> str:
-    return ", ".join(map(str, found[:SHOWN])) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+    return ", ".join(map(str, found[:SHOWN])) + (
+        f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    )

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-ON_A_CONFIG = {"train": "train a model as a YAML file says", "plan": "check a config and show what it asks for; allocates nothing"}
+ON_A_CONFIG = {
+    "train": "train a model as a YAML file says",
+    "plan": "check a config and show what it asks for; allocates nothing",
+}
 AUDIT = "add up a run's groups, fates, metrics, evaluations and checkpoints again, and say of each invariant whether it holds"
 SAMPLES = "show whole prompts and completions of a run, with rewards, versions and staleness; also while it runs"
 EXPORT = "write a checkpoint's weights as a Hugging Face directory"
@@ -34,29 +37,55 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one subcommand and exit: 0 done, 1 failed, 2 a setting cannot be used, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
-        prog="asyncrl", description="Asynchronous reinforcement-learning post-training for language models, on Ray.", allow_abbrev=False
+        prog="asyncrl",
+        description="Asynchronous reinforcement-learning post-training for language models, on Ray.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {version('asyncrl')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,samples,audit,export}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{train,plan,samples,audit,export}"
+    )
     for name, text in ON_A_CONFIG.items():
-        command = commands.add_parser(name, help=text, description=text, add_help=False, allow_abbrev=False)
+        command = commands.add_parser(
+            name, help=text, description=text, add_help=False, allow_abbrev=False
+        )
         command.add_argument("config", nargs="?", metavar="CONFIG")
         command.add_argument("-h", "--help", action="store_true")
         if name == "plan":
             for option, text in PLAN_OPTIONS.items():
-                command.add_argument(f"--{option}", action="store_true", dest=f"show_{option}", help=text)
+                command.add_argument(
+                    f"--{option}", action="store_true", dest=f"show_{option}", help=text
+                )
     for name, text in (("samples", SAMPLES), ("audit", AUDIT), ("export", EXPORT)):
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("run", metavar="RUN", help="run directory, such as runs/quickstart")
         if name == "samples":
-            command.add_argument("-n", type=int, default=3, metavar="N", dest="count", help="how many; default: 3")
             command.add_argument(
-                "--order", choices=["newest", "best", "worst"], default="newest", help="the last ones generated, or by reward; default: newest"
+                "-n", type=int, default=3, metavar="N", dest="count", help="how many; default: 3"
             )
-            command.add_argument("--version", type=int, metavar="V", dest="of_version", help="only those that policy version V began")
+            command.add_argument(
+                "--order",
+                choices=["newest", "best", "worst"],
+                default="newest",
+                help="the last ones generated, or by reward; default: newest",
+            )
+            command.add_argument(
+                "--version",
+                type=int,
+                metavar="V",
+                dest="of_version",
+                help="only those that policy version V began",
+            )
         if name == "export":
-            command.add_argument("--step", type=int, metavar="N", help="policy version of the checkpoint; default: the newest")
-            command.add_argument("--out", metavar="DIRECTORY", help="default: export/step_N in the run directory")
+            command.add_argument(
+                "--step",
+                type=int,
+                metavar="N",
+                help="policy version of the checkpoint; default: the newest",
+            )
+            command.add_argument(
+                "--out", metavar="DIRECTORY", help="default: export/step_N in the run directory"
+            )
     known, overrides = parser.parse_known_args(arguments)
     if known.command not in ON_A_CONFIG:
         if overrides:
@@ -65,10 +94,18 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(on_a_run(known))
     if known.help or known.config is None:
         if not known.help:
-            print_shown("asyncrl: CONFIG is missing: give the path of a YAML file, such as jobs/quickstart.yaml", file=sys.stderr)
+            print_shown(
+                "asyncrl: CONFIG is missing: give the path of a YAML file, such as jobs/quickstart.yaml",
+                file=sys.stderr,
+            )
             sys.exit(2)
         if known.command == "plan":
-            print_shown("".join(f"asyncrl plan CONFIG --{option}: {text}\n" for option, text in PLAN_OPTIONS.items()))
+            print_shown(
+                "".join(
+                    f"asyncrl plan CONFIG --{option}: {text}\n"
+                    for option, text in PLAN_OPTIONS.items()
+                )
+            )
         command_line(["--help"], {}, exit_on_error=True)
     options = {option for option in PLAN_OPTIONS if getattr(known, f"show_{option}", False)}
     sys.exit(run(known.command, known.config, overrides, options))
@@ -163,7 +200,9 @@ def _samples(directory: Run, count: int, order: str, version: int | None) -> int
     rows = choose_samples(directory.trajectories(), count, order, version)
     if not rows:
         of = "" if version is None else f" of version {version}"
-        raise ConfigError(f"{directory.directory} holds no completions{of} yet; the first appear in groups/ once they are scored")
+        raise ConfigError(
+            f"{directory.directory} holds no completions{of} yet; the first appear in groups/ once they are scored"
+        )
     print_shown(samples_text(rows))
     return 0
 

@@ -34,7 +34,17 @@ from asyncrl.rules import check_rules
 from asyncrl.runtime.functions import FUNCTION
 from asyncrl.runtime.yaml_files import parse_yaml, read_yaml
 
-__all__ = ["TASK_CPUS", "Config", "ConfigError", "Source", "Sources", "is_hub_data", "is_hub_name", "load_config", "sources_of"]
+__all__ = [
+    "TASK_CPUS",
+    "Config",
+    "ConfigError",
+    "Source",
+    "Sources",
+    "is_hub_data",
+    "is_hub_name",
+    "load_config",
+    "sources_of",
+]
 
 TASK_CPUS = 0.1
 """Logical CPUs that one rollout worker, and one task of a Ray Data stream, declares to Ray. Ray Data's default of 1 would starve a machine of
@@ -74,7 +84,13 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """A part of the tree: unknown keys refused, values frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
 
 
 def _unset(value: Any) -> Any:
@@ -260,7 +276,9 @@ class RolloutConfig(Section):
     @property
     def repetition(self) -> tuple[int, int] | None:
         """(Longest n-gram in tokens, times in a row) that end a completion; None = nothing does."""
-        return None if self.repetition_stop is None else (self.repetition_ngram, self.repetition_stop)
+        return (
+            None if self.repetition_stop is None else (self.repetition_ngram, self.repetition_stop)
+        )
 
     @property
     def stops_repetition(self) -> bool:
@@ -282,7 +300,10 @@ class RewardFunction(Section):
     @property
     def runs_code(self) -> bool:
         """Whether it is the built-in reward that runs what a model wrote."""
-        return self.function in ("asyncrl.rewards.builtin:code_tests", "asyncrl.rewards.code:code_tests")
+        return self.function in (
+            "asyncrl.rewards.builtin:code_tests",
+            "asyncrl.rewards.code:code_tests",
+        )
 
 
 class SandboxConfig(Section):
@@ -403,7 +424,11 @@ class GeneratorConfig(Section):
     @property
     def replicas_text(self) -> str:
         """How many replicas there are, as a person reads it."""
-        return f"{self.num_replicas}" if self.least_replicas == self.num_replicas else f"{self.least_replicas} to {self.num_replicas}"
+        return (
+            f"{self.num_replicas}"
+            if self.least_replicas == self.num_replicas
+            else f"{self.least_replicas} to {self.num_replicas}"
+        )
 
 
 class LearnerConfig(Section):
@@ -525,10 +550,26 @@ class CorrectionConfig(Section):
     @property
     def masks(self) -> bool:
         """Whether any token may be masked."""
-        return any(value is not None for value in (self.mask_below, self.mask_above, self.reject_above, self.sequence_mask_above))
+        return any(
+            value is not None
+            for value in (
+                self.mask_below,
+                self.mask_above,
+                self.reject_above,
+                self.sequence_mask_above,
+            )
+        )
 
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+ADVANTAGES = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "maxrl",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "gae",
+)
 LOSSES = ("ppo", "gspo", "cispo", "sapo", "dppo", "reinforce")
 
 
@@ -536,7 +577,9 @@ def _built_in_or_own(names: tuple[str, ...]) -> AfterValidator:
     def check(name: str) -> str:
         if name in names or re.match(FUNCTION, name):
             return name
-        raise ValueError(f"use one of {', '.join(names)}, or a function of your own as package.module:function")
+        raise ValueError(
+            f"use one of {', '.join(names)}, or a function of your own as package.module:function"
+        )
 
     return AfterValidator(check)
 
@@ -552,7 +595,9 @@ class AlgorithmConfig(Section):
     old_policy: Literal["behaviour", "learner", "log_linear"] = "behaviour"
     """Denominator of the loss's ratio: the policy that sampled; the learner's at the step (decoupled PPO's recomputed proximal policy); the
     log-linear guess at the version before. The way from the behaviour policy to the others is correction.truncation's."""
-    loss_aggregation: Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "fixed"] = "token_mean"
+    loss_aggregation: Literal[
+        "token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "fixed"
+    ] = "token_mean"
     """Mean over the step's tokens; over trajectories of token sums; of token means; or token sums over max_completion_length (Dr.GRPO)."""
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal, and admit others instead (DAPO's dynamic sampling)."""
@@ -845,14 +890,19 @@ class Config(Section):
                 located[section] = {**fields, name: _located(fields[name], root, stays)}
         evaluation = located.get("eval")
         if isinstance(evaluation, dict) and isinstance(evaluation.get("sets"), dict):
-            located["eval"] = {**evaluation, "sets": {name: _located_set(one, root) for name, one in evaluation["sets"].items()}}
+            located["eval"] = {
+                **evaluation,
+                "sets": {name: _located_set(one, root) for name, one in evaluation["sets"].items()},
+            }
         return located
 
     @field_validator("name")
     @classmethod
     def name_stays_in_root(cls, name: str) -> str:
         if not NAME_PATTERN.fullmatch(name):
-            raise ValueError("a name is 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit; choose another")
+            raise ValueError(
+                "a name is 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit; choose another"
+            )
         return name
 
     @model_validator(mode="after")
@@ -890,13 +940,19 @@ class Config(Section):
     @property
     def evaluation_sets(self) -> dict[str, EvalSet]:
         """Name → set, in the order in which they are evaluated: eval.data's two, then eval.sets. Everything but max_completion_length is filled in."""
-        sets = {"greedy": EvalSet(temperature=0.0), "sampled": EvalSet()} if self.eval.data is not None else {}
+        sets = (
+            {"greedy": EvalSet(temperature=0.0), "sampled": EvalSet()}
+            if self.eval.data is not None
+            else {}
+        )
         return {
             name: one.model_copy(
                 update={
                     "data": one.data or self.eval.data,
                     **{
-                        setting: getattr(self.rollout if getattr(one, setting) is None else one, setting)
+                        setting: getattr(
+                            self.rollout if getattr(one, setting) is None else one, setting
+                        )
                         for setting in ("temperature", "top_p", "top_k", "min_p")
                     },
                     "max_prompts": one.max_prompts or self.eval.max_prompts,
@@ -908,17 +964,25 @@ class Config(Section):
     def completion_room(self, prompt_tokens: int) -> int:
         """Tokens that the completion of a prompt of so many tokens may have."""
         longest = self.rollout.max_completion_length
-        return longest if self.data.max_length is None else min(longest, self.data.max_length - prompt_tokens)
+        return (
+            longest
+            if self.data.max_length is None
+            else min(longest, self.data.max_length - prompt_tokens)
+        )
 
     @property
     def judges_length(self) -> bool:
         """Whether data.length_policy acts: a prompt may fill max_length alone, or there are supervised rows."""
-        return self.data.max_length is not None and (self.data.max_length <= self.data.max_prompt_length or self.warm_start.data is not None)
+        return self.data.max_length is not None and (
+            self.data.max_length <= self.data.max_prompt_length or self.warm_start.data is not None
+        )
 
     @property
     def longest_request(self) -> int:
         """Tokens of the longest request to a generator: a trajectory, a probe of the log-prob check, or an evaluation's."""
-        longest = max((one.max_completion_length or 0 for one in self.eval.sets.values()), default=0)
+        longest = max(
+            (one.max_completion_length or 0 for one in self.eval.sets.values()), default=0
+        )
         return max(self.longest_trajectory, self.longest_prompt + max(self.probe_tokens, longest))
 
     @property
@@ -934,7 +998,9 @@ class Config(Section):
     @property
     def max_outstanding(self) -> int:
         """Groups that may be outstanding when every version is committed."""
-        return (self.staleness.max_staleness + 1) * self.groups_per_step + self.staleness.over_sampling
+        return (
+            self.staleness.max_staleness + 1
+        ) * self.groups_per_step + self.staleness.over_sampling
 
     @property
     def groups_at_once(self) -> int:
@@ -973,7 +1039,11 @@ class Config(Section):
     @property
     def commit_grace_s(self) -> float:
         """Seconds that a version waits for all live replicas."""
-        return derived.grace(self).value if self.weights.commit_grace_s is None else self.weights.commit_grace_s
+        return (
+            derived.grace(self).value
+            if self.weights.commit_grace_s is None
+            else self.weights.commit_grace_s
+        )
 
     @property
     def placement_wait_s(self) -> float:
@@ -1004,7 +1074,11 @@ class Config(Section):
     @property
     def checkpoints_directory(self) -> Path:
         """Absolute directory of the checkpoints. Raises ConfigError as `run_directory`."""
-        return Path(self.checkpoint.save).resolve() if self.checkpoint.save else self.run_directory / "checkpoints"
+        return (
+            Path(self.checkpoint.save).resolve()
+            if self.checkpoint.save
+            else self.run_directory / "checkpoints"
+        )
 
     @property
     def run_directory(self) -> Path:
@@ -1060,7 +1134,10 @@ ENTRIES: dict[str, type[BaseModel]] = {"reward.functions.": RewardFunction, "eva
 """Settings whose keys are the user's own → what stands under each key."""
 MAPPINGS = (*ENTRIES, "data.chat_template_kwargs.")
 """Settings whose keys are the user's own."""
-PATTERNS = {FUNCTION: "name a function as package.module:function", ENTRY_NAME: "its name is empty or has a '/'; choose another"}
+PATTERNS = {
+    FUNCTION: "name a function as package.module:function",
+    ENTRY_NAME: "its name is empty or has a '/'; choose another",
+}
 """Patterns of texts → how one is written."""
 
 
@@ -1071,15 +1148,23 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         ConfigError: the file cannot be read, or a field is unknown, missing or has a value that cannot be used.
     """
     if Path(path).is_dir():
-        raise ConfigError(f"config {str(path)!r} is a directory; give the path of a YAML file, such as {str(Path(path) / 'config.yaml')!r}")
+        raise ConfigError(
+            f"config {str(path)!r} is a directory; give the path of a YAML file, such as {str(Path(path) / 'config.yaml')!r}"
+        )
     try:
         tree = read_yaml(Path(path))
     except OSError as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read ({error.strerror or error}); give the path of a YAML file") from None
+        raise ConfigError(
+            f"config {str(path)!r} cannot be read ({error.strerror or error}); give the path of a YAML file"
+        ) from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"config {str(path)!r} cannot be used as YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            f"config {str(path)!r} cannot be used as YAML: {' '.join(str(error).split())}"
+        ) from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"config {str(path)!r} holds {type(tree).__name__}, not a mapping of settings; see jobs/quickstart.yaml")
+        raise ConfigError(
+            f"config {str(path)!r} holds {type(tree).__name__}, not a mapping of settings; see jobs/quickstart.yaml"
+        )
     try:
         if not overrides:
             return Config.model_validate(tree)
@@ -1104,16 +1189,27 @@ def command_line(arguments: list[str], tree: dict[str, Any], exit_on_error: bool
     class CommandLine(BaseSettings, Config):
         """Settings of one run; each may also stand in the YAML file."""
 
-        model_config = SettingsConfigDict(cli_prog_name="asyncrl train CONFIG.yaml", cli_avoid_json=True, cli_hide_none_type=True, cli_parse_none_str="null")
+        model_config = SettingsConfigDict(
+            cli_prog_name="asyncrl train CONFIG.yaml",
+            cli_avoid_json=True,
+            cli_hide_none_type=True,
+            cli_parse_none_str="null",
+        )
 
         @classmethod
-        def settings_customise_sources(cls, settings_cls: Any, init_settings: Any, *environment: Any, **files: Any) -> tuple[Any, ...]:
+        def settings_customise_sources(
+            cls, settings_cls: Any, init_settings: Any, *environment: Any, **files: Any
+        ) -> tuple[Any, ...]:
             return (init_settings,)
 
     try:
-        settings = CliApp.run(CommandLine, cli_args=arguments, cli_exit_on_error=exit_on_error, **tree)
+        settings = CliApp.run(
+            CommandLine, cli_args=arguments, cli_exit_on_error=exit_on_error, **tree
+        )
     except SettingsError as error:
-        raise ConfigError(f"command line: {' '.join(str(error).split())}; options look like --rollout.temperature 0.8") from None
+        raise ConfigError(
+            f"command line: {' '.join(str(error).split())}; options look like --rollout.temperature 0.8"
+        ) from None
     return Config.model_validate(settings.model_dump())
 
 
@@ -1136,7 +1232,13 @@ def _explain_one(item: dict[str, Any]) -> str:
     name = ".".join(str(part) for part in item["loc"] if part not in ("(sources)", "(path)"))
     if item["type"] == "extra_forbidden":
         section = name.rpartition(".")[0]
-        entry = Source if "(sources)" in item["loc"] else next((kind for mapping, kind in ENTRIES.items() if section.startswith(mapping)), None)
+        entry = (
+            Source
+            if "(sources)" in item["loc"]
+            else next(
+                (kind for mapping, kind in ENTRIES.items() if section.startswith(mapping)), None
+            )
+        )
         known = field_names(entry, f"{section}.") if entry else field_names()
         return "; ".join(explain_unknown(one, known) for one in _leaves(name, item["input"]))
     if item["type"] == "missing":
@@ -1186,7 +1288,9 @@ def _overrides_of_mappings(overrides: list[str]) -> tuple[list[tuple[str, Any]],
         try:
             found.append((name, parse_yaml(given)))
         except yaml.YAMLError as error:
-            raise ConfigError(f"--{name} = {given!r} cannot be used as YAML: {' '.join(str(error).split())}") from None
+            raise ConfigError(
+                f"--{name} = {given!r} cannot be used as YAML: {' '.join(str(error).split())}"
+            ) from None
     return found, others
 
 
@@ -1198,7 +1302,9 @@ def _with_value(tree: Any, name: str, value: Any, above: str = "") -> dict[str, 
     """
     key, _, rest = name.partition(".")
     if not isinstance(tree, dict):
-        raise ConfigError(f"{above} = {tree!r} is no mapping, so it has no {key!r}; write {above} out as one")
+        raise ConfigError(
+            f"{above} = {tree!r} is no mapping, so it has no {key!r}; write {above} out as one"
+        )
     here = f"{above}.{key}" if above else key
     return {**tree, key: _with_value(tree.get(key, {}), rest, value, here) if rest else value}
 

@@ -19,4 +19,6 @@ def refuse_links(directory: Path, whole: bool = False) -> None:
     """
     for path in (directory, *(directory.rglob("*") if whole else directory.glob("*"))):
         if path.is_symlink():
-            raise EscapesDirectory(f"{path} is a symbolic link, so what is written there would leave {directory}; put a real file or directory in its place")
+            raise EscapesDirectory(
+                f"{path} is a symbolic link, so what is written there would leave {directory}; put a real file or directory in its place"
+            )

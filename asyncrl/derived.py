@@ -25,7 +25,13 @@ MOST_SEQUENCES = {"cpu": 128, "cuda": 1024}
 FEWEST_SEQUENCES = 64
 """Evaluations use what rollouts leave free."""
 LOGPROB_BYTES = {"cpu": 224 << 20, "cuda": 1 << 30}
-SHORTEST_DEADLINE_S, SHORTEST_PLACEMENT_S, SHORTEST_START_S, SHORTEST_STALL_S, SHORTEST_PUSH_S = 300.0, 30.0, 600.0, 120.0, 300.0
+SHORTEST_DEADLINE_S, SHORTEST_PLACEMENT_S, SHORTEST_START_S, SHORTEST_STALL_S, SHORTEST_PUSH_S = (
+    300.0,
+    30.0,
+    600.0,
+    120.0,
+    300.0,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,11 @@ class Derived:
 
     def text(self) -> str:
         """One line."""
-        shown = f"{self.value / (1 << 20):g} MiB" if self.unit == "bytes" else f"{self.value:g} {self.unit}"
+        shown = (
+            f"{self.value / (1 << 20):g} MiB"
+            if self.unit == "bytes"
+            else f"{self.value:g} {self.unit}"
+        )
         return f"{self.name} = {shown}: {self.reason}"
 
 
@@ -52,22 +62,33 @@ def sequences(config: Config) -> Derived:
     """generator.max_num_seqs."""
     generator, most = config.generator, MOST_SEQUENCES[config.generator.device]
     if not generator.own:
-        return Derived("generator.max_num_seqs", most, "sequences", f"the most on {generator.device}")
+        return Derived(
+            "generator.max_num_seqs", most, "sequences", f"the most on {generator.device}"
+        )
     share = math.ceil(_completions_at_once(config) / generator.num_replicas)
     reason = (
         f"{config.groups_at_once} groups x {config.rollout.n_samples_per_prompt} completions / {generator.num_replicas} replica(s) = {share}, "
         f"at least {FEWEST_SEQUENCES} and on {generator.device} at most {most}"
     )
-    return Derived("generator.max_num_seqs", min(max(share, FEWEST_SEQUENCES), most), "sequences", reason)
+    return Derived(
+        "generator.max_num_seqs", min(max(share, FEWEST_SEQUENCES), most), "sequences", reason
+    )
 
 
 def deadline(config: Config, tokens: int | None = None) -> Derived:
     """rollout.deadline_s, for completions of at most so many tokens (default: the rollouts')."""
     tokens = config.rollout.max_completion_length if tokens is None else tokens
-    turns = math.ceil(_completions_at_once(config) / (config.max_num_seqs * config.generator.num_replicas))
+    turns = math.ceil(
+        _completions_at_once(config) / (config.max_num_seqs * config.generator.num_replicas)
+    )
     queued = f", {turns} times, as not all completions run at once" if turns > 1 else ""
     reason = f"{tokens} tokens at {SLOWEST_TOKENS_PER_S:g} tokens/s{queued}, at least {SHORTEST_DEADLINE_S:g} s"
-    return Derived("rollout.deadline_s", _seconds(SHORTEST_DEADLINE_S, turns * tokens / SLOWEST_TOKENS_PER_S), "s", reason)
+    return Derived(
+        "rollout.deadline_s",
+        _seconds(SHORTEST_DEADLINE_S, turns * tokens / SLOWEST_TOKENS_PER_S),
+        "s",
+        reason,
+    )
 
 
 def request_deadline_s(tokens: int) -> float:
@@ -77,7 +98,12 @@ def request_deadline_s(tokens: int) -> float:
 
 def placement(config: Config) -> Derived:
     """placement_timeout_s."""
-    processes = config.learner.world_size + config.generator.num_replicas * config.generator.own + config.reward.tasks + config.rollout.num_workers
+    processes = (
+        config.learner.world_size
+        + config.generator.num_replicas * config.generator.own
+        + config.reward.tasks
+        + config.rollout.num_workers
+    )
     reason = f"1 s for each of {processes} processes, at least {SHORTEST_PLACEMENT_S:g} s; set more where a cluster starts nodes on demand"
     return Derived("placement_timeout_s", max(SHORTEST_PLACEMENT_S, float(processes)), "s", reason)
 
@@ -85,22 +111,36 @@ def placement(config: Config) -> Derived:
 def start(model: str) -> Derived:
     """generator.start_timeout_s."""
     size = stored_bytes(model)
-    reason = f"{SHORTEST_START_S:g} s, and {_gib(size)} of model files at {SLOWEST_READ >> 20} MiB/s"
-    return Derived("generator.start_timeout_s", float(math.ceil(SHORTEST_START_S + size / SLOWEST_READ)), "s", reason)
+    reason = (
+        f"{SHORTEST_START_S:g} s, and {_gib(size)} of model files at {SLOWEST_READ >> 20} MiB/s"
+    )
+    return Derived(
+        "generator.start_timeout_s",
+        float(math.ceil(SHORTEST_START_S + size / SLOWEST_READ)),
+        "s",
+        reason,
+    )
 
 
 def stall(model: str) -> Derived:
     """generator.stall_timeout_s."""
     size = stored_bytes(model)
     reason = f"{SHORTEST_STALL_S:g} s, and an update of {_gib(size)} at {SLOWEST_APPLY >> 20} MiB/s"
-    return Derived("generator.stall_timeout_s", float(math.ceil(SHORTEST_STALL_S + size / SLOWEST_APPLY)), "s", reason)
+    return Derived(
+        "generator.stall_timeout_s",
+        float(math.ceil(SHORTEST_STALL_S + size / SLOWEST_APPLY)),
+        "s",
+        reason,
+    )
 
 
 def fetch(model: str) -> Derived:
     """fetch_timeout_s of generators that stand."""
     size = stored_bytes(model)
     reason = f"{SHORTEST_PUSH_S:g} s, and {_gib(size)} at {SLOWEST_FETCH >> 20} MiB/s"
-    return Derived("fetch_timeout_s", float(math.ceil(SHORTEST_PUSH_S + size / SLOWEST_FETCH)), "s", reason)
+    return Derived(
+        "fetch_timeout_s", float(math.ceil(SHORTEST_PUSH_S + size / SLOWEST_FETCH)), "s", reason
+    )
 
 
 def push(config: Config) -> Derived:
@@ -108,17 +148,32 @@ def push(config: Config) -> Derived:
     fetched, drains = fetch(config.model.path), config.generator.in_flight == "drain"
     seconds = max(fetched.value, 2 * config.stall_timeout_s) + config.deadline_s * drains
     waits = f", and {config.deadline_s:g} s for completions that drain" if drains else ""
-    return Derived("weights.push_timeout_s", seconds, "s", f"{fetched.reason}, at least twice generator.stall_timeout_s{waits}")
+    return Derived(
+        "weights.push_timeout_s",
+        seconds,
+        "s",
+        f"{fetched.reason}, at least twice generator.stall_timeout_s{waits}",
+    )
 
 
 def grace(config: Config) -> Derived:
     """weights.commit_grace_s."""
-    return Derived("weights.commit_grace_s", config.push_timeout_s / 5, "s", f"a fifth of weights.push_timeout_s = {config.push_timeout_s:g} s")
+    return Derived(
+        "weights.commit_grace_s",
+        config.push_timeout_s / 5,
+        "s",
+        f"a fifth of weights.push_timeout_s = {config.push_timeout_s:g} s",
+    )
 
 
 def logprob_bytes(device: str) -> Derived:
     """learner.logprob_memory_bytes."""
-    return Derived("learner.logprob_memory_bytes", LOGPROB_BYTES[device], "bytes", f"chunks of logits that suit {device}")
+    return Derived(
+        "learner.logprob_memory_bytes",
+        LOGPROB_BYTES[device],
+        "bytes",
+        f"chunks of logits that suit {device}",
+    )
 
 
 def derived_settings(config: Config) -> list[Derived]:
@@ -133,7 +188,10 @@ def derived_settings(config: Config) -> list[Derived]:
         (config.learner.logprob_memory_bytes, logprob_bytes(config.learner.device)),
         (config.placement_timeout_s, placement(config)),
     ]
-    acts = {"generator.max_num_seqs": config.generator.own, "generator.stall_timeout_s": config.generator.own}
+    acts = {
+        "generator.max_num_seqs": config.generator.own,
+        "generator.stall_timeout_s": config.generator.own,
+    }
     return [one for given, one in found if given is None and acts.get(one.name, True)]
 
 

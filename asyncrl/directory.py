@@ -22,11 +22,28 @@ from asyncrl.confined import EscapesDirectory, refuse_links
 from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.observe.metrics import read_metrics
 from asyncrl.resume import Beginning, config_text, data_hash, find_beginning, hash_of, model_hash
-from asyncrl.runtime.files import DiskFull, NotAFile, append_to, make_directory, read_text, replace_text
+from asyncrl.runtime.files import (
+    DiskFull,
+    NotAFile,
+    append_to,
+    make_directory,
+    read_text,
+    replace_text,
+)
 
 __all__ = ["LockLost", "RunDirectory", "read_record", "replace_directory"]
 
-OURS = ("groups", "fates", "kept", "evaluations", "checkpoints", "logs", "hf", ".hf", ".replaced.hf")
+OURS = (
+    "groups",
+    "fates",
+    "kept",
+    "evaluations",
+    "checkpoints",
+    "logs",
+    "hf",
+    ".hf",
+    ".replaced.hf",
+)
 """Folders of a run that only asyncrl writes to: no link is allowed in them at any depth."""
 LEFTOVERS = (".hf", ".replaced.hf", ".snapshot_*", ".probe_*")
 """Folders in the run directory that no attempt leaves behind if it ends by itself."""
@@ -65,7 +82,9 @@ class RunDirectory:
             raise ConfigError(str(error)) from None
         if self.path.exists() and config.resume == "never" and any(self.path.iterdir()):
             self._refuse_in_use()
-            raise ConfigError(f"run directory {self.path} exists; go on with it (--resume auto), or choose another --name")
+            raise ConfigError(
+                f"run directory {self.path} exists; go on with it (--resume auto), or choose another --name"
+            )
         # A directory that is there is locked before it is read. Another is made only when there is something to begin.
         self._locks: list[_Lock] = []
         try:
@@ -74,12 +93,20 @@ class RunDirectory:
         except BaseException as error:
             self._release()
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
-                why = error.strerror if isinstance(error, DiskFull) else f"{os.strerror(error.errno or 0)}; set runs_root or ASYNCRL_RUNS to another place"
+                why = (
+                    error.strerror
+                    if isinstance(error, DiskFull)
+                    else f"{os.strerror(error.errno or 0)}; set runs_root or ASYNCRL_RUNS to another place"
+                )
                 raise ConfigError(f"run directory {self.path} cannot be written: {why}") from None
             raise
 
     def _begin(self, config: Config) -> None:
-        known = read_record(self.path) if (self.path / RECORD).exists() else {"run_id": None, "attempts": []}
+        known = (
+            read_record(self.path)
+            if (self.path / RECORD).exists()
+            else {"run_id": None, "attempts": []}
+        )
         beginning = find_beginning(config, known["run_id"], _has_saved(self.path))
         self.checkpoint, self.said = beginning.checkpoint, beginning.said
         if not self._locks:
@@ -90,12 +117,23 @@ class RunDirectory:
                     f"run directory {self.path}: another driver has begun a run there meanwhile; go on with it (--resume auto), or choose another --name"
                 )
         text = config_text(config)
-        self.checkpoints = Checkpoints(config.checkpoints_directory, config.checkpoint.keep, text, self._check_locks)
+        self.checkpoints = Checkpoints(
+            config.checkpoints_directory, config.checkpoint.keep, text, self._check_locks
+        )
         if not self.checkpoints.directory.is_relative_to(self.path):
             make_directory(self.checkpoints.directory)
-            self._locks.append(_Lock.acquire(self.checkpoints.directory, f"checkpoint.save = {str(self.checkpoints.directory)!r}", "name another directory"))
+            self._locks.append(
+                _Lock.acquire(
+                    self.checkpoints.directory,
+                    f"checkpoint.save = {str(self.checkpoints.directory)!r}",
+                    "name another directory",
+                )
+            )
         self.state = self._begin_attempt(beginning, known, config, hash_of(text))
-        if beginning.checkpoint is not None and beginning.checkpoint.parent == self.checkpoints.directory:
+        if (
+            beginning.checkpoint is not None
+            and beginning.checkpoint.parent == self.checkpoints.directory
+        ):
             self.checkpoints.mark_line(_line(read_record(self.path)["attempts"]))
             self.checkpoints.point_at(beginning.checkpoint.name)
         self.checkpoints.remove_unfinished()
@@ -110,7 +148,12 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._release()
 
     def _release(self) -> None:
@@ -137,11 +180,20 @@ class RunDirectory:
         if (self.path / ".lock").exists():
             self._acquire().release()
 
-    def _begin_attempt(self, beginning: Beginning, known: dict[str, Any], config: Config, config_hash: str) -> State:
+    def _begin_attempt(
+        self, beginning: Beginning, known: dict[str, Any], config: Config, config_hash: str
+    ) -> State:
         """The state to begin with; run.json then says of this attempt where it began and what its bounds are."""
         run_id, attempt = known["run_id"] or uuid.uuid4().hex, len(known["attempts"])
         state = beginning.state or State(run_id, attempt, 0, 0, 0, (), config.seed)
-        state = replace(state, run_id=run_id, attempt=attempt, config_hash=config_hash, data_hash=data_hash(config), model_hash=model_hash(config))
+        state = replace(
+            state,
+            run_id=run_id,
+            attempt=attempt,
+            config_hash=config_hash,
+            data_hash=data_hash(config),
+            model_hash=model_hash(config),
+        )
         begun = {
             "attempt": attempt,
             "from_attempt": beginning.from_attempt,
@@ -158,7 +210,9 @@ class RunDirectory:
             "model_hash": state.model_hash,
         }
         record = {"run_id": run_id, "attempts": [*known["attempts"], begun]}
-        replace_text(self.path / RECORD, json.dumps({**record, "checksum": _checksum(record)}, indent=1))
+        replace_text(
+            self.path / RECORD, json.dumps({**record, "checksum": _checksum(record)}, indent=1)
+        )
         make_directory(self.path / "logs" / f"attempt_{attempt}")
         return state
 
@@ -186,7 +240,9 @@ class _Lock:
         except BlockingIOError:
             holder = os.read(lock.file, 32).decode(errors="replace")
             lock.release()
-            raise ConfigError(f"{title} is in use by {f'process {holder}' if holder.isdigit() else 'another process'}; wait for it, or {way_out}") from None
+            raise ConfigError(
+                f"{title} is in use by {f'process {holder}' if holder.isdigit() else 'another process'}; wait for it, or {way_out}"
+            ) from None
         os.ftruncate(lock.file, 0)
         os.pwrite(lock.file, str(os.getpid()).encode(), 0)
         return lock
@@ -198,7 +254,9 @@ class _Lock:
         except FileNotFoundError:
             there = None
         if there is None or not os.path.samestat(there, os.fstat(self.file)):
-            raise LockLost(f"{self.path} was removed or replaced while this run held it, so another run may write here; this one stops")
+            raise LockLost(
+                f"{self.path} was removed or replaced while this run held it, so another run may write here; this one stops"
+            )
 
     def release(self) -> None:
         for descriptor in (self.file, self.directory):
@@ -235,21 +293,33 @@ def read_record(directory: Path) -> dict[str, Any]:
     try:
         record: Any = json.loads(read_text(directory / RECORD))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{directory / RECORD} cannot be read ({error}); without it nothing says where the attempts began") from None
+        raise ConfigError(
+            f"{directory / RECORD} cannot be read ({error}); without it nothing says where the attempts began"
+        ) from None
     checksum = record.pop("checksum", None) if isinstance(record, dict) else None
     if not isinstance(record, dict) or not isinstance(record.get("attempts"), list):
-        raise ConfigError(f"{directory / RECORD} is of an older asyncrl, which kept no record of its attempts; start a new run with checkpoint.load")
+        raise ConfigError(
+            f"{directory / RECORD} is of an older asyncrl, which kept no record of its attempts; start a new run with checkpoint.load"
+        )
     if checksum != _checksum(record):
-        raise ConfigError(f"{directory / RECORD} is damaged or was changed by hand: it does not fit its checksum; put back what asyncrl wrote")
+        raise ConfigError(
+            f"{directory / RECORD} is damaged or was changed by hand: it does not fit its checksum; put back what asyncrl wrote"
+        )
     try:
-        begun = TypeAdapter(Annotated[list[_Begun], Field(min_length=1)]).validate_python(record["attempts"])
+        begun = TypeAdapter(Annotated[list[_Begun], Field(min_length=1)]).validate_python(
+            record["attempts"]
+        )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = " ".join(map(str, first["loc"]))
-        raise ConfigError(f"{directory / RECORD} is damaged: attempts, {where}: {first['msg'].lower()}; put back what asyncrl wrote") from None
+        raise ConfigError(
+            f"{directory / RECORD} is damaged: attempts, {where}: {first['msg'].lower()}; put back what asyncrl wrote"
+        ) from None
     for number, one in enumerate(begun):
         if one.attempt != number or (one.from_attempt is not None and one.from_attempt >= number):
-            raise ConfigError(f"{directory / RECORD} is damaged: attempt {number} is called {one.attempt} and goes on from {one.from_attempt}")
+            raise ConfigError(
+                f"{directory / RECORD} is damaged: attempt {number} is called {one.attempt} and goes on from {one.from_attempt}"
+            )
     return record
 
 

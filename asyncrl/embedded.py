@@ -23,7 +23,9 @@ class RunFailed(RuntimeError):
     """The run ended before its last step. What went wrong was printed, and is in the run's driver.log."""
 
 
-def train(config: Config | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> Run | Awaitable[Run]:
+def train(
+    config: Config | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()
+) -> Run | Awaitable[Run]:
     """Train as the config says, and return the finished run as `asyncrl.open_run` does.
 
     Called as a plain function it blocks. Where an event loop runs, as in Jupyter, it returns at once something to await:
@@ -49,13 +51,19 @@ def train(config: Config | Mapping[str, Any] | str | Path, overrides: Sequence[s
 
 def _settings(config: Config | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> Config:
     if isinstance(overrides, str):
-        raise ConfigError(f'overrides = {overrides!r} is one text; give a list of words, such as ["--rollout.temperature", "0.8"]')
+        raise ConfigError(
+            f'overrides = {overrides!r} is one text; give a list of words, such as ["--rollout.temperature", "0.8"]'
+        )
     if isinstance(config, (str, Path)):
         return load_config(config, list(map(str, overrides)))
     if not isinstance(config, (Config, Mapping)):
-        raise ConfigError(f"config is of type {type(config).__name__}; give a Config, nested mappings, or the path of a YAML file")
+        raise ConfigError(
+            f"config is of type {type(config).__name__}; give a Config, nested mappings, or the path of a YAML file"
+        )
     if overrides:
-        raise ConfigError(f"overrides = {list(overrides)} go with the path of a YAML file; change the settings of the config itself")
+        raise ConfigError(
+            f"overrides = {list(overrides)} go with the path of a YAML file; change the settings of the config itself"
+        )
     try:
         return config if isinstance(config, Config) else Config.model_validate(dict(config))
     except ValidationError as error:
@@ -66,11 +74,15 @@ def _finished(config: Config, began: Callable[[Callable[[], None]], None] | None
     from asyncrl import run
 
     directory = config.run_directory
-    code = run.train(config, [run.command_name(), "train", str(directory / "config.yaml")], began=began)
+    code = run.train(
+        config, [run.command_name(), "train", str(directory / "config.yaml")], began=began
+    )
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code:
-        raise RunFailed(f"run {config.name!r} failed; what went wrong stands above and in {directory}/logs")
+        raise RunFailed(
+            f"run {config.name!r} failed; what went wrong stands above and in {directory}/logs"
+        )
     return open_run(directory)
 
 
@@ -90,7 +102,11 @@ async def _in_thread(config: Config) -> Run:
         if done.cancelled():
             return
         if error is not None:
-            done.set_exception(error if not isinstance(error, KeyboardInterrupt) else RunFailed(f"run {config.name!r} was interrupted"))
+            done.set_exception(
+                error
+                if not isinstance(error, KeyboardInterrupt)
+                else RunFailed(f"run {config.name!r} was interrupted")
+            )
         else:
             assert result is not None
             done.set_result(result)

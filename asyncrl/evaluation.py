@@ -16,7 +16,13 @@ import pyarrow as pa
 from asyncrl.algorithms.pass_at_k import pass_at_k
 from asyncrl.config import Config, EvalSet
 from asyncrl.control.protocols import EvaluationLost
-from asyncrl.generation.protocol import Generate, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
+from asyncrl.generation.protocol import (
+    Generate,
+    GenerateRequest,
+    GenerationTimeout,
+    StaleReplica,
+    WeightsId,
+)
 from asyncrl.rewards.contract import RewardError
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
@@ -90,7 +96,14 @@ class Evaluator:
     """Completes every prompt of every set, n times each. A completion that is late or fails counts and is reported; it ends nothing."""
 
     def __init__(
-        self, config: Config, generate: Generate, score: Score, prompts: Mapping[str, Sequence[Prompt]], run_id: str, attempt: int, directory: Path
+        self,
+        config: Config,
+        generate: Generate,
+        score: Score,
+        prompts: Mapping[str, Sequence[Prompt]],
+        run_id: str,
+        attempt: int,
+        directory: Path,
     ) -> None:
         """
         Args:
@@ -98,7 +111,12 @@ class Evaluator:
             directory: where the completions are kept.
         """
         self.config, self.generate, self.score = config, generate, score
-        self.prompts, self.run_id, self.attempt, self.directory = prompts, run_id, attempt, directory
+        self.prompts, self.run_id, self.attempt, self.directory = (
+            prompts,
+            run_id,
+            attempt,
+            directory,
+        )
         self.errors = 0
         """Exceptions of the evaluation under way that nobody foresaw."""
 
@@ -127,7 +145,17 @@ class Evaluator:
             metrics.setdefault("eval/prompts", found["prompts"])
             metrics |= {f"eval/{name}_{key}": value for key, value in found.items()}
             statuses.update(answer.status for siblings in answers for answer in siblings)
-            newest = max([newest, *(span.version for siblings in answers for answer in siblings for span in answer.spans)])
+            newest = max(
+                [
+                    newest,
+                    *(
+                        span.version
+                        for siblings in answers
+                        for answer in siblings
+                        for span in answer.spans
+                    ),
+                ]
+            )
             await asyncio.to_thread(self._keep, name, settings, version, answers)
         metrics["eval/failed_ratio"] = (statuses["late"] + statuses["failed"]) / statuses.total()
         metrics["eval/errors"] = float(self.errors)
@@ -142,22 +170,47 @@ class Evaluator:
     async def _answers(self, settings: EvalSet, place: _Place) -> list[list[Answer]]:
         """Of each prompt in order, n answers. As many requests are under way as the engines that answer run at once."""
         generator = self.config.generator
-        room = asyncio.Semaphore(self.config.max_num_seqs * (generator.num_replicas if place.replica is None else 1))
+        room = asyncio.Semaphore(
+            self.config.max_num_seqs * (generator.num_replicas if place.replica is None else 1)
+        )
         prompts = self._prompts(settings)
-        seeds = [[self.config.seed + index + sample * len(prompts) for sample in range(settings.n)] for index in range(len(prompts))]
-        return await _together(self._siblings(settings, place, *one, room) for one in zip(prompts, seeds, strict=True))
+        seeds = [
+            [self.config.seed + index + sample * len(prompts) for sample in range(settings.n)]
+            for index in range(len(prompts))
+        ]
+        return await _together(
+            self._siblings(settings, place, *one, room) for one in zip(prompts, seeds, strict=True)
+        )
 
-    async def _siblings(self, settings: EvalSet, place: _Place, prompt: Prompt, seeds: Sequence[int], room: asyncio.Semaphore) -> list[Answer]:
+    async def _siblings(
+        self,
+        settings: EvalSet,
+        place: _Place,
+        prompt: Prompt,
+        seeds: Sequence[int],
+        room: asyncio.Semaphore,
+    ) -> list[Answer]:
         """An answer for each seed, scored together as one group."""
-        answers = await _together(self._answer(self._request(settings, place, prompt, seed), place.version, room) for seed in seeds)
-        completed = [(index, answer.completion) for index, answer in enumerate(answers) if answer.completion is not None]
+        answers = await _together(
+            self._answer(self._request(settings, place, prompt, seed), place.version, room)
+            for seed in seeds
+        )
+        completed = [
+            (index, answer.completion)
+            for index, answer in enumerate(answers)
+            if answer.completion is not None
+        ]
         if completed:
             parts = await self._parts(prompt, [completion for _, completion in completed])
             for at, (index, _) in enumerate(completed):
-                answers[index] = self._scored(answers[index], {name: values[at] for name, values in parts.items()})
+                answers[index] = self._scored(
+                    answers[index], {name: values[at] for name, values in parts.items()}
+                )
         return answers
 
-    async def _parts(self, prompt: Prompt, completions: Sequence[Completion]) -> Mapping[str, Sequence[float | None]]:
+    async def _parts(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> Mapping[str, Sequence[float | None]]:
         """The rewards; none of them after an error that is not the reward's own."""
         try:
             return await self.score(prompt, completions)
@@ -172,14 +225,22 @@ class Evaluator:
         if self.errors == 1:
             logger.error("%s", what, exc_info=error)
 
-    def _request(self, settings: EvalSet, place: _Place, prompt: Prompt, seed: int) -> GenerateRequest:
+    def _request(
+        self, settings: EvalSet, place: _Place, prompt: Prompt, seed: int
+    ) -> GenerateRequest:
         """What ends a completion is the same as in rollouts."""
         config, rollout = self.config, self.config.rollout
-        assert settings.temperature is not None and settings.top_p is not None and settings.top_k is not None and settings.min_p is not None
+        assert (
+            settings.temperature is not None
+            and settings.top_p is not None
+            and settings.top_k is not None
+            and settings.min_p is not None
+        )
         return GenerateRequest(
             prompt.token_ids,
             n=1,
-            max_tokens=settings.max_completion_length or config.completion_room(len(prompt.token_ids)),
+            max_tokens=settings.max_completion_length
+            or config.completion_room(len(prompt.token_ids)),
             temperature=settings.temperature,
             seed=seed,
             deadline_s=config.evaluation_deadline_s(settings.max_completion_length),
@@ -192,38 +253,72 @@ class Evaluator:
             replica=place.replica,
         )
 
-    async def _answer(self, request: GenerateRequest, version: int, room: asyncio.Semaphore) -> Answer:
+    async def _answer(
+        self, request: GenerateRequest, version: int, room: asyncio.Semaphore
+    ) -> Answer:
         try:
             async with room:
                 generated = await self.generate.generate(request)
         except GenerationTimeout as error:
             return Answer(None, "late", _one_line(error))
-        except Exception as error:  # whatever an engine, a replica or Ray raises: one completion of many
+        except (
+            Exception
+        ) as error:  # whatever an engine, a replica or Ray raises: one completion of many
             if request.replica is not None and isinstance(error, StaleReplica):
                 raise EvaluationLost(_one_line(error)) from None
-            from asyncrl.rollout.worker import RETRIED  # it imports Ray, and who reads evaluations need not
+            from asyncrl.rollout.worker import (
+                RETRIED,
+            )  # it imports Ray, and who reads evaluations need not
 
             if not isinstance(error, RETRIED):
                 self._count_error("a completion of an evaluation failed", error)
             return Answer(None, "failed", f"{type(error).__name__}: {_one_line(error)}")
         completion = generated.completions[0]
-        if not self.config.eval.in_flight and any(span.version != version for span in completion.versions):
-            return Answer(None, "failed", f"made by versions {[span.version for span in completion.versions]}, not {version} alone", generated.replica)
+        if not self.config.eval.in_flight and any(
+            span.version != version for span in completion.versions
+        ):
+            return Answer(
+                None,
+                "failed",
+                f"made by versions {[span.version for span in completion.versions]}, not {version} alone",
+                generated.replica,
+            )
         return Answer(completion, "ok", replica=generated.replica)
 
     def _scored(self, answer: Answer, parts: Mapping[str, float | None]) -> Answer:
         status = "unscored" if parts[self.config.accuracy] is None else "ok"
         return Answer(answer.completion, status, replica=answer.replica, parts=parts)
 
-    def _keep(self, name: str, settings: EvalSet, version: int, answers: Sequence[Sequence[Answer]]) -> None:
+    def _keep(
+        self, name: str, settings: EvalSet, version: int, answers: Sequence[Sequence[Answer]]
+    ) -> None:
         """Write the completions, and name the first that did not come in the log."""
         lost = [answer for siblings in answers for answer in siblings if answer.completion is None]
         if lost:
-            logger.warning("evaluation set %s at version %d: %d completions were late or failed; the first: %s", name, version, len(lost), lost[0].reason)
+            logger.warning(
+                "evaluation set %s at version %d: %d completions were late or failed; the first: %s",
+                name,
+                version,
+                len(lost),
+                lost[0].reason,
+            )
         make_directory(self.directory)
-        weights = {reward: function.weight for reward, function in self.config.reward.functions.items()}
-        table = answers_table(name, self.attempt, version, self._prompts(settings), answers, weights, self.config.accuracy)
-        parquet.write_table(table, self.directory / f"attempt_{self.attempt:04d}-version_{version:08d}-{name}.parquet")
+        weights = {
+            reward: function.weight for reward, function in self.config.reward.functions.items()
+        }
+        table = answers_table(
+            name,
+            self.attempt,
+            version,
+            self._prompts(settings),
+            answers,
+            weights,
+            self.config.accuracy,
+        )
+        parquet.write_table(
+            table,
+            self.directory / f"attempt_{self.attempt:04d}-version_{version:08d}-{name}.parquet",
+        )
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -236,7 +331,9 @@ async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result
     return [task.result() for task in tasks]
 
 
-def measure(answers: Sequence[Sequence[Answer]], accuracy: str, pass_threshold: float) -> dict[str, float]:
+def measure(
+    answers: Sequence[Sequence[Answer]], accuracy: str, pass_threshold: float
+) -> dict[str, float]:
     """What the answers to a set's prompts come to; `answers` has n of each prompt.
 
     Returns:
@@ -254,19 +351,30 @@ def measure(answers: Sequence[Sequence[Answer]], accuracy: str, pass_threshold: 
     statuses = Counter(answer.status for answer in asked)
     judged = [_judged(siblings, accuracy) for siblings in answers]
     found = {
-        **{name: _mean(value for answer in came if (value := answer.parts.get(name)) is not None) for name in _part_names(asked)},
+        **{
+            name: _mean(value for answer in came if (value := answer.parts.get(name)) is not None)
+            for name in _part_names(asked)
+        },
         "prompts": float(len(answers)),
         "accuracy": _mean(value for values in judged for value in values),
         "scored": float(statuses["ok"]),
         **{f"{status}_ratio": statuses[status] / len(asked) for status in STATUSES[1:]},
-        "completion_tokens": _mean(len(answer.completion.token_ids) for answer in came if answer.completion),
-        "truncated_ratio": _mean(answer.completion.finish_reason in TRUNCATED for answer in came if answer.completion),
+        "completion_tokens": _mean(
+            len(answer.completion.token_ids) for answer in came if answer.completion
+        ),
+        "truncated_ratio": _mean(
+            answer.completion.finish_reason in TRUNCATED for answer in came if answer.completion
+        ),
     }
     n = max(len(siblings) for siblings in answers)
     if n > 1:
         found[f"avg_at_{n}"] = _mean(_mean(values) for values in judged if values)
         for k in _ks(n):
-            found[f"pass_at_{k}"] = _mean(pass_at_k(len(v), sum(value >= pass_threshold for value in v), k) for v in judged if len(v) >= k)
+            found[f"pass_at_{k}"] = _mean(
+                pass_at_k(len(v), sum(value >= pass_threshold for value in v), k)
+                for v in judged
+                if len(v) >= k
+            )
     return found
 
 
@@ -287,10 +395,20 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def answers_table(
-    name: str, attempt: int, version: int, prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]], weights: Mapping[str, float], accuracy: str
+    name: str,
+    attempt: int,
+    version: int,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[Answer]],
+    weights: Mapping[str, float],
+    accuracy: str,
 ) -> pa.Table:
     """The rows of evaluations/*.parquet: `answers` has n of each prompt, in order; `weights` are those of the reward functions."""
-    places = [(prompt, index, answer) for prompt, siblings in zip(prompts, answers, strict=True) for index, answer in enumerate(siblings)]
+    places = [
+        (prompt, index, answer)
+        for prompt, siblings in zip(prompts, answers, strict=True)
+        for index, answer in enumerate(siblings)
+    ]
     came = [answer.completion for _, _, answer in places]
     columns = {
         "set": [name] * len(places),
@@ -307,13 +425,19 @@ def answers_table(
         "completion": [one and one.text for one in came],
         "completion_ids": [one and one.token_ids for one in came],
         "logprobs": [one and one.logprobs for one in came],
-        "versions": [one and [{"version": s.version, "start": s.start, "end": s.end} for s in one.versions] for one in came],
+        "versions": [
+            one and [{"version": s.version, "start": s.start, "end": s.end} for s in one.versions]
+            for one in came
+        ],
         "finish_reason": [one and one.finish_reason for one in came],
         "replica": [answer.replica for _, _, answer in places],
     }
     arrays = {column: pa.array(columns[column], kind) for column, kind in COLUMNS.items()}
     names = _part_names([answer for _, _, answer in places]) or list(weights)
-    parts = [{part: answer.parts.get(part) for part in names} if answer.completion else None for _, _, answer in places]
+    parts = [
+        {part: answer.parts.get(part) for part in names} if answer.completion else None
+        for _, _, answer in places
+    ]
     arrays["reward_parts"] = pa.array(parts, reward_parts_type(names).value_type)
     return pa.table(arrays)
 

@@ -24,11 +24,21 @@ def holders_by_node() -> tuple[dict[str, tuple[Holder, ...]], str]:
     """Node, named as in `asyncrl.placement.cluster_nodes`, → who holds CPUs and GPUs there, the largest first; and why nobody knows, or ""."""
     url = get_dashboard_url()
     if not url:
-        return {}, "this cluster has no dashboard, which Ray's state API needs (`ray start --head` starts one, with ray[default])"
+        return (
+            {},
+            "this cluster has no dashboard, which Ray's state API needs (`ray start --head` starts one, with ray[default])",
+        )
     address = url if url.startswith("http") else f"http://{url}"
-    options: dict[str, Any] = {"address": address, "limit": MOST, "timeout": LIST_TIMEOUT_S, "raise_on_missing_output": False}
+    options: dict[str, Any] = {
+        "address": address,
+        "limit": MOST,
+        "timeout": LIST_TIMEOUT_S,
+        "raise_on_missing_output": False,
+    }
     try:
-        names = {node.node_id: f"{node.node_ip} ({node.node_id[:6]})" for node in list_nodes(**options)}
+        names = {
+            node.node_id: f"{node.node_ip} ({node.node_id[:6]})" for node in list_nodes(**options)
+        }
         if ray.get_runtime_context().get_node_id() not in names:
             # A head without a dashboard names the default port all the same, where another cluster's may listen.
             return {}, f"what answers at {address} is another cluster's dashboard"
@@ -41,39 +51,67 @@ def holders_by_node() -> tuple[dict[str, tuple[Holder, ...]], str]:
     return {names.get(node, node): holders for node, holders in found.items()}, ""
 
 
-def group_holders(claims: Iterable[tuple[str, str, dict[str, float]]]) -> dict[str, tuple[Holder, ...]]:
+def group_holders(
+    claims: Iterable[tuple[str, str, dict[str, float]]],
+) -> dict[str, tuple[Holder, ...]]:
     """Node → holders, from (node, name, amounts) of each; those of one name are one, with their number."""
     claimed: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
     for node, name, amounts in claims:
-        if shown := {resource: amount for resource, amount in amounts.items() if resource in SHOWN and amount}:
+        if shown := {
+            resource: amount for resource, amount in amounts.items() if resource in SHOWN and amount
+        }:
             claimed[node][name].append(shown)
-    return {node: tuple(sorted((_holder(name, parts) for name, parts in by_name.items()), key=_weight)) for node, by_name in claimed.items()}
+    return {
+        node: tuple(sorted((_holder(name, parts) for name, parts in by_name.items()), key=_weight))
+        for node, by_name in claimed.items()
+    }
 
 
 def _holder(name: str, parts: Sequence[dict[str, float]]) -> Holder:
     sums = {resource: sum(part.get(resource, 0.0) for part in parts) for resource in SHOWN}
-    return Holder(name if len(parts) == 1 else f"{len(parts)} x {name}", {resource: amount for resource, amount in sums.items() if amount})
+    return Holder(
+        name if len(parts) == 1 else f"{len(parts)} x {name}",
+        {resource: amount for resource, amount in sums.items() if amount},
+    )
 
 
 def _weight(holder: Holder) -> tuple[float, float, str]:
     return -holder.amounts.get("GPU", 0.0), -holder.amounts.get("CPU", 0.0), holder.name
 
 
-def _claims(groups: Iterable[Any], living: Iterable[Any], running: Iterable[Any]) -> Iterable[tuple[str, str, dict[str, float]]]:
+def _claims(
+    groups: Iterable[Any], living: Iterable[Any], running: Iterable[Any]
+) -> Iterable[tuple[str, str, dict[str, float]]]:
     """What lies in a placement group is counted with the group, which holds its bundles whether they are used or not."""
     inside: dict[str, list[str]] = defaultdict(list)
     for actor in living:
         if actor.placement_group_id:
             inside[actor.placement_group_id].append(_title(actor.name, actor.class_name))
         else:
-            yield actor.node_id, f"{_title(actor.name, actor.class_name)} of job {actor.job_id}", actor.required_resources or {}
+            yield (
+                actor.node_id,
+                f"{_title(actor.name, actor.class_name)} of job {actor.job_id}",
+                actor.required_resources or {},
+            )
     for group in groups:
-        used_by = f" ({', '.join(sorted(set(inside[group.placement_group_id])))})" if inside[group.placement_group_id] else ""
+        used_by = (
+            f" ({', '.join(sorted(set(inside[group.placement_group_id])))})"
+            if inside[group.placement_group_id]
+            else ""
+        )
         for bundle in group.bundles or []:
-            yield bundle.get("node_id", ""), f"placement group{used_by} of job {group.creator_job_id}", bundle.get("unit_resources") or {}
+            yield (
+                bundle.get("node_id", ""),
+                f"placement group{used_by} of job {group.creator_job_id}",
+                bundle.get("unit_resources") or {},
+            )
     for task in running:
         if task.type == "NORMAL_TASK" and not task.placement_group_id:
-            yield task.node_id, f"task {task.func_or_class_name} of job {task.job_id}", task.required_resources or {}
+            yield (
+                task.node_id,
+                f"task {task.func_or_class_name} of job {task.job_id}",
+                task.required_resources or {},
+            )
 
 
 def _title(name: str | None, class_name: str) -> str:

@@ -13,7 +13,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +38,25 @@ from asyncrl.control.checkpoint import State
 from asyncrl.control.protocols import PartDied
 from asyncrl.data.prompts import Data, PromptReport, RayPromptSource, read_prompts
 from asyncrl.directory import RunDirectory
-from asyncrl.generation.app import ServeGenerate, application, forget_controller, wait_for_generators
+from asyncrl.generation.app import (
+    ServeGenerate,
+    application,
+    forget_controller,
+    wait_for_generators,
+)
 from asyncrl.generation.attach import attached_config
 from asyncrl.generation.orphans import application_name
 from asyncrl.generation.owned import OwnGenerators, end_lease, lease_generators
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.learning.group import LearnerGroup, PlacementLost
 from asyncrl.learning.reference import start_reference
-from asyncrl.placement import generators_lost, needed, own_cluster, wait_for_placement, wait_for_room
+from asyncrl.placement import (
+    generators_lost,
+    needed,
+    own_cluster,
+    wait_for_placement,
+    wait_for_room,
+)
 from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.redact import print_shown, redact
 from asyncrl.rewards.code import share_settings
@@ -113,7 +132,9 @@ class Stations:
     def probe_prompts(self) -> list[Sequence[int]]:
         """Prompts of the log-prob check, the same ones in every attempt."""
         held_out = next(iter(self.evaluation_prompts.values()), None)
-        prompts = held_out or read_prompts(self.config.data.train, self.config, self.config.weights.probe_prompts, "data.train")
+        prompts = held_out or read_prompts(
+            self.config.data.train, self.config, self.config.weights.probe_prompts, "data.train"
+        )
         return [prompt.token_ids for prompt in prompts[: self.config.weights.probe_prompts]]
 
     async def say(self, stage: str) -> tuple[Any, str]:
@@ -121,15 +142,30 @@ class Stations:
         if stage == "learning":
             return await self.learner.say()
         if stage in ("generation", "publishing", "evaluation"):
-            found, stacks, scoring = await asyncio.gather(self.generate.statuses(), self.generate.stacks(), stacks_as(self.stacks, "scoring"))
+            found, stacks, scoring = await asyncio.gather(
+                self.generate.statuses(), self.generate.stacks(), stacks_as(self.stacks, "scoring")
+            )
             versions = [one["weights"].version if one["weights"] else None for one in found]
-            said = [f"replica {one['replica']} has version {version}, {one['tokens_generated']} tokens" for one, version in zip(found, versions, strict=True)]
-            said += [f"engine of {replica}: {stack}" for replica, found_there in stacks for stack in found_there]
+            said = [
+                f"replica {one['replica']} has version {version}, {one['tokens_generated']} tokens"
+                for one, version in zip(found, versions, strict=True)
+            ]
+            said += [
+                f"engine of {replica}: {stack}"
+                for replica, found_there in stacks
+                for stack in found_there
+            ]
             said += scoring if stage == "generation" else []
-            return tuple(one["tokens_generated"] for one in found), "; ".join(said) or "no replica answers"
-        return None, "; ".join(await stacks_as(self.stacks, stage)) or f"no process of the {stage} stream is left; see {self.stacks.parent}"
+            return tuple(one["tokens_generated"] for one in found), "; ".join(
+                said
+            ) or "no replica answers"
+        return None, "; ".join(
+            await stacks_as(self.stacks, stage)
+        ) or f"no process of the {stage} stream is left; see {self.stacks.parent}"
 
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[float | None]]:
+    async def score(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> dict[str, list[float | None]]:
         """Raw rewards of completions of one prompt, name by name."""
         return await score_completions(self.pool, prompt, completions)
 
@@ -156,7 +192,9 @@ class AcrossAttempts:
         self._session_logs: Path | None = None
 
     @asynccontextmanager
-    async def attempt(self, config: Config, state: State, logs: Path, restarts_left: Callable[[], int]) -> AsyncIterator[None]:
+    async def attempt(
+        self, config: Config, state: State, logs: Path, restarts_left: Callable[[], int]
+    ) -> AsyncIterator[None]:
         """The cluster is there inside. On the way out it ends, and the generators before it, unless a part died that is none of them, and all others closed.
 
         Args:
@@ -177,12 +215,19 @@ class AcrossAttempts:
             keep = restarts_left() > 0 and not isinstance(error, PlacementLost)
             raise
         finally:
-            keep = keep and not self.failed and self.generators is not None and await self.generators.release(state.run_id, state.attempt)
+            keep = (
+                keep
+                and not self.failed
+                and self.generators is not None
+                and await self.generators.release(state.run_id, state.attempt)
+            )
             if not keep:
                 await self._end_generators()
             # A thread that asks Ray after its end takes the process with it.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), THREADS_END_S)
+                await asyncio.wait_for(
+                    asyncio.get_running_loop().shutdown_default_executor(), THREADS_END_S
+                )
             if not keep:
                 self._end_cluster()
             if self._session_logs is not None:
@@ -196,7 +241,11 @@ class AcrossAttempts:
 
     def config(self, config: Config) -> Config:
         """An attempt's config: it attaches to the generators that an earlier one has left."""
-        return config if self.generators is None else config.model_copy(update={"generator": self.generators.attached})
+        return (
+            config
+            if self.generators is None
+            else config.model_copy(update={"generator": self.generators.attached})
+        )
 
     async def _end_generators(self) -> None:
         generators, self.generators, self.placed = self.generators, None, None
@@ -224,7 +273,9 @@ def cluster(config: Config) -> Iterator[Path | None]:
     if address:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     else:
-        start_local_ray(max(os.cpu_count() or 1, math.ceil(needed(config)["CPU"])), configure_logging=False)
+        start_local_ray(
+            max(os.cpu_count() or 1, math.ceil(needed(config)["CPU"])), configure_logging=False
+        )
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     try:
         _refuse_open_ray(config.ray_without_token)
@@ -244,7 +295,10 @@ def _refuse_open_ray(allowed: bool = False) -> None:
             "Ray's token authentication is off; unset RAY_AUTH_MODE, or on a cluster that stands start it with RAY_AUTH_MODE=token and a token of "
             "`ray get-auth-token --generate`; ray_without_token: true uses it as it is, open to everyone who reaches its ports"
         )
-    print_shown("asyncrl: ray_without_token: everyone who reaches this cluster's ports can run code on its machines, and read or change runs", file=sys.stderr)
+    print_shown(
+        "asyncrl: ray_without_token: everyone who reaches this cluster's ports can run code on its machines, and read or change runs",
+        file=sys.stderr,
+    )
 
 
 def start_local_ray(num_cpus: int, tries: int = 4, **options: Any) -> None:
@@ -253,11 +307,21 @@ def start_local_ray(num_cpus: int, tries: int = 4, **options: Any) -> None:
     for tries_left in reversed(range(tries)):
         before = set(psutil.Process().children(recursive=True))
         try:
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, **options)
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                **options,
+            )
             return
         except Exception as error:  # Ray raises no narrower class
             ray.shutdown()
-            left = [process for process in psutil.Process().children(recursive=True) if process not in before]
+            left = [
+                process
+                for process in psutil.Process().children(recursive=True)
+                if process not in before
+            ]
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -269,7 +333,12 @@ def start_local_ray(num_cpus: int, tries: int = 4, **options: Any) -> None:
 
 @asynccontextmanager
 async def launch(
-    config: Config, directory: RunDirectory, report: PromptReport, context: int, prepare: Callable[[LearnerGroup], Awaitable[None]], across: AcrossAttempts
+    config: Config,
+    directory: RunDirectory,
+    report: PromptReport,
+    context: int,
+    prepare: Callable[[LearnerGroup], Awaitable[None]],
+    across: AcrossAttempts,
 ) -> AsyncIterator[Stations]:
     """Start every station; end them all on the way out, whatever happened. `prepare` has the learner while the generators still start. Generators of the
     run's own end with `across`.
@@ -282,21 +351,38 @@ async def launch(
     state = directory.state
     config, _ = await wait_for_room(config)
     async with _Closing(across.failed) as stack:
-        app_name = config.generator.attach or application_name(config.name, state.run_id, state.attempt)
-        config, board = await _lease(config, app_name, _longest_request(config, context), state.run_id, across, stack)
+        app_name = config.generator.attach or application_name(
+            config.name, state.run_id, state.attempt
+        )
+        config, board = await _lease(
+            config, app_name, _longest_request(config, context), state.run_id, across, stack
+        )
         # The learner's placement group first. Then the generators: an engine takes longest to start, and its handle is there at once.
         learner_start = asyncio.create_task(_start_learner(config, state, stack, prepare))
         stack.add("start of the learner", functools.partial(_cancel, learner_start))
         if config.generator.own and across.generators is not None:
-            handle, watcher = await across.generators.begin(not own_cluster()), across.generators.watcher
+            handle, watcher = (
+                await across.generators.begin(not own_cluster()),
+                across.generators.watcher,
+            )
         else:
             handle, watcher = application(app_name), None
-        generate = functools.partial(_keeping_generate, handle, directory.path / "kept", state.attempt)
+        generate = functools.partial(
+            _keeping_generate, handle, directory.path / "kept", state.attempt
+        )
         rollouts = start_rollouts(WorkerSpec(config, state.run_id, state.attempt, generate))
         stack.add("rollout workers", rollouts.close)
         reference = _begin_reference(config, stack)
         stacks = directory.logs / "stacks"
-        scores = RayScores(config, state.attempt, rollouts.workers, rollouts, directory.path / "groups", reference, stacks)
+        scores = RayScores(
+            config,
+            state.attempt,
+            rollouts.workers,
+            rollouts,
+            directory.path / "groups",
+            reference,
+            stacks,
+        )
         stack.add("scoring", scores.close)
         rollouts.when_lost = scores.lost
         finished = [*state.finished_above, *(ordinal for _, ordinal in state.waiting)]
@@ -309,7 +395,9 @@ async def launch(
             rollouts.ready(),
             _ready(reference),
             _ready(watcher),
-            wait_for_placement(config, app_name, {"prompt stream": prompts.begun, "scoring stream": scores.begun}),
+            wait_for_placement(
+                config, app_name, {"prompt stream": prompts.begun, "scoring stream": scores.begun}
+            ),
         )
         startup = {"startup/generators_s": generators_s, "startup/learner_s": learner_s}
         startup |= {f"startup/learner_{name}": seconds for name, seconds in learner.startup.items()}
@@ -317,15 +405,36 @@ async def launch(
         refuse_another_tokenizer(config.model.path, status["tokenizer"])
         startup |= await _generator_facts(handle, status)
         drains = config.generator.in_flight == "drain"
-        weights = ServeWeightSync(handle, board, config.push_timeout_s, config.commit_grace_s, drains)
-        stack.add("announcements", functools.partial(_cancel, asyncio.create_task(weights.keep_announced())))
+        weights = ServeWeightSync(
+            handle, board, config.push_timeout_s, config.commit_grace_s, drains
+        )
+        stack.add(
+            "announcements",
+            functools.partial(_cancel, asyncio.create_task(weights.keep_announced())),
+        )
         held_out, kv_cache_tokens = _evaluation_prompts(config), status["kv_cache_tokens"]
         yield Stations(
-            config, context, learner, generate(), weights, prompts, rollouts, scores, pool, held_out, kv_cache_tokens, startup, stacks, app_name, across.placed
+            config,
+            context,
+            learner,
+            generate(),
+            weights,
+            prompts,
+            rollouts,
+            scores,
+            pool,
+            held_out,
+            kv_cache_tokens,
+            startup,
+            stacks,
+            app_name,
+            across.placed,
         )
 
 
-async def _lease(config: Config, name: str, tokens: int, run_id: str, across: AcrossAttempts, stack: _Closing) -> tuple[Config, Any]:
+async def _lease(
+    config: Config, name: str, tokens: int, run_id: str, across: AcrossAttempts, stack: _Closing
+) -> tuple[Config, Any]:
     """The config with the generators' settings, and the lease on them: generators that an earlier attempt has left, that stand already, or that are about
     to begin."""
     if across.generators is not None:
@@ -372,7 +481,11 @@ async def _ready(actor: Any) -> None:
 async def _start_rewards(config: Config, stack: _Closing) -> RewardPool | RemoteRewardPool:
     """Evaluation's reward processes, every function imported."""
     share_settings(config.reward.sandbox)
-    pool = RemoteRewardPool(config.reward) if config.scores_evaluation_apart else RewardPool(config.reward)
+    pool = (
+        RemoteRewardPool(config.reward)
+        if config.scores_evaluation_apart
+        else RewardPool(config.reward)
+    )
     stack.add("reward processes", functools.partial(asyncio.to_thread, pool.close))
     await pool.check()
     return pool
@@ -387,11 +500,23 @@ async def _timed(work: Awaitable[Any]) -> float:
 async def _generator_facts(handle: Any, status: Mapping[str, Any]) -> dict[str, Any]:
     """Where a replica's start went, what a pause costs at least, and which asyncrl each side runs."""
     pauses = [(await handle.pause_empty.remote())["pause_s"] for _ in range(5)]
-    packages = {"package/driver": os.path.dirname(asyncrl.__file__), "package/replica": status["package"]}
-    return {f"startup/generator_{name}": seconds for name, seconds in status["load"].items()} | {"startup/pause_empty_s": sorted(pauses)[2]} | packages
+    packages = {
+        "package/driver": os.path.dirname(asyncrl.__file__),
+        "package/replica": status["package"],
+    }
+    return (
+        {f"startup/generator_{name}": seconds for name, seconds in status["load"].items()}
+        | {"startup/pause_empty_s": sorted(pauses)[2]}
+        | packages
+    )
 
 
-async def _start_learner(config: Config, state: State, stack: _Closing, prepare: Callable[[LearnerGroup], Awaitable[None]]) -> tuple[LearnerGroup, float]:
+async def _start_learner(
+    config: Config,
+    state: State,
+    stack: _Closing,
+    prepare: Callable[[LearnerGroup], Awaitable[None]],
+) -> tuple[LearnerGroup, float]:
     started = time.monotonic()
     learner = await LearnerGroup.create(config, state.run_id, state.attempt)
     seconds = time.monotonic() - started

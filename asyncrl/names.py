@@ -409,22 +409,35 @@ def explain_unknown(name: str, known: Sequence[str]) -> str:
         if ending in RENAMED:
             return f"{name} is unknown; here it is {RENAMED[ending]}"
     if name in known:  # one key with dots in it
-        return f"{name} stands as one key; write {name.replace('.', ': {')}: …{'}' * name.count('.')}"
+        return (
+            f"{name} stands as one key; write {name.replace('.', ': {')}: …{'}' * name.count('.')}"
+        )
     near = _nearest(name.replace("-", "_"), known)
-    return f"{name} is unknown; " + (f"did you mean {near}?" if near else "see asyncrl train --help")
+    return f"{name} is unknown; " + (
+        f"did you mean {near}?" if near else "see asyncrl train --help"
+    )
 
 
 def _endings(name: str) -> list[str]:
     """What may stand in the tables for a dotted name, the longest first; at last without slime's prefix."""
     parts = name.replace("-", "_").split(".")
-    return [".".join(parts[begin:]) for begin in range(len(parts))] + [parts[-1].removeprefix("rollout_")]
+    return [".".join(parts[begin:]) for begin in range(len(parts))] + [
+        parts[-1].removeprefix("rollout_")
+    ]
 
 
 def _nearest(name: str, known: Sequence[str]) -> str | None:
     """The setting whose last part is most like this name's, in the section that is most like this one's; never a section."""
     settings = [one for one in known if not any(other.startswith(f"{one}.") for other in known)]
     leaf = name.rpartition(".")[2].removeprefix("rollout_")
-    alike = [(_likeness(leaf, one.rpartition(".")[2].removeprefix("rollout_")), _likeness(name, one), one) for one in settings]
+    alike = [
+        (
+            _likeness(leaf, one.rpartition(".")[2].removeprefix("rollout_")),
+            _likeness(name, one),
+            one,
+        )
+        for one in settings
+    ]
     best = max(alike, default=(0.0, 0.0, ""))
     return best[2] if best[0] >= LIKENESS else None
 

@@ -24,10 +24,27 @@ from asyncrl.holders import holders_by_node
 from asyncrl.learning.group import PlacementError, PlacementLost, resource_table
 from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.redact import print_shown
-from asyncrl.room import Node, cluster_text, logical_cpus, placement_text, run_needs, shortages, with_fewer_replicas
+from asyncrl.room import (
+    Node,
+    cluster_text,
+    logical_cpus,
+    placement_text,
+    run_needs,
+    shortages,
+    with_fewer_replicas,
+)
 from asyncrl.snapshot import Snapshot, difference, in_cache, look, read_snapshot
 
-__all__ = ["check_models", "cluster_nodes", "generators_lost", "needed", "own_cluster", "plan_on_cluster", "wait_for_placement", "wait_for_room"]
+__all__ = [
+    "check_models",
+    "cluster_nodes",
+    "generators_lost",
+    "needed",
+    "own_cluster",
+    "plan_on_cluster",
+    "wait_for_placement",
+    "wait_for_room",
+]
 
 logger = logging.getLogger("asyncrl")
 
@@ -46,11 +63,16 @@ LOOK_S = 120.0
 
 def needed(config: Config) -> dict[str, float]:
     """Logical resources of the whole run."""
-    amounts = {name: sum(need.count * need.amounts.get(name, 0) for need in run_needs(config)) for name in ("CPU", "GPU")}
+    amounts = {
+        name: sum(need.count * need.amounts.get(name, 0) for need in run_needs(config))
+        for name in ("CPU", "GPU")
+    }
     return {name: amount for name, amount in amounts.items() if amount or name == "CPU"}
 
 
-async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[str], None] = lambda line: None) -> tuple[Config, str]:
+async def wait_for_room(
+    config: Config, version_bytes: int = 0, tell: Callable[[str], None] = lambda line: None
+) -> tuple[Config, str]:
     """Return the config with the replicas that have room, and the cluster's table, when nothing speaks against the run's parts being placed. While it
     waits on a cluster that may grow, Ray's autoscaler sees what is needed.
 
@@ -78,17 +100,30 @@ async def wait_for_room(config: Config, version_bytes: int = 0, tell: Callable[[
                 demand, given_back = None, clock() + GIVEN_BACK_S
             late = clock() > max(deadline, given_back)
             if late or (never and own_cluster()):
-                fewer = with_fewer_replicas(config, version_bytes, nodes, "free" if late else "registered")
+                fewer = with_fewer_replicas(
+                    config, version_bytes, nodes, "free" if late else "registered"
+                )
                 if fewer is None:
-                    raise PlacementError(f"{_refusal(limit, never, short, late)}\n{await _tables(config, version_bytes, nodes)}")
-                tell(f"only {fewer.generator.num_replicas} of generator.num_replicas = {config.generator.num_replicas} have room: {short[0]}")
+                    raise PlacementError(
+                        f"{_refusal(limit, never, short, late)}\n{await _tables(config, version_bytes, nodes)}"
+                    )
+                tell(
+                    f"only {fewer.generator.num_replicas} of generator.num_replicas = {config.generator.num_replicas} have room: {short[0]}"
+                )
                 config = fewer
                 continue
-            if demand is None and given_back < clock() < deadline and not own_cluster() and shortages(run_needs(config), nodes, "free"):
+            if (
+                demand is None
+                and given_back < clock() < deadline
+                and not own_cluster()
+                and shortages(run_needs(config), nodes, "free")
+            ):
                 demand = _Demand(config)
             if clock() - told >= TELL_EVERY_S:
                 told = clock()
-                tell(f"waiting up to {deadline - told:.0f} s for room on the cluster: {short[0]}{await asyncio.to_thread(_largest_holders)}")
+                tell(
+                    f"waiting up to {deadline - told:.0f} s for room on the cluster: {short[0]}{await asyncio.to_thread(_largest_holders)}"
+                )
             await asyncio.sleep(LOOK_EVERY_S)
             nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
     finally:
@@ -101,8 +136,16 @@ def _refusal(limit: float, never: list[str], short: list[str], late: bool) -> st
         return f"no room on the cluster after placement_timeout_s = {limit:g} s ({'; '.join(short)}); free some, or wait longer"
     waited = f" after placement_timeout_s = {limit:g} s" if late else ""
     fix = "lower generator.num_replicas, learner.world_size or their num_cpus, or add nodes"
-    fix += "; start Ray with a larger --object-store-memory" if any("object store" in line for line in never) else ""
-    fix += "; without GPUs, set learner.device and generator.device to cpu" if any(line.startswith("GPU:") for line in never) else ""
+    fix += (
+        "; start Ray with a larger --object-store-memory"
+        if any("object store" in line for line in never)
+        else ""
+    )
+    fix += (
+        "; without GPUs, set learner.device and generator.device to cpu"
+        if any(line.startswith("GPU:") for line in never)
+        else ""
+    )
     return f"the cluster is too small for this run{waited} ({'; '.join(never)}); {fix}"
 
 
@@ -116,8 +159,13 @@ class _Demand:
     where `ray.autoscaler.sdk.request_resources` would overwrite other jobs' requests and outlive ours."""
 
     def __init__(self, config: Config) -> None:
-        amounts = [({name: amount for name, amount in need.amounts.items() if amount}, need.count) for need in run_needs(config)]
-        self._group = placement_group([bundle for bundle, count in amounts if bundle for _ in range(count)], strategy="PACK")
+        amounts = [
+            ({name: amount for name, amount in need.amounts.items() if amount}, need.count)
+            for need in run_needs(config)
+        ]
+        self._group = placement_group(
+            [bundle for bundle, count in amounts if bundle for _ in range(count)], strategy="PACK"
+        )
 
     def placed(self) -> bool:
         """Whether all of it has a place, which it holds until it is removed."""
@@ -136,9 +184,15 @@ async def check_models(config: Config) -> None:
         ConfigError: a node cannot read one, or reads another.
     """
     here = ray.get_runtime_context().get_node_id()
-    able = [node for node in ray.nodes() if node["Alive"] and (node["Resources"].get("CPU") or node["Resources"].get("GPU"))]
+    able = [
+        node
+        for node in ray.nodes()
+        if node["Alive"] and (node["Resources"].get("CPU") or node["Resources"].get("GPU"))
+    ]
     others = {node["NodeID"]: node["NodeManagerAddress"] for node in able if node["NodeID"] != here}
-    models = {"model.path": config.model.path} | ({"algorithm.ref_load": config.reference_path} if config.algorithm.has_reference else {})
+    models = {"model.path": config.model.path} | (
+        {"algorithm.ref_load": config.reference_path} if config.algorithm.has_reference else {}
+    )
     for field, path in models.items():
         expected = await asyncio.to_thread(read_snapshot, Path(path))
         answers = await asyncio.gather(*(_look_at(path, node) for node in others))
@@ -151,7 +205,12 @@ async def check_models(config: Config) -> None:
 
 async def _look_at(path: str, node: str) -> Snapshot | str:
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    task = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy, runtime_env={"env_vars": passed_on(os.environ)})
+    task = ray.remote(look).options(
+        num_cpus=0,
+        max_retries=0,
+        scheduling_strategy=strategy,
+        runtime_env={"env_vars": passed_on(os.environ)},
+    )
     limit = None if in_cache(path) else LOOK_S
     try:
         return await asyncio.wait_for(task.remote(path), limit)
@@ -173,7 +232,11 @@ def plan_on_cluster(config: Config, version_bytes: int) -> int:
         print_shown(asyncio.run(_tables(config, version_bytes, nodes)))
     if short := shortages(wanted, nodes, "registered"):
         fewer = with_fewer_replicas(config, version_bytes, nodes, "registered")
-        begin = f", and then begin with generator.num_replicas = {fewer.generator.num_replicas}" if fewer else ""
+        begin = (
+            f", and then begin with generator.num_replicas = {fewer.generator.num_replicas}"
+            if fewer
+            else ""
+        )
         wait = f"`asyncrl train` would wait placement_timeout_s = {config.placement_wait_s:g} s for more nodes{begin}"
         print_shown(f"  this run does not fit here: {'; '.join(short)}; {wait}")
         return 0 if fewer else 1
@@ -196,7 +259,11 @@ async def _tables(config: Config, version_bytes: int, nodes: list[Node]) -> str:
     """slime's arithmetic and the cluster's table, with who holds what."""
     held, unknown = await asyncio.to_thread(holders_by_node)
     known = [replace(node, holders=held.get(node.name, ())) for node in nodes]
-    return placement_text(config, nodes) + "\n\n" + cluster_text(run_needs(config, version_bytes), known, unknown)
+    return (
+        placement_text(config, nodes)
+        + "\n\n"
+        + cluster_text(run_needs(config, version_bytes), known, unknown)
+    )
 
 
 def _largest_holders() -> str:
@@ -213,7 +280,11 @@ def cluster_nodes(with_memory: bool) -> list[Node]:
     here = ray.get_runtime_context().get_node_id()
     free = available_resources_per_node()
     alive = [node for node in ray.nodes() if node["Alive"]]
-    machines = _machines([node["NodeID"] for node in alive if node["NodeID"] != here]) if with_memory else {}
+    machines = (
+        _machines([node["NodeID"] for node in alive if node["NodeID"] != here])
+        if with_memory
+        else {}
+    )
     if with_memory:
         machines[here] = _machine()
     nodes = []
@@ -223,21 +294,36 @@ def cluster_nodes(with_memory: bool) -> list[Node]:
         available = {name: free.get(node["NodeID"], {}).get(name, 0.0) for name in ("CPU", "GPU")}
         if "object_store_memory" in node["Resources"]:
             registered["object store"] = node["Resources"]["object_store_memory"]
-            available["object store"] = free.get(node["NodeID"], {}).get("object_store_memory", registered["object store"])
-        nodes.append(Node(f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})", registered | total, available | left))
+            available["object store"] = free.get(node["NodeID"], {}).get(
+                "object_store_memory", registered["object store"]
+            )
+        nodes.append(
+            Node(
+                f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
+                registered | total,
+                available | left,
+            )
+        )
     return nodes
 
 
 def _machine() -> tuple[dict[str, float], dict[str, float]]:
     """Bytes of memory and shared memory of this machine: in all, and free."""
     memory, shared = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")
-    return {"memory": memory.total, "shared memory": shared.total}, {"memory": memory.available, "shared memory": shared.free}
+    return {"memory": memory.total, "shared memory": shared.total}, {
+        "memory": memory.available,
+        "shared memory": shared.free,
+    }
 
 
 def _machines(node_ids: list[str]) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
     ask = ray.remote(_machine)
     calls = {
-        ask.options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(): node_id
+        ask.options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        ).remote(): node_id
         for node_id in node_ids
     }
     answered = ray.wait(list(calls), num_returns=len(calls), timeout=MACHINE_S)[0] if calls else []
@@ -250,7 +336,9 @@ def _machines(node_ids: list[str]) -> dict[str, tuple[dict[str, float], dict[str
     return machines
 
 
-async def wait_for_placement(config: Config, application: str, streams: Mapping[str, Callable[[], Awaitable[bool]]]) -> None:
+async def wait_for_placement(
+    config: Config, application: str, streams: Mapping[str, Callable[[], Awaitable[bool]]]
+) -> None:
     """Return when every generator replica of the Serve application and every actor of this job has a process, and every stream has begun: someone
     else may have taken the room that `wait_for_room` saw. An actor whose constructor runs is placed; so is a part whose process is being started.
 
@@ -290,16 +378,24 @@ async def generators_lost(config: Config, application: str) -> None:
         try:
             replicas, waiting = await asyncio.to_thread(_survey, f"SERVE_REPLICA::{application}#")
             others = sorted({name for name in waiting if not name.startswith(REPLICA)})
-            there = not waiting or bool(replicas and not others) or not await asyncio.to_thread(_unmet_demand, config)
+            there = (
+                not waiting
+                or bool(replicas and not others)
+                or not await asyncio.to_thread(_unmet_demand, config)
+            )
         except Exception as error:  # Ray's control service may be away for a while, and its functions raise no narrower class
-            logger.warning("nobody says whether the run's parts have room: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "nobody says whether the run's parts have room: %s: %s", type(error).__name__, error
+            )
             there = True
         if there:
             placed = clock()
         elif clock() - placed > limit:
             table = resource_table(needed(config))
             if replicas:
-                raise PlacementLost(f"{', '.join(others)} of this run has had no room for placement_timeout_s = {limit:g} s; add nodes\n{table}")
+                raise PlacementLost(
+                    f"{', '.join(others)} of this run has had no room for placement_timeout_s = {limit:g} s; add nodes\n{table}"
+                )
             raise PlacementLost(
                 f"no generator replica has had room for placement_timeout_s = {limit:g} s, and none is left; add nodes, or lower generator.num_cpus\n{table}"
             )
@@ -310,13 +406,27 @@ def _survey(prefix: str) -> tuple[int, list[str]]:
     """Placed replicas, by the prefix of their names, and the class names of actors of the run that have no process yet. Ray Data's own actors, whose
     names begin with _, need no resources."""
     job = ray.get_runtime_context().get_job_id()
-    ours = [actor for actor in actors().values() if actor["State"] != "DEAD" and (actor["Name"].startswith(prefix) or actor["JobID"] == job)]
-    waiting = [actor["ActorClassName"] for actor in ours if actor["State"] != "ALIVE" and not actor["Pid"] and actor["ActorClassName"][0] != "_"]
+    ours = [
+        actor
+        for actor in actors().values()
+        if actor["State"] != "DEAD" and (actor["Name"].startswith(prefix) or actor["JobID"] == job)
+    ]
+    waiting = [
+        actor["ActorClassName"]
+        for actor in ours
+        if actor["State"] != "ALIVE" and not actor["Pid"] and actor["ActorClassName"][0] != "_"
+    ]
     return sum(actor["Name"].startswith(prefix) and bool(actor["Pid"]) for actor in ours), waiting
 
 
 def _unmet_demand(config: Config) -> bool:
     """Whether a task or actor with the CPUs of one of ours waits for resources, rather than for its process to start."""
     ours = {round(part.cpus, 4) for part in logical_cpus(config)}
-    demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands.ray_task_actor_demand
-    return any(round(shape.bundle.get("CPU", 0), 4) in ours for demand in demands for shape in demand.bundles_by_count)
+    demands = get_cluster_status(
+        ray.get_runtime_context().gcs_address
+    ).resource_demands.ray_task_actor_demand
+    return any(
+        round(shape.bundle.get("CPU", 0), 4) in ours
+        for demand in demands
+        for shape in demand.bundles_by_count
+    )

@@ -15,7 +15,13 @@ from pydantic import ValidationError
 
 from asyncrl.config import Config, ConfigError, explain
 from asyncrl.derived import derived_settings
-from asyncrl.learning.supported import NO_SHARES, chosen_packing, keeps_state, support, uniform_rope_tokens
+from asyncrl.learning.supported import (
+    NO_SHARES,
+    chosen_packing,
+    keeps_state,
+    support,
+    uniform_rope_tokens,
+)
 from asyncrl.observe.sinks import missing_packages, wandb_asks_for_a_key
 from asyncrl.preflight.disk import Disk, disks, refuse_full
 from asyncrl.preflight.evaluation import evaluation_text
@@ -87,10 +93,25 @@ class Plan:
 
     def brief(self) -> str:
         """Ten lines: what is trained on what, and how."""
-        config, rollout, learner, generator = self.config, self.config.rollout, self.config.learner, self.config.generator
-        evaluated = f"{', '.join(config.evaluation_sets) or 'no set'}, every {config.eval.every_steps} steps" if config.evaluation_sets else "none"
-        rewards = ", ".join(f"{name} ({one.function}, weight {one.weight:g})" for name, one in config.reward.functions.items())
-        where = generator.attach or f"{generator.replicas_text} on {generator.device}, {config.max_num_seqs} sequences at once each"
+        config, rollout, learner, generator = (
+            self.config,
+            self.config.rollout,
+            self.config.learner,
+            self.config.generator,
+        )
+        evaluated = (
+            f"{', '.join(config.evaluation_sets) or 'no set'}, every {config.eval.every_steps} steps"
+            if config.evaluation_sets
+            else "none"
+        )
+        rewards = ", ".join(
+            f"{name} ({one.function}, weight {one.weight:g})"
+            for name, one in config.reward.functions.items()
+        )
+        where = (
+            generator.attach
+            or f"{generator.replicas_text} on {generator.device}, {config.max_num_seqs} sequences at once each"
+        )
         lines = {
             "run": f"{config.run_directory}, {config.max_steps} steps, a checkpoint every {config.checkpoint.every_steps}",
             "model": f"{config.model.path}, {self.version.trained:,} elements trained, published as {config.model.dtype}",
@@ -116,7 +137,8 @@ class Plan:
                 arithmetic(config),
                 rows_text(config),
                 algorithm_text(config),
-                placement_text(config) + no_gpu_text(config, len(list(Path("/dev").glob("nvidia[0-9]*")))),
+                placement_text(config)
+                + no_gpu_text(config, len(list(Path("/dev").glob("nvidia[0-9]*")))),
                 self._cpu_table(),
                 derived_text(config),
                 self._version(),
@@ -132,19 +154,38 @@ class Plan:
     def truncation_metrics(self) -> dict[str, int]:
         """What the limits did, as `truncation/<file>/<count>`."""
         files = {file.replace(" ", "_"): report for file, report in self.truncation.items()}
-        return {f"truncation/{file}/{name}": count for file, report in files.items() for name, count in report.metrics().items()}
+        return {
+            f"truncation/{file}/{name}": count
+            for file, report in files.items()
+            for name, count in report.metrics().items()
+        }
 
     def _sandbox_text(self) -> list[str]:
         if self.sandbox is None:
             return []
         settings = self.config.reward.sandbox
-        where = "here, as on every machine that scores" if settings.is_local else f"at {settings.service}"
-        return [f"# sandbox\n  code that the model wrote runs at level {self.sandbox} {where}; asked for: {settings.level}"]
+        where = (
+            "here, as on every machine that scores"
+            if settings.is_local
+            else f"at {settings.service}"
+        )
+        return [
+            f"# sandbox\n  code that the model wrote runs at level {self.sandbox} {where}; asked for: {settings.level}"
+        ]
 
     def _cpu_table(self) -> str:
-        rows = [f"  {part.name:<24}{part.count:>4} x {part.cpus:<5g} = {part.count * part.cpus:5.2f}" for part in self.parts]
+        rows = [
+            f"  {part.name:<24}{part.count:>4} x {part.cpus:<5g} = {part.count * part.cpus:5.2f}"
+            for part in self.parts
+        ]
         total = sum(part.count * part.cpus for part in self.parts)
-        return "\n".join(["# logical CPUs", *rows, f"  {'total':<36} = {total:5.2f}   (this machine has {os.cpu_count()})"])
+        return "\n".join(
+            [
+                "# logical CPUs",
+                *rows,
+                f"  {'total':<36} = {total:5.2f}   (this machine has {os.cpu_count()})",
+            ]
+        )
 
     def _version(self) -> str:
         def some(names: Collection[str]) -> str:
@@ -187,21 +228,42 @@ class Plan:
     def evaluation_text(self) -> str:
         """The evaluation sets, and what an evaluation does to training."""
         fields = {name: f"eval.sets.{name}.data" for name in self.config.evaluation_sets}
-        prompts = {name: self.truncation.get(field, self.truncation.get("eval.data")) for name, field in fields.items()}
-        return evaluation_text(self.config, {name: report.used for name, report in prompts.items() if report is not None}, self.weights_bytes)
+        prompts = {
+            name: self.truncation.get(field, self.truncation.get("eval.data"))
+            for name, field in fields.items()
+        }
+        return evaluation_text(
+            self.config,
+            {name: report.used for name, report in prompts.items() if report is not None},
+            self.weights_bytes,
+        )
 
     def prompts_text(self) -> str:
         """What the limits cut and left out, the first prompt as the model sees it, and what ends a completion."""
         report = self.prompts
-        ids = ", ".join(map(str, report.first_ids[:24])) + (", …" if len(report.first_ids) > 24 else "")
-        stops = ", ".join(f"{token} ({', '.join(sources)})" for token, sources in self.stops.tokens.items())
+        ids = ", ".join(map(str, report.first_ids[:24])) + (
+            ", …" if len(report.first_ids) > 24 else ""
+        )
+        stops = ", ".join(
+            f"{token} ({', '.join(sources)})" for token, sources in self.stops.tokens.items()
+        )
         if self.stops.strings:
             stops += f"; stop strings {', '.join(map(repr, self.stops.strings))}"
         repetition = self.config.rollout.repetition
-        loop = f"; so does an n-gram of up to {repetition[0]} tokens {repetition[1]} times in a row" if repetition else ""
+        loop = (
+            f"; so does an n-gram of up to {repetition[0]} tokens {repetition[1]} times in a row"
+            if repetition
+            else ""
+        )
         notes = "".join(f"  {note}\n" for note in report.notes)
-        sources = sources_text(report, self.config) if len(report.sources) > 1 or report.sources[0].files > 1 else ""
-        truncation = "".join(f"  {field}: {rows.text()}\n" for field, rows in self.truncation.items())
+        sources = (
+            sources_text(report, self.config)
+            if len(report.sources) > 1 or report.sources[0].files > 1
+            else ""
+        )
+        truncation = "".join(
+            f"  {field}: {rows.text()}\n" for field, rows in self.truncation.items()
+        )
         return (
             f"# prompts\n{sources}{truncation}  longest prompt {report.longest} tokens; columns for the reward: {', '.join(report.columns) or 'none'}\n"
             f"{notes}  first prompt {report.first_text!r}\n  its token ids {ids}\n  stop token ids {stops}{loop}"
@@ -223,7 +285,9 @@ def make_plan(config: Config) -> Plan:
     from asyncrl.rewards.builtin import check_builtin
     from asyncrl.rewards.contract import RewardError, find_reward
 
-    _ = config.run_directory  # refuses a place that would be lost; before a path below it is looked for
+    _ = (
+        config.run_directory
+    )  # refuses a place that would be lost; before a path below it is looked for
     context = model_context(config)
     try:
         load_tokenizer(config.model.path)
@@ -238,7 +302,9 @@ def make_plan(config: Config) -> Plan:
     truncation |= _check_evaluation(config, context)
     if config.warm_start.data is not None:
         _check_pieces(config, context)
-        truncation |= {f"supervised rows of {field}": rows for field, rows in _check_warm_start(config).items()}
+        truncation |= {
+            f"supervised rows of {field}": rows for field, rows in _check_warm_start(config).items()
+        }
     sandbox = _check_sandbox(config)
     for name, reward in config.reward.functions.items():
         try:
@@ -251,7 +317,9 @@ def make_plan(config: Config) -> Plan:
         except ValueError as error:
             raise ConfigError(f"reward.functions.{name}: {error}") from None
     if missing := missing_packages(config):
-        raise ConfigError(f"observe.sinks names {missing[0]}, which is not installed; pip install 'asyncrl[{missing[0]}]', or take it out")
+        raise ConfigError(
+            f"observe.sinks names {missing[0]}, which is not installed; pip install 'asyncrl[{missing[0]}]', or take it out"
+        )
     if host := wandb_asks_for_a_key(config, os.environ):
         raise ConfigError(
             f"observe.sinks names wandb, and there is no key for {host}; set WANDB_API_KEY, run `wandb login`, set WANDB_MODE=offline, or take it out"
@@ -260,12 +328,25 @@ def make_plan(config: Config) -> Plan:
     try:
         tokenizer = load_tokenizer(config.model.path)
         refuse_lossy(tokenizer, config.model.path)
-        stops = load_stops(config.model.path, tokenizer, rollout.rollout_stop, rollout.rollout_stop_token_ids)
+        stops = load_stops(
+            config.model.path, tokenizer, rollout.rollout_stop, rollout.rollout_stop_token_ids
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     outline = _version_outline(config)
     found = disks(config, outline.nbytes(config.model.dtype))
-    plan = Plan(config, logical_cpus(config), shutil.disk_usage("/dev/shm").free, context, report, truncation, stops, outline, sandbox, found)
+    plan = Plan(
+        config,
+        logical_cpus(config),
+        shutil.disk_usage("/dev/shm").free,
+        context,
+        report,
+        truncation,
+        stops,
+        outline,
+        sandbox,
+        found,
+    )
     if plan.shared_memory_needed > plan.shared_memory_free:
         raise ConfigError(
             f"/dev/shm has {plan.shared_memory_free >> 20} MiB free, and two versions in the object store plus {config.generator.num_replicas} staged "
@@ -283,9 +364,13 @@ def _check_sandbox(config: Config) -> str | None:
     if settings.level is None:
         return None
     try:
-        return open_sandbox(settings.level, service=settings.service, python=settings.python, paths=settings.paths).level.value
+        return open_sandbox(
+            settings.level, service=settings.service, python=settings.python, paths=settings.paths
+        ).level.value
     except (SandboxError, ValueError) as error:
-        raise ConfigError(f"reward.sandbox.level = {settings.level!r}: {error}; docs/sandbox.md says what each level needs") from None
+        raise ConfigError(
+            f"reward.sandbox.level = {settings.level!r}: {error}; docs/sandbox.md says what each level needs"
+        ) from None
 
 
 def _check_evaluation(config: Config, context: int) -> dict[str, TruncationReport]:
@@ -293,7 +378,9 @@ def _check_evaluation(config: Config, context: int) -> dict[str, TruncationRepor
     from asyncrl.data.prompts import check_prompts
 
     reports: dict[str, TruncationReport] = {}
-    fields = {"eval.data": config.eval.data} | {f"eval.sets.{name}.data": one.data for name, one in config.eval.sets.items()}
+    fields = {"eval.data": config.eval.data} | {
+        f"eval.sets.{name}.data": one.data for name, one in config.eval.sets.items()
+    }
     for field, path in fields.items():
         if path is not None:
             reports[field] = check_prompts(config, path, field).truncation
@@ -314,7 +401,9 @@ def sources_text(report: PromptReport, config: Config) -> str:
     lines = []
     for source, share in zip(report.sources, order_of(report, config).shares, strict=True):
         files = "1 file" if source.files == 1 else f"{source.files} files"
-        lines.append(f"  source {source.name}: {source.rows} rows used, of {files}; {share:.1%} of the prompts\n")
+        lines.append(
+            f"  source {source.name}: {source.rows} rows used, of {files}; {share:.1%} of the prompts\n"
+        )
     return "".join(lines)
 
 
@@ -329,7 +418,10 @@ def _version_outline(config: Config) -> Outline:
 def _check_heads(config: Config) -> None:
     """Ranks that share rows share the attention heads evenly. A model that counts them under another name is asked by the learner itself."""
     tree = json.loads((Path(config.model.path) / "config.json").read_text())
-    heads, size = tree.get("text_config", tree).get("num_attention_heads"), config.learner.sequence_parallel_size
+    heads, size = (
+        tree.get("text_config", tree).get("num_attention_heads"),
+        config.learner.sequence_parallel_size,
+    )
     if heads and heads % size:
         fitting = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
         raise ConfigError(
@@ -340,7 +432,11 @@ def _check_heads(config: Config) -> None:
 def _check_reference(config: Config) -> None:
     """The reference must read the same tokens as the model."""
     model_context(config, config.reference_path, "algorithm.ref_load")
-    if config.algorithm.ref_load is not None and load_tokenizer(config.algorithm.ref_load).get_vocab() != load_tokenizer(config.model.path).get_vocab():
+    if (
+        config.algorithm.ref_load is not None
+        and load_tokenizer(config.algorithm.ref_load).get_vocab()
+        != load_tokenizer(config.model.path).get_vocab()
+    ):
         raise ConfigError(
             f"algorithm.ref_load = {config.algorithm.ref_load!r} has another vocabulary than model.path = {config.model.path!r}, so its log-probs would be of "
             "other tokens; name a reference with the same tokenizer"
@@ -368,7 +464,11 @@ def _check_warm_start(config: Config) -> dict[str, TruncationReport]:
 def arithmetic(config: Config) -> str:
     """The batch arithmetic, every number with its name."""
     rollout, staleness, learner = config.rollout, config.staleness, config.learner
-    bound = f", at most max_length {config.data.max_length}," if config.data.max_length is not None else ""
+    bound = (
+        f", at most max_length {config.data.max_length},"
+        if config.data.max_length is not None
+        else ""
+    )
     extra = f" + over_sampling {staleness.over_sampling}" if staleness.over_sampling else ""
     return (
         "# batch arithmetic\n"
@@ -386,13 +486,19 @@ def arithmetic(config: Config) -> str:
 
 def derived_text(config: Config) -> str:
     """What the settings became that nobody set, and from what; a line each."""
-    lines = [f"  {one.text()}" for one in derived_settings(config)] or ["  none: every such setting is set"]
+    lines = [f"  {one.text()}" for one in derived_settings(config)] or [
+        "  none: every such setting is set"
+    ]
     return "\n".join(["# derived settings (each may be set)", *lines])
 
 
 def no_gpu_text(config: Config, gpus: int) -> str:
     """What is on cuda where this machine has no such devices; empty if nothing is, or if it has some."""
-    on_cuda = [name for name, part in (("learner", config.learner), ("generator", config.generator)) if part.device == "cuda"]
+    on_cuda = [
+        name
+        for name, part in (("learner", config.learner), ("generator", config.generator))
+        if part.device == "cuda"
+    ]
     if gpus or not on_cuda:
         return ""
     named = " and ".join(f"{name}.device" for name in on_cuda)
@@ -413,21 +519,45 @@ def rows_text(config: Config) -> str:
 def algorithm_text(config: Config) -> str:
     """Advantage, loss and correction in one line; a loss that no whole run of ours has shown to learn is called experimental."""
     algorithm = config.algorithm
-    correction = [f"{name} {value}" for name, value in algorithm.correction.model_dump().items() if value not in (None, "none", False)]
+    correction = [
+        f"{name} {value}"
+        for name, value in algorithm.correction.model_dump().items()
+        if value not in (None, "none", False)
+    ]
     if not algorithm.caps:
         correction = [item for item in correction if not item.startswith("cap ")]
     if algorithm.correction.reject_above is None:
         correction = [item for item in correction if not item.startswith("reject_")]
     shown = (algorithm.loss, algorithm.old_policy, algorithm.correction.truncation)
-    extras = (algorithm.correction.masks, algorithm.correction.normalise, algorithm.has_reference, algorithm.dual_clip, algorithm.entropy_coef)
-    extras += (algorithm.loss == "cispo" and algorithm.eps_clip is None,)  # the run in the evidence had a lower clip
+    extras = (
+        algorithm.correction.masks,
+        algorithm.correction.normalise,
+        algorithm.has_reference,
+        algorithm.dual_clip,
+        algorithm.entropy_coef,
+    )
+    extras += (
+        algorithm.loss == "cispo" and algorithm.eps_clip is None,
+    )  # the run in the evidence had a lower clip
     plain = (algorithm.advantage, algorithm.loss_aggregation) == SHOWN_WITH and not any(extras)
-    note = "" if shown in SHOWN and plain else "\n  experimental: no whole run has shown that this learns (docs/evidence.md lists those that have)"
+    note = (
+        ""
+        if shown in SHOWN and plain
+        else "\n  experimental: no whole run has shown that this learns (docs/evidence.md lists those that have)"
+    )
     kind = "corrected" if algorithm.corrected else "uncorrected"
     made_up = ", ".join(correction) or ("the ratio alone" if algorithm.corrected else "none")
     places = {"the reward": algorithm.kl_coef, "the loss": algorithm.kl_loss_coef}
-    kl = "".join(f"; {value:g} x KL ({algorithm.kl_estimator}) from {config.reference_path} in {place}" for place, value in places.items() if value)
-    shuffled = "\n  rewards are shuffled over each step's batch (reward.shuffle): a control that must learn nothing" if config.reward.shuffle else ""
+    kl = "".join(
+        f"; {value:g} x KL ({algorithm.kl_estimator}) from {config.reference_path} in {place}"
+        for place, value in places.items()
+        if value
+    )
+    shuffled = (
+        "\n  rewards are shuffled over each step's batch (reward.shuffle): a control that must learn nothing"
+        if config.reward.shuffle
+        else ""
+    )
     return (
         f"# algorithm\n  advantage {algorithm.advantage}, loss {algorithm.loss} against old policy {algorithm.old_policy}, {algorithm.loss_aggregation}; "
         f"{kind}; correction: {made_up}{kl}{note}{shuffled}"
@@ -445,7 +575,9 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
     try:
         tree: dict[str, Any] = json.loads((path / "config.json").read_text())
     except OSError as error:
-        raise ConfigError(f"{field} = {str(path)!r}: {error.strerror} (config.json); give a Hugging Face checkpoint directory") from None
+        raise ConfigError(
+            f"{field} = {str(path)!r}: {error.strerror} (config.json); give a Hugging Face checkpoint directory"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{field} = {str(path)!r}: config.json is not JSON ({error})") from None
     if why := unusable(tree):
@@ -459,12 +591,18 @@ def model_context(config: Config, at: str | None = None, field: str = "model.pat
     except ValueError as error:
         raise ConfigError(f"{field} = {str(path)!r}: {error}") from None
     if at is None and (reason := refusal(tree, config)):
-        raise ConfigError(f"{field} = {str(path)!r} (model_type {tree.get('model_type')!r}): {reason}")
+        raise ConfigError(
+            f"{field} = {str(path)!r} (model_type {tree.get('model_type')!r}): {reason}"
+        )
     if packing == "none" and at is None and config.learner.sequence_parallel_size > 1:
-        raise ConfigError(f"{field} = {str(path)!r}: {NO_SHARES.format(size=config.learner.sequence_parallel_size)}")
+        raise ConfigError(
+            f"{field} = {str(path)!r}: {NO_SHARES.format(size=config.learner.sequence_parallel_size)}"
+        )
     context = int(tree.get("text_config", tree).get("max_position_embeddings") or 1 << 30)
     if config.longest_trajectory > context:
-        raise ConfigError(f"{length_text(config)} tokens is above the model's context of {context}; lower it, or set a lower data.max_length")
+        raise ConfigError(
+            f"{length_text(config)} tokens is above the model's context of {context}; lower it, or set a lower data.max_length"
+        )
     uniform = uniform_rope_tokens(tree) or context
     if config.longest_trajectory > uniform:
         raise ConfigError(
@@ -479,12 +617,24 @@ def kv_bytes_per_token(config: Config) -> int | None:
     say its sizes."""
     tree = json.loads((Path(config.model.path) / "config.json").read_text())
     tree = tree.get("text_config", tree)
-    heads, layers, hidden = (tree.get(name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size"))
-    every_layer = set(tree.get("layer_types") or ["full_attention"]) == {"full_attention"} and not tree.get("num_kv_shared_layers") and not keeps_state(tree)
+    heads, layers, hidden = (
+        tree.get(name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")
+    )
+    every_layer = (
+        set(tree.get("layer_types") or ["full_attention"]) == {"full_attention"}
+        and not tree.get("num_kv_shared_layers")
+        and not keeps_state(tree)
+    )
     if tree.get("kv_lora_rank") or not (heads and layers and hidden and every_layer):
         return None
     width = tree.get("head_dim") or hidden // heads
-    return 2 * int(layers) * int(tree.get("num_key_value_heads") or heads) * int(width) * (4 if config.model.dtype == "float32" else 2)
+    return (
+        2
+        * int(layers)
+        * int(tree.get("num_key_value_heads") or heads)
+        * int(width)
+        * (4 if config.model.dtype == "float32" else 2)
+    )
 
 
 def _check_kv_cache(config: Config, context: int) -> None:
@@ -492,7 +642,10 @@ def _check_kv_cache(config: Config, context: int) -> None:
     width, generator = kv_bytes_per_token(config), config.generator
     if width is None or generator.device != "cpu" or not generator.own:
         return
-    held, wanted = kv_tokens(generator.kv_cache_memory_bytes, width), min(config.longest_request + 1, context)
+    held, wanted = (
+        kv_tokens(generator.kv_cache_memory_bytes, width),
+        min(config.longest_request + 1, context),
+    )
     if held < wanted:
         enough = (-(-wanted // KV_BLOCK) + 1) * KV_BLOCK * width
         raise ConfigError(

@@ -92,15 +92,26 @@ class Run:
 
     def records(self, event: str | None = None) -> list[dict[str, Any]]:
         """The records of metrics.jsonl (of one event), oldest first."""
-        return [record for record in read_metrics(self.directory) if event in (None, record["event"])]
+        return [
+            record for record in read_metrics(self.directory) if event in (None, record["event"])
+        ]
 
     def status(self) -> Status:
         """Phase, step and versions of the newest attempt's records."""
         records = self.records()
         last = records[-1] if records else {}
-        records = [record for record in records if record["attempt"] == last["attempt"] and record["event"] != "warm_start"]
-        committed = max((record["version"] for record in records if record["event"] == "commit"), default=None)
-        newest = max((record["version"] for record in records if record["event"] == "step"), default=last.get("version", 0))
+        records = [
+            record
+            for record in records
+            if record["attempt"] == last["attempt"] and record["event"] != "warm_start"
+        ]
+        committed = max(
+            (record["version"] for record in records if record["event"] == "commit"), default=None
+        )
+        newest = max(
+            (record["version"] for record in records if record["event"] == "step"),
+            default=last.get("version", 0),
+        )
         return Status(
             phase=last.get("event", "starting"),
             step=max((record["step"] for record in records), default=0),
@@ -113,7 +124,11 @@ class Run:
 
     def groups(self) -> pa.Table:
         """One row per group, ordered by attempt and ordinal; no rows before the first flush."""
-        return _distinct(_read_parquet(self.directory / "groups", pa.schema([*COLUMNS.items(), *SCORED_COLUMNS.items()])))
+        return _distinct(
+            _read_parquet(
+                self.directory / "groups", pa.schema([*COLUMNS.items(), *SCORED_COLUMNS.items()])
+            )
+        )
 
     def fates(self) -> pa.Table:
         """One row per group that has come to its end: `outcome`, `reason`, `step`, `trained_at_version`, `staleness`, `completion_tokens` (of the
@@ -147,15 +162,23 @@ def open_run(path: str | Path) -> Run:
     """
     directory = Path(path).expanduser().resolve()
     if not directory.is_dir():
-        raise RunNotFound(f"run {str(path)!r} is not a directory; give the path of a run's directory, such as runs/quickstart")
+        raise RunNotFound(
+            f"run {str(path)!r} is not a directory; give the path of a run's directory, such as runs/quickstart"
+        )
     if not (directory / "config.yaml").exists():
-        raise RunNotFound(f"run {str(path)!r} holds no config.yaml, so it is no run directory; {_nearby(directory)}")
+        raise RunNotFound(
+            f"run {str(path)!r} holds no config.yaml, so it is no run directory; {_nearby(directory)}"
+        )
     return Run(directory)
 
 
 def _nearby(directory: Path) -> str:
     runs = sorted(child.name for child in directory.iterdir() if (child / "config.yaml").exists())
-    return f"did you mean {str(directory / runs[0])!r}?" if runs else "give a directory that `asyncrl train` wrote"
+    return (
+        f"did you mean {str(directory / runs[0])!r}?"
+        if runs
+        else "give a directory that `asyncrl train` wrote"
+    )
 
 
 def _read_parquet(directory: Path, empty: pa.Schema) -> pa.Table:
@@ -174,7 +197,11 @@ def _read_parquet(directory: Path, empty: pa.Schema) -> pa.Table:
 def _distinct(table: pa.Table) -> pa.Table:
     """One row per (attempt, ordinal), the last one written, in order of attempt and ordinal."""
     numbered = table.append_column("row", pa.array(range(len(table)), pa.int64()))
-    last = numbered.group_by(["attempt", "ordinal"]).aggregate([("row", "max")]).sort_by([("attempt", "ascending"), ("ordinal", "ascending")])
+    last = (
+        numbered.group_by(["attempt", "ordinal"])
+        .aggregate([("row", "max")])
+        .sort_by([("attempt", "ascending"), ("ordinal", "ascending")])
+    )
     return table.take(last["row_max"])
 
 
@@ -184,16 +211,22 @@ def _explode(groups: pa.Table) -> pa.Table:
     parents = pc.list_parent_indices(groups["completion_ids"])
     for name in (REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN):
         if name in groups.column_names and groups[name].null_count:
-            groups = groups.drop_columns([name])  # an attempt had no reference policy, or no reward per token
+            groups = groups.drop_columns(
+                [name]
+            )  # an attempt had no reference policy, or no reward per token
     lists = [name for name in PER_TRAJECTORY if name in groups.column_names]
     table = groups.drop_columns(lists).take(parents)
     counts = pc.list_value_length(groups["completion_ids"]).to_pylist()
-    table = table.append_column("index", pa.array([index for count in counts for index in range(count)], pa.int32()))
+    table = table.append_column(
+        "index", pa.array([index for count in counts for index in range(count)], pa.int32())
+    )
     for name in lists:
         values = pc.list_flatten(groups[name])
         if name == "reward_parts":
             for part in values.type:
-                table = table.append_column(f"reward/{part.name}", pc.struct_field(values, part.name))
+                table = table.append_column(
+                    f"reward/{part.name}", pc.struct_field(values, part.name)
+                )
         else:
             table = table.append_column(SINGULAR.get(name, name), values)
     return _with_versions(table)
@@ -211,7 +244,12 @@ def _with_versions(table: pa.Table) -> pa.Table:
 
 def _with_fates(table: pa.Table, fates: pa.Table) -> pa.Table:
     """Add the columns of the fates, null where there is none yet. (Arrow's own join takes no list columns.)"""
-    rows = {key: row for row, key in enumerate(zip(fates["attempt"].to_pylist(), fates["ordinal"].to_pylist(), strict=True))}
+    rows = {
+        key: row
+        for row, key in enumerate(
+            zip(fates["attempt"].to_pylist(), fates["ordinal"].to_pylist(), strict=True)
+        )
+    }
     keys = zip(table["attempt"].to_pylist(), table["ordinal"].to_pylist(), strict=True)
     found = fates.take(pa.array([rows.get(key) for key in keys], pa.int64()))
     for name in fates.column_names[2:]:

@@ -32,10 +32,19 @@ FLAGS = frozenset({"true", "false", "yes", "no", "on", "off", "none", "null"})
 
 PATTERNS = (
     re.compile(r"(?<=://)[^/\s'\"<>]+(?=@)"),
-    re.compile(r"(?P<kept>\bbearer[ \t]+|authorization[\"']?: ?[\"']?basic +)[\w.~+/=-]{4,}", re.IGNORECASE),
-    re.compile(r"(?<![\w])(?:sk|hf|gh[pousr]|github_pat|glpat|nvapi|xox[a-z])[-_][A-Za-z0-9_-]{16,}"),
-    re.compile(r"(?<![\w])(?:AKIA|ASIA)[A-Z0-9]{16}(?![\w])|(?<![\w])AIza[\w-]{35}|(?<![\w])eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}"),
-    re.compile(r"(?P<kept>(?:api[_-]?key|token|password|secret)[\"']?(?:=|: ?(?=[\"']))[\"']?)[^\s&'\",;]+", re.IGNORECASE),
+    re.compile(
+        r"(?P<kept>\bbearer[ \t]+|authorization[\"']?: ?[\"']?basic +)[\w.~+/=-]{4,}", re.IGNORECASE
+    ),
+    re.compile(
+        r"(?<![\w])(?:sk|hf|gh[pousr]|github_pat|glpat|nvapi|xox[a-z])[-_][A-Za-z0-9_-]{16,}"
+    ),
+    re.compile(
+        r"(?<![\w])(?:AKIA|ASIA)[A-Z0-9]{16}(?![\w])|(?<![\w])AIza[\w-]{35}|(?<![\w])eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}"
+    ),
+    re.compile(
+        r"(?P<kept>(?:api[_-]?key|token|password|secret)[\"']?(?:=|: ?(?=[\"']))[\"']?)[^\s&'\",;]+",
+        re.IGNORECASE,
+    ),
     re.compile(r"(?P<kept>x-api-key: ?)\S+", re.IGNORECASE),
     re.compile(r"(?P<kept>-----BEGIN [A-Z ]*PRIVATE KEY-----)[^-]+(?=-----END)"),
 )
@@ -62,23 +71,46 @@ def _forms(value: str) -> tuple[str, ...]:
     """The value as it stands in texts, in JSON and JSON within JSON, in Python's repr, in quoted YAML, in an address, in hexadecimal digits and within
     base64; and each long line of it. The longest first."""
     in_json = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
-    in_yaml = (yaml.safe_dump(value, default_style='"', width=2 * len(value) + 80).strip()[1:-1], value.replace("'", "''"))
+    in_yaml = (
+        yaml.safe_dump(value, default_style='"', width=2 * len(value) + 80).strip()[1:-1],
+        value.replace("'", "''"),
+    )
     in_address = {quote(value, safe=""), quote(value), quote_plus(value)}
     lower = {re.sub("%..", lambda found: found[0].lower(), form) for form in in_address}
-    forms = {value, *in_json, *(json.dumps(form)[1:-1] for form in in_json), *in_yaml, repr(value)[1:-1], *in_address, *lower}
+    forms = {
+        value,
+        *in_json,
+        *(json.dumps(form)[1:-1] for form in in_json),
+        *in_yaml,
+        repr(value)[1:-1],
+        *in_address,
+        *lower,
+    }
     if len(value) >= SHORT:
         content = value.encode(errors="surrogateescape")
-        forms |= {content.hex(), content.hex().upper(), *(line for line in value.splitlines() if len(line) >= SHORT and "-----" not in line)}
-        for before, start in enumerate((0, 2, 3)):  # base64 of a longer text: by where in three bytes the value begins
+        forms |= {
+            content.hex(),
+            content.hex().upper(),
+            *(line for line in value.splitlines() if len(line) >= SHORT and "-----" not in line),
+        }
+        for before, start in enumerate(
+            (0, 2, 3)
+        ):  # base64 of a longer text: by where in three bytes the value begins
             end = (before + len(content)) * 8 // 6
-            forms |= {encode(b"\0" * before + content).decode()[start:end] for encode in (base64.b64encode, base64.urlsafe_b64encode)}
+            forms |= {
+                encode(b"\0" * before + content).decode()[start:end]
+                for encode in (base64.b64encode, base64.urlsafe_b64encode)
+            }
     return tuple(sorted(forms, key=len, reverse=True))
 
 
 def redact_tree(tree: Any) -> Any:
     """`redact` in every string of nested mappings and lists; a text under a secret's name goes altogether."""
     if isinstance(tree, Mapping):
-        return {_name(name): _hidden(item) if SECRET_NAME.search(str(name)) else redact_tree(item) for name, item in tree.items()}
+        return {
+            _name(name): _hidden(item) if SECRET_NAME.search(str(name)) else redact_tree(item)
+            for name, item in tree.items()
+        }
     if isinstance(tree, list | tuple):
         return [redact_tree(item) for item in tree]
     return redact(tree) if isinstance(tree, str) else tree
@@ -99,7 +131,10 @@ def _hidden(tree: Any) -> Any:
 
 def shown(text: str) -> str:
     """The text as a terminal may show it: without secrets, and without control characters other than tab and newline. It may quote what a model wrote."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "�" for character in redact(text))
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else "�"
+        for character in redact(text)
+    )
 
 
 def print_shown(text: str = "", file: IO[str] | None = None) -> None:

@@ -39,7 +39,11 @@ FIXED = {
 }
 """Settings that a resumed run keeps, and why."""
 
-LONGEST = ("rollout.max_completion_length", "learner.max_tokens_per_gpu", "learner.sequence_parallel_size")
+LONGEST = (
+    "rollout.max_completion_length",
+    "learner.max_tokens_per_gpu",
+    "learner.sequence_parallel_size",
+)
 """What bounds a trajectory's length, beside FIXED."""
 
 FREE = ("resume", "name", "runs_root", "checkpoint.load", "checkpoint.ckpt_step", "checkpoint.save")
@@ -89,7 +93,11 @@ def find_beginning(config: Config, run_id: str | None, saved: bool = False) -> B
         ConfigError: the run has no checkpoint of its own under `resume: must`, or lacks `ckpt_step`; it had some, and they are gone; there is none at
             `checkpoint.load`; none can be read; or a setting, the data or the model changed in a way that would falsify the run.
     """
-    own, load, step = config.checkpoints_directory, config.checkpoint.load, config.checkpoint.ckpt_step
+    own, load, step = (
+        config.checkpoints_directory,
+        config.checkpoint.load,
+        config.checkpoint.ckpt_step,
+    )
     looked: tuple[str, ...] = ()
     if config.resume != "never":
         versions = Checkpoints(own, keep=1).versions()
@@ -103,18 +111,29 @@ def find_beginning(config: Config, run_id: str | None, saved: bool = False) -> B
             )
         looked = (f"resume {config.resume}: no checkpoint in {own}",)
     elif next(iter(own.glob("step_*/COMMITTED")), None) is not None:
-        raise ConfigError(f"checkpoint.save = {str(own)!r} holds checkpoints of another run; name an empty directory, or go on with it (--resume must)")
+        raise ConfigError(
+            f"checkpoint.save = {str(own)!r} holds checkpoints of another run; name an empty directory, or go on with it (--resume must)"
+        )
     if load is None:
         return Beginning(None, None, looked)
     directory = Path(load) / "checkpoints" if (Path(load) / "checkpoints").is_dir() else Path(load)
     try:
         found = _found(config, directory, step)
     except NoCheckpoint as error:
-        raise ConfigError(f"checkpoint.load: {error}".replace("; start with --resume never or auto", "; give a run's directory, or its checkpoints")) from None
+        raise ConfigError(
+            f"checkpoint.load: {error}".replace(
+                "; start with --resume never or auto",
+                "; give a run's directory, or its checkpoints",
+            )
+        ) from None
     assert found.state is not None
     # Its rows are another run's; ordinals without an outcome are made again here.
     state = replace(found.state, waiting=())
-    return Beginning(found.checkpoint, state, (*looked, *found.said, "another run's: groups that waited there are made again"))
+    return Beginning(
+        found.checkpoint,
+        state,
+        (*looked, *found.said, "another run's: groups that waited there are made again"),
+    )
 
 
 def _own(config: Config, own: Path, step: int | None, run_id: str | None) -> Beginning:
@@ -142,14 +161,21 @@ def _found(config: Config, directory: Path, step: int | None) -> Beginning:
     _refuse_falsifying(path, changes, state, config)
     lines = [f"passed over: {reason}" for reason in passed_over]
     lines += [f"found {path} (version {state.version}, {len(state.waiting)} groups waiting)"]
-    lines += [f"changed since: {name} {_short(old)} → {_short(new)}" for name, (old, new) in changes.items()]
+    lines += [
+        f"changed since: {name} {_short(old)} → {_short(new)}"
+        for name, (old, new) in changes.items()
+    ]
     if state.waiting and (why := [name for name in changes if name.startswith(SCORED_WITH)]):
-        lines.append(f"the {len(state.waiting)} groups that waited are made again: their scores, or their lengths, go with the old {why[0]}")
+        lines.append(
+            f"the {len(state.waiting)} groups that waited are made again: their scores, or their lengths, go with the old {why[0]}"
+        )
         state = replace(state, waiting=())
     return Beginning(path, state, tuple(lines), state.attempt)
 
 
-def config_changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+def config_changes(
+    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
     """Dotted name → (before, after) of the settings that differ, but for those that only say where things lie."""
     changes: dict[str, tuple[Any, Any]] = {}
     for name in [*after, *(name for name in before if name not in after)]:
@@ -161,20 +187,39 @@ def config_changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: 
     return changes
 
 
-def _refuse_falsifying(path: Path, changes: Mapping[str, tuple[Any, Any]], state: State, config: Config) -> None:
+def _refuse_falsifying(
+    path: Path, changes: Mapping[str, tuple[Any, Any]], state: State, config: Config
+) -> None:
     """Raises ConfigError."""
     fix = "set it back, or start a new run under another --name (asyncrl export gives it these weights)"
     for name, (old, new) in changes.items():
-        if (fixed := next((one for one in FIXED if name == one or name.startswith(f"{one}.")), None)) is not None:
-            raise ConfigError(f"{name} = {_short(new)}, but {path} was made with {_short(old)}, and {FIXED[fixed]}; {fix}")
+        if (
+            fixed := next((one for one in FIXED if name == one or name.startswith(f"{one}.")), None)
+        ) is not None:
+            raise ConfigError(
+                f"{name} = {_short(new)}, but {path} was made with {_short(old)}, and {FIXED[fixed]}; {fix}"
+            )
         if name == "algorithm.advantage" and "gae" in (old, new):
-            raise ConfigError(f"{name} = {new}, but {path} was made with {old}, and only one of them has a value head; {fix}")
+            raise ConfigError(
+                f"{name} = {new}, but {path} was made with {old}, and only one of them has a value head; {fix}"
+            )
     if state.seed != config.seed:
-        raise ConfigError(f"seed = {config.seed}, but {path} was made with {state.seed}, and {FIXED['seed']}; {fix}")
-    for field, known, now in (("data.train", state.data_hash, data_hash(config)), ("model.path", state.model_hash, model_hash(config))):
+        raise ConfigError(
+            f"seed = {config.seed}, but {path} was made with {state.seed}, and {FIXED['seed']}; {fix}"
+        )
+    for field, known, now in (
+        ("data.train", state.data_hash, data_hash(config)),
+        ("model.path", state.model_hash, model_hash(config)),
+    ):
         if known and now and known != now:
-            what = "ordinals stand for its rows" if field == "data.train" else "config or tokenizer differ from those that the checkpoint's weights go with"
-            raise ConfigError(f"{field}: its content is no longer what {path} was made with, and {what}; {fix.replace('set it', 'put it')}")
+            what = (
+                "ordinals stand for its rows"
+                if field == "data.train"
+                else "config or tokenizer differ from those that the checkpoint's weights go with"
+            )
+            raise ConfigError(
+                f"{field}: its content is no longer what {path} was made with, and {what}; {fix.replace('set it', 'put it')}"
+            )
 
 
 def config_text(config: Config) -> str:
@@ -196,7 +241,10 @@ def data_hash(config: Config) -> str:
         return ""
     if len(sources) == 1 and sources[0].prompt_column is None:
         return hashes[0]
-    mixed = [(source.weight, source.prompt_column, known) for source, known in zip(sources, hashes, strict=True)]
+    mixed = [
+        (source.weight, source.prompt_column, known)
+        for source, known in zip(sources, hashes, strict=True)
+    ]
     return hash_of(json.dumps(mixed))
 
 

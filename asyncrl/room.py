@@ -14,7 +14,18 @@ from asyncrl.config import TASK_CPUS, Config
 from asyncrl.names import NOT_IMPLEMENTED
 from asyncrl.weights.layout import ITEM_BYTES
 
-__all__ = ["Holder", "Need", "Node", "Part", "cluster_text", "logical_cpus", "placement_text", "run_needs", "shortages", "with_fewer_replicas"]
+__all__ = [
+    "Holder",
+    "Need",
+    "Node",
+    "Part",
+    "cluster_text",
+    "logical_cpus",
+    "placement_text",
+    "run_needs",
+    "shortages",
+    "with_fewer_replicas",
+]
 
 COUNTED = ("CPU", "GPU")
 """What processes declare to Ray: a node that does not register it has none."""
@@ -66,12 +77,24 @@ def logical_cpus(config: Config) -> tuple[Part, ...]:
     """What each part declares to Ray."""
     return (
         Part("learner ranks", config.learner.world_size, config.learner.num_cpus),
-        *([Part("generator replicas", config.generator.num_replicas, config.generator.num_cpus)] if config.generator.own else []),
-        *([Part("reference policy", 1, config.algorithm.ref_num_cpus)] if config.algorithm.has_reference else []),
+        *(
+            [Part("generator replicas", config.generator.num_replicas, config.generator.num_cpus)]
+            if config.generator.own
+            else []
+        ),
+        *(
+            [Part("reference policy", 1, config.algorithm.ref_num_cpus)]
+            if config.algorithm.has_reference
+            else []
+        ),
         Part("rollout workers", config.rollout.num_workers, TASK_CPUS),
         Part("prompt stream", 1, TASK_CPUS),
         Part("scoring stream", config.reward.tasks, config.reward.num_cpus),
-        *([Part("evaluation's rewards", 1, config.reward.num_cpus)] if config.scores_evaluation_apart else []),
+        *(
+            [Part("evaluation's rewards", 1, config.reward.num_cpus)]
+            if config.scores_evaluation_apart
+            else []
+        ),
     )
 
 
@@ -83,7 +106,11 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
             states and KV cache, without activations, libraries and Ray.
     """
     learner, generator = config.learner, config.generator
-    cuda = {"learner ranks": learner.device, "reference policy": learner.device, "generator replicas": generator.device}
+    cuda = {
+        "learner ranks": learner.device,
+        "reference policy": learner.device,
+        "generator replicas": generator.device,
+    }
     needs = []
     for part in logical_cpus(config):
         amounts = {"CPU": part.cpus}
@@ -95,7 +122,13 @@ def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
             amounts |= _bytes_of(part.name, config, version_bytes)
         needs.append(Need(part.name, part.count, amounts))
     if version_bytes:
-        needs.append(Need("two published versions", 1, {"shared memory": 2.0 * version_bytes, "object store": 2.0 * version_bytes}))
+        needs.append(
+            Need(
+                "two published versions",
+                1,
+                {"shared memory": 2.0 * version_bytes, "object store": 2.0 * version_bytes},
+            )
+        )
     return tuple(needs)
 
 
@@ -104,11 +137,17 @@ def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]
     parameters = version_bytes / ITEM_BYTES[config.model.dtype]
     if part == "learner ranks" and (learner.device == "cpu" or learner.offload_optimizer == "cpu"):
         # Weights and gradients in float32, and AdamW's two moments.
-        return {"memory": parameters * (16 if learner.optimizer == "adamw" else 8) / learner.world_size}
+        return {
+            "memory": parameters * (16 if learner.optimizer == "adamw" else 8) / learner.world_size
+        }
     if part == "reference policy" and learner.device == "cpu":
         return {"memory": parameters * (2 if learner.bf16 else 4)}
     if part == "generator replicas":
-        held = {"memory": float(version_bytes + generator.kv_cache_memory_bytes)} if generator.device == "cpu" else {}
+        held = (
+            {"memory": float(version_bytes + generator.kv_cache_memory_bytes)}
+            if generator.device == "cpu"
+            else {}
+        )
         return {**held, "shared memory": float(version_bytes)}
     return {}
 
@@ -120,22 +159,39 @@ def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> l
         wanted = sum(need.count * need.amounts.get(resource, 0) for need in needs)
         there = sum(_has(node, resource, which) for node in nodes)
         if wanted > there + ROUNDING:
-            lines.append(f"{resource}: {_amount(resource, wanted)} needed, {_amount(resource, there)} {which}")
+            lines.append(
+                f"{resource}: {_amount(resource, wanted)} needed, {_amount(resource, there)} {which}"
+            )
     for need in needs:
-        places = [(node.name, _places(need, node, which)) for node in nodes]  # two nodes may have one name
+        places = [
+            (node.name, _places(need, node, which)) for node in nodes
+        ]  # two nodes may have one name
         if sum(count for _, count in places) < need.count:
-            each = ", ".join(f"{resource} {_amount(resource, amount)}" for resource, amount in need.amounts.items() if amount)
+            each = ", ".join(
+                f"{resource} {_amount(resource, amount)}"
+                for resource, amount in need.amounts.items()
+                if amount
+            )
             lines.append(
                 f"{need.part}: {need.count} x ({each}), each on one node, and {which} is room for "
-                + (", ".join(f"{count:g} on {name}" for name, count in places if count) or "none on any")
+                + (
+                    ", ".join(f"{count:g} on {name}" for name, count in places if count)
+                    or "none on any"
+                )
             )
     return lines
 
 
-def with_fewer_replicas(config: Config, version_bytes: int, nodes: Sequence[Node], which: Amounts) -> Config | None:
+def with_fewer_replicas(
+    config: Config, version_bytes: int, nodes: Sequence[Node], which: Amounts
+) -> Config | None:
     """The config with as many replicas as have room, fewer than asked for and not below `generator.min_replicas`. None: not even those."""
-    for replicas in range(config.generator.num_replicas - 1, config.generator.least_replicas - 1, -1):
-        fewer = config.model_copy(update={"generator": config.generator.model_copy(update={"num_replicas": replicas})})
+    for replicas in range(
+        config.generator.num_replicas - 1, config.generator.least_replicas - 1, -1
+    ):
+        fewer = config.model_copy(
+            update={"generator": config.generator.model_copy(update={"num_replicas": replicas})}
+        )
         if not shortages(run_needs(fewer, version_bytes), nodes, which):
             return fewer
     return None
@@ -148,7 +204,9 @@ def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
     rollouts = generator.num_replicas * (generator.device == "cuda")
     reference = int(config.algorithm.has_reference and learner.device == "cuda")
     rewards = config.reward.num_gpus * (config.reward.tasks + config.scores_evaluation_apart)
-    extra = (f" + reference {reference}" if reference else "") + (f" + rewards {rewards:g}" if rewards else "")
+    extra = (f" + reference {reference}" if reference else "") + (
+        f" + rewards {rewards:g}" if rewards else ""
+    )
     return (
         "# placement, in slime's terms\n"
         f"  actor_num_nodes * actor_num_gpus_per_node = {actors} GPUs (learner.world_size {learner.world_size} on {learner.device})\n"
@@ -175,18 +233,49 @@ def cluster_text(needs: Sequence[Need], nodes: Sequence[Node], unknown_holders: 
         unknown_holders: why nobody knows who holds what; "" = it is known.
     """
     shown = [name for name in (*COUNTED, *BYTES) if any(need.amounts.get(name) for need in needs)]
-    rows = [f"# cluster, {len(nodes)} node{'s' * (len(nodes) != 1)}", f"  {'':<16}{'needed':>12}{'registered':>14}{'free':>12}"]
+    rows = [
+        f"# cluster, {len(nodes)} node{'s' * (len(nodes) != 1)}",
+        f"  {'':<16}{'needed':>12}{'registered':>14}{'free':>12}",
+    ]
     for name in shown:
         wanted = sum(need.count * need.amounts.get(name, 0) for need in needs)
-        registered, free = (sum(_has(node, name, which) for node in nodes) for which in ("registered", "free"))
-        rows.append(f"  {name:<16}{_amount(name, wanted):>12}{_amount(name, registered):>14}{_amount(name, free):>12}")
+        registered, free = (
+            sum(_has(node, name, which) for node in nodes) for which in ("registered", "free")
+        )
+        rows.append(
+            f"  {name:<16}{_amount(name, wanted):>12}{_amount(name, registered):>14}{_amount(name, free):>12}"
+        )
     for node in nodes:
         rows.append(f"  node {node.name}")
-        rows += [f"    {name:<26}{_amount(name, _has(node, name, 'registered')):>14}{_amount(name, _has(node, name, 'free')):>12}" for name in shown]
-        rows.append("    room for " + ", ".join(f"{need.part} {min(need.count, _places(need, node, 'free')):g} of {need.count}" for need in needs))
-        rows += [f"    held by {holder.name}: " + _amounts(holder.amounts) for holder in node.holders]
-    held = any(_has(node, name, "free") + ROUNDING < _has(node, name, "registered") for node in nodes for name in COUNTED)
-    return "\n".join([*rows, *([f"  who holds the rest is not known: {unknown_holders}"] if unknown_holders and held else [])])
+        rows += [
+            f"    {name:<26}{_amount(name, _has(node, name, 'registered')):>14}{_amount(name, _has(node, name, 'free')):>12}"
+            for name in shown
+        ]
+        rows.append(
+            "    room for "
+            + ", ".join(
+                f"{need.part} {min(need.count, _places(need, node, 'free')):g} of {need.count}"
+                for need in needs
+            )
+        )
+        rows += [
+            f"    held by {holder.name}: " + _amounts(holder.amounts) for holder in node.holders
+        ]
+    held = any(
+        _has(node, name, "free") + ROUNDING < _has(node, name, "registered")
+        for node in nodes
+        for name in COUNTED
+    )
+    return "\n".join(
+        [
+            *rows,
+            *(
+                [f"  who holds the rest is not known: {unknown_holders}"]
+                if unknown_holders and held
+                else []
+            ),
+        ]
+    )
 
 
 def _gpus(nodes: Sequence[Node] | None) -> str:
@@ -197,7 +286,9 @@ def _gpus(nodes: Sequence[Node] | None) -> str:
 
 def _places(need: Need, node: Node, which: Amounts) -> float:
     """How many of these processes the node has room for, if nothing else comes to it."""
-    quotients = [_has(node, name, which) / amount for name, amount in need.amounts.items() if amount]
+    quotients = [
+        _has(node, name, which) / amount for name, amount in need.amounts.items() if amount
+    ]
     fewest = min(quotients, default=math.inf)
     return math.floor(fewest + ROUNDING) if math.isfinite(fewest) else math.inf
 

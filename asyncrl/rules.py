@@ -19,15 +19,39 @@ WARM_START = (
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 OWN_SETS = ("greedy", "sampled")
 """The evaluation sets that eval.data stands for."""
-MEASURED = ("prompts", "accuracy", "scored", "unscored_ratio", "late_ratio", "failed_ratio", "completion_tokens", "truncated_ratio")
+MEASURED = (
+    "prompts",
+    "accuracy",
+    "scored",
+    "unscored_ratio",
+    "late_ratio",
+    "failed_ratio",
+    "completion_tokens",
+    "truncated_ratio",
+)
 """What is reported of every set, beside its rewards."""
 OVER_ALL_SETS = ("failed_ratio", "newest_version")
 """Metrics of an evaluation as a whole whose names a set's could have."""
 
 ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
-    ("algorithm.eps_clip", "algorithm.clips", (True,), "algorithm.loss: ppo, gspo or cispo and an old_policy other than learner"),
-    ("algorithm.eps_clip_high", "algorithm.clips", (True,), "algorithm.loss: ppo, gspo or cispo and an old_policy other than learner"),
-    ("algorithm.correction.cap", "algorithm.caps", (True,), "algorithm.correction.truncation or kl_loss_coef"),
+    (
+        "algorithm.eps_clip",
+        "algorithm.clips",
+        (True,),
+        "algorithm.loss: ppo, gspo or cispo and an old_policy other than learner",
+    ),
+    (
+        "algorithm.eps_clip_high",
+        "algorithm.clips",
+        (True,),
+        "algorithm.loss: ppo, gspo or cispo and an old_policy other than learner",
+    ),
+    (
+        "algorithm.correction.cap",
+        "algorithm.caps",
+        (True,),
+        "algorithm.correction.truncation or kl_loss_coef",
+    ),
     ("algorithm.tau_positive", "algorithm.loss", ("sapo",), "algorithm.loss: sapo"),
     ("algorithm.tau_negative", "algorithm.loss", ("sapo",), "algorithm.loss: sapo"),
     ("algorithm.dppo_threshold", "algorithm.loss", ("dppo",), "algorithm.loss: dppo"),
@@ -36,15 +60,40 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("algorithm.gae_lambda", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("algorithm.value_coef", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
     ("learner.value_learning_rate", "algorithm.advantage", ("gae",), "algorithm.advantage: gae"),
-    ("algorithm.kl_estimator", "algorithm.has_reference", (True,), "algorithm.kl_coef or kl_loss_coef above 0"),
-    ("algorithm.ref_num_cpus", "algorithm.has_reference", (True,), "algorithm.kl_coef or kl_loss_coef above 0"),
-    ("algorithm.correction.reject_estimator", "algorithm.correction.rejects", (True,), "algorithm.correction.reject_above"),
-    ("algorithm.correction.reject_level", "algorithm.correction.rejects", (True,), "algorithm.correction.reject_above"),
+    (
+        "algorithm.kl_estimator",
+        "algorithm.has_reference",
+        (True,),
+        "algorithm.kl_coef or kl_loss_coef above 0",
+    ),
+    (
+        "algorithm.ref_num_cpus",
+        "algorithm.has_reference",
+        (True,),
+        "algorithm.kl_coef or kl_loss_coef above 0",
+    ),
+    (
+        "algorithm.correction.reject_estimator",
+        "algorithm.correction.rejects",
+        (True,),
+        "algorithm.correction.reject_above",
+    ),
+    (
+        "algorithm.correction.reject_level",
+        "algorithm.correction.rejects",
+        (True,),
+        "algorithm.correction.reject_above",
+    ),
     ("learner.cast_lm_head_to_fp32", "learner.bf16", (True,), "learner.bf16: true"),
     ("learner.adam_betas", "learner.optimizer", ("adamw",), "learner.optimizer: adamw"),
     ("learner.adam_eps", "learner.optimizer", ("adamw",), "learner.optimizer: adamw"),
     *(
-        (f"generator.{name}", "generator.own", (True,), "generators of the run's own; those of generator.attach have their settings already")
+        (
+            f"generator.{name}",
+            "generator.own",
+            (True,),
+            "generators of the run's own; those of generator.attach have their settings already",
+        )
         for name in (
             "num_replicas",
             "min_replicas",
@@ -64,22 +113,53 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("eval.pass_threshold", "eval.draws_several", (True,), "a set of eval.sets with n above 1"),
     ("model.revision", "model.on_hub", (True,), "the name of a model on the hub in model.path"),
     ("observe.project", "observe.has_sinks", (True,), "observe.sinks"),
-    ("reward.overlong_penalty", "reward.penalises_length", (True,), "reward.overlong_buffer above 0"),
-    *(
-        (f"reward.sandbox.{name}", "reward.sandbox.runs_code", (True,), "reward.sandbox.level")
-        for name in ("service", "wall_s", "cpu_s", "memory_bytes", "processes", "disk_bytes", "output_bytes")
+    (
+        "reward.overlong_penalty",
+        "reward.penalises_length",
+        (True,),
+        "reward.overlong_buffer above 0",
     ),
     *(
-        (f"reward.sandbox.{name}", "reward.sandbox.is_local", (True,), "reward.sandbox.level and without a service, which has its own")
+        (f"reward.sandbox.{name}", "reward.sandbox.runs_code", (True,), "reward.sandbox.level")
+        for name in (
+            "service",
+            "wall_s",
+            "cpu_s",
+            "memory_bytes",
+            "processes",
+            "disk_bytes",
+            "output_bytes",
+        )
+    ),
+    *(
+        (
+            f"reward.sandbox.{name}",
+            "reward.sandbox.is_local",
+            (True,),
+            "reward.sandbox.level and without a service, which has its own",
+        )
         for name in ("python", "paths")
     ),
     ("reward.retries", "reward.policy", ("retry",), "reward.policy: retry"),
     ("rollout.repetition_ngram", "rollout.stops_repetition", (True,), "rollout.repetition_stop"),
     ("rollout.repetition_stop", "rollout.ignore_eos", (False,), "rollout.ignore_eos: false"),
-    ("data.length_policy", "judges_length", (True,), "warm_start.data and data.max_length, or a data.max_length of max_prompt_length or less"),
+    (
+        "data.length_policy",
+        "judges_length",
+        (True,),
+        "warm_start.data and data.max_length, or a data.max_length of max_prompt_length or less",
+    ),
     ("data.length_side", "data.length_policy", ("truncate",), "data.length_policy: truncate"),
-    *((f"warm_start.{name}", "warm_start.given", (True,), "warm_start.data") for name in WARM_START),
-    ("learner.offload_param", "learner.offload_optimizer", ("cpu",), "learner.offload_optimizer: cpu"),
+    *(
+        (f"warm_start.{name}", "warm_start.given", (True,), "warm_start.data")
+        for name in WARM_START
+    ),
+    (
+        "learner.offload_param",
+        "learner.offload_optimizer",
+        ("cpu",),
+        "learner.offload_optimizer: cpu",
+    ),
 )
 """A setting, another, the values of that with which the first has an effect, and how to say so."""
 
@@ -96,7 +176,11 @@ def check_rules(config: Config) -> None:
 
 def _sources_hold(config: Config) -> None:
     """Weights are for all sources of data.train or none, and names differ."""
-    settings = {"data.train": config.data.train, "eval.data": config.eval.data, "warm_start.data": config.warm_start.data}
+    settings = {
+        "data.train": config.data.train,
+        "eval.data": config.eval.data,
+        "warm_start.data": config.warm_start.data,
+    }
     settings |= {f"eval.sets.{name}.data": one.data for name, one in config.eval.sets.items()}
     for setting, value in settings.items():
         sources = value if isinstance(value, tuple) else ()
@@ -104,16 +188,24 @@ def _sources_hold(config: Config) -> None:
             raise ValueError(f"{setting} is an empty list; name a path")
         for number, source in enumerate(sources):
             if source.weight is not None and (setting != "data.train" or len(sources) == 1):
-                raise ValueError(f"{setting}.{number}.weight = {source.weight:g} acts only with several sources in data.train; leave it out")
+                raise ValueError(
+                    f"{setting}.{number}.weight = {source.weight:g} acts only with several sources in data.train; leave it out"
+                )
             if source.revision is not None and not source.on_hub:
-                raise ValueError(f"{setting}.{number}.revision = {source.revision!r} acts only with a dataset on the hub; leave it out")
+                raise ValueError(
+                    f"{setting}.{number}.revision = {source.revision!r} acts only with a dataset on the hub; leave it out"
+                )
         weighted = [source for source in sources if source.weight is not None]
         if weighted and len(weighted) < len(sources):
             without = next(source for source in sources if source.weight is None)
-            raise ValueError(f"{setting}: source {without.label!r} has no weight, and others have one; give all of them a weight, or none")
+            raise ValueError(
+                f"{setting}: source {without.label!r} has no weight, and others have one; give all of them a weight, or none"
+            )
         labels = [source.label for source in sources]
         if twice := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(f"{setting}: several sources are called {twice[0]!r}; give each a name of its own")
+            raise ValueError(
+                f"{setting}: several sources are called {twice[0]!r}; give each a name of its own"
+            )
 
 
 def length_text(config: Config) -> str:
@@ -155,7 +247,9 @@ def _arithmetic_holds(config: Config) -> None:
             f"rollout.n_samples_per_prompt = 1 leaves advantage: {config.algorithm.advantage} nothing to compare a trajectory with (a group of one has no "
             "std, and its own mean): set 2 or more, or algorithm.advantage: reinforce_plus_plus or gae"
         )
-    if config.data.max_length is not None and config.data.max_length > (longest := config.data.max_prompt_length + config.rollout.max_completion_length):
+    if config.data.max_length is not None and config.data.max_length > (
+        longest := config.data.max_prompt_length + config.rollout.max_completion_length
+    ):
         raise ValueError(
             f"data.max_length = {config.data.max_length} is above data.max_prompt_length + rollout.max_completion_length = {longest}, so it bounds nothing; "
             "lower it, or leave it out"
@@ -167,15 +261,21 @@ def _arithmetic_holds(config: Config) -> None:
         )
     _trajectories_fit(config)
     if config.warm_start.data is not None and config.eval.data is None:
-        raise ValueError(f"warm_start.data = {config.warm_start.data!r} needs eval.data: its accuracy there ends the warm start; name a held-out file")
+        raise ValueError(
+            f"warm_start.data = {config.warm_start.data!r} needs eval.data: its accuracy there ends the warm start; name a held-out file"
+        )
     _pieces_are_cut(config)
     _code_has_a_sandbox(config)
     if config.eval.every_steps and not config.eval.evaluates:
-        raise ValueError(f"eval.every_steps = {config.eval.every_steps} has nothing to evaluate on; set eval.data or eval.sets, or leave it out")
+        raise ValueError(
+            f"eval.every_steps = {config.eval.every_steps} has nothing to evaluate on; set eval.data or eval.sets, or leave it out"
+        )
     _sets_can_be_evaluated(config)
     _evaluation_metrics_differ(config)
     if config.eval.accuracy is not None and config.eval.accuracy not in config.reward.functions:
-        raise ValueError(f"eval.accuracy = {config.eval.accuracy!r} is not one of reward.functions {sorted(config.reward.functions)}; name one")
+        raise ValueError(
+            f"eval.accuracy = {config.eval.accuracy!r} is not one of reward.functions {sorted(config.reward.functions)}; name one"
+        )
 
 
 def _code_has_a_sandbox(config: Config) -> None:
@@ -190,9 +290,13 @@ def _code_has_a_sandbox(config: Config) -> None:
                 "container (docs/sandbox.md)"
             )
         if sandbox.wall_s >= deadline_s:
-            raise ValueError(f"reward.sandbox.wall_s = {sandbox.wall_s:g} is not below reward.deadline_s = {deadline_s:g}; raise the deadline, or lower it")
+            raise ValueError(
+                f"reward.sandbox.wall_s = {sandbox.wall_s:g} is not below reward.deadline_s = {deadline_s:g}; raise the deadline, or lower it"
+            )
     if sandbox.level == "container" and sandbox.service is None:
-        raise ValueError("reward.sandbox.level = 'container' is what an outside service gives; set reward.sandbox.service, or ask for namespaces or landlock")
+        raise ValueError(
+            "reward.sandbox.level = 'container' is what an outside service gives; set reward.sandbox.service, or ask for namespaces or landlock"
+        )
 
 
 def _sets_can_be_evaluated(config: Config) -> None:
@@ -205,21 +309,40 @@ def _sets_can_be_evaluated(config: Config) -> None:
             )
         if one.data is None and config.eval.data is None:
             raise ValueError(f"{field} has no prompts; set {field}.data, or eval.data")
-        if one.temperature == 0 and (cut := [name for name in ("top_p", "top_k", "min_p") if getattr(one, name) is not None]):
-            raise ValueError(f"{field}.{cut[0]} acts on nothing at temperature 0, which takes the most probable token; leave one of them out")
+        if one.temperature == 0 and (
+            cut := [name for name in ("top_p", "top_k", "min_p") if getattr(one, name) is not None]
+        ):
+            raise ValueError(
+                f"{field}.{cut[0]} acts on nothing at temperature 0, which takes the most probable token; leave one of them out"
+            )
         if one.temperature == 0 and one.n > 1:
-            raise ValueError(f"{field}.n = {one.n} at temperature 0 would give the same completion {one.n} times; set n: 1, or a temperature above 0")
+            raise ValueError(
+                f"{field}.n = {one.n} at temperature 0 would give the same completion {one.n} times; set n: 1, or a temperature above 0"
+            )
 
 
 def _evaluation_metrics_differ(config: Config) -> None:
     """No two metrics of an evaluation have one name: one would hide the other."""
     known = dict.fromkeys(OVER_ALL_SETS, "all sets")
     for one in [*(OWN_SETS if config.eval.data is not None else ()), *config.eval.sets]:
-        for measured in [*MEASURED, *(name for name in config.reward.functions if name != config.accuracy or name not in MEASURED)]:
+        for measured in [
+            *MEASURED,
+            *(
+                name
+                for name in config.reward.functions
+                if name != config.accuracy or name not in MEASURED
+            ),
+        ]:
             metric = f"{one}_{measured}"
             if metric in known:
-                reward = f"reward.functions.{measured}" if measured in config.reward.functions else f"eval.sets.{one}"
-                raise ValueError(f"{reward}: two metrics would be called eval/{metric} (the other one is of {known[metric]}); choose another name")
+                reward = (
+                    f"reward.functions.{measured}"
+                    if measured in config.reward.functions
+                    else f"eval.sets.{one}"
+                )
+                raise ValueError(
+                    f"{reward}: two metrics would be called eval/{metric} (the other one is of {known[metric]}); choose another name"
+                )
             known[metric] = f"set {one}"
 
 
@@ -232,7 +355,9 @@ def _pieces_are_cut(config: Config) -> None:
             "then above learner.max_tokens_per_gpu; set warm_start.completion_policy: split, or packing_strategy: bfd"
         )
     if warm_start.splits and warm_start.packing_strategy == "bfd":
-        raise ValueError("warm_start.completion_policy = 'split' needs a strategy that cuts; set warm_start.packing_strategy: bfd_split or wrapped")
+        raise ValueError(
+            "warm_start.completion_policy = 'split' needs a strategy that cuts; set warm_start.packing_strategy: bfd_split or wrapped"
+        )
 
 
 def _trajectories_fit(config: Config) -> None:
@@ -243,7 +368,11 @@ def _trajectories_fit(config: Config) -> None:
             f"learner.sequence_parallel_size = {learner.sequence_parallel_size} does not divide learner.world_size = {learner.world_size}; change one of them"
         )
     if longest > learner.max_tokens_per_row:
-        shared = f" * sequence_parallel_size = {learner.max_tokens_per_row}" if learner.sequence_parallel_size > 1 else ""
+        shared = (
+            f" * sequence_parallel_size = {learner.max_tokens_per_row}"
+            if learner.sequence_parallel_size > 1
+            else ""
+        )
         raise ValueError(
             f"{length_text(config)} is above learner.max_tokens_per_gpu = {learner.max_tokens_per_gpu}{shared}; raise that or learner.sequence_parallel_size, "
             "or set a lower data.max_length"
@@ -261,8 +390,13 @@ def _everything_acts(config: Config) -> None:
         section, _, name = setting.rpartition(".")
         owner = attrgetter(section)(config)
         value = getattr(owner, name)
-        if value != type(owner).model_fields[name].default and attrgetter(other)(config) not in values:
-            raise ValueError(f"{setting} = {value!r} acts only with {how}; leave it out, or set that")
+        if (
+            value != type(owner).model_fields[name].default
+            and attrgetter(other)(config) not in values
+        ):
+            raise ValueError(
+                f"{setting} = {value!r} acts only with {how}; leave it out, or set that"
+            )
 
 
 def _kept_tokens_fit(config: Config) -> None:
@@ -284,16 +418,26 @@ def _algorithm_holds(config: Config) -> None:
             "behaviour; set algorithm.old_policy: learner, or correction.truncation: none"
         )
     if algorithm.correction.normalise and algorithm.correction.truncation == "none":
-        raise ValueError("algorithm.correction.normalise: true has no weights to divide; set correction.truncation: token or sequence, or leave it out")
-    if algorithm.loss in ("reinforce", "dppo") and algorithm.old_policy != (wanted := "learner" if algorithm.loss == "reinforce" else "behaviour"):
-        raise ValueError(f"algorithm.loss = {algorithm.loss!r} is defined for algorithm.old_policy: {wanted}, not {algorithm.old_policy}; set that")
+        raise ValueError(
+            "algorithm.correction.normalise: true has no weights to divide; set correction.truncation: token or sequence, or leave it out"
+        )
+    if algorithm.loss in ("reinforce", "dppo") and algorithm.old_policy != (
+        wanted := "learner" if algorithm.loss == "reinforce" else "behaviour"
+    ):
+        raise ValueError(
+            f"algorithm.loss = {algorithm.loss!r} is defined for algorithm.old_policy: {wanted}, not {algorithm.old_policy}; set that"
+        )
     if algorithm.loss in ("gspo", "cispo", "sapo") and algorithm.old_policy == "learner":
         raise ValueError(
             f"algorithm.loss = {algorithm.loss!r} with algorithm.old_policy: learner has a ratio of 1 everywhere, so it would be REINFORCE; set "
             "algorithm.old_policy: behaviour, or algorithm.loss: reinforce"
         )
-    if algorithm.dual_clip is not None and (algorithm.loss != "ppo" or algorithm.old_policy == "learner"):
-        raise ValueError(f"algorithm.dual_clip = {algorithm.dual_clip:g} acts only on loss: ppo with a ratio other than 1; leave it out")
+    if algorithm.dual_clip is not None and (
+        algorithm.loss != "ppo" or algorithm.old_policy == "learner"
+    ):
+        raise ValueError(
+            f"algorithm.dual_clip = {algorithm.dual_clip:g} acts only on loss: ppo with a ratio other than 1; leave it out"
+        )
     if algorithm.dual_clip is not None and algorithm.dual_clip <= 1 + algorithm.eps_clip_high:
         raise ValueError(
             f"algorithm.dual_clip = {algorithm.dual_clip:g} is within the clip itself, 1 + eps_clip_high = {1 + algorithm.eps_clip_high:g}; it bounds ratios "
@@ -304,14 +448,18 @@ def _algorithm_holds(config: Config) -> None:
             "algorithm.correction.sequence_mask_above judges a trajectory by its one advantage, and advantage: gae has one for each token; leave it out"
         )
     if algorithm.filter_zero_variance and algorithm.advantage in ("reinforce_plus_plus", "gae"):
-        raise ValueError(f"algorithm.filter_zero_variance drops groups that advantage: {algorithm.advantage} learns from; leave one of them out")
+        raise ValueError(
+            f"algorithm.filter_zero_variance drops groups that advantage: {algorithm.advantage} learns from; leave one of them out"
+        )
     if config.reward.shuffle and config.reward.per_token and algorithm.advantage == "gae":
         raise ValueError(
             "reward.shuffle permutes rewards between trajectories, and those of a function with per_token: true belong to the tokens of theirs; leave one of "
             "them out, or use another advantage than gae"
         )
     negative = [name for name, function in config.reward.functions.items() if function.weight < 0]
-    if algorithm.advantage == "maxrl" and (negative or config.reward.overlong_buffer or algorithm.kl_coef):
+    if algorithm.advantage == "maxrl" and (
+        negative or config.reward.overlong_buffer or algorithm.kl_coef
+    ):
         raise ValueError(
             f"algorithm.advantage: maxrl is defined for rewards of 0 and above; reward.overlong_buffer, kl_coef or a negative weight ({negative}) can make "
             "them negative: leave those out, or use grpo or rloo"
@@ -321,7 +469,11 @@ def _algorithm_holds(config: Config) -> None:
             f"reward.overlong_buffer = {config.reward.overlong_buffer} is above rollout.max_completion_length = {config.rollout.max_completion_length}; "
             "it is a part of it"
         )
-    if not algorithm.corrected and config.staleness.max_staleness > 0 and not algorithm.allow_uncorrected:
+    if (
+        not algorithm.corrected
+        and config.staleness.max_staleness > 0
+        and not algorithm.allow_uncorrected
+    ):
         raise ValueError(
             f"algorithm.loss = {algorithm.loss!r} with old_policy: {algorithm.old_policy} and correction.truncation: none is uncorrected, and "
             f"staleness.max_staleness = {config.staleness.max_staleness} trains stale tokens; set algorithm.correction.truncation: token, or "
@@ -348,10 +500,18 @@ def _kl_holds(config: Config) -> None:
             "is defined with each token's own part; use kl_loss_coef in its place"
         )
     if algorithm.kl_coef and algorithm.filter_zero_variance:
-        raise ValueError("algorithm.filter_zero_variance looks at rewards that kl_coef makes all different; use kl_loss_coef, or leave one of them out")
+        raise ValueError(
+            "algorithm.filter_zero_variance looks at rewards that kl_coef makes all different; use kl_loss_coef, or leave one of them out"
+        )
     if algorithm.ref_load is not None and not algorithm.has_reference:
-        raise ValueError(f"algorithm.ref_load = {algorithm.ref_load!r} has no KL term to serve; set algorithm.kl_coef or kl_loss_coef, or leave it out")
-    if algorithm.has_reference and algorithm.ref_load is None and config.warm_start.data is not None:
+        raise ValueError(
+            f"algorithm.ref_load = {algorithm.ref_load!r} has no KL term to serve; set algorithm.kl_coef or kl_loss_coef, or leave it out"
+        )
+    if (
+        algorithm.has_reference
+        and algorithm.ref_load is None
+        and config.warm_start.data is not None
+    ):
         raise ValueError(
             "a KL term with warm_start would hold the policy to model.path as it was before the warm start; name the reference in algorithm.ref_load"
         )

@@ -102,7 +102,9 @@ def train(
     plan = make_plan(config)
     try_rewards(config, plan.prompts)
     try_own(config)
-    resume = _variables() + shlex.join([*_without_resume(resume_command, config), "--name", config.name, "--resume", "must"])
+    resume = _variables() + shlex.join(
+        [*_without_resume(resume_command, config), "--name", config.name, "--resume", "must"]
+    )
     across = AcrossAttempts()
     try:
         summary = _attempts(config, plan, resume, across, began)
@@ -116,7 +118,13 @@ def train(
     return 0
 
 
-def _attempts(config: Config, plan: Plan, resume: str, across: AcrossAttempts, began: Callable[[Callable[[], None]], None] | None) -> Summary | int:
+def _attempts(
+    config: Config,
+    plan: Plan,
+    resume: str,
+    across: AcrossAttempts,
+    began: Callable[[Callable[[], None]], None] | None,
+) -> Summary | int:
     """One attempt after another, until one is the last: its summary, or the exit code."""
     restarts_left = config.max_restarts
     while True:
@@ -124,30 +132,42 @@ def _attempts(config: Config, plan: Plan, resume: str, across: AcrossAttempts, b
             _announce(plan, directory, resume)
             left = partial(_restarts_left, config, directory, restarts_left)
             try:
-                return asyncio.run(_interruptible(_train(config, plan, directory, across, left), began))
+                return asyncio.run(
+                    _interruptible(_train(config, plan, directory, across, left), began)
+                )
             except (asyncio.CancelledError, KeyboardInterrupt):
                 logger.info("interrupted")
                 print_shown(f"\ninterrupted; {_way_on(directory, resume)}", file=sys.stderr)
                 return 130
             except Exception as error:
                 logger.error("the run failed", exc_info=error)
-                print_shown(f"\nasyncrl: {_one_line(error)}\n  full log: {directory.logs / 'driver.log'}", file=sys.stderr)
+                print_shown(
+                    f"\nasyncrl: {_one_line(error)}\n  full log: {directory.logs / 'driver.log'}",
+                    file=sys.stderr,
+                )
                 restarts_left = left()
                 if not isinstance(error, PartDied) or restarts_left == 0:
                     print_shown(f"  {_way_on(directory, resume)}", file=sys.stderr)
                     return 1
         restarts_left -= 1
         print_shown(
-            f"  a new attempt begins by itself (max_restarts = {config.max_restarts}; {restarts_left} left without a new checkpoint)\n", file=sys.stderr
+            f"  a new attempt begins by itself (max_restarts = {config.max_restarts}; {restarts_left} left without a new checkpoint)\n",
+            file=sys.stderr,
         )
         config = config.model_copy(update={"resume": "auto"})
         if config.checkpoint.load is None:  # with it, the step is that of the beginning
-            config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"ckpt_step": None})})
+            config = config.model_copy(
+                update={"checkpoint": config.checkpoint.model_copy(update={"ckpt_step": None})}
+            )
 
 
 def _restarts_left(config: Config, directory: RunDirectory, before: int) -> int:
     """Attempts that may still begin by themselves: all of them once the attempt has written a checkpoint."""
-    return before if directory.checkpoints.newest_first()[:1] in ([], [directory.checkpoint]) else config.max_restarts
+    return (
+        before
+        if directory.checkpoints.newest_first()[:1] in ([], [directory.checkpoint])
+        else config.max_restarts
+    )
 
 
 async def _interruptible(work: Any, began: Callable[[Callable[[], None]], None] | None) -> Summary:
@@ -170,12 +190,20 @@ def _catch_signals(task: asyncio.Future[Any]) -> None:
 def _stop(task: asyncio.Future[Any]) -> None:
     """A second signal does not cut short the clean-up that the first has begun."""
     if isinstance(task, asyncio.Task) and task.cancelling():
-        print_shown("\nasyncrl: already stopping; the parts get a few seconds each to end", file=sys.stderr)
+        print_shown(
+            "\nasyncrl: already stopping; the parts get a few seconds each to end", file=sys.stderr
+        )
     else:
         task.cancel()
 
 
-async def _train(config: Config, plan: Plan, directory: RunDirectory, across: AcrossAttempts, restarts_left: Callable[[], int]) -> Summary:
+async def _train(
+    config: Config,
+    plan: Plan,
+    directory: RunDirectory,
+    across: AcrossAttempts,
+    restarts_left: Callable[[], int],
+) -> Summary:
     started = time.monotonic()
     task = asyncio.current_task()
     assert task is not None
@@ -184,13 +212,23 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory, across: Ac
         logger.info("%s", line)
     live = Live(config, started)
     state = directory.state
-    writer = MetricsWriter(directory.path, state.attempt, open_sinks(config, directory.path, state.run_id), {state.version: state.steps_attempted})
+    writer = MetricsWriter(
+        directory.path,
+        state.attempt,
+        open_sinks(config, directory.path, state.run_id),
+        {state.version: state.steps_attempted},
+    )
     with ProgressView() as view, writer:
         async with across.attempt(config, directory.state, directory.logs, restarts_left):
             _catch_signals(task)
             showing = asyncio.create_task(live.show(view))
             entropies = first_entropies(directory.path, FIRST_STEPS)
-            recorder = RunRecorder(writer, FatesWriter(directory.path / "fates", directory.state.attempt), live, entropies)
+            recorder = RunRecorder(
+                writer,
+                FatesWriter(directory.path / "fates", directory.state.attempt),
+                live,
+                entropies,
+            )
             try:
                 live.phase("looking for room on the cluster")
                 if across.generators is None:
@@ -205,20 +243,37 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory, across: Ac
                     return directory.state.steps_attempted, directory.state.version
 
                 async def prepare(learner: LearnerGroup) -> None:
-                    await _prepare_learner(config, directory, learner, live, recorder, partial(_watched, config, live, recorder, place))
+                    await _prepare_learner(
+                        config,
+                        directory,
+                        learner,
+                        live,
+                        recorder,
+                        partial(_watched, config, live, recorder, place),
+                    )
 
-                async with launch(config, directory, plan.prompts, plan.context, prepare, across) as stations:
+                async with launch(
+                    config, directory, plan.prompts, plan.context, prepare, across
+                ) as stations:
                     recorder.record("truncation", *place(), plan.truncation_metrics())
                     recorder.record("startup", *place(), stations.startup)
                     restored = await _restored(directory, stations)
-                    coordinator = _coordinator(config, directory.state, restored, directory, stations, recorder)
+                    coordinator = _coordinator(
+                        config, directory.state, restored, directory, stations, recorder
+                    )
                     live.follow(coordinator)
 
                     def reached() -> tuple[int, int]:
                         return coordinator.progress.attempted, coordinator.progress.version
 
                     moves, where = partial(marks, coordinator), partial(standing, coordinator)
-                    async with Watchdog(moves, where, config.observe.stall_s, stations.say, partial(_stalled, reached, recorder, live)).watching():
+                    async with Watchdog(
+                        moves,
+                        where,
+                        config.observe.stall_s,
+                        stations.say,
+                        partial(_stalled, reached, recorder, live),
+                    ).watching():
                         await stations.while_placed(coordinator.run())
                     live.phase("saving")
                     async with _watched(config, live, recorder, reached, stations.learner):
@@ -235,7 +290,12 @@ async def _train(config: Config, plan: Plan, directory: RunDirectory, across: Ac
 
 
 async def _prepare_learner(
-    config: Config, directory: RunDirectory, learner: LearnerGroup, live: Live, recorder: RunRecorder, watched: Callable[[LearnerGroup], Watching]
+    config: Config,
+    directory: RunDirectory,
+    learner: LearnerGroup,
+    live: Live,
+    recorder: RunRecorder,
+    watched: Callable[[LearnerGroup], Watching],
 ) -> None:
     """The learner's state at the first version: a checkpoint's, or the model's own, warm-started if so configured."""
     if directory.checkpoint is not None:
@@ -246,32 +306,68 @@ async def _prepare_learner(
         live.phase("warm start")
 
         def progress(check: WarmStartCheck) -> None:
-            live.note(f"supervised step {check.steps}: held-out accuracy {check.accuracy:.1%}, learning rate {check.learning_rate:g}")
+            live.note(
+                f"supervised step {check.steps}: held-out accuracy {check.accuracy:.1%}, learning rate {check.learning_rate:g}"
+            )
             recorder.record("warm_start", check.steps, 0, check.metrics())
 
         train_rows, held_out_rows = await asyncio.to_thread(supervised_rows, config)
         async with watched(learner):
-            await warm_start(learner, train_rows, held_out_rows, config.warm_start, config.seed, progress, config.learner.max_skipped_steps)
+            await warm_start(
+                learner,
+                train_rows,
+                held_out_rows,
+                config.warm_start,
+                config.seed,
+                progress,
+                config.learner.max_skipped_steps,
+            )
         await learner.reset_optimizer(config.learner.learning_rate, config.learner.warmup_steps)
     live.phase("waiting for the generators")
 
 
-def _watched(config: Config, live: Live, recorder: RunRecorder, place: Callable[[], tuple[int, int]], learner: LearnerGroup) -> Watching:
+def _watched(
+    config: Config,
+    live: Live,
+    recorder: RunRecorder,
+    place: Callable[[], tuple[int, int]],
+    learner: LearnerGroup,
+) -> Watching:
     """A watchdog for what the learner does alone, before training and after it."""
 
     def where() -> Standing:
-        return Standing("learning", f"an answer of the learner's ranks, after {learner.answered} calls; phase: {live.progress.phase}")
+        return Standing(
+            "learning",
+            f"an answer of the learner's ranks, after {learner.answered} calls; phase: {live.progress.phase}",
+        )
 
     async def ask(stage: str) -> tuple[None, str]:
         return await learner.say()
 
-    return Watchdog(lambda: learner.answered, where, config.observe.stall_s, ask, partial(_stalled, place, recorder, live)).watching()
+    return Watchdog(
+        lambda: learner.answered,
+        where,
+        config.observe.stall_s,
+        ask,
+        partial(_stalled, place, recorder, live),
+    ).watching()
 
 
-def _stalled(place: Callable[[], tuple[int, int]], recorder: RunRecorder, live: Live, where: Standing, seconds: float, text: str) -> None:
+def _stalled(
+    place: Callable[[], tuple[int, int]],
+    recorder: RunRecorder,
+    live: Live,
+    where: Standing,
+    seconds: float,
+    text: str,
+) -> None:
     """The watchdog found the run standing still; `place` tells the steps attempted, and the version."""
     line = f"{where.stage} has stood still for {seconds:.0f} s; it waits for {where.waits_for}"
-    recorder.record("stall", *place(), {"stage": where.stage, "waits_for": where.waits_for, "stall_s": seconds, "workers": text})
+    recorder.record(
+        "stall",
+        *place(),
+        {"stage": where.stage, "waits_for": where.waits_for, "stall_s": seconds, "workers": text},
+    )
     logger.warning("%s: %s", line, text)
     live.note(f"{line}: {text[:NOTE_LENGTH]}")
 
@@ -283,12 +379,27 @@ async def _restored(directory: RunDirectory, stations: Stations) -> list[Scored]
     return await stations.scores.load(directory.checkpoint / "buffer.parquet")
 
 
-def _coordinator(config: Config, state: State, restored: list[Scored], directory: RunDirectory, stations: Stations, recorder: RunRecorder) -> Coordinator:
+def _coordinator(
+    config: Config,
+    state: State,
+    restored: list[Scored],
+    directory: RunDirectory,
+    stations: Stations,
+    recorder: RunRecorder,
+) -> Coordinator:
     generate = stations.generate
     evaluate = None
     if stations.evaluation_prompts:
         kept = directory.path / "evaluations"
-        evaluate = Evaluator(stations.config, generate, stations.score, stations.evaluation_prompts, state.run_id, state.attempt, kept)
+        evaluate = Evaluator(
+            stations.config,
+            generate,
+            stations.score,
+            stations.evaluation_prompts,
+            state.run_id,
+            state.attempt,
+            kept,
+        )
     check = ProbeCheck(
         generate,
         stations.learner,
@@ -314,7 +425,12 @@ def _coordinator(config: Config, state: State, restored: list[Scored], directory
     )
     schedule = Schedule(
         max_steps=config.max_steps,
-        staleness=Staleness(config.staleness.max_staleness, config.groups_per_step, config.staleness.on_stale, config.staleness.over_sampling),
+        staleness=Staleness(
+            config.staleness.max_staleness,
+            config.groups_per_step,
+            config.staleness.on_stale,
+            config.staleness.over_sampling,
+        ),
         least_usable=2 if config.algorithm.compares_siblings else 1,
         filter_zero_variance=config.algorithm.filter_zero_variance,
         max_skipped_steps=config.learner.max_skipped_steps,
@@ -332,14 +448,23 @@ def concurrency_of(config: Config, kv_cache_tokens: int, found: float | None = N
     rollout, generator = config.rollout, config.generator
     most = config.groups_at_once
     samples, replicas = rollout.n_samples_per_prompt, generator.num_replicas
-    first = first_limit(replicas * kv_cache_tokens, replicas * config.max_num_seqs, samples, config.longest_trajectory)
+    first = first_limit(
+        replicas * kv_cache_tokens,
+        replicas * config.max_num_seqs,
+        samples,
+        config.longest_trajectory,
+    )
     return Concurrency(found or first, most, samples, rollout.adaptive_concurrency)
 
 
-def _summary(config: Config, directory: RunDirectory, seconds: float, phases: dict[str, float]) -> Summary:
+def _summary(
+    config: Config, directory: RunDirectory, seconds: float, phases: dict[str, float]
+) -> Summary:
     records = list(read_metrics(directory.path))
     evaluations = [record for record in records if record["event"] == "evaluation"]
-    summary = Summary(directory.path, seconds, phases=phases, changes=before_and_after(config, records))
+    summary = Summary(
+        directory.path, seconds, phases=phases, changes=before_and_after(config, records)
+    )
     if evaluations:
         summary.before, summary.after = evaluations[0], evaluations[-1]
     for line in [f"done in {duration(seconds)}", *summary.changes]:
@@ -348,7 +473,9 @@ def _summary(config: Config, directory: RunDirectory, seconds: float, phases: di
 
 
 def _announce(plan: Plan, directory: RunDirectory, resume: str) -> None:
-    print_shown("\n".join([_beginning(plan.config, directory), *(f"  {line}" for line in directory.said)]))
+    print_shown(
+        "\n".join([_beginning(plan.config, directory), *(f"  {line}" for line in directory.said)])
+    )
     print_shown(arithmetic(plan.config))
     print_shown(plan.prompts_text())
     print_shown(f"run directory  {directory.path}\nif it stops    {resume}\n")
@@ -356,20 +483,31 @@ def _announce(plan: Plan, directory: RunDirectory, resume: str) -> None:
 
 def _beginning(config: Config, directory: RunDirectory) -> str:
     state = directory.state
-    begin = f"resuming at version {state.version} from {directory.checkpoint}" if directory.checkpoint else "a new start at version 0"
+    begin = (
+        f"resuming at version {state.version} from {directory.checkpoint}"
+        if directory.checkpoint
+        else "a new start at version 0"
+    )
     return f"run {config.name}, attempt {state.attempt}: {begin}"
 
 
 def _print_summary(summary: Summary, resume: str) -> None:
     print_shown(
-        f"\ndone in {duration(summary.seconds)}: " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in summary.phases.items() if seconds >= 1)
+        f"\ndone in {duration(summary.seconds)}: "
+        + ", ".join(
+            f"{name} {duration(seconds)}"
+            for name, seconds in summary.phases.items()
+            if seconds >= 1
+        )
     )
     for line in summary.changes:
         print_shown(line)
     path = summary.directory
     print_shown(f"model          {path / 'hf'}   (loads in transformers and vLLM)")
     print_shown(f"trajectories   {path / 'groups'}/*.parquet, fates in {path / 'fates'}/*.parquet")
-    print_shown(f"metrics        {path / 'metrics.jsonl'}, tensorboard --logdir {path / 'tensorboard'}")
+    print_shown(
+        f"metrics        {path / 'metrics.jsonl'}, tensorboard --logdir {path / 'tensorboard'}"
+    )
     print_shown(f"train longer   {re.sub(r' --max_steps[ =]+[0-9]+', '', resume)} --max_steps N")
     print_shown(f"look inside    ASYNCRL_RUN={path} jupyter lab notebooks/01_quickstart.ipynb")
 
@@ -410,7 +548,11 @@ def _one_line(error: BaseException) -> str:
     name, text = type(error).__name__, shown(str(error).strip())
     if not text:
         return name
-    return text if type(error).__module__.startswith("asyncrl") or type(error) is RuntimeError else f"{name}: {text}"
+    return (
+        text
+        if type(error).__module__.startswith("asyncrl") or type(error) is RuntimeError
+        else f"{name}: {text}"
+    )
 
 
 class _LogHandler(logging.StreamHandler[IO[str]]):

@@ -16,7 +16,11 @@ from typing import Any
 import filelock
 import httpx2
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RevisionResolutionError
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RevisionResolutionError,
+)
 
 from asyncrl.config import Config, ConfigError, is_hub_name
 from asyncrl.data.hub import config_before, resolve_data
@@ -24,7 +28,10 @@ from asyncrl.weights.stored import CheckpointFilesError, stored_files
 
 __all__ = ["Snapshot", "difference", "fetch", "in_cache", "look", "read_snapshot", "resolve_models"]
 
-FILES, NOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"], ["*/*", "consolidated*"]
+FILES, NOT_FILES = (
+    ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+    ["*/*", "consolidated*"],
+)
 """What is fetched of a model: no pickles, no code, and its weights once."""
 HASHED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json",
@@ -33,7 +40,9 @@ HASHED = (
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """What is read of each file of weights."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
-IN_CACHE = re.compile(r"(?P<cache>.+)/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
+IN_CACHE = re.compile(
+    r"(?P<cache>.+)/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})"
+)
 """Where the hub's cache keeps a commit."""
 
 
@@ -55,14 +64,25 @@ def resolve_models(config: Config) -> Config:
     """
     model, algorithm = config.model, config.algorithm
     if is_hub_name(model.path):
-        model = model.model_copy(update={"path": str(fetch(model.path, model.revision or _commit_before(config))), "revision": None})
+        model = model.model_copy(
+            update={
+                "path": str(fetch(model.path, model.revision or _commit_before(config))),
+                "revision": None,
+            }
+        )
     revision = config.model.revision if algorithm.ref_load == config.model.path else None
     if algorithm.ref_load is not None and is_hub_name(algorithm.ref_load):
-        algorithm = algorithm.model_copy(update={"ref_load": str(fetch(algorithm.ref_load, revision, field="algorithm.ref_load"))})
+        algorithm = algorithm.model_copy(
+            update={
+                "ref_load": str(fetch(algorithm.ref_load, revision, field="algorithm.ref_load"))
+            }
+        )
     return resolve_data(config.model_copy(update={"model": model, "algorithm": algorithm}))
 
 
-def fetch(name: str, revision: str | None, cache: Path | None = None, field: str = "model.path") -> Path:
+def fetch(
+    name: str, revision: str | None, cache: Path | None = None, field: str = "model.path"
+) -> Path:
     """Directory of one commit of a model, complete. One process on a node fetches it; those that ask meanwhile wait for it and find it there.
 
     Args:
@@ -80,7 +100,12 @@ def fetch(name: str, revision: str | None, cache: Path | None = None, field: str
             return _download(name, revision, cache, local_files_only=True)
         with filelock.FileLock(cache / f".asyncrl-{name.replace('/', '--')}.lock"):
             try:  # a commit that is there needs no network
-                return _download(name, revision, cache, local_files_only=bool(revision and COMMIT.fullmatch(revision)))
+                return _download(
+                    name,
+                    revision,
+                    cache,
+                    local_files_only=bool(revision and COMMIT.fullmatch(revision)),
+                )
             except LocalEntryNotFoundError:
                 return _download(name, revision, cache)
     except (OSError, HFValidationError, RevisionResolutionError, httpx2.HTTPError) as error:
@@ -93,7 +118,11 @@ def fetch(name: str, revision: str | None, cache: Path | None = None, field: str
 
 def _download(name: str, revision: str | None, cache: Path, local_files_only: bool = False) -> Path:
     patterns: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": NOT_FILES}
-    return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=local_files_only, **patterns))
+    return Path(
+        snapshot_download(
+            name, revision=revision, cache_dir=cache, local_files_only=local_files_only, **patterns
+        )
+    )
 
 
 def _commit_before(config: Config) -> str | None:
@@ -102,7 +131,11 @@ def _commit_before(config: Config) -> str | None:
     model = before.get("model") if isinstance(before, dict) else None
     path = model.get("path") if isinstance(model, dict) else None
     place = in_cache(path) if isinstance(path, str) else None
-    return place["commit"] if place is not None and f"{place['owner']}/{place['name']}" == config.model.path else None
+    return (
+        place["commit"]
+        if place is not None and f"{place['owner']}/{place['name']}" == config.model.path
+        else None
+    )
 
 
 def read_snapshot(path: Path) -> Snapshot:
@@ -152,7 +185,10 @@ def difference(found: Snapshot | str, expected: Snapshot) -> str:
         return found
     if found.hash != expected.hash:
         return "has another config or tokenizer"
-    sizes = [f"{len(one.weights)} files, {sum(size for size, _ in one.weights.values())} bytes" for one in (found, expected)]
+    sizes = [
+        f"{len(one.weights)} files, {sum(size for size, _ in one.weights.values())} bytes"
+        for one in (found, expected)
+    ]
     return f"has other weights ({sizes[0]}; here {sizes[1]})"
 
 

@@ -44,8 +44,14 @@ def register_stacks_as(folder: Path, name: str) -> None:
 async def stacks_as(folder: Path, name: str) -> list[str]:
     """What each process that has registered under the name does, but for those that are gone."""
     files = sorted(folder.glob(f"{name}.*.txt"))
-    stacks = await asyncio.gather(*(stack_of(path.name.split(".")[-3], int(path.name.split(".")[-2]), path) for path in files))
-    return [f"{name} (process {path.name.split('.')[-2]}): {stack}" for path, stack in zip(files, stacks, strict=True) if not stack.endswith(GONE)]
+    stacks = await asyncio.gather(
+        *(stack_of(path.name.split(".")[-3], int(path.name.split(".")[-2]), path) for path in files)
+    )
+    return [
+        f"{name} (process {path.name.split('.')[-2]}): {stack}"
+        for path, stack in zip(files, stacks, strict=True)
+        if not stack.endswith(GONE)
+    ]
 
 
 async def stack_of(node: str, process: int, path: Path) -> str:
@@ -81,7 +87,9 @@ async def _written(process: int, path: Path, before: int) -> str:
 def innermost(text: str) -> str:
     """Of a text by faulthandler, the first frames of the last thread, which is the main one."""
     thread = text.rstrip().split("\n\n")[-1]
-    frames = [" ".join(line.split()) for line in thread.splitlines() if line.lstrip().startswith("File ")]
+    frames = [
+        " ".join(line.split()) for line in thread.splitlines() if line.lstrip().startswith("File ")
+    ]
     return " < ".join(frames[:FRAMES_SHOWN]) or "no Python frame"
 
 
@@ -93,14 +101,20 @@ async def _signal(node: str, process: int, path: Path) -> None:
         send_signal(process, path)
     else:
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        sent: Any = ray.remote(send_signal).options(num_cpus=0, scheduling_strategy=strategy).remote(process, path)
+        sent: Any = (
+            ray.remote(send_signal)
+            .options(num_cpus=0, scheduling_strategy=strategy)
+            .remote(process, path)
+        )
         await sent
 
 
 def send_signal(process: int, path: Path) -> None:
     """Raises ProcessLookupError also when another process has the number by now: one that has not registered would die of the signal."""
     try:
-        registered = path.exists() and path.stat().st_mtime > psutil.Process(process).create_time() - CLOCK_S
+        registered = (
+            path.exists() and path.stat().st_mtime > psutil.Process(process).create_time() - CLOCK_S
+        )
     except psutil.NoSuchProcess:
         registered = False
     if not registered:

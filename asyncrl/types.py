@@ -134,7 +134,10 @@ class Prompt:
     def __post_init__(self) -> None:
         if not self.token_ids:
             raise ValueError(f"prompt {self.ordinal} has no tokens")
-        taken = sorted(set(self.columns) & {*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN})
+        taken = sorted(
+            set(self.columns)
+            & {*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN}
+        )
         if taken:
             raise ValueError(f"dataset columns {taken} have names that asyncrl uses; rename them")
 
@@ -156,7 +159,9 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         if len(self.loss_mask) != len(self.completion.token_ids):
-            raise ValueError(f"{len(self.completion.token_ids)} tokens have a loss mask of {len(self.loss_mask)}")
+            raise ValueError(
+                f"{len(self.completion.token_ids)} tokens have a loss mask of {len(self.loss_mask)}"
+            )
         if self.status not in STATUSES:
             raise ValueError(f"status {self.status!r} is none of {STATUSES}")
 
@@ -186,7 +191,10 @@ class Group:
     @property
     def begun(self) -> int | None:
         """Oldest token version among the trajectories; None if no trajectory has a token."""
-        return min((t.oldest_version for t in self.trajectories if t.oldest_version is not None), default=None)
+        return min(
+            (t.oldest_version for t in self.trajectories if t.oldest_version is not None),
+            default=None,
+        )
 
 
 def check_spans(spans: Sequence[VersionSpan], tokens: int) -> None:
@@ -272,7 +280,10 @@ def _row(group: Group) -> dict[str, Any]:
         "completion_ids": [c.token_ids for c in completions],
         "loss_mask": [t.loss_mask for t in group.trajectories],
         "logprobs": [c.logprobs for c in completions],
-        "versions": [[{"version": s.version, "start": s.start, "end": s.end} for s in c.versions] for c in completions],
+        "versions": [
+            [{"version": s.version, "start": s.start, "end": s.end} for s in c.versions]
+            for c in completions
+        ],
         "finish_reason": [c.finish_reason for c in completions],
         "replica": group.replica,
         "started_at": group.started_at,
@@ -292,9 +303,14 @@ def _scored_arrays(groups: Sequence[Group]) -> dict[str, pa.Array]:
     names = list(groups[0].trajectories[0].reward_parts)
     parts = [[dict(t.reward_parts) for t in group.trajectories] for group in groups]
     if groups[0].trajectories[0].reference_logprobs is not None:
-        arrays[REFERENCE_COLUMN] = pa.array([[t.reference_logprobs for t in group.trajectories] for group in groups], REFERENCE_LOGPROBS)
+        arrays[REFERENCE_COLUMN] = pa.array(
+            [[t.reference_logprobs for t in group.trajectories] for group in groups],
+            REFERENCE_LOGPROBS,
+        )
     if any(t.token_rewards is not None for group in groups for t in group.trajectories):
-        arrays[TOKEN_REWARDS_COLUMN] = pa.array([[t.token_rewards for t in group.trajectories] for group in groups], TOKEN_REWARDS)
+        arrays[TOKEN_REWARDS_COLUMN] = pa.array(
+            [[t.token_rewards for t in group.trajectories] for group in groups], TOKEN_REWARDS
+        )
     if names:
         arrays["reward_parts"] = pa.array(parts, reward_parts_type(names))
     return arrays
@@ -306,7 +322,9 @@ def reward_parts_type(names: Sequence[str]) -> pa.DataType:
 
 
 def _group(row: Mapping[str, Any], columns: Mapping[str, Any], schema: pa.Schema) -> Group:
-    prompt = Prompt(row["ordinal"], row["epoch"], row["prompt_text"], tuple(row["prompt_ids"]), columns, schema)
+    prompt = Prompt(
+        row["ordinal"], row["epoch"], row["prompt_text"], tuple(row["prompt_ids"]), columns, schema
+    )
     return Group(
         attempt=row["attempt"],
         prompt=prompt,
@@ -337,7 +355,9 @@ def _trajectory(row: Mapping[str, Any], index: int) -> Trajectory:
         reward_parts=dict(parts[index]) if parts else {},
         advantage=row["advantage"][index],
         status=row["status"][index],
-        reference_logprobs=tuple(row[REFERENCE_COLUMN][index]) if row.get(REFERENCE_COLUMN) else None,
+        reference_logprobs=tuple(row[REFERENCE_COLUMN][index])
+        if row.get(REFERENCE_COLUMN)
+        else None,
         token_rewards=_tuple((row.get(TOKEN_REWARDS_COLUMN) or {index: None})[index]),
     )
 

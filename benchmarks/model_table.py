@@ -101,7 +101,11 @@ class Row:
         if self.note and self.mode != "refused":
             return self.note
         bars = (("plain", SAME), ("gradient", 10 * SAME), ("train", 0.0), ("engine", ENGINE_SAME))
-        over = [f"{name} {getattr(self, name):.1e}" for name, bar in bars if getattr(self, name) is not None and not getattr(self, name) <= bar]
+        over = [
+            f"{name} {getattr(self, name):.1e}"
+            for name, bar in bars
+            if getattr(self, name) is not None and not getattr(self, name) <= bar
+        ]
         return ", ".join(over)
 
 
@@ -116,7 +120,12 @@ def learner_row(made: Family, folder: Path) -> Row:
     from asyncrl.learning.supported import support
 
     found = support(json.loads((folder / "config.json").read_text()))
-    row = Row(made.name, made.title, {"rows": "packed", "none": "one at a time", None: "refused"}[found.packing], found.reason)
+    row = Row(
+        made.name,
+        made.title,
+        {"rows": "packed", "none": "one at a time", None: "refused"}[found.packing],
+        found.reason,
+    )
     if found.packing is None:
         return row
     try:
@@ -127,27 +136,49 @@ def learner_row(made: Family, folder: Path) -> Row:
     draw = np.random.default_rng(0)
     ids = [draw.integers(4, 260, length).tolist() for length in LENGTHS]
     examples = [token_example((tokens[:1], tokens[1:])) for tokens in ids]
-    together = [list(range(len(ids)))] if policy.packing == "rows" else [[index] for index in range(len(ids))]
+    together = (
+        [list(range(len(ids)))]
+        if policy.packing == "rows"
+        else [[index] for index in range(len(ids))]
+    )
 
     def of_policy() -> list[torch.Tensor]:
         logprobs: dict[int, torch.Tensor] = {}
         for indices in together:
             batch = micro_batch(examples, indices, "cpu")
-            logprobs |= dict(zip(batch.order, policy(batch)[0].split(list(batch.counts)), strict=True))
+            logprobs |= dict(
+                zip(batch.order, policy(batch)[0].split(list(batch.counts)), strict=True)
+            )
         return [logprobs[index] for index in range(len(ids))]
 
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    plain = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
     def of_plain() -> list[torch.Tensor]:
         rows = [torch.tensor([tokens]) for tokens in ids]
-        return [plain(input_ids=row, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0] for row in rows]
+        return [
+            plain(input_ids=row, use_cache=False)
+            .logits[0, :-1]
+            .log_softmax(-1)
+            .gather(1, row[0, 1:, None])[:, 0]
+            for row in rows
+        ]
 
     ours, theirs = of_policy(), of_plain()
     for logprobs in (ours, theirs):
         torch.cat(logprobs).sum().backward()
     gradients = dict(plain.named_parameters())
-    largest = max(float(parameter.grad.abs().max()) for parameter in gradients.values() if parameter.grad is not None)
-    off = [_furthest(one.grad, gradients[name].grad) for name, one in policy.model.named_parameters() if gradients[name].grad is not None]
+    largest = max(
+        float(parameter.grad.abs().max())
+        for parameter in gradients.values()
+        if parameter.grad is not None
+    )
+    off = [
+        _furthest(one.grad, gradients[name].grad)
+        for name, one in policy.model.named_parameters()
+        if gradients[name].grad is not None
+    ]
     with torch.no_grad():
         told_to_train = torch.cat(of_policy()) if policy.train() else None
         told_to_evaluate = torch.cat(of_policy()) if policy.eval() else None
@@ -169,15 +200,25 @@ def _with_names(row: Row, folder: Path, model: Any) -> Row:
 
     from asyncrl.weights.published import CannotPublish
 
-    stored = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    stored = {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     try:
         published = version_tensors(folder, model)
     except CannotPublish as error:
         return replace(row, note=f"cannot be published: {error}")
     import torch
 
-    wrong = sorted({*stored} ^ {*published}) or [name for name in stored if not torch.equal(stored[name], published[name])]
-    return replace(row, names=len(published), note=f"{wrong[0]!r} is published otherwise than the file has it" if wrong else "")
+    wrong = sorted({*stored} ^ {*published}) or [
+        name for name in stored if not torch.equal(stored[name], published[name])
+    ]
+    return replace(
+        row,
+        names=len(published),
+        note=f"{wrong[0]!r} is published otherwise than the file has it" if wrong else "",
+    )
 
 
 def version_tensors(folder: Path, model: Any) -> dict[str, Any]:
@@ -187,7 +228,10 @@ def version_tensors(folder: Path, model: Any) -> dict[str, Any]:
 
     from asyncrl.weights.published import version_table
 
-    parameters = {name: parameter.detach().contiguous().reshape(-1) for name, parameter in model.named_parameters()}
+    parameters = {
+        name: parameter.detach().contiguous().reshape(-1)
+        for name, parameter in model.named_parameters()
+    }
     found = {}
     for tensor in version_table(folder).tensors:
         if not tensor.pieces:
@@ -213,7 +257,9 @@ def disturbed(path: Path) -> Any:
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=draw) * NOISE)
-    (path / UPDATE).write_text(json.dumps(staged(version_tensors(path, policy.model), path / "version.bin")))
+    (path / UPDATE).write_text(
+        json.dumps(staged(version_tensors(path, policy.model), path / "version.bin"))
+    )
     return policy
 
 
@@ -264,12 +310,24 @@ def samples(path: Path) -> list[dict[str, Any]]:
         llm.update_weights({"update_info": json.loads((path / UPDATE).read_text())})
         llm.finish_weight_update("1")
         prompts = [[4 + 7 * place, 30 + place, 90] for place in range(PROMPTS)]
-        settings = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True, logprobs=0, detokenize=False, seed=1)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], settings, use_tqdm=False)
+        settings = SamplingParams(
+            temperature=1.0,
+            max_tokens=TOKENS,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            seed=1,
+        )
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], settings, use_tqdm=False
+        )
         found = []
         for prompt, output in zip(prompts, outputs, strict=True):
             ids = list(output.outputs[0].token_ids)
-            logprobs = [known[token].logprob for token, known in zip(ids, output.outputs[0].logprobs, strict=True)]
+            logprobs = [
+                known[token].logprob
+                for token, known in zip(ids, output.outputs[0].logprobs, strict=True)
+            ]
             found.append({"prompt": prompt, "ids": ids, "logprobs": logprobs})
         return found
     finally:
@@ -301,7 +359,9 @@ def staged(tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:
             content = tensor.contiguous().numpy().tobytes()
             padding = -len(content) % 64
             file.write(content + b"\0" * padding)
-            places.append((name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset))
+            places.append(
+                (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset)
+            )
             offset += len(content) + padding
     return {"path": str(path), "nbytes": offset, "tensors": places}
 
@@ -310,14 +370,41 @@ def in_engines(rows: Sequence[Row], names: Sequence[str], folder: Path) -> list[
     """The rows with vLLM's differences; vLLM runs in one process of its own."""
     from asyncrl.generation.engine import engine_environment
 
-    asked = [row.name for row in rows if row.name in names and not row.note and row.mode != "refused"]
+    asked = [
+        row.name for row in rows if row.name in names and not row.note and row.mode != "refused"
+    ]
     if not asked:
         return list(rows)
     policies = {name: disturbed(folder / name) for name in asked}
-    environment = os.environ | engine_environment("cpu") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "benchmarks.model_table", "--engines-in", str(folder), "--families", *asked]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S, check=False)
-    said = {one["engine"]: one for one in map(json.loads, (line for line in done.stdout.splitlines() if line.startswith('{"engine"')))}
+    environment = (
+        os.environ
+        | engine_environment("cpu")
+        | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.model_table",
+        "--engines-in",
+        str(folder),
+        "--families",
+        *asked,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=ENGINE_TIMEOUT_S,
+        check=False,
+    )
+    said = {
+        one["engine"]: one
+        for one in map(
+            json.loads, (line for line in done.stdout.splitlines() if line.startswith('{"engine"'))
+        )
+    }
     if missing := [name for name in asked if name not in said]:
         raise RuntimeError(f"vLLM's process ended before {missing[0]}: {done.stderr[-2000:]}")
     measured_rows = []
@@ -339,9 +426,20 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in sorted(rows, key=lambda row: row.title.lower()):
         trained = f"{row.mode} ({reasons.index(row.reason) + 1})" if row.reason else row.mode
-        numbers = [_number(row.plain, " nats"), _number(row.gradient), _number(row.train, " nats"), str(row.names or "")]
-        vllm = row.note or UNSERVED.get(row.name, "not asked") if row.engine is None else _number(row.engine, " nats")
-        lines.append(f"| {' | '.join([row.title, f'`{FAMILIES[row.name].model_type}`', trained, *numbers, vllm])} |")
+        numbers = [
+            _number(row.plain, " nats"),
+            _number(row.gradient),
+            _number(row.train, " nats"),
+            str(row.names or ""),
+        ]
+        vllm = (
+            row.note or UNSERVED.get(row.name, "not asked")
+            if row.engine is None
+            else _number(row.engine, " nats")
+        )
+        lines.append(
+            f"| {' | '.join([row.title, f'`{FAMILIES[row.name].model_type}`', trained, *numbers, vllm])} |"
+        )
     notes = [f"({number}) The model {reason}." for number, reason in enumerate(reasons, 1)]
     return "\n".join([*lines, "", *(line for note in notes for line in (note, ""))]).rstrip()
 
@@ -359,10 +457,14 @@ def write(rows: Sequence[Row]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.model_table", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.model_table", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), metavar="NAME")
     parser.add_argument("--no-engines", action="store_true", help="leave vLLM out")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}"
+    )
     parser.add_argument("--engines-in", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.engines_in:

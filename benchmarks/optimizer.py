@@ -14,7 +14,11 @@ import time
 
 import torch
 
-KINDS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False, "fused": False}}
+KINDS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "single": {"foreach": False, "fused": False},
+}
 
 
 def cpu_seconds(parameters: int, steps: int, kind: str) -> float:
@@ -30,7 +34,9 @@ def cpu_seconds(parameters: int, steps: int, kind: str) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.optimizer", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.optimizer", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--parameters", type=int, default=50_000_000)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)

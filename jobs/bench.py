@@ -51,14 +51,25 @@ def main(arguments: list[str]) -> int:
     """Run the benchmark named first."""
     if arguments == ["learner"]:
         if importlib.util.find_spec("trl") is None:
-            print("bench: learner compares with TRL, which is not installed; pip install 'asyncrl[bench]'", file=sys.stderr)
+            print(
+                "bench: learner compares with TRL, which is not installed; pip install 'asyncrl[bench]'",
+                file=sys.stderr,
+            )
             return 2
-        codes = [subprocess.run([sys.executable, str(ROOT / "jobs" / f"bench_{part}.py")]).returncode for part in ("learner", "packing", "memory")]
+        codes = [
+            subprocess.run([sys.executable, str(ROOT / "jobs" / f"bench_{part}.py")]).returncode
+            for part in ("learner", "packing", "memory")
+        ]
         return int(any(codes))
     if arguments[:1] == ["startup"]:
-        return subprocess.run([sys.executable, str(ROOT / "jobs" / "bench_startup.py"), *arguments[1:]]).returncode
+        return subprocess.run(
+            [sys.executable, str(ROOT / "jobs" / "bench_startup.py"), *arguments[1:]]
+        ).returncode
     if not arguments or arguments[0] != "overlap":
-        print("usage: python jobs/bench.py overlap [--section.field value …] | learner | startup [--rounds N]", file=sys.stderr)
+        print(
+            "usage: python jobs/bench.py overlap [--section.field value …] | learner | startup [--rounds N]",
+            file=sys.stderr,
+        )
         return 2
     try:
         return overlap(load_config(CONFIG, arguments[1:]))
@@ -72,7 +83,10 @@ def overlap(config: Config) -> int:
     from quickstart import make_inputs
 
     if len(os.sched_getaffinity(0)) < 2:
-        print("bench: overlap pins generators and learner to a core each, and this machine gives us one", file=sys.stderr)
+        print(
+            "bench: overlap pins generators and learner to a core each, and this machine gives us one",
+            file=sys.stderr,
+        )
         return 2
     make_inputs(config)
     config = _free_name(config)
@@ -93,15 +107,25 @@ async def _overlap(config, directory, plan) -> int:
         stations.rollouts.committed(0)
         recorded, generation_s = await _generate_alone(config, stations)
         training_s = await _train_alone(config, stations, recorded)
-        together_s, records, cpu = await _together(config, stations, directory.state, frontier=len(recorded))
+        together_s, records, cpu = await _together(
+            config, stations, directory.state, frontier=len(recorded)
+        )
     larger, smaller = max(generation_s, training_s), min(generation_s, training_s)
     print(f"generation alone   {generation_s:6.2f} s a step")
-    print(f"training alone     {training_s:6.2f} s a step   (the smaller side takes {smaller / larger:.2f} of the larger; at least 0.75 wanted)")
-    print(f"one after the other{generation_s + training_s:6.2f} s a step   = {(generation_s + training_s) / larger:.2f} x the larger")
-    print(f"asynchronous       {together_s:6.2f} s a step   = {together_s / larger:.2f} x the larger (bar {BAR:g}), over {len(records)} steps")
+    print(
+        f"training alone     {training_s:6.2f} s a step   (the smaller side takes {smaller / larger:.2f} of the larger; at least 0.75 wanted)"
+    )
+    print(
+        f"one after the other{generation_s + training_s:6.2f} s a step   = {(generation_s + training_s) / larger:.2f} x the larger"
+    )
+    print(
+        f"asynchronous       {together_s:6.2f} s a step   = {together_s / larger:.2f} x the larger (bar {BAR:g}), over {len(records)} steps"
+    )
     staleness = statistics.mean(record["staleness/mean"] for record in records)
     gathers = statistics.mean(record["time/learner_waited_s"] for record in records)
-    print(f"staleness {staleness:.2f} in the mean; the learner waited {gathers:.2f} s a step for groups")
+    print(
+        f"staleness {staleness:.2f} in the mean; the learner waited {gathers:.2f} s a step for groups"
+    )
     print("CPU seconds a step, spinning included, by process:")
     for name, seconds in sorted(cpu.items(), key=lambda item: -item[1])[:12]:
         print(f"  {name:<36}{seconds / len(records):6.2f}")
@@ -135,7 +159,9 @@ async def _generate_alone(config, stations) -> tuple[list, float]:
                 groups.create_task(stations.rollouts.rollout(await stations.prompts.next(), 0))
 
     making = asyncio.create_task(rollouts())
-    making.add_done_callback(lambda task: task.exception() and stations.scores.fail(task.exception()))
+    making.add_done_callback(
+        lambda task: task.exception() and stations.scores.fail(task.exception())
+    )
     while len(scored) < wanted:
         arrived = await stations.scores.next()
         await stations.rollouts.ack([group.ordinal for group in arrived])
@@ -177,15 +203,30 @@ async def _together(config, stations, state, frontier: int) -> tuple[float, list
                 self.times.append(time.monotonic())
 
     recorder = Recorder()
-    parts = Parts(stations.prompts, stations.rollouts, stations.scores, stations.learner, stations.weights, recorder)
+    parts = Parts(
+        stations.prompts,
+        stations.rollouts,
+        stations.scores,
+        stations.learner,
+        stations.weights,
+        recorder,
+    )
     parts.concurrency = concurrency_of(config, stations.kv_cache_tokens)
-    schedule = Schedule(WARM_UP_STEPS + STEPS, Staleness(config.staleness.max_staleness, config.groups_per_step))
+    schedule = Schedule(
+        WARM_UP_STEPS + STEPS, Staleness(config.staleness.max_staleness, config.groups_per_step)
+    )
     before = cpu_seconds()
     began = time.monotonic()
-    await Coordinator(parts, schedule, State(state.run_id, state.attempt, 0, 0, frontier, (), state.seed)).run()
+    await Coordinator(
+        parts, schedule, State(state.run_id, state.attempt, 0, 0, frontier, (), state.seed)
+    ).run()
     scale = (recorder.times[-1] - recorder.times[WARM_UP_STEPS - 1]) / (time.monotonic() - began)
-    cpu = {name: scale * (seconds - before.get(name, 0.0)) for name, seconds in cpu_seconds().items()}
-    records = [metrics for event, step, _, metrics in recorder.records if event == "step"][WARM_UP_STEPS:]
+    cpu = {
+        name: scale * (seconds - before.get(name, 0.0)) for name, seconds in cpu_seconds().items()
+    }
+    records = [metrics for event, step, _, metrics in recorder.records if event == "step"][
+        WARM_UP_STEPS:
+    ]
     return (recorder.times[-1] - recorder.times[WARM_UP_STEPS - 1]) / STEPS, records, cpu
 
 

@@ -31,8 +31,22 @@ MEDIAN, SIGMA, LONGEST, PROMPT, SEED = 64, 0.9, 768, 8, 0
 PADDED_ROWS, CAP = 16, 8192
 BAR = 2.5
 MODELS = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32},
-    "medium": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 11, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 16384},
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 32,
+    },
+    "medium": {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 11,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 16384,
+    },
 }
 """Qwen3 shapes; medium has 50 million parameters."""
 LOSS_TOLERANCE = 1e-4
@@ -53,14 +67,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--only", nargs=4, metavar=("VARIANT", "PATH", "THREADS", "ROWS"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--only", nargs=4, metavar=("VARIANT", "PATH", "THREADS", "ROWS"), help=argparse.SUPPRESS
+    )
     asked = parser.parse_args(arguments)
     if asked.only:
         variant, path, threads, rows = asked.only
-        print(json.dumps(measure(variant, path, int(threads), seeded_rows(int(rows), _vocabulary(path)))))
+        print(
+            json.dumps(
+                measure(variant, path, int(threads), seeded_rows(int(rows), _vocabulary(path)))
+            )
+        )
         return 0
     lengths = [len(prompt) + len(following) for prompt, following in seeded_rows(asked.rows, 32)]
-    padded = sum(max(lengths[at : at + PADDED_ROWS]) * len(lengths[at : at + PADDED_ROWS]) for at in range(0, len(lengths), PADDED_ROWS))
+    padded = sum(
+        max(lengths[at : at + PADDED_ROWS]) * len(lengths[at : at + PADDED_ROWS])
+        for at in range(0, len(lengths), PADDED_ROWS)
+    )
     print(
         f"{len(lengths)} rows, {sum(lengths):,} tokens: median {statistics.median(lengths):g}, mean {statistics.mean(lengths):.0f}, largest {max(lengths)}, "
         f"seed {SEED}; padded in order by {PADDED_ROWS}: {padded:,} places, {padded / sum(lengths):.2f} times as many"
@@ -68,9 +91,18 @@ def main(arguments: list[str]) -> int:
     missed = []
     with tempfile.TemporaryDirectory(prefix="asyncrl_bench_") as folder:
         for model in asked.models.split(","):
-            if not compare(model, save_model(model, Path(folder) / model), asked.rows, tuple(asked.variants.split(","))):
+            if not compare(
+                model,
+                save_model(model, Path(folder) / model),
+                asked.rows,
+                tuple(asked.variants.split(",")),
+            ):
                 missed.append(model)
-    print(f"bar missed by {', '.join(missed)}" if missed else f"bars held: the same loss and, where both were measured, packed at least {BAR:g} times padded")
+    print(
+        f"bar missed by {', '.join(missed)}"
+        if missed
+        else f"bars held: the same loss and, where both were measured, packed at least {BAR:g} times padded"
+    )
     return 1 if missed else 0
 
 
@@ -78,26 +110,49 @@ def compare(model: str, path: str, rows: int, variants: tuple[str, ...] = VARIAN
     """Print one model's table; whether the bars hold."""
     threads = {}
     for variant in variants:
-        trials = {count: run(variant, path, count, min(TRIAL_ROWS[model], rows))["tokens_per_s"] for count in (1, 2)}
+        trials = {
+            count: run(variant, path, count, min(TRIAL_ROWS[model], rows))["tokens_per_s"]
+            for count in (1, 2)
+        }
         threads[variant] = max(trials, key=lambda count: trials[count])
-    turns = [{variant: run(variant, path, threads[variant], rows) for variant in variants} for _ in range(TURNS[model])]
-    found = {variant: max((turn[variant] for turn in turns), key=lambda seen: seen["tokens_per_s"]) for variant in variants}
-    print(f"\n{model}: {found[variants[0]]['parameters'] / 1e6:.1f} M parameters, best of {TURNS[model]}")
+    turns = [
+        {variant: run(variant, path, threads[variant], rows) for variant in variants}
+        for _ in range(TURNS[model])
+    ]
+    found = {
+        variant: max((turn[variant] for turn in turns), key=lambda seen: seen["tokens_per_s"])
+        for variant in variants
+    }
+    print(
+        f"\n{model}: {found[variants[0]]['parameters'] / 1e6:.1f} M parameters, best of {TURNS[model]}"
+    )
     print(f"{'':<17}{'trained tokens/s':>18}{'of ' + variants[0]:>12}{'threads':>9}{'loss':>9}")
     for variant, seen in found.items():
         ratio = seen["tokens_per_s"] / found[variants[0]]["tokens_per_s"]
-        print(f"{variant:<17}{seen['tokens_per_s']:>18,.0f}{ratio:>11.2f}x{threads[variant]:>9}{seen['loss']:>9.4f}")
+        print(
+            f"{variant:<17}{seen['tokens_per_s']:>18,.0f}{ratio:>11.2f}x{threads[variant]:>9}{seen['loss']:>9.4f}"
+        )
     speed = {variant: seen["tokens_per_s"] for variant, seen in found.items()}
     if speed.keys() >= {"packed", "learner"}:
-        print(f"DeepSpeed ZeRO-3 at world size 1 costs {speed['packed'] / speed['learner'] - 1:+.0%} of the time of the same packed step without it")
+        print(
+            f"DeepSpeed ZeRO-3 at world size 1 costs {speed['packed'] / speed['learner'] - 1:+.0%} of the time of the same packed step without it"
+        )
     for alone, together in UNPACKED.items():
         if speed.keys() >= {alone, together}:
-            cpu = max(turn[alone]["tokens_per_cpu_s"] for turn in turns) / max(turn[together]["tokens_per_cpu_s"] for turn in turns)
-            print(f"{alone}: {speed[alone] / speed[together]:.2f} of the tokens per second of {together}, {cpu:.2f} of those per second of CPU")
+            cpu = max(turn[alone]["tokens_per_cpu_s"] for turn in turns) / max(
+                turn[together]["tokens_per_cpu_s"] for turn in turns
+            )
+            print(
+                f"{alone}: {speed[alone] / speed[together]:.2f} of the tokens per second of {together}, {cpu:.2f} of those per second of CPU"
+            )
     same = losses_agree([seen["loss"] for turn in turns for seen in turn.values()])
     if not same:
-        print(f"the variants' losses differ by more than {LOSS_TOLERANCE:g}: they do not compute the same thing")
-    return same and (not speed.keys() >= {"padded", "packed"} or speed["packed"] >= BAR * speed["padded"])
+        print(
+            f"the variants' losses differ by more than {LOSS_TOLERANCE:g}: they do not compute the same thing"
+        )
+    return same and (
+        not speed.keys() >= {"padded", "packed"} or speed["packed"] >= BAR * speed["padded"]
+    )
 
 
 def losses_agree(losses: list[float]) -> bool:
@@ -114,7 +169,11 @@ def run(variant: str, path: str, threads: int, rows: int) -> dict[str, float]:
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     }
-    return json.loads(subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout.splitlines()[-1])
+    return json.loads(
+        subprocess.run(
+            command, check=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ).stdout.splitlines()[-1]
+    )
 
 
 def measure(variant: str, path: str, threads: int, rows: list) -> dict[str, float]:
@@ -125,14 +184,21 @@ def measure(variant: str, path: str, threads: int, rows: list) -> dict[str, floa
     torch.set_num_threads(threads)
     torch.manual_seed(SEED)
     packing = "none" if variant in UNPACKED else "rows"
-    made = {"padded": padded_step, "packed": packed_step, "learner": learner_step}[UNPACKED.get(variant, variant)]
+    made = {"padded": padded_step, "packed": packed_step, "learner": learner_step}[
+        UNPACKED.get(variant, variant)
+    ]
     step, parameters = made(path, threads) if made is padded_step else made(path, threads, packing)
     step(rows[:WARM_UP_ROWS], 0.0)
     began, spent = time.perf_counter(), time.process_time()
     loss = step(rows, 0.0)
     seconds, spent = time.perf_counter() - began, time.process_time() - spent
     trained = sum(len(following) for _, following in rows)
-    return {"tokens_per_s": trained / seconds, "tokens_per_cpu_s": trained / spent, "loss": loss, "parameters": parameters}
+    return {
+        "tokens_per_s": trained / seconds,
+        "tokens_per_cpu_s": trained / spent,
+        "loss": loss,
+        "parameters": parameters,
+    }
 
 
 def padded_step(path: str, threads: int):
@@ -148,14 +214,25 @@ def padded_step(path: str, threads: int):
         for at in range(0, len(rows), PADDED_ROWS):
             chosen = rows[at : at + PADDED_ROWS]
             longest = max(len(prompt) + len(following) for prompt, following in chosen)
-            ids, labels, mask = torch.zeros(len(chosen), longest, dtype=torch.long), torch.full((len(chosen), longest), -100), torch.zeros(len(chosen), longest)
+            ids, labels, mask = (
+                torch.zeros(len(chosen), longest, dtype=torch.long),
+                torch.full((len(chosen), longest), -100),
+                torch.zeros(len(chosen), longest),
+            )
             for place, (prompt, following) in enumerate(chosen):
                 length = len(prompt) + len(following)
                 ids[place, :length] = torch.tensor([*prompt, *following])
                 labels[place, len(prompt) : length] = torch.tensor(following)
                 mask[place, :length] = 1
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / targets
+            logits = (
+                model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+            )
+            loss = (
+                torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+                )
+                / targets
+            )
             loss.backward()
             total += loss.item()
         _apply(model, optimizer, learning_rate)
@@ -179,7 +256,9 @@ def packed_step(path: str, threads: int, packing: str):
     def step(rows: list, learning_rate: float) -> float:
         examples, total = [token_example(row) for row in rows], 0.0
         weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
-        for indices in pack([len(example.tokens) for example in examples], CAP, one_each=packing == "none").micro_batches[0]:
+        for indices in pack(
+            [len(example.tokens) for example in examples], CAP, one_each=packing == "none"
+        ).micro_batches[0]:
             batch = micro_batch(examples, indices, "cpu", weights)
             loss, _ = supervised_loss(policy(batch)[0], batch.weights)
             loss.backward()
@@ -228,7 +307,9 @@ def _apply(model, optimizer, learning_rate: float) -> None:
 def seeded_rows(count: int, vocabulary: int) -> list:
     """(prompt ids, following ids), of a few tokens and the rest."""
     generator = np.random.default_rng(SEED)
-    lengths = np.clip(generator.lognormal(np.log(MEDIAN), SIGMA, count), PROMPT + 1, LONGEST).astype(int)
+    lengths = np.clip(
+        generator.lognormal(np.log(MEDIAN), SIGMA, count), PROMPT + 1, LONGEST
+    ).astype(int)
     rows = [generator.integers(0, vocabulary, length).tolist() for length in lengths]
     return [(row[:PROMPT], row[PROMPT:]) for row in rows]
 
@@ -240,7 +321,12 @@ def save_model(name: str, path: Path) -> str:
 
     torch.manual_seed(SEED)
     shape = MODELS[name]
-    config = Qwen3Config(**shape, head_dim=shape["hidden_size"] // shape["num_attention_heads"], max_position_embeddings=1024, tie_word_embeddings=True)
+    config = Qwen3Config(
+        **shape,
+        head_dim=shape["hidden_size"] // shape["num_attention_heads"],
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
     Qwen3ForCausalLM(config).save_pretrained(path)
     return str(path)
 

@@ -26,15 +26,27 @@ SEGMENT = 256
 EXACT = 1e-6
 CASES = {"head": ("chunked", "whole"), "layers": ("checkpointed", "kept")}
 # Blocks are given back when freed, so that what is resident is what is alive.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000", "DS_ACCELERATOR": "cpu"}
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_MMAP_MAX_": "1000000",
+    "DS_ACCELERATOR": "cpu",
+}
 
 
 def main(arguments: list[str]) -> int:
     """Measure each case in processes of their own and print them side by side."""
     parser = argparse.ArgumentParser(prog="bench_memory.py")
-    for name, default in (("tokens", 2048), ("vocabulary", 150_000), ("hidden", 256), ("layers", 12)):
+    for name, default in (
+        ("tokens", 2048),
+        ("vocabulary", 150_000),
+        ("hidden", 256),
+        ("layers", 12),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only", nargs=3, metavar=("CASE", "VARIANT", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--only", nargs=3, metavar=("CASE", "VARIANT", "FILE"), help=argparse.SUPPRESS
+    )
     sizes = parser.parse_args(arguments)
     if sizes.only:
         _measure(*sizes.only, sizes)
@@ -43,7 +55,9 @@ def main(arguments: list[str]) -> int:
     return int(not all(held))
 
 
-def _compare(case: str, variants: tuple[str, str], arguments: list[str], sizes: argparse.Namespace) -> bool:
+def _compare(
+    case: str, variants: tuple[str, str], arguments: list[str], sizes: argparse.Namespace
+) -> bool:
     """Whether the small variant needs less memory and computes the same: to EXACT, or as near to float64 as the large one."""
     import torch
 
@@ -52,14 +66,24 @@ def _compare(case: str, variants: tuple[str, str], arguments: list[str], sizes: 
         for variant in variants:
             file = Path(folder) / f"{variant}.pt"
             command = [sys.executable, __file__, *arguments, "--only", case, variant, str(file)]
-            seen = json.loads(subprocess.run(command, check=True, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE).stdout)
+            seen = json.loads(
+                subprocess.run(
+                    command, check=True, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE
+                ).stdout
+            )
             peaks[variant] = seen["peak"]
             outputs.append(torch.load(file, mmap=True))
-            print(f"{case:<7}{variant:<13}peak {seen['peak'] / 2**20:8.1f} MiB, {seen['seconds']:6.1f} s", flush=True)
+            print(
+                f"{case:<7}{variant:<13}peak {seen['peak'] / 2**20:8.1f} MiB, {seen['seconds']:6.1f} s",
+                flush=True,
+            )
         compared = {f"{variants[0]} from {variants[1]}": _differences(outputs[0], outputs[1])}
         if case == "head":
             exact = _exact_head(sizes)
-            compared |= {f"{variant} from float64": _differences(found, exact) for variant, found in zip(variants, outputs, strict=True)}
+            compared |= {
+                f"{variant} from float64": _differences(found, exact)
+                for variant, found in zip(variants, outputs, strict=True)
+            }
     small, large = (peaks[variant] for variant in variants)
     width = f"vocabulary {sizes.vocabulary}" if case == "head" else f"{sizes.layers} layers"
     shape = f"{sizes.tokens} tokens, hidden {sizes.hidden}, {width}"
@@ -67,16 +91,27 @@ def _compare(case: str, variants: tuple[str, str], arguments: list[str], sizes: 
     if case == "head":
         print(f"{case:<7}{_chunks_text(small, sizes.tokens, sizes.vocabulary, sizes.hidden)}")
     for title, differences in compared.items():
-        print(f"{case:<7}{title}: largest difference, of the largest element: " + ", ".join(f"{name} {value:.1e}" for name, value in differences.items()))
+        print(
+            f"{case:<7}{title}: largest difference, of the largest element: "
+            + ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
+        )
     between, *from_exact = compared.values()
-    same = [value <= EXACT or (from_exact and from_exact[0][name] <= EXACT + from_exact[1][name]) for name, value in between.items()]
-    print(f"{case:<7}{'held' if small < large and all(same) else 'MISSED'}: less memory, and equal to {EXACT:g} or as near to float64")
+    same = [
+        value <= EXACT or (from_exact and from_exact[0][name] <= EXACT + from_exact[1][name])
+        for name, value in between.items()
+    ]
+    print(
+        f"{case:<7}{'held' if small < large and all(same) else 'MISSED'}: less memory, and equal to {EXACT:g} or as near to float64"
+    )
     return small < large and all(same)
 
 
 def _differences(found: dict, other: dict) -> dict[str, float]:
     """By name, relative to the largest element: single elements may cancel to nothing."""
-    return {name: float((found[name] - value).abs().max() / value.abs().max()) for name, value in other.items()}
+    return {
+        name: float((found[name] - value).abs().max() / value.abs().max())
+        for name, value in other.items()
+    }
 
 
 def _chunks_text(peak: int, tokens: int, vocabulary: int, hidden: int) -> str:
@@ -87,9 +122,7 @@ def _chunks_text(peak: int, tokens: int, vocabulary: int, hidden: int) -> str:
     head = 4 * vocabulary * hidden
     chunk = 4 * vocabulary * min(tokens, max(1, CHUNK_ELEMENTS // vocabulary))
     implied = (peak - HEAD_GRADIENTS * head) / chunk
-    return (
-        f"chunked: {implied:.1f} chunks of logits beside {HEAD_GRADIENTS} gradients of the head's weight; the estimate of `asyncrl plan` counts {LIVE_CHUNKS}"
-    )
+    return f"chunked: {implied:.1f} chunks of logits beside {HEAD_GRADIENTS} gradients of the head's weight; the estimate of `asyncrl plan` counts {LIVE_CHUNKS}"
 
 
 def _measure(case: str, variant: str, file: str, sizes: argparse.Namespace) -> None:
@@ -112,7 +145,11 @@ def _head_inputs(sizes: argparse.Namespace):
     import torch
 
     torch.manual_seed(0)
-    return torch.randn(sizes.tokens, sizes.hidden), torch.randn(sizes.vocabulary, sizes.hidden) * 0.05, torch.randint(0, sizes.vocabulary, (sizes.tokens,))
+    return (
+        torch.randn(sizes.tokens, sizes.hidden),
+        torch.randn(sizes.vocabulary, sizes.hidden) * 0.05,
+        torch.randint(0, sizes.vocabulary, (sizes.tokens,)),
+    )
 
 
 def _exact_head(sizes: argparse.Namespace) -> dict:
@@ -126,7 +163,12 @@ def _exact_head(sizes: argparse.Namespace) -> dict:
     chosen.mean().backward()
     with torch.no_grad():
         entropy = -(log_probs.exp() * log_probs).sum(-1)
-    return {"log-probs": chosen.detach(), "entropies": entropy, "gradient of the hidden states": hidden.grad, "of the head's weight": weight.grad}
+    return {
+        "log-probs": chosen.detach(),
+        "entropies": entropy,
+        "gradient of the hidden states": hidden.grad,
+        "of the head's weight": weight.grad,
+    }
 
 
 def _head(variant: str, sizes: argparse.Namespace):
@@ -141,9 +183,16 @@ def _head(variant: str, sizes: argparse.Namespace):
         hidden = every[:tokens].clone().requires_grad_()
         if weight.grad is not None:
             weight.grad.zero_()
-        logprobs, entropy = token_logprobs(hidden, weight, targets[:tokens], 1.0, chunk_elements=chunk)
+        logprobs, entropy = token_logprobs(
+            hidden, weight, targets[:tokens], 1.0, chunk_elements=chunk
+        )
         logprobs.mean().backward()
-        return {"log-probs": logprobs.detach(), "entropies": entropy, "gradient of the hidden states": hidden.grad, "of the head's weight": weight.grad}
+        return {
+            "log-probs": logprobs.detach(),
+            "entropies": entropy,
+            "gradient of the hidden states": hidden.grad,
+            "of the head's weight": weight.grad,
+        }
 
     return run
 
@@ -176,7 +225,10 @@ def _layers(variant: str, sizes: argparse.Namespace):
         policy.zero_grad(set_to_none=False)
         logprobs, *_ = policy(batch)
         logprobs.mean().backward()
-        return {"log-probs": logprobs.detach(), "gradients": torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])}
+        return {
+            "log-probs": logprobs.detach(),
+            "gradients": torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]),
+        }
 
     return run
 
@@ -185,7 +237,11 @@ def _high_water(reset: bool = False) -> int:
     """The most bytes that were resident in this process since the last reset; with `reset`, what is resident now."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024
 
 

@@ -32,26 +32,50 @@ def main() -> int:
     try:
         from trl.data_utils import _pack_bfd
     except ImportError as error:
-        print(f"bench: TRL cannot be imported ({error}); install it with: pip install 'asyncrl[bench]'", file=sys.stderr)
+        print(
+            f"bench: TRL cannot be imported ({error}); install it with: pip install 'asyncrl[bench]'",
+            file=sys.stderr,
+        )
         return 2
     lengths = seeded_lengths(ROWS)
-    table = pa.table({"input_ids": pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), np.zeros(lengths.sum(), np.int32))})
-    print(f"{ROWS:,} rows, {lengths.sum():,} tokens, lognormal: median {np.median(lengths):g}, largest {lengths.max()}, seed {SEED}")
-    print(f"{'capacity':>8} {'ours':>9} {'TRL':>9} {'TRL/ours':>9} {'lengths alone':>14} {'fill ours':>10} {'fill TRL':>9}   best of {REPEATS}, alternating")
-    missed = [capacity for capacity in CAPACITIES if not compare(lengths, table, capacity, _pack_bfd)]
-    print(f"bar missed at {missed}" if missed else "bar held: at least as fast, fill within 0.1 point")
+    table = pa.table(
+        {
+            "input_ids": pa.ListArray.from_arrays(
+                np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+                np.zeros(lengths.sum(), np.int32),
+            )
+        }
+    )
+    print(
+        f"{ROWS:,} rows, {lengths.sum():,} tokens, lognormal: median {np.median(lengths):g}, largest {lengths.max()}, seed {SEED}"
+    )
+    print(
+        f"{'capacity':>8} {'ours':>9} {'TRL':>9} {'TRL/ours':>9} {'lengths alone':>14} {'fill ours':>10} {'fill TRL':>9}   best of {REPEATS}, alternating"
+    )
+    missed = [
+        capacity for capacity in CAPACITIES if not compare(lengths, table, capacity, _pack_bfd)
+    ]
+    print(
+        f"bar missed at {missed}" if missed else "bar held: at least as fast, fill within 0.1 point"
+    )
     return 1 if missed else 0
 
 
 def seeded_lengths(rows: int) -> np.ndarray:
     """[rows] int64."""
-    return np.clip(np.random.default_rng(SEED).lognormal(np.log(MEDIAN), SIGMA, rows), 1, LONGEST).astype(np.int64)
+    return np.clip(
+        np.random.default_rng(SEED).lognormal(np.log(MEDIAN), SIGMA, rows), 1, LONGEST
+    ).astype(np.int64)
 
 
-def compare(lengths: np.ndarray, table: pa.Table, capacity: int, pack_bfd: Callable[..., pa.Table]) -> bool:
+def compare(
+    lengths: np.ndarray, table: pa.Table, capacity: int, pack_bfd: Callable[..., pa.Table]
+) -> bool:
     """One line of the table; whether the bar holds."""
     ways: dict[str, Callable[[], Any]] = {
-        "ours": lambda: fill_of(next(pack_blocks([table], capacity, "bfd", ["input_ids"], len(lengths))), capacity),
+        "ours": lambda: fill_of(
+            next(pack_blocks([table], capacity, "bfd", ["input_ids"], len(lengths))), capacity
+        ),
         "trl": lambda: fill_of(pack_bfd(table, capacity), capacity),
         "lengths": lambda: pack_rows(lengths, capacity).row.size,
     }
@@ -64,7 +88,9 @@ def compare(lengths: np.ndarray, table: pa.Table, capacity: int, pack_bfd: Calla
             seconds[name].append(time.perf_counter() - began)
     ours, trl, alone = (min(seconds[name]) for name in ways)
     fill, fill_trl = results["ours"], results["trl"]
-    print(f"{capacity:>8} {ours:>8.2f}s {trl:>8.2f}s {trl / ours:>8.1f}x {alone:>13.2f}s {fill:>10.2%} {fill_trl:>9.2%}")
+    print(
+        f"{capacity:>8} {ours:>8.2f}s {trl:>8.2f}s {trl / ours:>8.1f}x {alone:>13.2f}s {fill:>10.2%} {fill_trl:>9.2%}"
+    )
     return ours <= trl and fill >= fill_trl - MOST_FILL_LOST
 
 

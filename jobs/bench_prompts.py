@@ -28,7 +28,12 @@ def dataset(mebibytes: int) -> pa.Table:
     """Rows of 2 KiB of text in chunks, as the readers give them."""
     rows = (mebibytes << 20) // ROW_BYTES
     chunks = [
-        pa.table({"prompt": ["x" * ROW_BYTES] * min(CHUNK_ROWS, rows - start), "answer": ["1"] * min(CHUNK_ROWS, rows - start)})
+        pa.table(
+            {
+                "prompt": ["x" * ROW_BYTES] * min(CHUNK_ROWS, rows - start),
+                "answer": ["1"] * min(CHUNK_ROWS, rows - start),
+            }
+        )
         for start in range(0, rows, CHUNK_ROWS)
     ]
     return pa.concat_tables(chunks)
@@ -50,7 +55,9 @@ def main() -> None:
     table = dataset(int(sys.argv[1]) if len(sys.argv) > 1 else 290)
     rows = RowsByNumber(table)
     whole = seconds(table.take, table.num_rows)
-    alone = seconds(lambda wanted: rows.table([rows.row(number) for number in wanted]), table.num_rows)
+    alone = seconds(
+        lambda wanted: rows.table([rows.row(number) for number in wanted]), table.num_rows
+    )
     print(
         f"{table.nbytes >> 20} MiB, {ROWS_PER_BLOCK} rows a block: Table.take {whole * 1e3:.2f} ms, rows alone {alone * 1e3:.3f} ms, ratio {whole / alone:.0f}"
     )

@@ -29,7 +29,9 @@ def main(arguments: list[str]) -> int:
     """Start both by turns, print the medians and their ratio, and say by the exit code whether the bar holds."""
     parser = argparse.ArgumentParser(prog="bench_startup.py")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs=3, metavar=("NAME", "MODEL", "FIRST"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--only", nargs=3, metavar=("NAME", "MODEL", "FIRST"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args(arguments)
     if options.only:
         name, model, first = options.only
@@ -44,14 +46,25 @@ def main(arguments: list[str]) -> int:
         make_model(Path(folder), seed=0)
         for turn in range(options.rounds):
             for name in seconds:
-                environment, first = os.environ | (engine_environment("cpu") if name == "asyncrl" else {}), Path(folder) / f"first_{name}_{turn}"
+                environment, first = (
+                    os.environ | (engine_environment("cpu") if name == "asyncrl" else {}),
+                    Path(folder) / f"first_{name}_{turn}",
+                )
                 command = [sys.executable, __file__, "--only", name, folder, str(first)]
                 begun = time.monotonic()
-                subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                subprocess.run(
+                    command,
+                    check=True,
+                    env=environment,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
                 seconds[name].append(float(first.read_text()) - begun)
                 print(f"round {turn + 1}  {name:<8}{seconds[name][-1]:7.1f} s", flush=True)
     naive_s, ours_s = statistics.median(seconds["naive"]), statistics.median(seconds["asyncrl"])
-    print(f"medians: naive {naive_s:.1f} s, asyncrl {ours_s:.1f} s = {ours_s / naive_s:.2f} of it (bar {BAR:g})")
+    print(
+        f"medians: naive {naive_s:.1f} s, asyncrl {ours_s:.1f} s = {ours_s / naive_s:.2f} of it (bar {BAR:g})"
+    )
     return 0 if ours_s <= BAR * naive_s else 1
 
 
@@ -61,8 +74,14 @@ async def naive(model: str, first: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=KV_BYTES))
-    async for _ in llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=1), "first"):
+    llm = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=model, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=KV_BYTES
+        )
+    )
+    async for _ in llm.generate(
+        {"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=1), "first"
+    ):
         break
     first.write_text(str(time.monotonic()))
     llm.shutdown()
@@ -74,7 +93,9 @@ async def ours(model: str, first: Path) -> None:
     from asyncrl.generation.engine import Engine
     from asyncrl.generation.settings import GeneratorApp
 
-    engine = Engine(GeneratorApp(model=model, generator=GeneratorConfig(kv_cache_memory_bytes=KV_BYTES)))
+    engine = Engine(
+        GeneratorApp(model=model, generator=GeneratorConfig(kv_cache_memory_bytes=KV_BYTES))
+    )
     await engine.start()
     first.write_text(str(time.monotonic()))
     await engine.stop()

@@ -36,12 +36,16 @@ def main(directory: str) -> int:
     config = run.config
     evaluations = run.records("evaluation")
     if not (run.directory / "hf").exists() or not evaluations or config.eval.data is None:
-        raise RunNotFound(f"{directory!r} is not a finished run with an evaluation; give the directory of one, such as runs/quickstart")
+        raise RunNotFound(
+            f"{directory!r} is not a finished run with an evaluation; give the directory of one, such as runs/quickstart"
+        )
     prompts = read_prompts(config.eval.data, config, config.eval.max_prompts)
     with output_in_file(run.directory / "logs" / "evaluate.log"):
         answers = greedy_answers(config, run.directory / "hf", prompts)
     fresh, recorded = accuracy(config, prompts, answers), evaluations[-1]["eval/greedy_accuracy"]
-    print(f"held-out greedy accuracy on {len(prompts)} prompts: {fresh:.2%} in a fresh vLLM engine from {run.directory / 'hf'}, {recorded:.2%} in the run")
+    print(
+        f"held-out greedy accuracy on {len(prompts)} prompts: {fresh:.2%} in a fresh vLLM engine from {run.directory / 'hf'}, {recorded:.2%} in the run"
+    )
     return int(abs(fresh - recorded) > ALLOWED_DIFFERENCE)
 
 
@@ -60,20 +64,45 @@ def output_in_file(path: Path) -> Iterator[None]:
                 os.dup2(before, number)
 
 
-def greedy_answers(config: Config, model: Path, prompts: list[Prompt]) -> list[tuple[str, list[int]]]:
+def greedy_answers(
+    config: Config, model: Path, prompts: list[Prompt]
+) -> list[tuple[str, list[int]]]:
     """Text and token ids of one greedy completion per prompt."""
     os.environ.update(engine_environment(config.generator.device))
     from vllm import LLM, SamplingParams
 
     context = min(config.longest_request + 1, model_context(config))
     tokenizer = load_tokenizer(str(model))
-    stops = load_stops(str(model), tokenizer, config.rollout.rollout_stop, config.rollout.rollout_stop_token_ids)
-    cache = {"kv_cache_memory_bytes": config.generator.kv_cache_memory_bytes} if config.generator.device == "cpu" else {}
-    settings = {"dtype": config.model.dtype, "max_model_len": context, "max_num_seqs": config.max_num_seqs, "enforce_eager": True}
+    stops = load_stops(
+        str(model), tokenizer, config.rollout.rollout_stop, config.rollout.rollout_stop_token_ids
+    )
+    cache = (
+        {"kv_cache_memory_bytes": config.generator.kv_cache_memory_bytes}
+        if config.generator.device == "cpu"
+        else {}
+    )
+    settings = {
+        "dtype": config.model.dtype,
+        "max_model_len": context,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": True,
+    }
     engine = LLM(str(model), tokenizer_mode=TOKENIZER_MODE, **settings, **cache)
     rooms = [config.completion_room(len(prompt.token_ids)) for prompt in prompts]
-    sampling = [SamplingParams(temperature=0.0, max_tokens=room, stop_token_ids=list(stops.tokens), stop=list(stops.strings)) for room in rooms]
-    outputs = engine.generate([{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts], sampling, use_tqdm=False)
+    sampling = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=room,
+            stop_token_ids=list(stops.tokens),
+            stop=list(stops.strings),
+        )
+        for room in rooms
+    ]
+    outputs = engine.generate(
+        [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
+        sampling,
+        use_tqdm=False,
+    )
     engine.llm_engine.engine_core.shutdown()
     answers = [list(output.outputs[0].token_ids) for output in outputs]
     return [(text_before(decode(tokenizer, ids), stops.strings), ids) for ids in answers]
@@ -82,8 +111,14 @@ def greedy_answers(config: Config, model: Path, prompts: list[Prompt]) -> list[t
 def accuracy(config: Config, prompts: list[Prompt], answers: list[tuple[str, list[int]]]) -> float:
     """Mean of the reward that the config calls accuracy, over the answers that it scores."""
     reward = config.reward.functions[config.accuracy]
-    calls = [GroupCall([prompt.text], [text], [ids], prompt.columns) for prompt, (text, ids) in zip(prompts, answers, strict=True)]
-    rewards = [call_reward(reward.function, call, reward.arguments, reward.per_token).rewards[0] for call in calls]
+    calls = [
+        GroupCall([prompt.text], [text], [ids], prompt.columns)
+        for prompt, (text, ids) in zip(prompts, answers, strict=True)
+    ]
+    rewards = [
+        call_reward(reward.function, call, reward.arguments, reward.per_token).rewards[0]
+        for call in calls
+    ]
     scored = [value for value in rewards if value is not None]
     return sum(scored) / len(scored) if scored else math.nan
 

@@ -31,7 +31,9 @@ def main(overrides: list[str]) -> int:
         make_inputs(config)
         command = [command_name(), "train", os.path.relpath(CONFIG), *overrides]
         with MemorySampler() as memory:
-            return train(config, command, after=lambda _, summary: print_measurements(summary, memory.peak))
+            return train(
+                config, command, after=lambda _, summary: print_measurements(summary, memory.peak)
+            )
     except ConfigError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 2
@@ -51,17 +53,27 @@ def make_inputs(config: Config) -> None:
     directory = Path(config.data.train).parent
     if (directory / "held_out.parquet").exists() and Path(config.model.path).exists():
         return
-    command = [sys.executable, str(ROOT / "jobs" / "quickstart_task.py"), str(directory), "--seed", str(config.seed)]
+    command = [
+        sys.executable,
+        str(ROOT / "jobs" / "quickstart_task.py"),
+        str(directory),
+        "--seed",
+        str(config.seed),
+    ]
     made = subprocess.run(command, capture_output=True, text=True)
     if made.returncode:
-        raise ConfigError(f"the quickstart's inputs could not be made in {directory}:\n{made.stderr}")
+        raise ConfigError(
+            f"the quickstart's inputs could not be made in {directory}:\n{made.stderr}"
+        )
     print(made.stdout.strip().splitlines()[-1])
 
 
 def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
     """What the README's table shows, from the run directory and the memory sampler."""
     run = open_run(summary.directory)
-    pushes = sorted(record["weights/pause_s"] for record in run.records("push") if record["version"] > 0)
+    pushes = sorted(
+        record["weights/pause_s"] for record in run.records("push") if record["version"] > 0
+    )
     checks = run.records("logprob_check")
     startup = {
         name.removeprefix("startup/"): value
@@ -71,10 +83,14 @@ def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
     trained = [fate for fate in run.fates().to_pylist() if fate["outcome"] == "trained"]
     late = [fate["staleness"] for fate in trained if fate["trained_at_version"] >= 3]
     steps = run.records("step")
-    step_s = statistics.median(record["time/step_s"] + record["time/learner_waited_s"] for record in steps)
+    step_s = statistics.median(
+        record["time/step_s"] + record["time/learner_waited_s"] for record in steps
+    )
     print("\nmeasured")
     print(f"  wall time            {summary.seconds / 60:.1f} min")
-    print(f"  memory, peak         {memory.total / GIB:.1f} GiB in {memory.processes} processes, shared memory {memory.shared / GIB:.2f} GiB of it")
+    print(
+        f"  memory, peak         {memory.total / GIB:.1f} GiB in {memory.processes} processes, shared memory {memory.shared / GIB:.2f} GiB of it"
+    )
     for name, size in list(memory.by_name.items())[:8]:
         print(f"    {name:<34}{size / GIB:6.2f} GiB")
     mean = f"mean {statistics.mean(late):.2f} after step 3, " if late else ""
@@ -84,10 +100,17 @@ def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
         f"over {len(pushes)} updates; of an empty update {startup.pop('pause_empty_s'):.3f} s"
     )
     largest = max(record["check/logprob_max_diff"] for record in checks)
-    print(f"  log-prob difference  at most {largest:.1e} over {len(checks)} checks of {checks[0]['check/tokens']:.0f} tokens")
+    print(
+        f"  log-prob difference  at most {largest:.1e} over {len(checks)} checks of {checks[0]['check/tokens']:.0f} tokens"
+    )
     print(f"  step time            median {step_s:.2f} s, {len(steps)} steps")
-    waited = sum(r["time/learner_waited_s"] for r in steps), sum(r["time/generators_waited_s"] for r in steps)
-    print(f"  waited               learner {waited[0]:.0f} s for groups, generators {waited[1]:.0f} s for the learner")
+    waited = (
+        sum(r["time/learner_waited_s"] for r in steps),
+        sum(r["time/generators_waited_s"] for r in steps),
+    )
+    print(
+        f"  waited               learner {waited[0]:.0f} s for groups, generators {waited[1]:.0f} s for the learner"
+    )
     print("  start-up seconds")
     for name, value in startup.items():
         print(f"    {name.removesuffix('_s').replace('_', ' '):<34}{value:6.1f}")

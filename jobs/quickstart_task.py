@@ -52,14 +52,19 @@ def make_model(directory: Path, seed: int) -> int:
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id, do_sample=True
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        do_sample=True,
     )
     model.save_pretrained(directory)
     _tokenizer().save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def make_data(directory: Path, seed: int, held_out_rows: int = HELD_OUT_ROWS, max_digits: int = 2) -> tuple[int, int]:
+def make_data(
+    directory: Path, seed: int, held_out_rows: int = HELD_OUT_ROWS, max_digits: int = 2
+) -> tuple[int, int]:
     """Write train.parquet and held_out.parquet (disjoint expressions) and return their numbers of rows.
 
     Columns: `prompt` (the bare expression, `12+34=`), `answer`, `question` (the package's own wording), `task` and
@@ -89,7 +94,9 @@ def _sums(seed: int, max_digits: int) -> list[dict[str, str]]:
     for digits in range(1, max_digits + 1):
         values = 10 if digits == 1 else 9 * 10 ** (digits - 1)
         settings = {"min_terms": 2, "max_terms": 2, "min_digits": digits, "max_digits": digits}
-        for entry in reasoning_gym.create_dataset("chain_sum", size=DRAWS_PER_SUM * values * values, seed=seed, **settings):
+        for entry in reasoning_gym.create_dataset(
+            "chain_sum", size=DRAWS_PER_SUM * values * values, seed=seed, **settings
+        ):
             expression = entry["metadata"]["expression"]
             if "+" in expression and expression not in found:
                 found[expression] = _row(expression, entry)
@@ -134,7 +141,9 @@ def main() -> None:
     arguments = parser.parse_args()
     parameters = make_model(arguments.directory / "model", arguments.seed)
     train, held_out = make_data(arguments.directory, arguments.seed)
-    print(f"{arguments.directory}: model with {parameters:,} parameters, {train:,} training and {held_out:,} held-out prompts")
+    print(
+        f"{arguments.directory}: model with {parameters:,} parameters, {train:,} training and {held_out:,} held-out prompts"
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,14 @@ ENGINE_STARTS: list[str] = []
 CHARACTERS = "0123456789+-*=() ?abcdefghijklmnopqrstuvwxyz.,:\n"
 
 
-LEAVINGS = ("asyncrl[_-]*", "pymp-*", "torchinductor_*", "vllm_dist_*", "*wandb-*", "-".join(["[0-9a-f]" * length for length in (8, 4, 4, 4, 12)]))
+LEAVINGS = (
+    "asyncrl[_-]*",
+    "pymp-*",
+    "torchinductor_*",
+    "vllm_dist_*",
+    "*wandb-*",
+    "-".join(["[0-9a-f]" * length for length in (8, 4, 4, 4, 12)]),
+)
 """What libraries call their temporary files: vLLM's sockets are UUIDs."""
 
 
@@ -38,10 +45,14 @@ THERE_BEFORE = leavings()
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if ENGINE_STARTS:
-        terminalreporter.write_line(f"vLLM engine starts: {len(ENGINE_STARTS)} ({', '.join(ENGINE_STARTS)})")
+        terminalreporter.write_line(
+            f"vLLM engine starts: {len(ENGINE_STARTS)} ({', '.join(ENGINE_STARTS)})"
+        )
     # The folders of engines that tests have killed.
     remove_left_behind(TemporaryPlace.where())
-    if left := sorted(leavings() - THERE_BEFORE):  # no failure: another session on this machine may have made them
+    if left := sorted(
+        leavings() - THERE_BEFORE
+    ):  # no failure: another session on this machine may have made them
         terminalreporter.write_line(f"left in {TemporaryPlace.where()}: {', '.join(left)}")
 
 
@@ -75,7 +86,9 @@ def ray_cluster() -> Iterator[Any]:
     from asyncrl.launch import start_local_ray
 
     folders = sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")})
-    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]).rstrip(
+        os.pathsep
+    )
 
     start_local_ray(2, object_store_memory=512 << 20)
     yield ray
@@ -112,13 +125,37 @@ def save_tiny(directory: Path, tied: bool, **changes: Any) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *CHARACTERS])}
+    vocabulary = {
+        token: index
+        for index, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *CHARACTERS])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>").save_pretrained(directory)
-    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    settings = {**shape, "head_dim": 32, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": tied}
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+    ).save_pretrained(directory)
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    settings = {
+        **shape,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": tied,
+    }
     config = Qwen3Config(**(settings | changes))
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(directory)
@@ -130,20 +167,42 @@ def publish(ray_cluster: Any) -> Callable[..., Manifest]:
     """`publish(parameters, version=1, bucket_bytes=…, run_id=…, attempt=…)`: put named tensors in the object store, as a learner would."""
     from asyncrl.weights.layout import plan_buckets
 
-    def put(parameters: Mapping[str, Any], version: int = 1, bucket_bytes: int = 32 << 10, run_id: str = "test", attempt: int = 1) -> Manifest:
-        entries, sizes = plan_buckets([(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in parameters.items()], bucket_bytes)
+    def put(
+        parameters: Mapping[str, Any],
+        version: int = 1,
+        bucket_bytes: int = 32 << 10,
+        run_id: str = "test",
+        attempt: int = 1,
+    ) -> Manifest:
+        entries, sizes = plan_buckets(
+            [
+                (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+                for name, p in parameters.items()
+            ],
+            bucket_bytes,
+        )
         buckets = [np.zeros(size, dtype=np.uint8) for size in sizes]
         for entry in entries:
             data = parameters[entry.name].detach().contiguous().numpy().reshape(-1).view(np.uint8)
             buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes] = data
         refs = tuple(ray_cluster.put(bucket) for bucket in buckets)
-        return Manifest(run_id, attempt, version, entries, refs, sizes, tuple(zlib.crc32(bucket) for bucket in buckets))
+        return Manifest(
+            run_id,
+            attempt,
+            version,
+            entries,
+            refs,
+            sizes,
+            tuple(zlib.crc32(bucket) for bucket in buckets),
+        )
 
     return put
 
 
 @pytest.fixture(scope="session")
-def generators(ray_cluster: Any, tiny_model: Path, engine_starts: list[str]) -> Iterator[SimpleNamespace]:
+def generators(
+    ray_cluster: Any, tiny_model: Path, engine_starts: list[str]
+) -> Iterator[SimpleNamespace]:
     """ONE real vLLM replica under Serve for the session: `handle`, `board`, `app` (its settings), `name`. Versions only go up, so ask `next_version()`."""
     from asyncrl.config import GeneratorConfig
     from asyncrl.generation.app import start_generators, stop_generators
@@ -160,9 +219,15 @@ def generators(ray_cluster: Any, tiny_model: Path, engine_starts: list[str]) -> 
     )
     engine_starts.append("generators")
     handle = start_generators(app, name)
-    yield SimpleNamespace(handle=handle, board=board, app=app, name=name, next_version=lambda: next(versions))
+    yield SimpleNamespace(
+        handle=handle, board=board, app=app, name=name, next_version=lambda: next(versions)
+    )
     replicas = handle.broadcast("status").results(timeout_s=60)
-    processes = [child for replica in replicas for child in psutil.Process(replica["pid"]).children(recursive=True)]
+    processes = [
+        child
+        for replica in replicas
+        for child in psutil.Process(replica["pid"]).children(recursive=True)
+    ]
     stop_generators(name)
     ray_cluster.kill(board)
     _, alive = psutil.wait_procs(processes, timeout=30)

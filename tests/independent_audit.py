@@ -38,13 +38,25 @@ def wrong(directory: Path) -> list[str]:
         line.add(before)
         at = before
     trained = [fate for fate in fates if fate["outcome"] == "trained"]
-    kept = [fate for fate in trained if fate["ended_in"] in line and fate["trained_at_version"] < left_at.get(fate["ended_in"], 1 << 60)]
-    said += [f"{ordinal}: trained {count} times" for ordinal, count in Counter(fate["ordinal"] for fate in kept).items() if count > 1]
+    kept = [
+        fate
+        for fate in trained
+        if fate["ended_in"] in line
+        and fate["trained_at_version"] < left_at.get(fate["ended_in"], 1 << 60)
+    ]
+    said += [
+        f"{ordinal}: trained {count} times"
+        for ordinal, count in Counter(fate["ordinal"] for fate in kept).items()
+        if count > 1
+    ]
     steps, generations = defaultdict(list), {}
     for fate in trained:
         steps[fate["ended_in"], fate["trained_at_version"]].append(fate)
     for (attempt, version), batch in steps.items():
-        if len(batch) != attempts[attempt]["groups_per_step"] or len({fate["step"] for fate in batch}) != 1:
+        if (
+            len(batch) != attempts[attempt]["groups_per_step"]
+            or len({fate["step"] for fate in batch}) != 1
+        ):
             said.append(f"{batch[0]['ordinal']}: its step, at version {version}, is no batch")
     for fate in kept:
         ordinal, row = fate["ordinal"], groups.get((fate["attempt"], fate["ordinal"]))
@@ -53,7 +65,10 @@ def wrong(directory: Path) -> list[str]:
             continue
         versions = [span["version"] for spans in row["versions"] for span in spans]
         staleness = fate["trained_at_version"] - min(versions, default=fate["trained_at_version"])
-        if staleness != fate["staleness"] or staleness > attempts[fate["ended_in"]]["max_staleness"]:
+        if (
+            staleness != fate["staleness"]
+            or staleness > attempts[fate["ended_in"]]["max_staleness"]
+        ):
             said.append(f"{ordinal}: staleness {staleness}")
         if max(versions, default=0) > fate["trained_at_version"]:
             said.append(f"{ordinal}: a version from the future")
@@ -61,7 +76,15 @@ def wrong(directory: Path) -> list[str]:
             said.append(f"{ordinal}: {fate['completion_tokens']} tokens in its fate")
         if len(row["completion_ids"]) != attempts[row["attempt"]]["n_samples_per_prompt"]:
             said.append(f"{ordinal}: {len(row['completion_ids'])} trajectories")
-        made = json.dumps([row["started_at"], row["finished_at"], row["replica"], row["completion_ids"], row["logprobs"]])
+        made = json.dumps(
+            [
+                row["started_at"],
+                row["finished_at"],
+                row["replica"],
+                row["completion_ids"],
+                row["logprobs"],
+            ]
+        )
         if generations.setdefault(made, ordinal) != ordinal:
             said.append(f"{ordinal}: the same as {generations[made]}")
     return said
@@ -69,7 +92,9 @@ def wrong(directory: Path) -> list[str]:
 
 def wrong_in_row(row: dict) -> list[str]:
     said = ["times"] if not row["started_at"] <= row["finished_at"] else []
-    for ids, mask, logprobs, spans in zip(row["completion_ids"], row["loss_mask"], row["logprobs"], row["versions"], strict=True):
+    for ids, mask, logprobs, spans in zip(
+        row["completion_ids"], row["loss_mask"], row["logprobs"], row["versions"], strict=True
+    ):
         if not len(ids) == len(mask) == len(logprobs):
             said.append("lengths")
         if set(mask) - {0, 1}:

@@ -8,7 +8,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-PAD, BOS, EOS, USER, ASSISTANT, END = SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>"]
+PAD, BOS, EOS, USER, ASSISTANT, END = SPECIAL = [
+    "<pad>",
+    "<s>",
+    "</s>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+]
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -42,7 +49,9 @@ def save_llama(directory: Path, layers: int = 2, **changes: Any) -> Path:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # which begin as zeros, and would prove nothing
                 parameter.normal_(0, 0.1)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=[2, SPECIAL.index(END)], pad_token_id=0)
+    model.generation_config = GenerationConfig(
+        bos_token_id=1, eos_token_id=[2, SPECIAL.index(END)], pad_token_id=0
+    )
     model.save_pretrained(directory, max_shard_size="150KB")
     tokenizer().save_pretrained(directory)
     return directory
@@ -51,7 +60,9 @@ def save_llama(directory: Path, layers: int = 2, **changes: Any) -> Path:
 def claim_llama_class(directory: Path) -> Path:
     """Name `LlamaTokenizerFast` in the checkpoint, as DeepSeek's do: transformers then makes a sentencepiece tokenizer of the byte-level vocabulary."""
     file = directory / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"})
+    )
     return directory
 
 
@@ -63,11 +74,23 @@ def tokenizer() -> Any:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=350, special_tokens=SPECIAL, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=350,
+        special_tokens=SPECIAL,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
     bpe.train_from_iterator(arithmetic_lines(), trainer)
-    bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, SPECIAL.index(BOS))])
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, SPECIAL.index(BOS))]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=PAD, extra_special_tokens=[USER, ASSISTANT, END], chat_template=TEMPLATE
+        tokenizer_object=bpe,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        extra_special_tokens=[USER, ASSISTANT, END],
+        chat_template=TEMPLATE,
     )
 
 
@@ -75,4 +98,6 @@ def arithmetic_lines(count: int = 300) -> list[str]:
     """Seeded lines of text about sums."""
     draw = random.Random(0)
     pairs = [(draw.randrange(100), draw.randrange(100)) for _ in range(count)]
-    return [f"What is {left} plus {right}? {left} + {right} = {left + right}." for left, right in pairs]
+    return [
+        f"What is {left} plus {right}? {left} + {right} = {left + right}." for left, right in pairs
+    ]

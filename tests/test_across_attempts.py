@@ -54,7 +54,14 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return noted
 
 
-def attempt(across: AcrossAttempts, generators: Any, error: BaseException | None, number: int = 0, left: int = 1, hung: str = "") -> BaseException | None:
+def attempt(
+    across: AcrossAttempts,
+    generators: Any,
+    error: BaseException | None,
+    number: int = 0,
+    left: int = 1,
+    hung: str = "",
+) -> BaseException | None:
     """What comes out of an attempt that starts these generators, and ends with the error."""
     state: State = SimpleNamespace(run_id="run", attempt=number)  # type: ignore[assignment]
 
@@ -92,21 +99,39 @@ def test_a_learner_dies_and_the_next_attempt_attaches_to_the_generators(said: li
         pytest.param(RuntimeError("no death"), 1, True, "", id="an error"),
         pytest.param(asyncio.CancelledError(), 1, True, "", id="interrupted"),
         pytest.param(LearnerDied("rank 0"), 0, True, "", id="no attempt left"),
-        pytest.param(PlacementLost("no replica has had room"), 1, True, "", id="the generators' own room is lost"),
+        pytest.param(
+            PlacementLost("no replica has had room"),
+            1,
+            True,
+            "",
+            id="the generators' own room is lost",
+        ),
         pytest.param(PartDied("a stream"), 1, False, "", id="the generators died as well"),
-        pytest.param(PartDied("a stream"), 1, True, "scoring", id="a station that does not close holds resources"),
+        pytest.param(
+            PartDied("a stream"),
+            1,
+            True,
+            "scoring",
+            id="a station that does not close holds resources",
+        ),
     ],
 )
-def test_all_else_ends_the_generators_and_the_cluster(said: list[str], error: BaseException | None, left: int, able: bool, hung: str) -> None:
+def test_all_else_ends_the_generators_and_the_cluster(
+    said: list[str], error: BaseException | None, left: int, able: bool, hung: str
+) -> None:
     across = AcrossAttempts()
     raised = attempt(across, StandIn(said, able), error, left=left, hung=hung)
     assert type(raised) is type(error)
     assert said[0] == "cluster" and said[-2:] == ["end", "no cluster"] and across.generators is None
     assert attempt(across, StandIn(said), None, 1) is None
-    assert said.count("cluster") == said.count("no cluster") == 2, "the next attempt has a cluster of its own"
+    assert said.count("cluster") == said.count("no cluster") == 2, (
+        "the next attempt has a cluster of its own"
+    )
 
 
-def test_what_is_left_for_an_attempt_that_does_not_begin_ends(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_for_an_attempt_that_does_not_begin_ends(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "CLOSE_TIMEOUT_S", 0.05)
     across = AcrossAttempts()
     attempt(across, StandIn(said, hangs=True), LearnerDied("rank 0"))

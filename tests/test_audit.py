@@ -29,7 +29,15 @@ from asyncrl.rewards.files import compact
 from asyncrl.rundir.rows import read_rows
 from asyncrl.runtime.parquet import write_table
 from asyncrl.runtime.shared import size_and_checksum
-from asyncrl.testing import FakeLearner, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
+from asyncrl.testing import (
+    FakeLearner,
+    FakePrompts,
+    FakeRecorder,
+    FakeRollouts,
+    FakeScores,
+    FakeWeightSync,
+    VirtualTimeLoop,
+)
 from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table
 
 GROUPS, SAMPLES, MAX_STALENESS = 4, 2, 2
@@ -43,7 +51,11 @@ def config(root, steps, **changes):
         "max_steps": steps,
         "model": {"path": "model"},
         "data": {"train": "train.parquet", "max_prompt_length": 20},
-        "rollout": {"max_completion_length": 32, "rollout_batch_size": GROUPS, "n_samples_per_prompt": SAMPLES},
+        "rollout": {
+            "max_completion_length": 32,
+            "rollout_batch_size": GROUPS,
+            "n_samples_per_prompt": SAMPLES,
+        },
         "reward": {"functions": {"exact": {"function": "package.module:function"}}},
         "staleness": {"max_staleness": MAX_STALENESS},
     }
@@ -67,8 +79,16 @@ class Files(FakeScores):
         now = asyncio.get_running_loop().time() + 1e6 * self.attempt
         for scored in await super().next():
             length = tokens(scored.ordinal)
-            completion = Completion((7,) * length, (-0.5 - scored.ordinal / 1024,) * length, (VersionSpan(scored.begun, 0, length),), "stop")
-            trajectories = (Trajectory(completion, (1,) * length, 1.0, {"exact": 1.0}, 0.5), Trajectory(completion, (1,) * length, 0.0, {"exact": 0.0}, -0.5))
+            completion = Completion(
+                (7,) * length,
+                (-0.5 - scored.ordinal / 1024,) * length,
+                (VersionSpan(scored.begun, 0, length),),
+                "stop",
+            )
+            trajectories = (
+                Trajectory(completion, (1,) * length, 1.0, {"exact": 1.0}, 0.5),
+                Trajectory(completion, (1,) * length, 0.0, {"exact": 0.0}, -0.5),
+            )
             group = Group(
                 self.attempt,
                 Prompt(scored.ordinal, 0, "p", self.prompt_ids(scored.ordinal)),
@@ -80,7 +100,9 @@ class Files(FakeScores):
             )
             table = groups_to_table([group])
             arrived.append(replace(scored, content=content_hashes(table)[0]))
-            pq.write_table(table, self.directory / f"attempt_{self.attempt:04d}-{scored.ordinal:08d}.parquet")
+            pq.write_table(
+                table, self.directory / f"attempt_{self.attempt:04d}-{scored.ordinal:08d}.parquet"
+            )
         return arrived
 
 
@@ -108,8 +130,13 @@ class Learner(FakeLearner):
         return result
 
     async def save(self, directory):
-        (directory / "counters.json").write_text(json.dumps({"trained_tokens": self.trained_tokens}))
-        return {**await super().save(directory), "counters.json": size_and_checksum(directory / "counters.json")}
+        (directory / "counters.json").write_text(
+            json.dumps({"trained_tokens": self.trained_tokens})
+        )
+        return {
+            **await super().save(directory),
+            "counters.json": size_and_checksum(directory / "counters.json"),
+        }
 
 
 async def at_once(function, *arguments):
@@ -127,17 +154,31 @@ def attempt(root, steps, after, graceful=True, prompt_ids=lambda ordinal: (1,), 
     with RunDirectory(config(root, steps, resume="auto", **changes)) as directory:
         state = directory.state
         rollouts = FakeRollouts(
-            latency=lambda ordinal: 0.1 * tokens(ordinal), fails=lambda ordinal: "broken" if ordinal % 11 == 3 else None, tokens=lambda o: SAMPLES * tokens(o)
+            latency=lambda ordinal: 0.1 * tokens(ordinal),
+            fails=lambda ordinal: "broken" if ordinal % 11 == 3 else None,
+            tokens=lambda o: SAMPLES * tokens(o),
         )
         scores = Files(rollouts, directory.path / "groups", state.attempt, prompt_ids)
-        learner = Learner(GROUPS, latency=0.3, version=state.version, skips=lambda step: step % 5 == 4)
+        learner = Learner(
+            GROUPS, latency=0.3, version=state.version, skips=lambda step: step % 5 == 4
+        )
         recorder = Recorder(directory.path / "fates", state.attempt)
         restored = []
         if directory.checkpoint is not None:
-            learner.trained_tokens = json.loads((directory.checkpoint / "learner" / "counters.json").read_text())["trained_tokens"]
-            restored = asyncio.run(scores.load(directory.checkpoint / "buffer.parquet")) if state.waiting else []
-        prompts = FakePrompts(state.frontier, [*state.finished_above, *(ordinal for _, ordinal in state.waiting)])
-        parts = Parts(prompts, rollouts, scores, learner, FakeWeightSync(), recorder, directory.checkpoints)
+            learner.trained_tokens = json.loads(
+                (directory.checkpoint / "learner" / "counters.json").read_text()
+            )["trained_tokens"]
+            restored = (
+                asyncio.run(scores.load(directory.checkpoint / "buffer.parquet"))
+                if state.waiting
+                else []
+            )
+        prompts = FakePrompts(
+            state.frontier, [*state.finished_above, *(ordinal for _, ordinal in state.waiting)]
+        )
+        parts = Parts(
+            prompts, rollouts, scores, learner, FakeWeightSync(), recorder, directory.checkpoints
+        )
         bound = changes.get("staleness", {}).get("max_staleness", MAX_STALENESS)
         schedule = Schedule(steps, Staleness(bound, GROUPS), checkpoint_every=3)
         coordinator = Coordinator(parts, schedule, state, restored)
@@ -202,9 +243,15 @@ def test_a_run_that_lies_elsewhere_now_has_its_checkpoints_with_it(whole_run, tm
     """Its config still names the old place, as that of a run under another ASYNCRL_RUNS does."""
     shutil.copytree(whole_run, tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "checkpoints")
-    assert said(tmp_path / "moved")["trained tokens equal the learner's count"].said == "no checkpoint yet"
+    assert (
+        said(tmp_path / "moved")["trained tokens equal the learner's count"].said
+        == "no checkpoint yet"
+    )
     shutil.copytree(whole_run / "checkpoints", tmp_path / "moved" / "checkpoints")
-    assert "no checkpoint" not in said(tmp_path / "moved")["trained tokens equal the learner's count"].said
+    assert (
+        "no checkpoint"
+        not in said(tmp_path / "moved")["trained tokens equal the learner's count"].said
+    )
 
 
 def test_a_run_just_killed_passes_as_well(tmp_path, no_threads):
@@ -250,7 +297,12 @@ def in_row(ordinal, **changes):
     """Edit one ordinal's rows; each change is a function of the old value."""
 
     def edit(rows):
-        return [{**row, **{name: new(row[name]) for name, new in changes.items()}} if row["ordinal"] == ordinal else row for row in rows]
+        return [
+            {**row, **{name: new(row[name]) for name, new in changes.items()}}
+            if row["ordinal"] == ordinal
+            else row
+            for row in rows
+        ]
 
     return edit
 
@@ -277,19 +329,34 @@ FALSIFIED_ROWS = {
     "advantage": (CONTENT, {"advantage": first_value(lambda advantage: -advantage)}),
     "status": (CONTENT, {"status": first_value(lambda status: "unscored")}),
     "text": (CONTENT, {"completion_text": first_value(lambda text: text + "!")}),
-    "prompt": (CONTENT, {"prompt_ids": lambda ids: [*ids, 9], "prompt_text": lambda text: "another"}),
+    "prompt": (
+        CONTENT,
+        {"prompt_ids": lambda ids: [*ids, 9], "prompt_text": lambda text: "another"},
+    ),
     "scored before": (CONTENT, {"scored_at": lambda time: time - 1e6}),
     "mask of 2": (POSSIBLE, {"loss_mask": first_token(lambda mask: 2)}),
     "negative mask": (POSSIBLE, {"loss_mask": first_token(lambda mask: -1)}),
     "times": (POSSIBLE, {"finished_at": lambda time: time - 60}),
     "NaN time": (POSSIBLE, {"finished_at": lambda time: float("nan")}),
-    "span cut short": (POSSIBLE, {"versions": spans(lambda one: [{**one[0], "end": one[0]["end"] - 1}])}),
-    "spans overlap": (POSSIBLE, {"versions": spans(lambda one: [one[0], {**one[0], "version": one[0]["version"] + 1}])}),
-    "span too long": (POSSIBLE, {"versions": spans(lambda one: [{**one[0], "end": one[0]["end"] + 1}])}),
+    "span cut short": (
+        POSSIBLE,
+        {"versions": spans(lambda one: [{**one[0], "end": one[0]["end"] - 1}])},
+    ),
+    "spans overlap": (
+        POSSIBLE,
+        {"versions": spans(lambda one: [one[0], {**one[0], "version": one[0]["version"] + 1}])},
+    ),
+    "span too long": (
+        POSSIBLE,
+        {"versions": spans(lambda one: [{**one[0], "end": one[0]["end"] + 1}])},
+    ),
     "span of no token": (POSSIBLE, {"versions": spans(lambda one: [{**one[0], "end": 0}, one[0]])}),
     "negative version": (POSSIBLE, {"versions": spans(lambda one: [{**one[0], "version": -1}])}),
     "no span": (POSSIBLE, {"versions": spans(lambda one: [])}),
-    "version to come": ("no token is of a version to come", {"versions": spans(lambda one: [{**one[0], "version": 10_000}])}),
+    "version to come": (
+        "no token is of a version to come",
+        {"versions": spans(lambda one: [{**one[0], "version": 10_000}])},
+    ),
     "missing trajectory in one list": (POSSIBLE, {"status": lambda values: values[:1]}),
 }
 
@@ -302,7 +369,10 @@ def test_a_row_that_was_falsified_is_named(run, what):
     found = said(run)[check]
     assert not found.passed and f", {ordinal})" in found.said, found.said
     if check != CONTENT:
-        assert any(line.startswith(f"{ordinal}: ") for line in wrong(run)) or what == "missing trajectory in one list"
+        assert (
+            any(line.startswith(f"{ordinal}: ") for line in wrong(run))
+            or what == "missing trajectory in one list"
+        )
 
 
 def add_copy(directory, ordinal, **changes):
@@ -310,14 +380,20 @@ def add_copy(directory, ordinal, **changes):
     for path in sorted((directory / "groups").glob("*.parquet")):
         table = pq.read_table(path)
         for row in (row for row in table.to_pylist() if row["ordinal"] == ordinal):
-            pq.write_table(pa.Table.from_pylist([{**row, **changes}], table.schema), path.with_name(path.stem.split("-")[0] + "-09999999.parquet"))
+            pq.write_table(
+                pa.Table.from_pylist([{**row, **changes}], table.schema),
+                path.with_name(path.stem.split("-")[0] + "-09999999.parquet"),
+            )
 
 
 def test_two_rows_of_one_group(run):
     fate = surviving_trained(run)[7]
     add_copy(run, fate["ordinal"], replica="another")
     check = said(run)["each group has one row of its own"]
-    assert not check.passed and f"two rows that differ: ({fate['attempt']}, {fate['ordinal']})" in check.said
+    assert (
+        not check.passed
+        and f"two rows that differ: ({fate['attempt']}, {fate['ordinal']})" in check.said
+    )
     assert f"{fate['ordinal']}: two rows" in wrong(run)
 
 
@@ -330,14 +406,33 @@ def test_a_row_that_was_merged_and_whose_file_is_still_there_is_fine(run):
 def test_content_trained_again_under_another_ordinal(run):
     """With its hash in the other's fate, as somebody who knows of it would do."""
     one, other = surviving_trained(run)[7:9]
-    rows = {row["ordinal"]: row for row in pq.ParquetDataset(run / "groups").read().to_pylist() if row["attempt"] == one["attempt"]}
+    rows = {
+        row["ordinal"]: row
+        for row in pq.ParquetDataset(run / "groups").read().to_pylist()
+        if row["attempt"] == one["attempt"]
+    }
     copy = {**rows[one["ordinal"]], "ordinal": other["ordinal"], "attempt": other["attempt"]}
-    change(run, "groups", lambda old: [copy if row["ordinal"] == other["ordinal"] else row for row in old])
+    change(
+        run,
+        "groups",
+        lambda old: [copy if row["ordinal"] == other["ordinal"] else row for row in old],
+    )
     table = pa.Table.from_pylist([copy], pq.read_schema(next((run / "groups").glob("*.parquet"))))
     sealed = {"content": content_hashes(table)[0], "completion_tokens": one["completion_tokens"]}
-    change(run, "fates", lambda old: [{**row, **sealed} if row["ordinal"] == other["ordinal"] and row["content"] else row for row in old])
+    change(
+        run,
+        "fates",
+        lambda old: [
+            {**row, **sealed} if row["ordinal"] == other["ordinal"] and row["content"] else row
+            for row in old
+        ],
+    )
     check = said(run)["each group has one row of its own"]
-    assert not check.passed and f"trained again under another ordinal: {other['ordinal']} (as {one['ordinal']})" in check.said
+    assert (
+        not check.passed
+        and f"trained again under another ordinal: {other['ordinal']} (as {one['ordinal']})"
+        in check.said
+    )
     assert f"{other['ordinal']}: the same as {one['ordinal']}" in wrong(run)
 
 
@@ -345,14 +440,24 @@ def test_content_trained_again_under_another_ordinal(run):
     ("change_of", "text"),
     [
         (lambda fate: {"step": fate["step"] + 1}, "of several steps: version"),
-        (lambda fate: {"trained_at_version": fate["trained_at_version"] + 1, "staleness": fate["staleness"] + 1}, "not a full batch: version"),
+        (
+            lambda fate: {
+                "trained_at_version": fate["trained_at_version"] + 1,
+                "staleness": fate["staleness"] + 1,
+            },
+            "not a full batch: version",
+        ),
         (lambda fate: {"outcome": "dropped"}, "not a full batch: version"),
     ],
     ids=["step", "version", "one too few"],
 )
 def test_a_step_that_is_no_batch(run, change_of, text):
     fate = surviving_trained(run)[9]
-    change(run, "fates", lambda rows: [{**row, **change_of(row)} if row == fate else row for row in rows])
+    change(
+        run,
+        "fates",
+        lambda rows: [{**row, **change_of(row)} if row == fate else row for row in rows],
+    )
     check = said(run)["every step trained one batch"]
     assert not check.passed and text in check.said
     assert wrong(run)
@@ -360,13 +465,31 @@ def test_a_step_that_is_no_batch(run, change_of, text):
 
 def test_a_fate_with_other_tokens_or_without_a_hash(run):
     fate = surviving_trained(run)[9]
-    change(run, "fates", lambda rows: [{**row, "completion_tokens": 1} if row == fate else row for row in rows])
+    change(
+        run,
+        "fates",
+        lambda rows: [{**row, "completion_tokens": 1} if row == fate else row for row in rows],
+    )
     check = said(run)[CONTENT]
-    assert not check.passed and f"another number of tokens than the fate says: ({fate['attempt']}, {fate['ordinal']})" in check.said
+    assert (
+        not check.passed
+        and f"another number of tokens than the fate says: ({fate['attempt']}, {fate['ordinal']})"
+        in check.said
+    )
     assert f"{fate['ordinal']}: 1 tokens in its fate" in wrong(run)
-    change(run, "fates", lambda rows: [{**row, "content": None} if row["ordinal"] == fate["ordinal"] else row for row in rows])
+    change(
+        run,
+        "fates",
+        lambda rows: [
+            {**row, "content": None} if row["ordinal"] == fate["ordinal"] else row for row in rows
+        ],
+    )
     check = said(run)[CONTENT]
-    assert not check.passed and f"trained, and the fate has no hash: ({fate['attempt']}, {fate['ordinal']})" in check.said
+    assert (
+        not check.passed
+        and f"trained, and the fate has no hash: ({fate['attempt']}, {fate['ordinal']})"
+        in check.said
+    )
 
 
 def test_a_fate_that_was_changed_without_its_files_checksum(run):
@@ -391,11 +514,22 @@ def reseal(run, ordinal):
     hashes = {}
     for path in (run / "groups").glob("*.parquet"):
         table = pq.read_table(path)
-        hashes |= dict(zip(zip(table["attempt"].to_pylist(), table["ordinal"].to_pylist(), strict=True), content_hashes(table), strict=True))
+        hashes |= dict(
+            zip(
+                zip(table["attempt"].to_pylist(), table["ordinal"].to_pylist(), strict=True),
+                content_hashes(table),
+                strict=True,
+            )
+        )
     change(
         run,
         "fates",
-        lambda rows: [{**row, "content": row["content"] and hashes[row["attempt"], row["ordinal"]]} if row["ordinal"] == ordinal else row for row in rows],
+        lambda rows: [
+            {**row, "content": row["content"] and hashes[row["attempt"], row["ordinal"]]}
+            if row["ordinal"] == ordinal
+            else row
+            for row in rows
+        ],
     )
 
 
@@ -416,7 +550,10 @@ def test_a_fate_that_cannot_be(run, changes, text):
     fate = surviving_trained(run)[5]
     change(run, "fates", lambda rows: [{**row, **changes} if row == fate else row for row in rows])
     check = said(run)["every file can be read"]
-    assert not check.passed and f"the fate of ordinal {changes.get('ordinal', fate['ordinal'])} {text}" in check.said
+    assert (
+        not check.passed
+        and f"the fate of ordinal {changes.get('ordinal', fate['ordinal'])} {text}" in check.said
+    )
 
 
 @pytest.mark.parametrize("text", [b'["a"]', b"7", b"[[1]]", b"[" * 100000, b"[-1]"])
@@ -434,7 +571,9 @@ def test_ordinals_of_any_size_are_no_work(run):
 
 
 @pytest.mark.parametrize("folder", ["groups", "fates", "evaluations"])
-@pytest.mark.parametrize("name", ["zz.parquet", "attempt_0077-00000001.parquet", "notes.txt", "folder", "link"])
+@pytest.mark.parametrize(
+    "name", ["zz.parquet", "attempt_0077-00000001.parquet", "notes.txt", "folder", "link"]
+)
 def test_what_asyncrl_did_not_write_is_named(run, folder, name):
     (run / folder).mkdir(exist_ok=True)
     path = run / folder / name
@@ -454,8 +593,16 @@ def test_what_asyncrl_did_not_write_is_named(run, folder, name):
 @pytest.mark.parametrize(
     ("name", "new", "fault"),
     [
-        ("reward", lambda values: [float("nan"), *values[1:]], "rewards or advantages that are no numbers"),
-        ("advantage", lambda values: [float("inf"), *values[1:]], "rewards or advantages that are no numbers"),
+        (
+            "reward",
+            lambda values: [float("nan"), *values[1:]],
+            "rewards or advantages that are no numbers",
+        ),
+        (
+            "advantage",
+            lambda values: [float("inf"), *values[1:]],
+            "rewards or advantages that are no numbers",
+        ),
         ("logprobs", first_token(lambda value: 3.0), "log-probs that are no log-probs"),
         ("logprobs", first_token(lambda value: float("nan")), "log-probs that are no log-probs"),
         ("completion_ids", first_token(lambda value: -7), "negative or missing token ids"),
@@ -471,24 +618,46 @@ def test_values_that_asyncrl_cannot_have_written(run, name, new, fault):
     change(run, "groups", in_row(fate["ordinal"], **{name: new}))
     reseal(run, fate["ordinal"])
     checks = said(run)
-    assert not checks[POSSIBLE].passed and f"{fault}: ({fate['attempt']}, {fate['ordinal']})" in checks[POSSIBLE].said
+    assert (
+        not checks[POSSIBLE].passed
+        and f"{fault}: ({fate['attempt']}, {fate['ordinal']})" in checks[POSSIBLE].said
+    )
     assert checks[CONTENT].passed
 
 
 def test_two_fates_of_one_group_in_one_attempt(run):
     fate = surviving_trained(run)[-5]
     other = {**fate, "outcome": "waiting", "trained_at_version": None, "staleness": None}
-    change(run, "fates", lambda rows: [one for row in rows for one in ([row, other] if row == fate else [row])])
+    change(
+        run,
+        "fates",
+        lambda rows: [one for row in rows for one in ([row, other] if row == fate else [row])],
+    )
     check = said(run)["each ordinal has one outcome"]
-    assert not check.passed and f"with two fates in one attempt: ({fate['attempt']}, {fate['ordinal']})" in check.said
+    assert (
+        not check.passed
+        and f"with two fates in one attempt: ({fate['attempt']}, {fate['ordinal']})" in check.said
+    )
 
 
-@pytest.mark.parametrize(("outcome", "text"), [("failed", "not a full batch: skipped step"), ("every", "of which no group tells")])
+@pytest.mark.parametrize(
+    ("outcome", "text"),
+    [("failed", "not a full batch: skipped step"), ("every", "of which no group tells")],
+)
 def test_a_skipped_step_is_a_batch_as_well(run, outcome, text):
     """One of its groups, or all of them, are said to have failed."""
-    skipped = [fate for path in sorted((run / "fates").glob("*.parquet")) for fate in pq.read_table(path).to_pylist() if fate["outcome"] == "skipped"]
+    skipped = [
+        fate
+        for path in sorted((run / "fates").glob("*.parquet"))
+        for fate in pq.read_table(path).to_pylist()
+        if fate["outcome"] == "skipped"
+    ]
     chosen = skipped[:1] if outcome == "failed" else skipped
-    change(run, "fates", lambda rows: [{**row, "outcome": "failed"} if row in chosen else row for row in rows])
+    change(
+        run,
+        "fates",
+        lambda rows: [{**row, "outcome": "failed"} if row in chosen else row for row in rows],
+    )
     check = said(run)["every step trained one batch"]
     assert not check.passed and text in check.said
 
@@ -504,7 +673,10 @@ def rewrite_record(run, edit):
 @pytest.mark.parametrize(
     ("edit", "text"),
     [
-        (lambda tree: tree["attempts"][0].update(from_attempt=5), "attempt 0 is called 0 and goes on from 5"),
+        (
+            lambda tree: tree["attempts"][0].update(from_attempt=5),
+            "attempt 0 is called 0 and goes on from 5",
+        ),
         (lambda tree: tree["attempts"][3].update(from_attempt=3), "goes on from 3"),
         (lambda tree: tree["attempts"][5].pop("frontier"), "attempts, 5 frontier: field required"),
         (lambda tree: tree["attempts"][5].update(waiting=[3]), "attempts, 5 waiting 0"),
@@ -530,9 +702,18 @@ def test_a_record_that_is_none(run, text, capsys):
 @pytest.mark.parametrize(
     ("edit", "text"),
     [
-        (lambda tree: [one.update(max_staleness=50) for one in tree["attempts"]], "began with max_staleness 50, and config.yaml has 2"),
-        (lambda tree: tree["attempts"][5].update(version=3), "attempt 5 began at version 3, and from"),
-        (lambda tree: tree["attempts"][0].update(frontier=10**12), "began from no checkpoint, and at frontier 1000000000000"),
+        (
+            lambda tree: [one.update(max_staleness=50) for one in tree["attempts"]],
+            "began with max_staleness 50, and config.yaml has 2",
+        ),
+        (
+            lambda tree: tree["attempts"][5].update(version=3),
+            "attempt 5 began at version 3, and from",
+        ),
+        (
+            lambda tree: tree["attempts"][0].update(frontier=10**12),
+            "began from no checkpoint, and at frontier 1000000000000",
+        ),
         (lambda tree: tree.update(run_id="another"), "is of run"),
     ],
 )
@@ -544,7 +725,11 @@ def test_a_record_that_the_other_files_do_not_bear_out(run, edit, text):
 
 def write_metrics(run):
     """The steps' records, by plain loops over the files."""
-    rows = {(row["attempt"], row["ordinal"]): row for path in (run / "groups").glob("*.parquet") for row in pq.read_table(path).to_pylist()}
+    rows = {
+        (row["attempt"], row["ordinal"]): row
+        for path in (run / "groups").glob("*.parquet")
+        for row in pq.read_table(path).to_pylist()
+    }
     steps = {}
     for path in sorted((run / "fates").glob("*.parquet")):
         for fate in pq.read_table(path).to_pylist():
@@ -555,10 +740,23 @@ def write_metrics(run):
         mine = [rows[fate["attempt"], fate["ordinal"]] for fate in fates]
         lengths = [len(ids) for row in mine for ids in row["completion_ids"]]
         applied = fates[0]["outcome"] == "trained"
-        record = {"schema": 1, "event": "step", "attempt": attempt_, "step": step, "version": fates[0]["trained_at_version"] + 1 if applied else 0, "time": 1.0}
+        record = {
+            "schema": 1,
+            "event": "step",
+            "attempt": attempt_,
+            "step": step,
+            "version": fates[0]["trained_at_version"] + 1 if applied else 0,
+            "time": 1.0,
+        }
         if applied:
-            record |= {"staleness/mean": sum(fate["staleness"] for fate in fates) / len(fates), "reward/mean": 0.5, "tokens": float(sum(lengths))}
-        lines.append(json.dumps(record | {"rollout/completion_tokens": sum(lengths) / len(lengths)}) + "\n")
+            record |= {
+                "staleness/mean": sum(fate["staleness"] for fate in fates) / len(fates),
+                "reward/mean": 0.5,
+                "tokens": float(sum(lengths)),
+            }
+        lines.append(
+            json.dumps(record | {"rollout/completion_tokens": sum(lengths) / len(lengths)}) + "\n"
+        )
     (run / "metrics.jsonl").write_text("".join(lines))
 
 
@@ -571,15 +769,42 @@ def test_metrics_bear_out_what_each_step_trained(run):
     checks = said(run)
     assert all(check.passed for check in checks.values()), audit_text(list(checks.values()))
     trained = [fate for fate in surviving_trained(run) if fate["ended_in"] == 5]
-    pairs = ((a, b) for a in trained for b in trained if b["trained_at_version"] == a["trained_at_version"] + 1)
-    one, other = next((a, b) for a, b in pairs if a["staleness"] < 2 and b["staleness"] and a["completion_tokens"] != b["completion_tokens"])
+    pairs = (
+        (a, b)
+        for a in trained
+        for b in trained
+        if b["trained_at_version"] == a["trained_at_version"] + 1
+    )
+    one, other = next(
+        (a, b)
+        for a, b in pairs
+        if a["staleness"] < 2
+        and b["staleness"]
+        and a["completion_tokens"] != b["completion_tokens"]
+    )
     moved = {
-        one["ordinal"]: {"trained_at_version": other["trained_at_version"], "step": other["step"], "staleness": one["staleness"] + 1},
-        other["ordinal"]: {"trained_at_version": one["trained_at_version"], "step": one["step"], "staleness": other["staleness"] - 1},
+        one["ordinal"]: {
+            "trained_at_version": other["trained_at_version"],
+            "step": other["step"],
+            "staleness": one["staleness"] + 1,
+        },
+        other["ordinal"]: {
+            "trained_at_version": one["trained_at_version"],
+            "step": one["step"],
+            "staleness": other["staleness"] - 1,
+        },
     }
-    change(run, "fates", lambda rows: [{**row, **moved[row["ordinal"]]} if row in (one, other) else row for row in rows])
+    change(
+        run,
+        "fates",
+        lambda rows: [
+            {**row, **moved[row["ordinal"]]} if row in (one, other) else row for row in rows
+        ],
+    )
     failed = {name: check.said for name, check in said(run).items() if not check.passed}
-    assert list(failed) == [METRICS] and f"step {one['step']} of attempt 5" in failed[METRICS], failed
+    assert list(failed) == [METRICS] and f"step {one['step']} of attempt 5" in failed[METRICS], (
+        failed
+    )
 
 
 def test_a_reward_that_was_changed_with_its_hash(run):
@@ -588,7 +813,11 @@ def test_a_reward_that_was_changed_with_its_hash(run):
     change(run, "groups", in_row(fate["ordinal"], reward=lambda values: [5.0, *values[1:]]))
     reseal(run, fate["ordinal"])
     failed = {name: check.said for name, check in said(run).items() if not check.passed}
-    assert list(failed) == [METRICS] and "reward/mean 0.5, its groups give" in failed[METRICS] and str(fate["ordinal"]) in failed[METRICS]
+    assert (
+        list(failed) == [METRICS]
+        and "reward/mean 0.5, its groups give" in failed[METRICS]
+        and str(fate["ordinal"]) in failed[METRICS]
+    )
 
 
 @pytest.mark.parametrize("how", ["edited", "gone", "garbage", "pipe", "link"])
@@ -597,7 +826,15 @@ def test_metrics_that_were_changed(run, how):
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     if how == "edited":
-        path.write_text("".join([*lines[:3], lines[3].replace('"staleness/mean": ', '"staleness/mean": 9'), *lines[4:]]))
+        path.write_text(
+            "".join(
+                [
+                    *lines[:3],
+                    lines[3].replace('"staleness/mean": ', '"staleness/mean": 9'),
+                    *lines[4:],
+                ]
+            )
+        )
     elif how == "gone":
         path.write_text("".join([*lines[:1], *lines[2:]]))
     elif how == "garbage":
@@ -606,22 +843,43 @@ def test_metrics_that_were_changed(run, how):
         path.unlink()
         os.mkfifo(path) if how == "pipe" else path.symlink_to(run / "config.yaml")
     check = said(run)[METRICS if how in ("edited", "gone") else "every file can be read"]
-    assert not check.passed and ("step" in check.said if how in ("edited", "gone") else str(path) in check.said)
+    assert not check.passed and (
+        "step" in check.said if how in ("edited", "gone") else str(path) in check.said
+    )
 
 
 def test_an_evaluation_is_that_of_its_completions(run):
-    rows = {"set": ["a"] * 4, "attempt": [5] * 4, "version": [24] * 4, "ordinal": [0, 1, 2, 3], "index": [0] * 4}
+    rows = {
+        "set": ["a"] * 4,
+        "attempt": [5] * 4,
+        "version": [24] * 4,
+        "ordinal": [0, 1, 2, 3],
+        "index": [0] * 4,
+    }
     rows |= {"status": ["ok", "late", "unscored", "ok"], "accuracy": [1.0, None, None, 0.5]}
     kinds = {name: COLUMNS[name] for name in rows}
     (run / "evaluations").mkdir()
     path = run / "evaluations" / "attempt_0005-version_00000024-a.parquet"
-    pq.write_table(pa.table({name: pa.array(rows[name], kind) for name, kind in kinds.items()}), path)
-    record = {"schema": 1, "event": "evaluation", "attempt": 5, "step": 30, "version": 24, "time": 1.0, "eval/a_accuracy": 0.5}
+    pq.write_table(
+        pa.table({name: pa.array(rows[name], kind) for name, kind in kinds.items()}), path
+    )
+    record = {
+        "schema": 1,
+        "event": "evaluation",
+        "attempt": 5,
+        "step": 30,
+        "version": 24,
+        "time": 1.0,
+        "eval/a_accuracy": 0.5,
+    }
     (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     name = "evaluations are those of their completions"
     assert all(check.passed for check in said(run).values())
     (run / "metrics.jsonl").write_text(json.dumps(record | {"eval/a_accuracy": 0.75}) + "\n")
-    assert "set a at version 24 of attempt 5: accuracy 0.75, its completions give 0.5" in said(run)[name].said
+    assert (
+        "set a at version 24 of attempt 5: accuracy 0.75, its completions give 0.5"
+        in said(run)[name].said
+    )
     path.rename(path.with_name("attempt_0005-version_00000023-a.parquet"))
     assert "a row is of set 'a', attempt 5, version 24" in said(run)["every file can be read"].said
     assert "without completions (attempt, version): (5, 24)" in said(run)[name].said
@@ -634,7 +892,9 @@ def test_counters_that_are_none(run, content):
     from asyncrl.control.checkpoint import _checksum_of_text
 
     manifest = path.parent.parent / "MANIFEST"
-    text = json.dumps(json.loads(manifest.read_text()) | {"learner/counters.json": size_and_checksum(path)})
+    text = json.dumps(
+        json.loads(manifest.read_text()) | {"learner/counters.json": size_and_checksum(path)}
+    )
     manifest.write_text(text)
     (manifest.parent / "COMMITTED").write_text(str(_checksum_of_text(text)))
     check = said(run)["trained tokens equal the learner's count"]
@@ -654,7 +914,9 @@ def test_a_file_that_cannot_be_read_is_named(run, folder, how):
     elif how == "other columns":
         pq.write_table(pa.table({"a": [1]}), path)
     else:
-        path.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "text": b"hello " * 100}[how])
+        path.write_bytes(
+            {"empty": b"", "cut": content[: len(content) // 2], "text": b"hello " * 100}[how]
+        )
     check = said(run)["every file can be read"]
     assert not check.passed and str(path) in check.said
 
@@ -669,7 +931,9 @@ def test_any_flip_that_changes_what_a_reader_gets_is_found(run, folder):
     read = read_fates if folder == "fates" else read_rows
     before = read(path)
     for place in random_.sample(range(len(whole)), 400):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << random_.randrange(8))]) + whole[place + 1 :])
+        path.write_bytes(
+            whole[:place] + bytes([whole[place] ^ (1 << random_.randrange(8))]) + whole[place + 1 :]
+        )
         try:
             after = read(path)
         except UNREADABLE:
@@ -678,7 +942,9 @@ def test_any_flip_that_changes_what_a_reader_gets_is_found(run, folder):
         if after == before:
             continue
         assert folder == "groups", f"byte {place} changed the fates that are read"
-        assert not all(check.passed for check in said(run).values()), f"byte {place} changed what is read"
+        assert not all(check.passed for check in said(run).values()), (
+            f"byte {place} changed what is read"
+        )
         seen += 1
     assert seen > 100
 
@@ -687,10 +953,19 @@ def test_any_flip_that_changes_what_a_reader_gets_is_found(run, folder):
 def with_data(tmp_path, tiny_model, no_threads):
     """A short run whose prompts are those of a file, in its order."""
     rows = [f"{number}+{number}=" for number in range(40)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in rows))
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in rows)
+    )
     encode = PreTrainedTokenizerFast.from_pretrained(tiny_model).encode
     data = {"train": str(tmp_path / "train.jsonl"), "max_prompt_length": 20, "shuffle": False}
-    attempt(tmp_path, 6, None, prompt_ids=lambda ordinal: tuple(encode(rows[ordinal % 40])), data=data, model={"path": str(tiny_model)})
+    attempt(
+        tmp_path,
+        6,
+        None,
+        prompt_ids=lambda ordinal: tuple(encode(rows[ordinal % 40])),
+        data=data,
+        model={"path": str(tiny_model)},
+    )
     return tmp_path / "run"
 
 
@@ -703,11 +978,25 @@ def test_another_prompt_than_the_ordinals(with_data):
     """With its own hash in the fate, as somebody who knows of it would do."""
     ordinal = surviving_trained(with_data)[3]["ordinal"]
     change(with_data, "groups", in_row(ordinal, prompt_ids=lambda ids: [*ids[:-1], ids[-1] + 1]))
-    rows = {row["ordinal"]: row for row in pq.ParquetDataset(with_data / "groups").read().to_pylist()}
-    table = pa.Table.from_pylist([rows[ordinal]], pq.read_schema(next((with_data / "groups").glob("*.parquet"))))
-    change(with_data, "fates", lambda old: [{**row, "content": content_hashes(table)[0]} if row["ordinal"] == ordinal else row for row in old])
+    rows = {
+        row["ordinal"]: row for row in pq.ParquetDataset(with_data / "groups").read().to_pylist()
+    }
+    table = pa.Table.from_pylist(
+        [rows[ordinal]], pq.read_schema(next((with_data / "groups").glob("*.parquet")))
+    )
+    change(
+        with_data,
+        "fates",
+        lambda old: [
+            {**row, "content": content_hashes(table)[0]} if row["ordinal"] == ordinal else row
+            for row in old
+        ],
+    )
     failed = {name: check.said for name, check in said(with_data).items() if not check.passed}
-    assert list(failed) == ["each prompt is its ordinal's"] and f"another prompt: (0, {ordinal})" in failed["each prompt is its ordinal's"]
+    assert (
+        list(failed) == ["each prompt is its ordinal's"]
+        and f"another prompt: (0, {ordinal})" in failed["each prompt is its ordinal's"]
+    )
 
 
 def test_prompts_of_data_that_has_changed_are_not_checked_and_it_says_so(with_data):
@@ -737,51 +1026,110 @@ def test_an_ordinal_trained_twice(run):
     last = len(json.loads((run / "run.json").read_text())["attempts"]) - 1
     one = next(fate for fate in surviving_trained(run) if fate["attempt"] < last)
     again = {**one, "attempt": last, "ended_in": last}
-    change(run, "fates", lambda rows: [*rows, again] if any(row["ended_in"] == last for row in rows) else rows)
+    change(
+        run,
+        "fates",
+        lambda rows: [*rows, again] if any(row["ended_in"] == last for row in rows) else rows,
+    )
     checks = said(run)
-    assert not checks["each ordinal has one outcome"].passed and not checks["trained ordinals are distinct"].passed
+    assert (
+        not checks["each ordinal has one outcome"].passed
+        and not checks["trained ordinals are distinct"].passed
+    )
 
 
 def test_an_ordinal_with_two_outcomes_in_one_attempt(run):
     one = surviving_trained(run)[-1]
     other = {**one, "trained_at_version": one["trained_at_version"] + 1}
-    change(run, "fates", lambda rows: [row for old in rows for row in ([old, other] if old == one else [old])])
+    change(
+        run,
+        "fates",
+        lambda rows: [row for old in rows for row in ([old, other] if old == one else [old])],
+    )
     checks = said(run)
-    assert not checks["each ordinal has one outcome"].passed and not checks["trained ordinals are distinct"].passed
+    assert (
+        not checks["each ordinal has one outcome"].passed
+        and not checks["trained ordinals are distinct"].passed
+    )
 
 
 def test_a_group_that_was_scored_and_forgotten(run):
     """It has its row, and nothing says what became of it."""
     last = len(json.loads((run / "run.json").read_text())["attempts"]) - 1
-    one = next(fate for fate in surviving_trained(run) if fate["attempt"] == fate["ended_in"] == last)
+    one = next(
+        fate for fate in surviving_trained(run) if fate["attempt"] == fate["ended_in"] == last
+    )
     change(run, "fates", lambda rows: [row for row in rows if row != one])
     check = said(run)["every admitted group is accounted for"]
-    assert not check.passed and f"nobody counts as under way, and without an outcome: ({last}, {one['ordinal']})" in check.said
+    assert (
+        not check.passed
+        and f"nobody counts as under way, and without an outcome: ({last}, {one['ordinal']})"
+        in check.said
+    )
 
 
 def test_a_trajectory_beyond_the_bound(run):
     fate = surviving_trained(run)[-1]
-    change(run, "fates", lambda rows: [{**row, "trained_at_version": row["trained_at_version"] + 9} if row == fate else row for row in rows])
+    change(
+        run,
+        "fates",
+        lambda rows: [
+            {**row, "trained_at_version": row["trained_at_version"] + 9} if row == fate else row
+            for row in rows
+        ],
+    )
     check = said(run)["staleness stays within the bound"]
-    assert not check.passed and f"beyond it: {fate['ordinal']}" in check.said and "another than its fate says" in check.said
+    assert (
+        not check.passed
+        and f"beyond it: {fate['ordinal']}" in check.said
+        and "another than its fate says" in check.said
+    )
 
 
 def test_a_trajectory_that_is_missing_from_its_group(run):
     fate = surviving_trained(run)[3]
-    lists = ("completion_ids", "completion_text", "loss_mask", "logprobs", "versions", "finish_reason", "reward", "advantage", "status", "reward_parts")
+    lists = (
+        "completion_ids",
+        "completion_text",
+        "loss_mask",
+        "logprobs",
+        "versions",
+        "finish_reason",
+        "reward",
+        "advantage",
+        "status",
+        "reward_parts",
+    )
 
     def cut(rows):
-        return [{**row, **{name: row[name][:1] for name in lists}} if row["ordinal"] == fate["ordinal"] else row for row in rows]
+        return [
+            {**row, **{name: row[name][:1] for name in lists}}
+            if row["ordinal"] == fate["ordinal"]
+            else row
+            for row in rows
+        ]
 
     change(run, "groups", cut)
     checks = said(run)
-    assert not checks["trained groups are whole"].passed and not checks["trained tokens equal the learner's count"].passed
+    assert (
+        not checks["trained groups are whole"].passed
+        and not checks["trained tokens equal the learner's count"].passed
+    )
 
 
 def test_a_token_without_its_version(run):
     fate = surviving_trained(run)[3]
 
-    change(run, "groups", in_row(fate["ordinal"], versions=lambda all_: [[{**span, "end": span["end"] - 1} for span in spans] for spans in all_]))
+    change(
+        run,
+        "groups",
+        in_row(
+            fate["ordinal"],
+            versions=lambda all_: [
+                [{**span, "end": span["end"] - 1} for span in spans] for spans in all_
+            ],
+        ),
+    )
     assert not said(run)["trained groups are whole"].passed
 
 
@@ -797,7 +1145,9 @@ def test_a_learner_that_counted_otherwise(run):
     manifest = path.parent.parent / "MANIFEST"
     from asyncrl.control.checkpoint import _checksum_of_text
 
-    text = json.dumps(json.loads(manifest.read_text()) | {"learner/counters.json": size_and_checksum(path)})
+    text = json.dumps(
+        json.loads(manifest.read_text()) | {"learner/counters.json": size_and_checksum(path)}
+    )
     manifest.write_text(text)
     (manifest.parent / "COMMITTED").write_text(str(_checksum_of_text(text)))
     assert not said(run)["trained tokens equal the learner's count"].passed
@@ -813,20 +1163,37 @@ def test_a_damaged_checkpoint_is_no_missing_one(run):
     checks = said(run)
     assert not checks["the newest checkpoint is whole"].passed
     assert (
-        not checks["trained tokens equal the learner's count"].passed and "no checkpoint can be read" in checks["trained tokens equal the learner's count"].said
+        not checks["trained tokens equal the learner's count"].passed
+        and "no checkpoint can be read" in checks["trained tokens equal the learner's count"].said
     )
 
 
 def test_a_replica_that_went_back(run):
     last = max(row["ordinal"] for row in surviving_trained(run))
-    change(run, "groups", lambda rows: [{**row, "finished_at": 1e6 * row["attempt"] - 9} if row["ordinal"] == last else row for row in rows])
+    change(
+        run,
+        "groups",
+        lambda rows: [
+            {**row, "finished_at": 1e6 * row["attempt"] - 9} if row["ordinal"] == last else row
+            for row in rows
+        ],
+    )
     check = said(run)["versions of a replica never go back"]
     assert not check.passed and "went back for" in check.said
 
 
 def test_training_that_prefers_short_completions(run):
     short = {fate["ordinal"] for fate in surviving_trained(run) if tokens(fate["ordinal"]) < 9}
-    change(run, "fates", lambda rows: [row if row["ordinal"] in short or row["outcome"] != "trained" else {**row, "outcome": "dropped"} for row in rows])
+    change(
+        run,
+        "fates",
+        lambda rows: [
+            row
+            if row["ordinal"] in short or row["outcome"] != "trained"
+            else {**row, "outcome": "dropped"}
+            for row in rows
+        ],
+    )
     assert not said(run)["lengths trained are those generated"].passed
 
 

@@ -55,19 +55,67 @@ def growing(tmp_path):
     address = f"127.0.0.1:{port}"
     types = {
         "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
-        "worker": {"resources": {"CPU": 4, "object_store_memory": 128 << 20}, "node_config": {}, "min_workers": 0, "max_workers": 2},
+        "worker": {
+            "resources": {"CPU": 4, "object_store_memory": 128 << 20},
+            "node_config": {},
+            "min_workers": 0,
+            "max_workers": 2,
+        },
     }
     # All nodes have one address, so the autoscaler knows them by their ids. It would start those it has not yet heard of anew over SSH, and give up.
-    provider = {"type": "fake_multinode", "gcs_address": address, "use_node_id_as_ip": True, "disable_node_updaters": True}
-    scaling = {"cluster_name": "growing", "provider": provider, "max_workers": 2, "head_node_type": "ray.head.default", "available_node_types": types}
-    scaling |= {"upscaling_speed": 1.0, "idle_timeout_minutes": 5, "file_mounts_sync_continuously": False}
-    scaling |= {"auth": {}, "docker": {}, "file_mounts": {}, "cluster_synced_files": [], "rsync_exclude": [], "rsync_filter": []}
-    scaling |= {f"{kind}_commands": [] for kind in ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")}
+    provider = {
+        "type": "fake_multinode",
+        "gcs_address": address,
+        "use_node_id_as_ip": True,
+        "disable_node_updaters": True,
+    }
+    scaling = {
+        "cluster_name": "growing",
+        "provider": provider,
+        "max_workers": 2,
+        "head_node_type": "ray.head.default",
+        "available_node_types": types,
+    }
+    scaling |= {
+        "upscaling_speed": 1.0,
+        "idle_timeout_minutes": 5,
+        "file_mounts_sync_continuously": False,
+    }
+    scaling |= {
+        "auth": {},
+        "docker": {},
+        "file_mounts": {},
+        "cluster_synced_files": [],
+        "rsync_exclude": [],
+        "rsync_filter": [],
+    }
+    scaling |= {
+        f"{kind}_commands": []
+        for kind in (
+            "initialization",
+            "setup",
+            "head_setup",
+            "worker_setup",
+            "head_start_ray",
+            "worker_start_ray",
+        )
+    }
     (tmp_path / "scaling.yaml").write_text(json.dumps(scaling))
     temp = Path(f"/tmp/growing-{os.getpid()}")  # Ray's sockets need a short path
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
-    options = [f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--temp-dir={temp}", "--object-store-memory=134217728"]
+    environment |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_FAKE_CLUSTER": "1",
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+    }
+    options = [
+        f"--port={port}",
+        "--node-ip-address=127.0.0.1",
+        "--include-dashboard=false",
+        f"--temp-dir={temp}",
+        "--object-store-memory=134217728",
+    ]
     command = [
         BIN / "ray",
         "start",
@@ -79,7 +127,9 @@ def growing(tmp_path):
         *options,
     ]
     log = tmp_path / "head.log"
-    head = subprocess.Popen(command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=tmp_path)
+    head = subprocess.Popen(
+        command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=tmp_path
+    )
     try:
         while "--block" not in log.read_text():  # the test's timeout bounds it
             assert head.poll() is None, log.read_text()
@@ -98,16 +148,35 @@ def growing(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_run_waits_for_nodes_that_the_autoscaler_adds(growing):
     address, environment, temp = growing
-    done = subprocess.run([sys.executable, "-c", SCRIPT, address, json.dumps(SMALL)], env=environment, capture_output=True, text=True, timeout=280)
-    logs = "\n".join(path.read_text()[-2000:] for path in temp.glob("session_latest/logs/monitor.*"))
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, address, json.dumps(SMALL)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    logs = "\n".join(
+        path.read_text()[-2000:] for path in temp.glob("session_latest/logs/monitor.*")
+    )
     assert done.returncode == 0, done.stderr[-3000:] + logs
-    answers = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))[8:])
+    answers = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))[8:]
+    )
     print(json.dumps(answers, indent=1))
     assert answers["begun with"] == 1
-    assert answers["never"]["error"].startswith("the cluster is too small for this run after placement_timeout_s = 2 s (CPU: 64.7 needed")
+    assert answers["never"]["error"].startswith(
+        "the cluster is too small for this run after placement_timeout_s = 2 s (CPU: 64.7 needed"
+    )
     assert answers["grown"].get("replicas") == 1, logs
     assert answers["nodes"] >= 2
     assert 2 <= answers["fewer"]["replicas"] < 40
     assert set(answers["groups"]) == {"REMOVED"}
-    assert any(line.startswith("waiting up to 150 s for room on the cluster: CPU: 3.7 needed, 0 registered") for line in answers["told"])
-    assert answers["told"][-1].startswith(f"only {answers['fewer']['replicas']} of generator.num_replicas = 40 have room: CPU: 16.7 needed")
+    assert any(
+        line.startswith(
+            "waiting up to 150 s for room on the cluster: CPU: 3.7 needed, 0 registered"
+        )
+        for line in answers["told"]
+    )
+    assert answers["told"][-1].startswith(
+        f"only {answers['fewer']['replicas']} of generator.num_replicas = 40 have room: CPU: 16.7 needed"
+    )

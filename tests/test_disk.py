@@ -33,13 +33,21 @@ def free(monkeypatch, count):
 def test_needs_hand_computed(config):
     """AdamW: 12 bytes a parameter; two are kept while a third is written."""
     assert checkpoint_bytes(config(), VERSION) == 1200 * MIB
-    assert checkpoint_bytes(config(model={**SMALL["model"], "dtype": "bfloat16"}), VERSION) == 2400 * MIB
+    assert (
+        checkpoint_bytes(config(model={**SMALL["model"], "dtype": "bfloat16"}), VERSION)
+        == 2400 * MIB
+    )
     assert checkpoint_bytes(config(learner={"optimizer": "sgd"}), VERSION) == 400 * MIB
     [found] = disks(config(), VERSION)
     assert found.needed == (3 * 1200 + 400) * MIB
     assert disks(config(checkpoint={"every_steps": 0}), VERSION)[0].needed == (1200 + 400) * MIB
-    assert disks(config(checkpoint={"every_steps": 250}), VERSION)[0].needed == (2 * 1200 + 400) * MIB
-    assert disks(config(checkpoint={"keep": 100, "every_steps": 100}), VERSION)[0].needed == (5 * 1200 + 400) * MIB
+    assert (
+        disks(config(checkpoint={"every_steps": 250}), VERSION)[0].needed == (2 * 1200 + 400) * MIB
+    )
+    assert (
+        disks(config(checkpoint={"keep": 100, "every_steps": 100}), VERSION)[0].needed
+        == (5 * 1200 + 400) * MIB
+    )
 
 
 def test_what_an_earlier_attempt_wrote_makes_room_for_what_comes(config):

@@ -14,7 +14,11 @@ from asyncrl.embedded import RunFailed
 
 @pytest.fixture
 def settings(tmp_path):
-    return {**SMALL, "runs_root": str(tmp_path / "runs"), "model": {"path": str(tmp_path / "nowhere")}}
+    return {
+        **SMALL,
+        "runs_root": str(tmp_path / "runs"),
+        "model": {"path": str(tmp_path / "nowhere")},
+    }
 
 
 def fake(monkeypatch, code, calls=None, works=None):
@@ -51,11 +55,23 @@ def test_a_config_that_is_refused_leaves_nothing(settings, tmp_path):
 def test_arguments_of_other_kinds_are_named(tmp_path, settings):
     (tmp_path / "mine.yaml").write_text(str(settings))
     for config, overrides, message in (
-        (None, [], "config is of type NoneType; give a Config, nested mappings, or the path of a YAML file"),
-        (tmp_path / "mine.yaml", "--seed 3", "overrides = '--seed 3' is one text; give a list of words"),
+        (
+            None,
+            [],
+            "config is of type NoneType; give a Config, nested mappings, or the path of a YAML file",
+        ),
+        (
+            tmp_path / "mine.yaml",
+            "--seed 3",
+            "overrides = '--seed 3' is one text; give a list of words",
+        ),
         (tmp_path / "mine.yaml", ["--seed", -3], "seed = '-3'"),
         (tmp_path, [], r"is a directory; give the path of a YAML file, such as '.*config\.yaml'"),
-        ({**settings, "model.path": "x"}, [], r"model\.path stands as one key; write model: \{path: …\}"),
+        (
+            {**settings, "model.path": "x"},
+            [],
+            r"model\.path stands as one key; write model: \{path: …\}",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             asyncrl.train(config, overrides)

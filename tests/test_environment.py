@@ -10,7 +10,14 @@ import pytest
 
 from asyncrl import environment
 from asyncrl.config import Config
-from asyncrl.environment import CACHES, _private, claim_caches, damaged_file, passed_on, preload_openmp
+from asyncrl.environment import (
+    CACHES,
+    _private,
+    claim_caches,
+    damaged_file,
+    passed_on,
+    preload_openmp,
+)
 from asyncrl.generation.engine import engine_environment
 from asyncrl.learning.group import rank_environment
 
@@ -37,7 +44,9 @@ def test_two_processes_share_no_cache_and_the_next_finds_a_dead_ones(tmp_path):
     )
 
     def start():
-        process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
         return process, process.stdout.readline().strip()
 
     processes = [start(), start()]
@@ -54,11 +63,19 @@ def test_two_processes_share_no_cache_and_the_next_finds_a_dead_ones(tmp_path):
             process.stdout.close()
 
 
-def test_the_variables_name_the_processes_own_caches_unless_the_user_has_set_them(tmp_path, monkeypatch, unset):
+def test_the_variables_name_the_processes_own_caches_unless_the_user_has_set_them(
+    tmp_path, monkeypatch, unset
+):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere/else")
     caches = claim_caches("learner", tmp_path)
-    assert caches.damaged is None and caches.path.is_relative_to(tmp_path) and caches.path.name == "learner-0"
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(caches.path / "inductor") and os.environ["VLLM_CACHE_ROOT"] == str(caches.path / "vllm")
+    assert (
+        caches.damaged is None
+        and caches.path.is_relative_to(tmp_path)
+        and caches.path.name == "learner-0"
+    )
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(caches.path / "inductor") and os.environ[
+        "VLLM_CACHE_ROOT"
+    ] == str(caches.path / "vllm")
     assert os.environ["TRITON_CACHE_DIR"] == "/somewhere/else"
 
 
@@ -72,13 +89,21 @@ def test_other_versions_have_other_caches(tmp_path, monkeypatch, unset):
 def test_a_damaged_cache_is_removed_once_and_said(tmp_path, monkeypatch, unset, caplog):
     path = claim_caches("generator", tmp_path).path
     whole, cut = path / "vllm" / "modelinfos" / "a.json", path / "inductor" / "fx" / "b.best_config"
-    for file, content in ((whole, '{"a": 1}'), (cut, '{"a": '), (path / "triton" / "kernel.so", "\x7fELF")):
+    for file, content in (
+        (whole, '{"a": 1}'),
+        (cut, '{"a": '),
+        (path / "triton" / "kernel.so", "\x7fELF"),
+    ):
         file.parent.mkdir(parents=True)
         file.write_text(content)
     give_back()
     caplog.set_level(logging.WARNING, logger="asyncrl")
     again = claim_caches("generator", tmp_path)
-    assert again.path == path and again.damaged == cut and [file.name for file in path.iterdir()] == ["lock"]
+    assert (
+        again.path == path
+        and again.damaged == cut
+        and [file.name for file in path.iterdir()] == ["lock"]
+    )
     assert "is damaged (inductor/fx/b.best_config is not JSON): removed" in caplog.text
     caplog.clear()
     give_back()
@@ -103,30 +128,64 @@ def test_a_place_that_cannot_be_written_is_not_used(tmp_path, monkeypatch, unset
 
 
 def test_the_users_variables_pass_through_but_no_secret(monkeypatch):
-    given = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "1"}
-    kept = {"HF_TOKEN": "x", "VLLM_API_KEY": "x", "CUDA_VISIBLE_DEVICES": "0", "HOME": "/h", "VLLM_SERVER_DEV_MODE": "1"}
+    given = {
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+        "NCCL_DEBUG": "INFO",
+        "CUDA_LAUNCH_BLOCKING": "1",
+    }
+    kept = {
+        "HF_TOKEN": "x",
+        "VLLM_API_KEY": "x",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "HOME": "/h",
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
     assert passed_on(given | kept) == given
-    for name, value in {**given, "TORCH_COMPILE_DISABLE": "0", "VLLM_PLUGINS": "other", "DS_ACCELERATOR": "cuda"}.items():
+    for name, value in {
+        **given,
+        "TORCH_COMPILE_DISABLE": "0",
+        "VLLM_PLUGINS": "other",
+        "DS_ACCELERATOR": "cuda",
+    }.items():
         monkeypatch.setenv(name, value)
-    tree = {"name": "n", "max_steps": 1, "model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"max_completion_length": 8}}
-    ranks = rank_environment(Config.model_validate({**tree, "reward": {"functions": {"f": {"function": "m:f"}}}}))
+    tree = {
+        "name": "n",
+        "max_steps": 1,
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "rollout": {"max_completion_length": 8},
+    }
+    ranks = rank_environment(
+        Config.model_validate({**tree, "reward": {"functions": {"f": {"function": "m:f"}}}})
+    )
     replicas = engine_environment("cpu")
     assert given.items() <= ranks.items() and given.items() <= replicas.items()
-    assert replicas["TORCH_COMPILE_DISABLE"] == "0", "what the user sets wins over what is only chosen"
-    assert replicas["VLLM_PLUGINS"] == "asyncrl_weights" and ranks["DS_ACCELERATOR"] == "cpu", "and not over what asyncrl needs"
+    assert replicas["TORCH_COMPILE_DISABLE"] == "0", (
+        "what the user sets wins over what is only chosen"
+    )
+    assert replicas["VLLM_PLUGINS"] == "asyncrl_weights" and ranks["DS_ACCELERATOR"] == "cpu", (
+        "and not over what asyncrl needs"
+    )
 
 
 def test_a_folder_that_others_can_write_to_is_no_place_for_caches(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "mine").mkdir(mode=0o700)
-    assert _private(tmp_path / "mine") == tmp_path / "mine" and _private(tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert (
+        _private(tmp_path / "mine") == tmp_path / "mine"
+        and _private(tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    )
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name in ("open", "link", "dangling"):
         found = _private(tmp_path / name)
-        assert found.name.startswith("asyncrl-cache-") and found.parent == tmp_path and found.stat().st_mode & 0o777 == 0o700
+        assert (
+            found.name.startswith("asyncrl-cache-")
+            and found.parent == tmp_path
+            and found.stat().st_mode & 0o777 == 0o700
+        )
 
 
 def test_torchs_openmp_is_preloaded_unless_there_is_one():

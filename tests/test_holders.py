@@ -13,19 +13,47 @@ from asyncrl.room import Holder
 
 
 def actor(node, class_name, job="01000000", name=None, group=None, **resources):
-    return SimpleNamespace(node_id=node, class_name=class_name, job_id=job, name=name, placement_group_id=group, required_resources=resources)
+    return SimpleNamespace(
+        node_id=node,
+        class_name=class_name,
+        job_id=job,
+        name=name,
+        placement_group_id=group,
+        required_resources=resources,
+    )
 
 
 def test_same_names_are_one_holder_and_the_largest_comes_first():
-    claims = [("n", "a", {"CPU": 1.0}), ("n", "a", {"CPU": 0.5, "memory": 9.0}), ("n", "b", {"GPU": 1.0}), ("m", "a", {"CPU": 2.0}), ("m", "none", {})]
-    assert group_holders(claims) == {"n": (Holder("b", {"GPU": 1.0}), Holder("2 x a", {"CPU": 1.5})), "m": (Holder("a", {"CPU": 2.0}),)}
+    claims = [
+        ("n", "a", {"CPU": 1.0}),
+        ("n", "a", {"CPU": 0.5, "memory": 9.0}),
+        ("n", "b", {"GPU": 1.0}),
+        ("m", "a", {"CPU": 2.0}),
+        ("m", "none", {}),
+    ]
+    assert group_holders(claims) == {
+        "n": (Holder("b", {"GPU": 1.0}), Holder("2 x a", {"CPU": 1.5})),
+        "m": (Holder("a", {"CPU": 2.0}),),
+    }
 
 
 def test_what_lies_in_a_placement_group_is_counted_once():
-    group = SimpleNamespace(placement_group_id="g", creator_job_id="02000000", bundles=[{"node_id": "n", "unit_resources": {"CPU": 4.0, "GPU": 1.0}}])
-    living = [actor("n", "RankProcess", "02000000", group="g", CPU=4.0, GPU=1.0), actor("n", "Serve", name="SERVE_REPLICA::app#Generator#x1", CPU=0.4)]
+    group = SimpleNamespace(
+        placement_group_id="g",
+        creator_job_id="02000000",
+        bundles=[{"node_id": "n", "unit_resources": {"CPU": 4.0, "GPU": 1.0}}],
+    )
+    living = [
+        actor("n", "RankProcess", "02000000", group="g", CPU=4.0, GPU=1.0),
+        actor("n", "Serve", name="SERVE_REPLICA::app#Generator#x1", CPU=0.4),
+    ]
     task = SimpleNamespace(
-        type="NORMAL_TASK", placement_group_id=None, node_id="n", func_or_class_name="read", job_id="03000000", required_resources={"CPU": 1.0}
+        type="NORMAL_TASK",
+        placement_group_id=None,
+        node_id="n",
+        func_or_class_name="read",
+        job_id="03000000",
+        required_resources={"CPU": 1.0},
     )
     assert group_holders(_claims([group], living, [task])) == {
         "n": (
@@ -103,9 +131,18 @@ cluster.shutdown()
 def test_a_cluster_of_two_nodes(tmp_path, tiny_model):
     """The model looked at by each node; never, not now, freed in time, and `plan --cluster`, on a cluster of this test's own."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(SMALL), str(tmp_path / "plan"), str(tiny_model)], capture_output=True, text=True, timeout=280
+        [sys.executable, "-c", SCRIPT, json.dumps(SMALL), str(tmp_path / "plan"), str(tiny_model)],
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
-    answers = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))[8:]) if done.returncode == 0 else done.stderr[-3000:]
+    answers = (
+        json.loads(
+            next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))[8:]
+        )
+        if done.returncode == 0
+        else done.stderr[-3000:]
+    )
     print(json.dumps(answers, indent=1), (tmp_path / "plan").read_text())
     readable, unreadable = answers["models"]
     assert readable == {"returned": None}
@@ -116,11 +153,21 @@ def test_a_cluster_of_two_nodes(tmp_path, tiny_model):
         "and registered is room for none"
     )
     assert "# cluster, 2 nodes" in never and "decoupled needs total >= 0 + 0 = 0" in never
-    assert held.startswith("no room on the cluster after placement_timeout_s = 1 s (learner ranks: 1 x (CPU 0.55")
+    assert held.startswith(
+        "no room on the cluster after placement_timeout_s = 1 s (learner ranks: 1 x (CPU 0.55"
+    )
     assert held.count("held by Holder of job ") == 2 and "not known" not in held
-    assert answers["told"][0].startswith("waiting up to 1 s for room on the cluster: learner ranks: 1 x (CPU 0.55") and "held by Holder" in answers["told"][0]
+    assert (
+        answers["told"][0].startswith(
+            "waiting up to 1 s for room on the cluster: learner ranks: 1 x (CPU 0.55"
+        )
+        and "held by Holder" in answers["told"][0]
+    )
     assert "room for learner ranks 1 of 1" in answers["freed"]["returned"]
     assert answers["codes"] == [0, 1]
     text = (tmp_path / "plan").read_text()
-    assert "nothing speaks against placing this run now" in text and "this run does not fit here: learner ranks: 1 x (CPU 3" in text
+    assert (
+        "nothing speaks against placing this run now" in text
+        and "this run does not fit here: learner ranks: 1 x (CPU 3" in text
+    )
     assert "held by placement group of job " in text

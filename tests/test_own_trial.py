@@ -55,7 +55,9 @@ def made(tmp_path, tiny_model, monkeypatch):
             "algorithm": algorithm,
             "reward": {"functions": {"mine": {"function": "trial_own:rewarded"}}},
         }
-        (tmp_path / "config.yaml").write_text(str(tree))  # a Python dict of strings and numbers is YAML as well
+        (tmp_path / "config.yaml").write_text(
+            str(tree)
+        )  # a Python dict of strings and numbers is YAML as well
         return tmp_path / "config.yaml"
 
     return made
@@ -63,19 +65,38 @@ def made(tmp_path, tiny_model, monkeypatch):
 
 def test_the_examples_are_tried_and_said(made):
     names = {"loss": "clipped", "advantage": "standardised", "group_filter": "mixed"}
-    lines = try_own(load_config(made(**{name: f"jobs.own_algorithm:{function}" for name, function in names.items()})))
-    assert lines[0].endswith("a loss and a gradient for each of 12 tokens; metrics: ratio_below_half")
+    lines = try_own(
+        load_config(
+            made(**{name: f"jobs.own_algorithm:{function}" for name, function in names.items()})
+        )
+    )
+    assert lines[0].endswith(
+        "a loss and a gradient for each of 12 tokens; metrics: ratio_below_half"
+    )
     assert lines[1].endswith("[1.0, 0.0, 0.5, 0.0] gives [1.5076, -0.9045, 0.3015, -0.9045]")
-    assert lines[2].endswith("[1.0, 0.0, 0.5, 0.0] trained; [1.0, 1.0] left out; [0.0, 0.0, 0.0] left out")
-    assert own_text(lines).startswith("# own functions") and own_text([]) == "" == own_text(try_own(load_config(made())))
+    assert lines[2].endswith(
+        "[1.0, 0.0, 0.5, 0.0] trained; [1.0, 1.0] left out; [0.0, 0.0, 0.0] left out"
+    )
+    assert own_text(lines).startswith("# own functions") and own_text([]) == "" == own_text(
+        try_own(load_config(made()))
+    )
 
 
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ({"loss": "trial_own:half"}, r"algorithm\.loss = 'trial_own:half' \(.*trial_own\.py:5\) returned loss of shape \[6\]; return shape \[12\]"),
-        ({"advantage": "trial_own:unprotected"}, r"\(.*trial_own\.py:8\) returned \[nan, nan\] for the rewards \[1\.0, 1\.0\]"),
-        ({"group_filter": "trial_own:missing"}, r"algorithm\.group_filter = 'trial_own:missing' cannot be imported .*check its name"),
+        (
+            {"loss": "trial_own:half"},
+            r"algorithm\.loss = 'trial_own:half' \(.*trial_own\.py:5\) returned loss of shape \[6\]; return shape \[12\]",
+        ),
+        (
+            {"advantage": "trial_own:unprotected"},
+            r"\(.*trial_own\.py:8\) returned \[nan, nan\] for the rewards \[1\.0, 1\.0\]",
+        ),
+        (
+            {"group_filter": "trial_own:missing"},
+            r"algorithm\.group_filter = 'trial_own:missing' cannot be imported .*check its name",
+        ),
         ({"loss": "no_such_module:f"}, "No module named 'no_such_module'"),
     ],
 )
@@ -87,9 +108,15 @@ def test_what_is_wrong_is_said_with_file_and_line(made, algorithm, message):
 
 @pytest.mark.parametrize("name", ["advantage", "group_filter"])
 def test_a_function_that_hangs_or_leaves_is_ended_and_named(made, name):
-    with pytest.raises(ConfigError, match=rf"^on made-up numbers: algorithm\.{name} = 'trial_own:hangs' was killed after 3 s; .*endless loop"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^on made-up numbers: algorithm\.{name} = 'trial_own:hangs' was killed after 3 s; .*endless loop",
+    ):
         try_own(load_config(made(**{name: "trial_own:hangs"})), limit_s=3)
-    with pytest.raises(ConfigError, match=rf"algorithm\.{name} = 'trial_own:leaves' ended its process \(exit code 3\)"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"algorithm\.{name} = 'trial_own:leaves' ended its process \(exit code 3\)",
+    ):
         try_own(load_config(made(**{name: "trial_own:leaves"})))
 
 
@@ -111,5 +138,8 @@ def test_the_command_ends_with_it_and_leaves_nothing(made, command, capsys, tmp_
     monkeypatch.chdir(tmp_path)
     assert cli.run(command, str(made(loss="trial_own:half")), []) == 2
     said = capsys.readouterr().err
-    assert said.startswith("asyncrl: on made-up numbers: algorithm.loss = 'trial_own:half' (") and said.count("\n") == 1
+    assert (
+        said.startswith("asyncrl: on made-up numbers: algorithm.loss = 'trial_own:half' (")
+        and said.count("\n") == 1
+    )
     assert not (tmp_path / "runs").exists()

@@ -45,15 +45,29 @@ def holder(ray_cluster):
 
 def test_needed_counts_every_part():
     assert needed(config())["CPU"] == pytest.approx(0.4 + 0.4 + 0.1 + 0.1 + 0.1)
-    assert needed(config(learner={"device": "cuda", "world_size": 2}, generator={"device": "cuda", "num_replicas": 3}))["GPU"] == 5
+    assert (
+        needed(
+            config(
+                learner={"device": "cuda", "world_size": 2},
+                generator={"device": "cuda", "num_replicas": 3},
+            )
+        )["GPU"]
+        == 5
+    )
 
 
 @pytest.mark.timeout(120)
 def test_too_small_a_cluster_of_its_own_is_refused_at_once(ray_cluster):
-    with pytest.raises(PlacementError, match=r"too small for this run \(CPU: 40\.7 needed, 2 registered; .*\); lower generator.num_replicas") as error:
+    with pytest.raises(
+        PlacementError,
+        match=r"too small for this run \(CPU: 40\.7 needed, 2 registered; .*\); lower generator.num_replicas",
+    ) as error:
         asyncio.run(wait_for_room(config(generator={"num_replicas": 100}, placement_timeout_s=600)))
     text = str(error.value)
-    assert re.search(r"\n +needed +registered +free\n +CPU +40\.7 +2 ", text) and "decoupled needs total >=" in text
+    assert (
+        re.search(r"\n +needed +registered +free\n +CPU +40\.7 +2 ", text)
+        and "decoupled needs total >=" in text
+    )
 
 
 @pytest.mark.timeout(120)
@@ -61,11 +75,16 @@ def test_room_that_others_hold_is_waited_for_and_then_refused(ray_cluster, holde
     free = ray_cluster.available_resources()["CPU"]
     told = []
     holder(free - 0.5)
-    with pytest.raises(PlacementError, match=r"after placement_timeout_s = 1 s \(CPU: 1\.1 needed, 0\.\d+ free.*\); free some, or wait longer\n") as error:
+    with pytest.raises(
+        PlacementError,
+        match=r"after placement_timeout_s = 1 s \(CPU: 1\.1 needed, 0\.\d+ free.*\); free some, or wait longer\n",
+    ) as error:
         asyncio.run(wait_for_room(config(placement_timeout_s=1), tell=told.append))
     assert "who holds the rest is not known: this cluster has no dashboard" in str(error.value)
     # Processes of earlier tests may give back theirs meanwhile.
-    assert re.match(r"waiting up to 1 s for room on the cluster: CPU: 1\.1 needed, 0\.\d+ free", told[0])
+    assert re.match(
+        r"waiting up to 1 s for room on the cluster: CPU: 1\.1 needed, 0\.\d+ free", told[0]
+    )
 
 
 @pytest.mark.timeout(120)
@@ -73,7 +92,9 @@ def test_room_that_is_given_back_in_time_is_taken(ray_cluster, holder):
     other, told = holder(ray_cluster.available_resources()["CPU"] - 0.5), []
 
     async def wait():
-        waiting = asyncio.create_task(wait_for_room(config(placement_timeout_s=100), 1 << 20, told.append))
+        waiting = asyncio.create_task(
+            wait_for_room(config(placement_timeout_s=100), 1 << 20, told.append)
+        )
         while not told:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         ray_cluster.kill(other)
@@ -85,7 +106,9 @@ def test_room_that_is_given_back_in_time_is_taken(ray_cluster, holder):
 
 @pytest.mark.timeout(120)
 def test_memory_that_no_node_has_is_never_waited_for(ray_cluster):
-    with pytest.raises(PlacementError, match=r"too small for this run \(memory: .* GiB needed, .* registered"):
+    with pytest.raises(
+        PlacementError, match=r"too small for this run \(memory: .* GiB needed, .* registered"
+    ):
         asyncio.run(wait_for_room(config(placement_timeout_s=600), 1 << 44))
 
 
@@ -94,7 +117,10 @@ def test_an_actor_that_nobody_has_room_for_is_named(ray_cluster, holder):
     free = ray_cluster.available_resources()["CPU"]
     holder(free - 0.1)
     holder(config().generator.num_cpus, wait=False)
-    with pytest.raises(PlacementLost, match=r"Holder not placed within placement_timeout_s = 3 s.*\nresource.*\nCPU"):
+    with pytest.raises(
+        PlacementLost,
+        match=r"Holder not placed within placement_timeout_s = 3 s.*\nresource.*\nCPU",
+    ):
         asyncio.run(wait_for_placement(config(placement_timeout_s=3), "no-such-application", {}))
 
 
@@ -117,17 +143,25 @@ def test_a_stream_without_room_is_named(generators, tiny_model, ray_cluster, hol
     write_prompts(tmp_path / "p.jsonl")
     free = ray_cluster.available_resources()["CPU"]
     other = holder(free - 0.01)
-    wanted = config(placement_timeout_s=3, model={"path": str(tiny_model)}, data={"train": str(tmp_path / "p.jsonl"), "max_prompt_length": 8})
+    wanted = config(
+        placement_timeout_s=3,
+        model={"path": str(tiny_model)},
+        data={"train": str(tmp_path / "p.jsonl"), "max_prompt_length": 8},
+    )
 
     async def wait():
         prompts = RayPromptSource(wanted, check_prompts(wanted))
         try:
-            await wait_for_placement(wanted, generators.name, {"prompt stream": prompts.begun, "scoring stream": begun})
+            await wait_for_placement(
+                wanted, generators.name, {"prompt stream": prompts.begun, "scoring stream": begun}
+            )
         finally:
             ray_cluster.kill(other)  # or the stream would be waited for
             await prompts.close()
 
-    with pytest.raises(PlacementLost, match=r"^prompt stream not placed within placement_timeout_s = 3 s"):
+    with pytest.raises(
+        PlacementLost, match=r"^prompt stream not placed within placement_timeout_s = 3 s"
+    ):
         asyncio.run(wait())
 
 
@@ -172,7 +206,10 @@ RANGE = {"num_replicas": 4, "min_replicas": 2, "num_cpus": 1.0}
 def test_nodes_that_are_not_registered_yet_are_waited_for_and_asked_for(nodes_seen):
     asked = nodes_seen(0, 0, 1, 8)
     begun, table = asyncio.run(wait_for_room(config(generator=RANGE, placement_timeout_s=600)))
-    assert begun.generator.num_replicas == 4 and "begins with as many replicas as have room, 2 to 4;" in table
+    assert (
+        begun.generator.num_replicas == 4
+        and "begins with as many replicas as have room, 2 to 4;" in table
+    )
     assert asked == [("demand", 4), "removed"]
 
 
@@ -182,26 +219,38 @@ def test_what_the_demand_held_is_waited_for_until_ray_shows_it_as_free(nodes_see
     assert asked == [("demand", 4), "removed"]
 
 
-def test_room_that_others_take_whenever_it_is_given_back_is_refused_after_the_time(nodes_seen, monkeypatch):
+def test_room_that_others_take_whenever_it_is_given_back_is_refused_after_the_time(
+    nodes_seen, monkeypatch
+):
     monkeypatch.setattr(placement, "GIVEN_BACK_S", 0.01)
     nodes_seen(0, placed=True)
     with pytest.raises(PlacementError, match="too small for this run after placement_timeout_s"):
-        asyncio.run(asyncio.wait_for(wait_for_room(config(generator=RANGE, placement_timeout_s=0.1)), 60))
+        asyncio.run(
+            asyncio.wait_for(wait_for_room(config(generator=RANGE, placement_timeout_s=0.1)), 60)
+        )
 
 
 def test_after_the_time_a_run_begins_with_the_replicas_that_have_room(nodes_seen):
     nodes_seen(3.8)
     told = []
-    begun, table = asyncio.run(wait_for_room(config(generator=RANGE, placement_timeout_s=0.05), tell=told.append))
+    begun, table = asyncio.run(
+        wait_for_room(config(generator=RANGE, placement_timeout_s=0.05), tell=told.append)
+    )
     assert begun.generator.num_replicas == 3 and begun.generator.min_replicas == 2
-    assert told[-1] == "only 3 of generator.num_replicas = 4 have room: CPU: 4.7 needed, 3.8 registered"
+    assert (
+        told[-1]
+        == "only 3 of generator.num_replicas = 4 have room: CPU: 4.7 needed, 3.8 registered"
+    )
     assert "generator replicas 3 of 3" in table
 
 
 @pytest.mark.parametrize("generator", [RANGE, {**RANGE, "min_replicas": None}])
 def test_after_the_time_fewer_than_the_least_are_refused(nodes_seen, generator):
     asked = nodes_seen(2.0)
-    with pytest.raises(PlacementError, match=r"too small for this run after placement_timeout_s = 0\.05 s \(CPU: 4\.7 needed, 2 registered") as error:
+    with pytest.raises(
+        PlacementError,
+        match=r"too small for this run after placement_timeout_s = 0\.05 s \(CPU: 4\.7 needed, 2 registered",
+    ) as error:
         asyncio.run(wait_for_room(config(generator=generator, placement_timeout_s=0.05)))
     assert not isinstance(error.value, PartDied) and asked == [("demand", 4), "removed"]
 
@@ -223,7 +272,9 @@ def test_a_new_attempt_begins_by_itself_after_a_lost_placement(monkeypatch, tmp_
     monkeypatch.setattr(run, "try_rewards", lambda *args: None)
     monkeypatch.setattr(run, "_announce", lambda *args: None)
     monkeypatch.setattr(run, "_print_summary", lambda *args: None)
-    directory = SimpleNamespace(checkpoints=SimpleNamespace(newest_first=list), checkpoint=None, logs=tmp_path)
+    directory = SimpleNamespace(
+        checkpoints=SimpleNamespace(newest_first=list), checkpoint=None, logs=tmp_path
+    )
     monkeypatch.setattr(run, "RunDirectory", lambda config: contextlib.nullcontext(directory))
     assert run.train(wanted, ["asyncrl", "train"]) == 0
     assert attempts == [("never", 4), ("auto", 4), ("auto", 4)]
@@ -242,7 +293,9 @@ def replicas_seen(monkeypatch):
         def survey(prefix):
             assert prefix == "SERVE_REPLICA::app#"
             replicas, waiting, _ = left[0]
-            return replicas, ["ServeReplica:app:Generator"] * waiting if isinstance(waiting, int) else waiting
+            return replicas, ["ServeReplica:app:Generator"] * waiting if isinstance(
+                waiting, int
+            ) else waiting
 
         def unmet(config):
             return (left.pop(0) if len(left) > 1 else left[0])[2]
@@ -268,7 +321,10 @@ def test_a_run_without_room_for_any_generator_counts_as_one_that_lost_a_part(rep
             ended.append("work")
 
     stations = replicas_seen((0, 1, False), (0, 1, True))
-    with pytest.raises(PartDied, match=r"no generator replica has had room for placement_timeout_s = 0\.05 s, and none is left; add nodes.*\nthe table"):
+    with pytest.raises(
+        PartDied,
+        match=r"no generator replica has had room for placement_timeout_s = 0\.05 s, and none is left; add nodes.*\nthe table",
+    ):
         asyncio.run(stations.while_placed(work()))
     assert ended == ["work"]
 
@@ -280,11 +336,18 @@ def test_another_part_without_room_is_lost_too(replicas_seen):
         await asyncio.Event().wait()
 
     stations = replicas_seen((1, ["ServeReplica:app:Generator", "Reference"], True))
-    with pytest.raises(PartDied, match=r"^Reference of this run has had no room for placement_timeout_s = 0\.05 s; add nodes\nthe table"):
+    with pytest.raises(
+        PartDied,
+        match=r"^Reference of this run has had no room for placement_timeout_s = 0\.05 s; add nodes\nthe table",
+    ):
         asyncio.run(asyncio.wait_for(stations.while_placed(work()), 20))
 
 
-@pytest.mark.parametrize("look", [(1, 1, True), (0, 1, False), (0, 0, True)], ids=["one is left", "one is being started", "Serve asks for none yet"])
+@pytest.mark.parametrize(
+    "look",
+    [(1, 1, True), (0, 1, False), (0, 0, True)],
+    ids=["one is left", "one is being started", "Serve asks for none yet"],
+)
 def test_generators_that_are_only_late_end_nothing(replicas_seen, look):
     async def work():
         await asyncio.sleep(0.2)  # four times as long as a part may wait

@@ -48,7 +48,10 @@ def trial(tmp_path, tiny_model, monkeypatch):
     (tmp_path / "trial_rewards.py").write_text(textwrap.dedent(REWARD))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    pq.write_table(pa.table({"prompt": ["30 - 40 - 50 - 60 =", "1 + 2 ="], "answer": ["-70", "3"]}), tmp_path / "train.parquet")
+    pq.write_table(
+        pa.table({"prompt": ["30 - 40 - 50 - 60 =", "1 + 2 ="], "answer": ["-70", "3"]}),
+        tmp_path / "train.parquet",
+    )
     path = tmp_path / "config.yaml"
 
     def made(name, **reward):
@@ -57,7 +60,11 @@ def trial(tmp_path, tiny_model, monkeypatch):
             "runs_root": str(tmp_path / "runs"),
             "max_steps": 3,
             "model": {"path": str(tiny_model)},
-            "data": {"train": str(tmp_path / "train.parquet"), "max_prompt_length": 8, "prompt_policy": "drop"},
+            "data": {
+                "train": str(tmp_path / "train.parquet"),
+                "max_prompt_length": 8,
+                "prompt_policy": "drop",
+            },
             "rollout": {"max_completion_length": 8},
             "reward": {"functions": {"mine": {"function": f"trial_rewards:{name}"}}, **reward},
         }
@@ -72,8 +79,19 @@ def test_it_is_called_with_the_first_prompt_that_is_used_and_its_columns(trial):
     one = trial("fine")
     given = try_rewards(one.config, one.report)
     assert given == {"mine": 0.5, "mine/format": 1.0}
-    assert rewards_text(given).splitlines()[2:] == [f"  {'mine':<24} 0.5", f"  {'mine/format':<24} 1"]
-    assert try_rewards(one.config.model_copy(update={"reward": one.config.reward.model_copy(update={"num_gpus": 1.0})}), one.report) is None
+    assert rewards_text(given).splitlines()[2:] == [
+        f"  {'mine':<24} 0.5",
+        f"  {'mine/format':<24} 1",
+    ]
+    assert (
+        try_rewards(
+            one.config.model_copy(
+                update={"reward": one.config.reward.model_copy(update={"num_gpus": 1.0})}
+            ),
+            one.report,
+        )
+        is None
+    )
 
 
 def test_none_is_said_to_be_unscored(trial):
@@ -84,8 +102,14 @@ def test_none_is_said_to_be_unscored(trial):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nested", r"raised KeyError: 'reward' at .*trial_rewards\.py:10, in inner\n(.*\n)*.*line 7, in nested"),
-        ("wants", "TypeError: it takes solution, which neither a column of the data nor an entry of its arguments is; there are answer, [a-z_, ]*$"),
+        (
+            "nested",
+            r"raised KeyError: 'reward' at .*trial_rewards\.py:10, in inner\n(.*\n)*.*line 7, in nested",
+        ),
+        (
+            "wants",
+            "TypeError: it takes solution, which neither a column of the data nor an entry of its arguments is; there are answer, [a-z_, ]*$",
+        ),
         ("no_list", "'trial_rewards:no_list' returned float; return a list of 1 floats or None"),
         ("nowhere", "'trial_rewards:nowhere' cannot be imported .*check its name"),
         ("ends", r"reward mine \(trial_rewards:ends\) ended its process \(exit code 3\)"),
@@ -95,7 +119,9 @@ def test_none_is_said_to_be_unscored(trial):
 @pytest.mark.parametrize("policy", ["fail", "drop_group"])
 def test_what_is_wrong_is_said_whatever_the_policy(trial, name, message, policy):
     one = trial(name, policy=policy, deadline_s=1.0)
-    with pytest.raises(ConfigError, match="the first prompt of data.train with the completion '0': .*" + message):
+    with pytest.raises(
+        ConfigError, match="the first prompt of data.train with the completion '0': .*" + message
+    ):
         try_rewards(one.config, one.report)
 
 
@@ -104,5 +130,8 @@ def test_the_command_ends_with_it_and_leaves_nothing(trial, command, capsys, tmp
     one = trial("nested")
     assert cli.run(command, str(one.path), []) == 2
     said = capsys.readouterr().err
-    assert said.startswith("asyncrl: the first prompt of data.train") and "trial_rewards.py:10, in inner\nTraceback" in said
+    assert (
+        said.startswith("asyncrl: the first prompt of data.train")
+        and "trial_rewards.py:10, in inner\nTraceback" in said
+    )
     assert not (tmp_path / "runs").exists()

@@ -85,10 +85,17 @@ def test_ray_without_its_token_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     ended: list[bool] = []
     monkeypatch.setattr(launch, "is_token_auth_enabled", lambda: False)
     monkeypatch.setattr(launch, "start_local_ray", lambda cpus, **options: None)
-    monkeypatch.setattr(launch.ray._private.worker, "_global_node", type("Node", (), {"get_session_dir_path": lambda self: str(tmp_path)})())
+    monkeypatch.setattr(
+        launch.ray._private.worker,
+        "_global_node",
+        type("Node", (), {"get_session_dir_path": lambda self: str(tmp_path)})(),
+    )
     monkeypatch.setattr(launch.ray, "shutdown", lambda: ended.append(True))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(RuntimeError, match="Ray's token authentication is off; unset RAY_AUTH_MODE"), launch.cluster(config(tmp_path)):
+    with (
+        pytest.raises(RuntimeError, match="Ray's token authentication is off; unset RAY_AUTH_MODE"),
+        launch.cluster(config(tmp_path)),
+    ):
         raise AssertionError("the run went on")
     assert ended == [True]
 
@@ -111,7 +118,10 @@ def model_with_code(tmp_path: Path, tiny_model: Path, marker: Path) -> Path:
         (directory / file.name).write_bytes(file.read_bytes())
     (directory / "code.py").write_text(f"open({str(marker)!r}, 'w')\nclass A: pass\n")
     settings = json.loads((directory / "config.json").read_text())
-    settings |= {"model_type": "brings_its_own", "auto_map": {"AutoConfig": "code.A", "AutoModelForCausalLM": "code.A"}}
+    settings |= {
+        "model_type": "brings_its_own",
+        "auto_map": {"AutoConfig": "code.A", "AutoModelForCausalLM": "code.A"},
+    }
     (directory / "config.json").write_text(json.dumps(settings))
     tokenizer = json.loads((directory / "tokenizer_config.json").read_text())
     tokenizer |= {"tokenizer_class": "A", "auto_map": {"AutoTokenizer": ["code.A", "code.A"]}}
@@ -119,7 +129,9 @@ def model_with_code(tmp_path: Path, tiny_model: Path, marker: Path) -> Path:
     return directory
 
 
-def test_a_models_own_code_does_not_run(model_with_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_own_code_does_not_run(
+    model_with_code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     from asyncrl.learning.policy import load_policy
@@ -135,7 +147,9 @@ def test_a_models_own_code_does_not_run(model_with_code: Path, monkeypatch: pyte
         load(str(model_with_code))
 
 
-def test_weights_come_from_safetensors_alone(tmp_path: Path, tiny_model: Path, marker: Path) -> None:
+def test_weights_come_from_safetensors_alone(
+    tmp_path: Path, tiny_model: Path, marker: Path
+) -> None:
     """A directory with some safetensors file passes the plan; transformers would look for its usual names, and then for pickles."""
     import torch
 
@@ -151,7 +165,11 @@ def test_weights_come_from_safetensors_alone(tmp_path: Path, tiny_model: Path, m
 
 def test_the_engine_is_told_the_same(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked of the source: a config of vLLM's takes it half a minute to import."""
-    (call,) = [node for node in ast.walk(parsed("generation/engine.py")) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "AsyncEngineArgs"]
+    (call,) = [
+        node
+        for node in ast.walk(parsed("generation/engine.py"))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "AsyncEngineArgs"
+    ]
     given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in call.keywords}
     assert given["trust_remote_code"] is False and given["load_format"] == "safetensors"
 
@@ -163,18 +181,37 @@ def parsed(name: str) -> ast.Module:
 SAFE = {"weights_only": True, "trust_remote_code": False}
 
 
-@pytest.mark.parametrize("path", sorted([*(ROOT / "asyncrl").rglob("*.py"), *(ROOT / "jobs").glob("*.py")]), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path",
+    sorted([*(ROOT / "asyncrl").rglob("*.py"), *(ROOT / "jobs").glob("*.py")]),
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_no_call_that_runs_what_it_reads(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
-            assert not names & {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}, f"line {node.lineno}"
+            assert not names & {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}, (
+                f"line {node.lineno}"
+            )
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
-            assert called not in ("eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system"), f"line {node.lineno}: {called}"
-            assert all(given.get(name, value) is value for name, value in SAFE.items()), f"line {node.lineno}: {called}"
-            assert called != "torch.load" or path.parent.name == "jobs" or "weights_only" in given, f"line {node.lineno}"
+            given = {
+                keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords
+            }
+            assert called not in (
+                "eval",
+                "exec",
+                "yaml.load",
+                "yaml.unsafe_load",
+                "yaml.full_load",
+                "os.system",
+            ), f"line {node.lineno}: {called}"
+            assert all(given.get(name, value) is value for name, value in SAFE.items()), (
+                f"line {node.lineno}: {called}"
+            )
+            assert (
+                called != "torch.load" or path.parent.name == "jobs" or "weights_only" in given
+            ), f"line {node.lineno}"
             assert given.get("shell") is not True, f"line {node.lineno}"
 
 
@@ -193,7 +230,9 @@ class Learner(FakeLearner):
 def checkpoint(tmp_path: Path) -> Path:
     with RunDirectory(config(tmp_path)) as directory:
         state = replace(directory.state, version=2, steps_attempted=2, frontier=8)
-        return asyncio.run(directory.checkpoints.write(state, [], Learner(1), FakeScores(FakeRollouts())))
+        return asyncio.run(
+            directory.checkpoints.write(state, [], Learner(1), FakeScores(FakeRollouts()))
+        )
 
 
 def refused_resume(root: Path, text: str) -> None:
@@ -202,15 +241,26 @@ def refused_resume(root: Path, text: str) -> None:
             RunDirectory(config(root, resume=resume))
 
 
-def test_a_shard_that_was_replaced_is_never_loaded(tmp_path: Path, checkpoint: Path, marker: Path) -> None:
-    (checkpoint / "learner" / "zero3" / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Touch(marker)))
+def test_a_shard_that_was_replaced_is_never_loaded(
+    tmp_path: Path, checkpoint: Path, marker: Path
+) -> None:
+    (checkpoint / "learner" / "zero3" / "mp_rank_00_model_states.pt").write_bytes(
+        pickle.dumps(Touch(marker))
+    )
     refused_resume(tmp_path, "is damaged: learner/zero3/mp_rank_00_model_states.pt")
 
 
-def test_a_shard_that_was_added_is_never_loaded(tmp_path: Path, checkpoint: Path, marker: Path) -> None:
+def test_a_shard_that_was_added_is_never_loaded(
+    tmp_path: Path, checkpoint: Path, marker: Path
+) -> None:
     """DeepSpeed looks for shards by pattern, so it would find it."""
-    (checkpoint / "learner" / "zero3" / "mp_rank_01_model_states.pt").write_bytes(pickle.dumps(Touch(marker)))
-    refused_resume(tmp_path, "has files that its MANIFEST does not list, first learner/zero3/mp_rank_01_model_states.pt")
+    (checkpoint / "learner" / "zero3" / "mp_rank_01_model_states.pt").write_bytes(
+        pickle.dumps(Touch(marker))
+    )
+    refused_resume(
+        tmp_path,
+        "has files that its MANIFEST does not list, first learner/zero3/mp_rank_01_model_states.pt",
+    )
 
 
 def test_a_shard_behind_a_link_is_never_loaded(tmp_path: Path, checkpoint: Path) -> None:
@@ -234,7 +284,9 @@ def test_a_rank_file_that_runs_code_is_refused(tmp_path: Path, marker: Path) -> 
 # Names and paths
 
 
-@pytest.mark.parametrize("name", ["../x", "..", ".", "", "a/b", "/etc", "a\n", "a\x00", "-rf", ".hidden", "ä", "x" * 65])
+@pytest.mark.parametrize(
+    "name", ["../x", "..", ".", "", "a/b", "/etc", "a\n", "a\x00", "-rf", ".hidden", "ä", "x" * 65]
+)
 def test_names_stay_in_the_root(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="a name is 1 to 64 letters"):
         config(tmp_path, name=name)
@@ -242,7 +294,20 @@ def test_names_stay_in_the_root(tmp_path: Path, name: str) -> None:
         config(tmp_path, generator={"attach": name})
 
 
-@pytest.mark.parametrize("entry", ["", "checkpoints", "groups", "logs", "config.yaml", ".run.json", "metrics.jsonl", "logs/attempt_1", "checkpoints/.LATEST"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "",
+        "checkpoints",
+        "groups",
+        "logs",
+        "config.yaml",
+        ".run.json",
+        "metrics.jsonl",
+        "logs/attempt_1",
+        "checkpoints/.LATEST",
+    ],
+)
 def test_a_link_does_not_lead_a_run_out_of_its_directory(tmp_path: Path, entry: str) -> None:
     outside, root = tmp_path / "outside", tmp_path / "runs"
     outside.mkdir()
@@ -298,7 +363,9 @@ def test_a_dataset_runs_no_code(tmp_path: Path, marker: Path) -> None:
     from asyncrl.data.sources import read_sources
 
     kind = ArrowPythonObjectType()
-    column = pa.ExtensionArray.from_storage(kind, pa.array([pickle.dumps(Touch(marker))], kind.storage_type))
+    column = pa.ExtensionArray.from_storage(
+        kind, pa.array([pickle.dumps(Touch(marker))], kind.storage_type)
+    )
     nested = pa.ListArray.from_arrays(pa.array([0, 1]), column)
     for name, values in (("plain", column), ("nested", nested)):
         path = tmp_path / f"{name}.parquet"
@@ -308,7 +375,8 @@ def test_a_dataset_runs_no_code(tmp_path: Path, marker: Path) -> None:
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{this}: &{this} [{', '.join([f'*{before}'] * 10)}]\n" for before, this in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{this}: &{this} [{', '.join([f'*{before}'] * 10)}]\n"
+    for before, this in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -327,9 +395,23 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("seed: !!bool x", "a value cannot be read"),
         ('name: "\\ud800"', "half of a surrogate pair"),
     ],
-    ids=["bomb", "endless", "too deep to parse", "too deep", "too long", "long", "hex", "date", "time", "flag", "half"],
+    ids=[
+        "bomb",
+        "endless",
+        "too deep to parse",
+        "too deep",
+        "too long",
+        "long",
+        "hex",
+        "date",
+        "time",
+        "flag",
+        "half",
+    ],
 )
-def test_a_yaml_file_stands_for_no_more_than_it_says(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_yaml_file_stands_for_no_more_than_it_says(
+    tmp_path: Path, text: str, reason: str
+) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=reason):
@@ -341,7 +423,11 @@ def test_a_yaml_file_stands_for_no_more_than_it_says(tmp_path: Path, text: str, 
 def test_yaml_aliases_that_repeat_a_little_are_fine(tmp_path: Path) -> None:
     from asyncrl.runtime.yaml_files import parse_yaml
 
-    assert parse_yaml("a: &a {x: 1}\nb: [*a, *a]\nc: {<<: *a, y: 2}") == {"a": {"x": 1}, "b": [{"x": 1}, {"x": 1}], "c": {"x": 1, "y": 2}}
+    assert parse_yaml("a: &a {x: 1}\nb: [*a, *a]\nc: {<<: *a, y: 2}") == {
+        "a": {"x": 1},
+        "b": [{"x": 1}, {"x": 1}],
+        "c": {"x": 1, "y": 2},
+    }
 
 
 def test_a_config_that_is_a_pipe_is_named(tmp_path: Path) -> None:
@@ -350,20 +436,40 @@ def test_a_config_that_is_a_pipe_is_named(tmp_path: Path) -> None:
         load_config(tmp_path / "config.yaml")
 
 
-def test_import_paths_come_from_the_config_alone(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_paths_come_from_the_config_alone(
+    tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row that names a function, in every column that might be taken for one, is given to the reward as data."""
     from asyncrl.data.prompts import read_prompt_rows
     from asyncrl.rewards.contract import GroupCall, call_reward
 
     (tmp_path / "evil_reward.py").write_text(f"open({str(marker)!r}, 'w')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    names = ("function", "functions", "reward_function", "import_path", "environment", "__class__", "auto_map")
+    names = (
+        "function",
+        "functions",
+        "reward_function",
+        "import_path",
+        "environment",
+        "__class__",
+        "auto_map",
+    )
     row = {"prompt": "1 + 1 =", "answer": "2", **dict.fromkeys(names, "evil_reward:run")}
-    pq.write_table(pa.table({name: [value] for name, value in row.items()}), tmp_path / "train.parquet")
+    pq.write_table(
+        pa.table({name: [value] for name, value in row.items()}), tmp_path / "train.parquet"
+    )
     table = read_prompt_rows(str(tmp_path / "train.parquet"), config(tmp_path), "data.train").table
     (columns,) = table.drop_columns(["prompt"]).to_pylist()
-    assert call_reward("asyncrl.rewards.builtin:exact_match", GroupCall(["1 + 1 ="], ["2"], [(5,)], columns)).rewards == [1.0]
-    for path in ("evil_reward", "evil_reward:run()", "os;evil_reward:run", "../evil_reward:run", "evil_reward:a.b"):
+    assert call_reward(
+        "asyncrl.rewards.builtin:exact_match", GroupCall(["1 + 1 ="], ["2"], [(5,)], columns)
+    ).rewards == [1.0]
+    for path in (
+        "evil_reward",
+        "evil_reward:run()",
+        "os;evil_reward:run",
+        "../evil_reward:run",
+        "evil_reward:a.b",
+    ):
         with pytest.raises(ValueError, match=r"function"):
             config(tmp_path, reward={"functions": {"exact": {"function": path}}})
 
@@ -374,18 +480,29 @@ def test_import_paths_come_from_the_config_alone(tmp_path: Path, marker: Path, m
 def test_secrets_stay_out_of_config_dumps(tmp_path: Path, secret: str) -> None:
     from asyncrl.observe import sinks
 
-    hiding = config(tmp_path, data={"train": f"/data/{secret}/train.parquet", "max_prompt_length": 20, "prompt_column": f"of {secret}"})
+    hiding = config(
+        tmp_path,
+        data={
+            "train": f"/data/{secret}/train.parquet",
+            "max_prompt_length": 20,
+            "prompt_column": f"of {secret}",
+        },
+    )
     with RunDirectory(hiding) as directory:
         written = (directory.path / "config.yaml").read_text()
     assert "[redacted ASYNCRL_API_KEY]" in written and secret not in written
     assert secret not in json.dumps(hiding.dump())
     source = (Path(sinks.__file__)).read_text() + (ROOT / "asyncrl" / "plan.py").read_text()
-    assert "model_dump(" not in source.replace("correction.model_dump(", ""), "whoever shows a config shows `dump()`"
+    assert "model_dump(" not in source.replace("correction.model_dump(", ""), (
+        "whoever shows a config shows `dump()`"
+    )
 
 
 def test_secrets_stay_out_of_metrics(tmp_path: Path, secret: str) -> None:
     with MetricsWriter(tmp_path) as writer:
-        writer.write("alarm", 1, 1, {"alarm": f"key {secret}", "nested": {"note": [f"Bearer {secret}"]}})
+        writer.write(
+            "alarm", 1, 1, {"alarm": f"key {secret}", "nested": {"note": [f"Bearer {secret}"]}}
+        )
     (record,) = read_metrics(tmp_path)
     assert secret not in json.dumps(record) and record["alarm"] == "key [redacted ASYNCRL_API_KEY]"
 
@@ -409,7 +526,9 @@ def test_ray_logs_are_kept_without_secrets(tmp_path: Path, secret: str) -> None:
     (tmp_path / "session").mkdir()
     (tmp_path / "session" / "worker.err").write_bytes(b"\xff said " + secret.encode())
     _keep_logs(tmp_path / "session", tmp_path / "kept")
-    assert (tmp_path / "kept" / "worker.err").read_text().endswith("said [redacted ASYNCRL_API_KEY]")
+    assert (
+        (tmp_path / "kept" / "worker.err").read_text().endswith("said [redacted ASYNCRL_API_KEY]")
+    )
 
 
 @pytest.mark.parametrize(
@@ -447,44 +566,116 @@ def test_what_looks_like_a_secret_goes(text: str) -> None:
     ],
 )
 def test_more_that_looks_like_a_secret_goes(text: str) -> None:
-    assert "[redacted]" in redact(text) and not re.search("hunter22|aHVudGVy", redact(text), re.IGNORECASE), redact(text)
+    assert "[redacted]" in redact(text) and not re.search(
+        "hunter22|aHVudGVy", redact(text), re.IGNORECASE
+    ), redact(text)
 
 
 @pytest.mark.parametrize("value", ["p@ss w0rd/+é!x", "abcdefgh12345678", "first line\nsecond line"])
-def test_a_secret_goes_in_whatever_it_was_written_into(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_a_secret_goes_in_whatever_it_was_written_into(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", value)
     content = value.encode()
-    forms = [json.dumps(json.dumps({"a": value})), quote(value), quote_plus(value), quote(value, safe="").lower(), content.hex(), *value.splitlines()]
-    forms += [base64.b64encode(b"x" * before + content + b"y" * after).decode() for before in range(4) for after in range(4)]
+    forms = [
+        json.dumps(json.dumps({"a": value})),
+        quote(value),
+        quote_plus(value),
+        quote(value, safe="").lower(),
+        content.hex(),
+        *value.splitlines(),
+    ]
+    forms += [
+        base64.b64encode(b"x" * before + content + b"y" * after).decode()
+        for before in range(4)
+        for after in range(4)
+    ]
     for form in forms:
         assert "[redacted WANDB_API_KEY]" in redact(f"with {form} there"), form
 
 
-@pytest.mark.parametrize("name", ["refreshToken", "privateKey", "Authorization", "PROXY_AUTH", "SENTRY_DSN", "TLS_PEM", "session_cookie"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "refreshToken",
+        "privateKey",
+        "Authorization",
+        "PROXY_AUTH",
+        "SENTRY_DSN",
+        "TLS_PEM",
+        "session_cookie",
+    ],
+)
 def test_more_names_of_secrets(name: str) -> None:
-    assert redact_tree({name: ["a", {"b": "c"}, 5]}) == {name: ["[redacted]", {"b": "[redacted]"}, 5]}
+    assert redact_tree({name: ["a", {"b": "c"}, 5]}) == {
+        name: ["[redacted]", {"b": "[redacted]"}, 5]
+    }
 
 
-@pytest.mark.parametrize("text", ["basic arithmetic", "a token: then", "keys of the monkey", "http://host/a@b", "the password is wrong", "version 1.2.3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "basic arithmetic",
+        "a token: then",
+        "keys of the monkey",
+        "http://host/a@b",
+        "the password is wrong",
+        "version 1.2.3",
+    ],
+)
 def test_plain_words_stay(text: str) -> None:
     assert redact(text) == text
 
 
 def test_a_secret_in_a_name_goes(secret: str) -> None:
-    assert redact_tree({secret: 1, "monkey": "x", "max_tokens": 5}) == {"[redacted ASYNCRL_API_KEY]": 1, "monkey": "x", "max_tokens": 5}
+    assert redact_tree({secret: 1, "monkey": "x", "max_tokens": 5}) == {
+        "[redacted ASYNCRL_API_KEY]": 1,
+        "monkey": "x",
+        "max_tokens": 5,
+    }
 
 
-@pytest.mark.parametrize("name", ["PGPASSWORD", "DB_PWD", "GITHUB_PAT", "API_KEY_2", "TOKEN1", "SMTP_PASS", "clientSecret", "WANDB_API_KEY"])
-@pytest.mark.parametrize("value", ["hunter2", "a+b/c", "4711", 'say "so"\\now', "schlüssel", "it's here"])
-def test_variables_of_these_names_are_secret_in_every_form(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PGPASSWORD",
+        "DB_PWD",
+        "GITHUB_PAT",
+        "API_KEY_2",
+        "TOKEN1",
+        "SMTP_PASS",
+        "clientSecret",
+        "WANDB_API_KEY",
+    ],
+)
+@pytest.mark.parametrize(
+    "value", ["hunter2", "a+b/c", "4711", 'say "so"\\now', "schlüssel", "it's here"]
+)
+def test_variables_of_these_names_are_secret_in_every_form(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
     monkeypatch.setenv(name, value)
-    for text in (f"with {value}.", json.dumps({"x": value}), repr(value), yaml.safe_dump({"x": value}), json.dumps(value, ensure_ascii=False)):
+    for text in (
+        f"with {value}.",
+        json.dumps({"x": value}),
+        repr(value),
+        yaml.safe_dump({"x": value}),
+        json.dumps(value, ensure_ascii=False),
+    ):
         assert f"[redacted {name}]" in redact(text) and value not in redact(text), text
     assert redact_tree({name: "anything"}) == {name: "[redacted]"}
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("PWD", "work"), ("OLDPWD", "work"), ("MY_TOKEN", "true"), ("X_KEY", "k"), ("TOKENIZERS", "work"), ("PATH_X", "work")]
+    ("name", "value"),
+    [
+        ("PWD", "work"),
+        ("OLDPWD", "work"),
+        ("MY_TOKEN", "true"),
+        ("X_KEY", "k"),
+        ("TOKENIZERS", "work"),
+        ("PATH_X", "work"),
+    ],
 )
 def test_other_variables_stay(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
@@ -497,7 +688,9 @@ def test_a_short_secret_goes_only_as_a_word(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_secrets_go_by_their_names_and_nothing_else_does() -> None:
-    assert redact_tree({"api_key": "x", "wandb": {"token": "y"}, "monkey": "z", "tokens": ["a"]}) == {
+    assert redact_tree(
+        {"api_key": "x", "wandb": {"token": "y"}, "monkey": "z", "tokens": ["a"]}
+    ) == {
         "api_key": "[redacted]",
         "wandb": {"token": "[redacted]"},
         "monkey": "z",
@@ -518,13 +711,22 @@ def harmless(text: str) -> bool:
 def test_model_text_moves_no_terminal(live: bool) -> None:
     stream = io.StringIO()
     with ProgressView(stream=stream, live=live) as view:
-        view.show(Progress(HOSTILE, max_steps=3, prompt=HOSTILE, completion=HOSTILE, notes=(HOSTILE,)))
+        view.show(
+            Progress(HOSTILE, max_steps=3, prompt=HOSTILE, completion=HOSTILE, notes=(HOSTILE,))
+        )
     text = stream.getvalue()
-    assert "\x1b[2J" not in text and "\x1b]0" not in text and "\x07" not in text and "\u202e" not in text
+    assert (
+        "\x1b[2J" not in text
+        and "\x1b]0" not in text
+        and "\x07" not in text
+        and "\u202e" not in text
+    )
     assert "[bold red]" in text, "markup is shown, not obeyed"
 
 
-def test_an_error_that_quotes_model_text_moves_no_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_quotes_model_text_moves_no_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from asyncrl import cli, run
 
     assert harmless(run._one_line(RuntimeError(HOSTILE))) and harmless(shown(HOSTILE))
@@ -534,7 +736,9 @@ def test_an_error_that_quotes_model_text_moves_no_terminal(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("command", ["plan", "audit", "export"])
-def test_names_of_files_and_columns_move_no_terminal(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_files_and_columns_move_no_terminal(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from asyncrl import cli
 
     root = tmp_path / "a\x1b[2Jb"
@@ -544,13 +748,26 @@ def test_names_of_files_and_columns_move_no_terminal(command: str, tmp_path: Pat
     with pytest.raises(SystemExit) as ended:
         cli.main([command, str(root / "config.yaml") if command == "plan" else str(root)])
     printed = capsys.readouterr()
-    assert ended.value.code == 2 and ("�[2J" in printed.err or r"\x1b[2J" in printed.err) and harmless(printed.out + printed.err)
+    assert (
+        ended.value.code == 2
+        and ("�[2J" in printed.err or r"\x1b[2J" in printed.err)
+        and harmless(printed.out + printed.err)
+    )
 
 
 def test_model_text_is_no_html() -> None:
     """People see it in notebooks, as tables of pandas, which escapes. Nothing of ours makes HTML, or tells pandas not to."""
-    ours = [path for folder in ("asyncrl", "notebooks", "jobs") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".ipynb")]
-    assert len(ours) > 100 and not [path for path in ours if re.search(r"\bHTML\(|to_html|escape ?= ?False|display\.Markdown", path.read_text())]
+    ours = [
+        path
+        for folder in ("asyncrl", "notebooks", "jobs")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".ipynb")
+    ]
+    assert len(ours) > 100 and not [
+        path
+        for path in ours
+        if re.search(r"\bHTML\(|to_html|escape ?= ?False|display\.Markdown", path.read_text())
+    ]
     table = pa.table({"completion": [HOSTILE], "prompt_text": ["<img src=x onerror=alert(1)>"]})
     page = table.to_pandas()._repr_html_()
     assert "<script>" not in page and "<img" not in page and "&lt;script&gt;" in page
@@ -562,7 +779,13 @@ def test_a_cluster_without_a_token_may_be_used_by_a_setting_that_says_what_it_op
     from asyncrl import launch
 
     monkeypatch.setattr(launch, "is_token_auth_enabled", lambda: False)
-    with pytest.raises(RuntimeError, match="ray_without_token: true uses it as it is, open to everyone who reaches its ports"):
+    with pytest.raises(
+        RuntimeError,
+        match="ray_without_token: true uses it as it is, open to everyone who reaches its ports",
+    ):
         launch._refuse_open_ray()
     launch._refuse_open_ray(allowed=True)
-    assert "everyone who reaches this cluster's ports can run code on its machines" in capsys.readouterr().err
+    assert (
+        "everyone who reaches this cluster's ports can run code on its machines"
+        in capsys.readouterr().err
+    )

@@ -48,23 +48,51 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, with_body):
         path = urlparse(self.path).path
         if not self.server.there:
-            return self.send(b'{"error": "Repository not found"}', 404, with_body, {"X-Error-Code": "RepoNotFound"})
-        if path in ("/api/models/someone/tiny/revision/main", f"/api/models/someone/tiny/revision/{COMMIT}"):
+            return self.send(
+                b'{"error": "Repository not found"}',
+                404,
+                with_body,
+                {"X-Error-Code": "RepoNotFound"},
+            )
+        if path in (
+            "/api/models/someone/tiny/revision/main",
+            f"/api/models/someone/tiny/revision/{COMMIT}",
+        ):
             files = [{"rfilename": name} for name in self.server.files]
-            return self.send(json.dumps({"id": "someone/tiny", "sha": COMMIT, "siblings": files, "private": False, "tags": []}).encode())
+            return self.send(
+                json.dumps(
+                    {
+                        "id": "someone/tiny",
+                        "sha": COMMIT,
+                        "siblings": files,
+                        "private": False,
+                        "tags": [],
+                    }
+                ).encode()
+            )
         if path == f"/api/models/someone/tiny/tree/{COMMIT}":
             self.server.trees += 1
-            tree = [{"type": "file", "path": name, "size": len(body), "oid": name} for name, body in self.server.files.items()]
+            tree = [
+                {"type": "file", "path": name, "size": len(body), "oid": name}
+                for name, body in self.server.files.items()
+            ]
             return self.send(json.dumps(tree).encode())
         name = path.removeprefix(f"/someone/tiny/resolve/{COMMIT}/")
         if name not in self.server.files:
-            return self.send(b'{"error": "Repository not found"}', 404, with_body, {"X-Error-Code": "RepoNotFound"})
+            return self.send(
+                b'{"error": "Repository not found"}',
+                404,
+                with_body,
+                {"X-Error-Code": "RepoNotFound"},
+            )
         if with_body:
             self.server.got[name] += 1
             if name.endswith(".safetensors"):
                 self.server.asked.set()
                 self.server.open.wait(60)
-        return self.send(self.server.files[name], 200, with_body, {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT})
+        return self.send(
+            self.server.files[name], 200, with_body, {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT}
+        )
 
     def send(self, body, code=200, with_body=True, headers=None):
         self.send_response(code)
@@ -101,10 +129,24 @@ def ask(hub, tmp_path):
 
     def start(offline=False):
         endpoint = f"http://127.0.0.1:{hub.server_port}"
-        environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": str(int(offline)), "HF_HUB_DISABLE_XET": "1"}
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": str(int(offline)),
+            "HF_HUB_DISABLE_XET": "1",
+        }
         for name in ("HF_HUB_CACHE", "HF_TOKEN"):
             environment.pop(name, None)
-        started.append(subprocess.Popen([sys.executable, "-c", SAY], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", SAY],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
         return started[-1]
 
     yield start
@@ -154,7 +196,11 @@ def test_a_name_that_the_hub_has_not_got_is_one_line(hub, ask, offline):
     process = ask(offline)
     _, err = process.communicate(timeout=120)
     last = err.strip().splitlines()[-1]
-    assert "model.path = 'someone/tiny': no such directory, and no model of the hub that can be fetched" in last and "hf download someone/tiny" in last
+    assert (
+        "model.path = 'someone/tiny': no such directory, and no model of the hub that can be fetched"
+        in last
+        and "hf download someone/tiny" in last
+    )
 
 
 def test_a_directory_is_a_directory(tiny_model, tmp_path, monkeypatch):
@@ -164,20 +210,29 @@ def test_a_directory_is_a_directory(tiny_model, tmp_path, monkeypatch):
     config = small_config(model={"path": "models/mine"})
     assert config.model.path == str(tmp_path / "models" / "mine")
     assert resolve_models(config) == config
-    with pytest.raises(ValueError, match=r"model.revision = 'main' acts only with the name of a model on the hub"):
+    with pytest.raises(
+        ValueError, match=r"model.revision = 'main' acts only with the name of a model on the hub"
+    ):
         small_config(model={"path": "models/mine", "revision": "main"})
-    assert small_config(model={"path": "someone/tiny", "revision": "main"}).model.path == "someone/tiny"
+    assert (
+        small_config(model={"path": "someone/tiny", "revision": "main"}).model.path
+        == "someone/tiny"
+    )
 
 
 def test_nodes_that_find_another_model_are_told_apart(tiny_model, tmp_path):
     here = read_snapshot(tiny_model)
     assert look(str(tiny_model)) == here
-    assert "none' holds neither model.safetensors nor" in difference(look(str(tmp_path / "none")), here)
+    assert "none' holds neither model.safetensors nor" in difference(
+        look(str(tmp_path / "none")), here
+    )
     other = tmp_path / "other"
     shutil.copytree(tiny_model, other)
     (other / "tokenizer_config.json").write_text("{}")
     assert difference(look(str(other)), here) == "has another config or tokenizer"
-    assert difference(Snapshot(here.hash, {"model.safetensors": (1, "")}), here).startswith("has other weights (1 files, 1 bytes; here 1 files, ")
+    assert difference(Snapshot(here.hash, {"model.safetensors": (1, "")}), here).startswith(
+        "has other weights (1 files, 1 bytes; here 1 files, "
+    )
     shutil.copy(tiny_model / "tokenizer_config.json", other)
     with (other / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
@@ -187,10 +242,16 @@ def test_nodes_that_find_another_model_are_told_apart(tiny_model, tmp_path):
 
 def test_a_run_that_goes_on_keeps_its_commit(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(snapshot, "fetch", lambda name, revision, **more: asked.append((name, revision)) or tmp_path)
+    monkeypatch.setattr(
+        snapshot, "fetch", lambda name, revision, **more: asked.append((name, revision)) or tmp_path
+    )
     cached = f"/cache/models--someone--tiny/snapshots/{COMMIT}"
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "config.yaml").write_text(f"model: {{path: {cached}}}")
-    for name, resume in (("someone/tiny", "must"), ("someone/tiny", "never"), ("someone/other", "auto")):
+    for name, resume in (
+        ("someone/tiny", "must"),
+        ("someone/tiny", "never"),
+        ("someone/other", "auto"),
+    ):
         resolve_models(small_config(model={"path": name}, resume=resume, runs_root=str(tmp_path)))
     assert asked == [("someone/tiny", COMMIT), ("someone/tiny", None), ("someone/other", None)]

@@ -89,6 +89,9 @@ def test_a_stream_says_what_its_task_does(ray_cluster, tmp_path):
 
 def test_the_main_thread_is_the_last_and_its_innermost_frames_come_first():
     other = 'Thread 0x1 (most recent call first):\n  File "a.py", line 1 in other\n\n'
-    text = other + 'Current thread 0x2 (most recent call first):\n  File "b.py", line 2 in inner\n  File "c.py", line 3 in outer\n'
+    text = (
+        other
+        + 'Current thread 0x2 (most recent call first):\n  File "b.py", line 2 in inner\n  File "c.py", line 3 in outer\n'
+    )
     assert innermost(text) == 'File "b.py", line 2 in inner < File "c.py", line 3 in outer'
     assert innermost("") == "no Python frame"

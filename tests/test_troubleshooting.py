@@ -9,7 +9,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text()
 SECTIONS = re.split(r"^### ", TEXT, flags=re.MULTILINE)[1:]
-MESSAGES = [line for block in re.findall(r"^```text\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL) for line in block.splitlines()]
+MESSAGES = [
+    line
+    for block in re.findall(r"^```text\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
+    for line in block.splitlines()
+]
 SHORTEST = 11
 """Letters that at least one fixed part of a message must have: shorter ones occur in any program."""
 
@@ -18,12 +22,17 @@ def strings(source):
     """Every string of a module as it reads, with … for what is filled in. Neighbouring pieces are one string."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(str(value.value) if isinstance(value, ast.Constant) else "…" for value in node.values)
+            yield "".join(
+                str(value.value) if isinstance(value, ast.Constant) else "…"
+                for value in node.values
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
 
-SOURCE = "\0".join(text for path in sorted((ROOT / "asyncrl").rglob("*.py")) for text in strings(path.read_text()))
+SOURCE = "\0".join(
+    text for path in sorted((ROOT / "asyncrl").rglob("*.py")) for text in strings(path.read_text())
+)
 
 
 def fixed_parts(message):
@@ -35,16 +44,24 @@ def fixed_parts(message):
 def test_every_quoted_message_is_in_the_source(message):
     parts = fixed_parts(message)
     assert max(map(len, parts)) >= SHORTEST, "nothing in this message is fixed"
-    missing = [part for part in parts if part not in SOURCE and part.removesuffix(" =") not in SOURCE]
+    missing = [
+        part for part in parts if part not in SOURCE and part.removesuffix(" =") not in SOURCE
+    ]
     assert not missing
 
 
 def test_slimes_thirteen_come_first_and_every_section_is_whole():
-    assert [section.split(".")[0] for section in SECTIONS[:13]] == [f"F{number}" for number in range(1, 14)]
+    assert [section.split(".")[0] for section in SECTIONS[:13]] == [
+        f"F{number}" for number in range(1, 14)
+    ]
     for section in SECTIONS:
         title = section.splitlines()[0]
-        assert "```text\n" in section and "\n**Why.** " in section and "\n**Way out.** " in section, title
+        assert (
+            "```text\n" in section and "\n**Why.** " in section and "\n**Way out.** " in section
+        ), title
 
 
 def test_a_message_that_nobody_says_is_noticed():
-    assert "the run was eaten by a dog" not in SOURCE and fixed_parts("model.path = …: gone (…)") == ["model.path =", "gone"]
+    assert "the run was eaten by a dog" not in SOURCE and fixed_parts(
+        "model.path = …: gone (…)"
+    ) == ["model.path =", "gone"]

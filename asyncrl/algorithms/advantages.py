@@ -9,15 +9,27 @@ import numpy as np
 
 from asyncrl.algorithms.own import is_own, own_advantages
 
-__all__ = ["STD_FLOOR", "Advantage", "batch_normalised", "group_advantages", "moments_over_ranks", "soft_overlong_penalty", "standardised"]
+__all__ = [
+    "STD_FLOOR",
+    "Advantage",
+    "batch_normalised",
+    "group_advantages",
+    "moments_over_ranks",
+    "soft_overlong_penalty",
+    "standardised",
+]
 
 STD_FLOOR = 1e-6
 """Added to a standard deviation, and to MaxRL's mean, so that equal rewards give zero advantages and no division by zero."""
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
+Advantage = Literal[
+    "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
+]
 
 
-def group_advantages(rewards: Sequence[float | None], usable: Sequence[bool], method: str) -> list[float | None]:
+def group_advantages(
+    rewards: Sequence[float | None], usable: Sequence[bool], method: str
+) -> list[float | None]:
     """Advantage of each trajectory of one group; None where it is not usable. Only the n usable trajectories enter the statistics.
 
     grpo: (r - mean) / (std + 1e-6), population std (DeepSeekMath, arXiv:2402.03300, eq. 3 and section 4.1.2). verl and TRL divide by the sample std,
@@ -36,14 +48,27 @@ def group_advantages(rewards: Sequence[float | None], usable: Sequence[bool], me
         ValueError: the lengths differ, the method is unknown, a usable trajectory has no finite reward, or a negative one under maxrl.
     """
     if len(rewards) != len(usable):
-        raise ValueError(f"{len(rewards)} rewards came with {len(usable)} usable flags; give one flag for each trajectory")
+        raise ValueError(
+            f"{len(rewards)} rewards came with {len(usable)} usable flags; give one flag for each trajectory"
+        )
     if not is_own(method) and method not in get_args(Advantage):
-        raise ValueError(f"algorithm.advantage = {method!r} is unknown; use one of {', '.join(get_args(Advantage))}")
-    kept = np.array([np.nan if reward is None else reward for reward, use in zip(rewards, usable, strict=True) if use], dtype=np.float64)
+        raise ValueError(
+            f"algorithm.advantage = {method!r} is unknown; use one of {', '.join(get_args(Advantage))}"
+        )
+    kept = np.array(
+        [
+            np.nan if reward is None else reward
+            for reward, use in zip(rewards, usable, strict=True)
+            if use
+        ],
+        dtype=np.float64,
+    )
     if not kept.size:
         return [None] * len(rewards)
     if not np.isfinite(kept).all():
-        raise ValueError(f"rewards of usable trajectories must be finite numbers, not {kept.tolist()}; give those trajectories another status")
+        raise ValueError(
+            f"rewards of usable trajectories must be finite numbers, not {kept.tolist()}; give those trajectories another status"
+        )
     values = iter(_advantages(kept, method).tolist())
     return [next(values) if use else None for use in usable]
 
@@ -59,7 +84,9 @@ def _advantages(rewards: np.ndarray, method: str) -> np.ndarray:
             return np.asarray(centred * (len(rewards) / max(len(rewards) - 1, 1)))
         case "maxrl":
             if (rewards < 0).any():
-                raise ValueError(f"algorithm.advantage: maxrl is defined for rewards of 0 and above, not {rewards.tolist()}; use grpo or rloo")
+                raise ValueError(
+                    f"algorithm.advantage: maxrl is defined for rewards of 0 and above, not {rewards.tolist()}; use grpo or rloo"
+                )
             return np.asarray(centred / (rewards.mean() + STD_FLOOR))
         case "reinforce_plus_plus" | "gae":
             return rewards
@@ -76,7 +103,9 @@ def batch_normalised(advantages: Sequence[float], tokens: Sequence[int]) -> list
     return list(((values - mean) / (std + STD_FLOOR)).tolist())
 
 
-def moments_over_ranks(values: np.ndarray, summed: Callable[[np.ndarray], np.ndarray]) -> tuple[float, float]:
+def moments_over_ranks(
+    values: np.ndarray, summed: Callable[[np.ndarray], np.ndarray]
+) -> tuple[float, float]:
     """Mean and population std of all ranks' values, in two passes: E[v²] - E[v]² would lose the std of values far from 0.
 
     Args:

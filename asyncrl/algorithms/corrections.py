@@ -44,7 +44,9 @@ def sequence_max(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
     return values.new_full((sequences,), -torch.inf).scatter_reduce(0, sequence, values, "amax")
 
 
-def importance_weights(log_weight: Tensor, sequence: Tensor, sequences: int, level: Literal["token", "sequence"]) -> Tensor:
+def importance_weights(
+    log_weight: Tensor, sequence: Tensor, sequences: int, level: Literal["token", "sequence"]
+) -> Tensor:
     """Importance weights [N]: exp(log_weight) per token, or the product over the whole trajectory for each of its tokens. Cut at a cap they are truncated
     importance sampling (Ionides 2008; for LLMs: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
     """
@@ -68,11 +70,20 @@ def kl_estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
         return -clamped
     if estimator == "k2":
         return clamped.square() / 2
-    k3 = clamped.expm1() - clamped  # exp(l) - 1 is rounded at 1e-7 in float32, which is k3 itself at l = 5e-4
+    k3 = (
+        clamped.expm1() - clamped
+    )  # exp(l) - 1 is rounded at 1e-7 in float32, which is k3 itself at l = 5e-4
     return k3.clamp(max=LOW_VAR_LIMIT) if estimator == "low_var" else k3
 
 
-def rejection_mask(log_ratio: Tensor, sequence: Tensor, sequences: int, estimator: Literal["k1", "k2", "k3"], level: Level, above: float) -> Tensor:
+def rejection_mask(
+    log_ratio: Tensor,
+    sequence: Tensor,
+    sequences: int,
+    estimator: Literal["k1", "k2", "k3"],
+    level: Level,
+    above: float,
+) -> Tensor:
     """[N] bool, False where the KL estimate is above the threshold: of the token, or the trajectory's sum, mean or largest, which then
     rejects all of its tokens. k1 is signed, so its absolute value is compared."""
     values = kl_estimate(log_ratio, estimator)
@@ -85,8 +96,12 @@ def rejection_mask(log_ratio: Tensor, sequence: Tensor, sequences: int, estimato
     return values.abs() <= above
 
 
-def off_policy_sequence_mask(log_ratio: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, above: float) -> Tensor:
+def off_policy_sequence_mask(
+    log_ratio: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, above: float
+) -> Tensor:
     """[N] bool, False for the tokens of a trajectory of negative advantage whose mean of -log_ratio is above the threshold: bad answers that
     the learner would hardly give any more teach it nothing (DeepSeek-V3.2, arXiv:2512.02556, section 3.1)."""
-    distance = sequence_mean(-log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), sequence, sequences)[sequence]
+    distance = sequence_mean(
+        -log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), sequence, sequences
+    )[sequence]
     return (advantages >= 0) | (distance <= above)

@@ -28,6 +28,12 @@ def reward_kl(logprobs: Sequence[float], reference_logprobs: Sequence[float]) ->
         ValueError: the lengths differ.
     """
     if len(logprobs) != len(reference_logprobs):
-        raise ValueError(f"{len(logprobs)} log-probs came with {len(reference_logprobs)} of the reference")
-    log_ratio = np.clip(np.asarray(reference_logprobs, dtype=np.float64) - np.asarray(logprobs, dtype=np.float64), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        raise ValueError(
+            f"{len(logprobs)} log-probs came with {len(reference_logprobs)} of the reference"
+        )
+    log_ratio = np.clip(
+        np.asarray(reference_logprobs, dtype=np.float64) - np.asarray(logprobs, dtype=np.float64),
+        -LOG_RATIO_LIMIT,
+        LOG_RATIO_LIMIT,
+    )
     return float(-log_ratio.sum())

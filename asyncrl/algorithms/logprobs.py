@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK_ELEMENTS", "IDENTITY", "LIVE_CHUNKS", "PLAIN_HEAD", "HeadSettings", "LogitMap", "chunk_elements", "greedy_tokens", "token_logprobs"]
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "IDENTITY",
+    "LIVE_CHUNKS",
+    "PLAIN_HEAD",
+    "HeadSettings",
+    "LogitMap",
+    "chunk_elements",
+    "greedy_tokens",
+    "token_logprobs",
+]
 
 LIVE_CHUNKS = 7
 """Float32 tensors of the size of a chunk of logits that are alive at once in the backward pass. `jobs/bench_memory.py` prints how many: 6.8."""
@@ -74,7 +84,9 @@ def token_logprobs(
     rows = _chunk_rows(weight, chunk_elements)
     if len(targets) <= rows:
         return _chunk(hidden, weight, targets, temperature, bias, entropy_gradient, logit_map)
-    logprobs, entropy = _Chunked.apply(hidden, weight, bias, targets, temperature, rows, entropy_gradient, logit_map)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _Chunked.apply(
+        hidden, weight, bias, targets, temperature, rows, entropy_gradient, logit_map
+    )  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
@@ -96,8 +108,14 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.settings = temperature, rows, entropy_gradient, logit_map
-        found = [_chunk(hidden[chunk], weight, targets[chunk], temperature, bias, False, logit_map) for chunk in _chunks(len(targets), rows)]
-        logprobs, entropy = torch.cat([one for one, _ in found]), torch.cat([other for _, other in found])
+        found = [
+            _chunk(hidden[chunk], weight, targets[chunk], temperature, bias, False, logit_map)
+            for chunk in _chunks(len(targets), rows)
+        ]
+        logprobs, entropy = (
+            torch.cat([one for one, _ in found]),
+            torch.cat([other for _, other in found]),
+        )
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -115,14 +133,29 @@ class _Chunked(torch.autograd.Function):
         for chunk in _chunks(len(targets), rows):
             part = hidden[chunk].detach().requires_grad_()
             with torch.enable_grad():
-                results = _chunk(part, weight, targets[chunk], temperature, bias, entropy_gradient, logit_map)
+                results = _chunk(
+                    part, weight, targets[chunk], temperature, bias, entropy_gradient, logit_map
+                )
             used = 1 + entropy_gradient
-            of_part, *of_head = torch.autograd.grad(results[:used], [part, *given], [gradient[chunk] for gradient in outer[:used]])
+            of_part, *of_head = torch.autograd.grad(
+                results[:used], [part, *given], [gradient[chunk] for gradient in outer[:used]]
+            )
             of_hidden.append(of_part)
             for total, gradient in zip(sums, of_head, strict=True):
                 total += gradient
-        of_weight, *of_bias = (total.to(tensor.dtype) for total, tensor in zip(sums, given, strict=True))
-        return torch.cat(of_hidden), of_weight, of_bias[0] if of_bias else None, None, None, None, None, None
+        of_weight, *of_bias = (
+            total.to(tensor.dtype) for total, tensor in zip(sums, given, strict=True)
+        )
+        return (
+            torch.cat(of_hidden),
+            of_weight,
+            of_bias[0] if of_bias else None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _chunks(total: int, rows: int) -> list[slice]:
@@ -130,10 +163,21 @@ def _chunks(total: int, rows: int) -> list[slice]:
 
 
 @torch.no_grad()
-def greedy_tokens(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, chunk_elements: int = CHUNK_ELEMENTS, logit_map: LogitMap = IDENTITY) -> Tensor:
+def greedy_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    logit_map: LogitMap = IDENTITY,
+) -> Tensor:
     """The most probable next token [N] for each row of `hidden` [N, H]; the lowest id wins a tie."""
     rows = _chunk_rows(weight, chunk_elements)
-    return torch.cat([_logits(hidden[at : at + rows], weight, bias, logit_map).argmax(-1) for at in range(0, max(1, len(hidden)), rows)])
+    return torch.cat(
+        [
+            _logits(hidden[at : at + rows], weight, bias, logit_map).argmax(-1)
+            for at in range(0, max(1, len(hidden)), rows)
+        ]
+    )
 
 
 def _chunk_rows(weight: Tensor, chunk_elements: int) -> int:
@@ -145,7 +189,13 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: Logi
 
 
 def _chunk(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, entropy_gradient: bool, logit_map: LogitMap
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    bias: Tensor | None,
+    entropy_gradient: bool,
+    logit_map: LogitMap,
 ) -> tuple[Tensor, Tensor]:
     log_probs = torch.log_softmax(_logits(hidden, weight, bias, logit_map) / temperature, dim=-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):

@@ -110,7 +110,11 @@ class PolicyTokens:
 
 
 def token_weights(
-    lengths: Sequence[int], aggregation: Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "fixed"], fixed_length: int
+    lengths: Sequence[int],
+    aggregation: Literal[
+        "token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "fixed"
+    ],
+    fixed_length: int,
 ) -> list[float]:
     """Weight of each loss token of each trajectory, from the loss tokens of all trajectories of the step (N in all). S counts the trajectories that have
     a loss token; one without has weight 0.
@@ -134,13 +138,23 @@ def token_weights(
     return [of_token(length) if length else 0.0 for length in lengths]
 
 
-def ppo_clip(log_ratio: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, dual_clip: float | None = None) -> tuple[Tensor, Tensor]:
+def ppo_clip(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    eps_clip: float,
+    eps_clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """-min(r·A, clip(r, 1 - eps_clip, 1 + eps_clip_high)·A) per token, and where the clip stops the gradient (PPO, arXiv:1707.06347, eq. 7; the
     upper clip apart from the lower: DAPO, arXiv:2503.14476, section 3.1). For A < 0, dual_clip c > 1 bounds the loss by -c·A
     (arXiv:1912.09729, eq. 5)."""
     ratio = log_ratio.exp()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages)
-    stopped = ((advantages > 0) & (ratio > 1 + eps_clip_high)) | ((advantages < 0) & (ratio < 1 - eps_clip))
+    loss = -torch.minimum(
+        ratio * advantages, ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
+    )
+    stopped = ((advantages > 0) & (ratio > 1 + eps_clip_high)) | (
+        (advantages < 0) & (ratio < 1 - eps_clip)
+    )
     if dual_clip is not None:
         stopped = stopped | ((advantages < 0) & (ratio > dual_clip))
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
@@ -155,7 +169,9 @@ def gspo_log_ratio(log_ratio: Tensor, sequence: Tensor, sequences: int) -> Tenso
     return mean + log_ratio - log_ratio.detach()
 
 
-def cispo(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float) -> tuple[Tensor, Tensor]:
+def cispo(
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
+) -> tuple[Tensor, Tensor]:
     """-sg(clip(r, 1 - eps_clip, 1 + eps_clip_high))·A·log π per token: a clipped weight, and a gradient for every token (MiniMax-M1,
     arXiv:2506.13585, eq. 4-5, which sets no lower bound, here eps_clip = 1: a bound from below would lift the weight of tokens that the learner hardly
     gives any more). No gradient is stopped; the second value says whose weight is clipped."""
@@ -164,14 +180,20 @@ def cispo(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, eps_clip: flo
     return -weight * advantages * logprobs, weight != ratio
 
 
-def sapo(log_ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> tuple[Tensor, Tensor]:
+def sapo(
+    log_ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float
+) -> tuple[Tensor, Tensor]:
     """-σ(τ·(r - 1))·(4/τ)·A per token, τ by the sign of A: a soft gate in place of the clip; at r = 1 the gradient is the policy gradient's (SAPO,
     arXiv:2511.20347, eq. 5-6). Nothing is stopped."""
     tau = torch.where(advantages > 0, torch.full_like(advantages, tau_positive), tau_negative)
-    return -torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau * advantages, torch.zeros_like(advantages, dtype=torch.bool)
+    return -torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau * advantages, torch.zeros_like(
+        advantages, dtype=torch.bool
+    )
 
 
-def dppo(logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+def dppo(
+    logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, threshold: float
+) -> tuple[Tensor, Tensor]:
     """-r·A per token, stopped where the token's probability has moved more than the threshold away from the behaviour policy's, in the
     direction in which A pushes it (DPPO with the binary total variation, arXiv:2602.04879, section 4)."""
     moved = logprobs.detach().exp() - behaviour_logprobs.exp()
@@ -192,7 +214,12 @@ def log_linear_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, ages: Tens
     return behaviour_logprobs + share * (logprobs.detach() - behaviour_logprobs)
 
 
-def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tensor | None = None, mean_weight: float = 1.0) -> tuple[Tensor, LossSums]:
+def policy_loss(
+    tokens: PolicyTokens,
+    algorithm: AlgorithmConfig,
+    entropy: Tensor | None = None,
+    mean_weight: float = 1.0,
+) -> tuple[Tensor, LossSums]:
     """Loss of one micro-batch: sum over tokens of weight · mask · truncated(π_old / π_behaviour) · surrogate(π_learner / π_old), less
     entropy_coef · weight · entropy, if the entropies [N] are given, plus kl_loss_coef · weight · capped ratio · KL estimate, if the reference's
     log-probs are there, plus value_coef · `value_loss`, if the values are.
@@ -208,8 +235,16 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
         The loss (with gradient) and detached sums for metrics.
     """
     logprobs, behaviour, advantages = tokens.logprobs, tokens.behaviour_logprobs, tokens.advantages
-    if not logprobs.shape == behaviour.shape == advantages.shape == tokens.weights.shape == tokens.sequence.shape:
-        raise ValueError(f"log-probs {tuple(logprobs.shape)}, behaviour {tuple(behaviour.shape)}, advantages {tuple(advantages.shape)} must have one shape")
+    if (
+        not logprobs.shape
+        == behaviour.shape
+        == advantages.shape
+        == tokens.weights.shape
+        == tokens.sequence.shape
+    ):
+        raise ValueError(
+            f"log-probs {tuple(logprobs.shape)}, behaviour {tuple(behaviour.shape)}, advantages {tuple(advantages.shape)} must have one shape"
+        )
     old = _old_logprobs(tokens, algorithm.old_policy)
     log_ratio = (logprobs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     surrogate, clipped, own = _surrogate(tokens, old, log_ratio, algorithm)
@@ -219,13 +254,19 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
     weight = uncut.clamp(max=cap) / mean_weight
     masks = _masks(raw, tokens, algorithm.correction)
     kept = ~torch.stack(list(masks.values())).any(0)
-    loss = (tokens.weights * torch.where(kept, weight * surrogate, torch.zeros_like(surrogate))).sum()
+    loss = (
+        tokens.weights * torch.where(kept, weight * surrogate, torch.zeros_like(surrogate))
+    ).sum()
     if entropy is not None and algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (tokens.weights * entropy).sum()
     kl = torch.zeros_like(raw)
     if tokens.reference_logprobs is not None:
         kl = kl_estimate(tokens.reference_logprobs - logprobs, algorithm.kl_estimator)
-        loss = loss + algorithm.kl_loss_coef * (tokens.weights * _expectation_weight(logprobs - behaviour, algorithm) * kl).sum()
+        loss = (
+            loss
+            + algorithm.kl_loss_coef
+            * (tokens.weights * _expectation_weight(logprobs - behaviour, algorithm) * kl).sum()
+        )
     of_values = loss.new_zeros(())
     if tokens.values is not None and tokens.returns is not None:
         of_values = algorithm.value_coef * value_loss(tokens.values, tokens.returns, tokens.weights)
@@ -233,7 +274,9 @@ def policy_loss(tokens: PolicyTokens, algorithm: AlgorithmConfig, entropy: Tenso
     with torch.no_grad():
         full = raw.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         ratio = full.exp()
-        late = (tokens.ages == 0) & (sequence_max(tokens.ages, tokens.sequence, tokens.sequences)[tokens.sequence] > 0)
+        late = (tokens.ages == 0) & (
+            sequence_max(tokens.ages, tokens.sequence, tokens.sequences)[tokens.sequence] > 0
+        )
         sums = LossSums(
             loss=loss.detach(),
             ratio=ratio.sum(),
@@ -261,7 +304,9 @@ def _expectation_weight(log_ratio: Tensor, algorithm: AlgorithmConfig) -> Tensor
     arXiv:2512.02556, section 3.1, which does not cap it). It carries a gradient: the divergence's own gradient has a part by which tokens change
     their probability, and without it k3's would be that of KL(reference || learner). k2 is the exception: its gradient is right without that part,
     and its value is biased either way."""
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=algorithm.correction.cap)
+    ratio = (
+        log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=algorithm.correction.cap)
+    )
     return ratio.detach() if algorithm.kl_estimator == "k2" else ratio
 
 
@@ -275,7 +320,9 @@ def _importance_weights(tokens: PolicyTokens, algorithm: AlgorithmConfig) -> Ten
     if algorithm.correction.truncation == "none":
         return torch.ones_like(tokens.behaviour_logprobs)
     way = (_old_logprobs(tokens, algorithm.old_policy) - tokens.behaviour_logprobs).detach()
-    return importance_weights(way, tokens.sequence, tokens.sequences, algorithm.correction.truncation)
+    return importance_weights(
+        way, tokens.sequence, tokens.sequences, algorithm.correction.truncation
+    )
 
 
 def supervised_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, LossSums]:
@@ -284,7 +331,15 @@ def supervised_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, LossSums
     with torch.no_grad():
         zero, count = logprobs.new_zeros(()), logprobs.new_ones(()) * logprobs.numel()
         nonfinite = (~torch.isfinite(logprobs)).sum()
-        sums = LossSums(loss.detach(), count, count, logprobs.new_ones(()), clipped=zero, weight=count, nonfinite=nonfinite)
+        sums = LossSums(
+            loss.detach(),
+            count,
+            count,
+            logprobs.new_ones(()),
+            clipped=zero,
+            weight=count,
+            nonfinite=nonfinite,
+        )
     return loss, sums
 
 
@@ -296,7 +351,9 @@ def _old_logprobs(tokens: PolicyTokens, old_policy: str) -> Tensor:
     return log_linear_proximal(tokens.logprobs, tokens.behaviour_logprobs, tokens.ages)
 
 
-def _surrogate(tokens: PolicyTokens, old: Tensor, log_ratio: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _surrogate(
+    tokens: PolicyTokens, old: Tensor, log_ratio: Tensor, algorithm: AlgorithmConfig
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss and clip of each token [N], and the sums of an own loss's metrics."""
     if not is_own(algorithm.loss):
         return *_built_in(tokens, log_ratio, algorithm), {}
@@ -314,17 +371,23 @@ def _surrogate(tokens: PolicyTokens, old: Tensor, log_ratio: Tensor, algorithm: 
     return own_loss(algorithm.loss, told)
 
 
-def _built_in(tokens: PolicyTokens, log_ratio: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def _built_in(
+    tokens: PolicyTokens, log_ratio: Tensor, algorithm: AlgorithmConfig
+) -> tuple[Tensor, Tensor]:
     low, high, advantages = algorithm.clip_low, algorithm.eps_clip_high, tokens.advantages
     match algorithm.loss:
         case "gspo":
-            return ppo_clip(gspo_log_ratio(log_ratio, tokens.sequence, tokens.sequences), advantages, low, high)
+            return ppo_clip(
+                gspo_log_ratio(log_ratio, tokens.sequence, tokens.sequences), advantages, low, high
+            )
         case "cispo":
             return cispo(tokens.logprobs, log_ratio, advantages, low, high)
         case "sapo":
             return sapo(log_ratio, advantages, algorithm.tau_positive, algorithm.tau_negative)
         case "dppo":
-            return dppo(tokens.logprobs, tokens.behaviour_logprobs, advantages, algorithm.dppo_threshold)
+            return dppo(
+                tokens.logprobs, tokens.behaviour_logprobs, advantages, algorithm.dppo_threshold
+            )
         case "reinforce":
             return reinforce(tokens.logprobs, advantages)
         case _:
@@ -337,7 +400,15 @@ def made_up_tokens() -> PolicyTokens:
     logprobs = (behaviour + torch.linspace(-0.6, 0.09, 12)).requires_grad_()
     sequence = torch.arange(3).repeat_interleave(4)
     advantages = torch.tensor([1.0, -0.5, -0.5])[sequence]
-    return PolicyTokens(logprobs, behaviour, advantages, torch.full((12,), 1 / 12), sequence, 3, (2 - sequence).float())
+    return PolicyTokens(
+        logprobs,
+        behaviour,
+        advantages,
+        torch.full((12,), 1 / 12),
+        sequence,
+        3,
+        (2 - sequence).float(),
+    )
 
 
 def own_metrics(algorithm: AlgorithmConfig) -> tuple[str, ...]:
@@ -349,24 +420,45 @@ def own_metrics(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     if not is_own(algorithm.loss):
         return ()
     tokens = made_up_tokens()
-    surrogate, _, own = _surrogate(tokens, tokens.behaviour_logprobs, tokens.logprobs - tokens.behaviour_logprobs, algorithm)
+    surrogate, _, own = _surrogate(
+        tokens, tokens.behaviour_logprobs, tokens.logprobs - tokens.behaviour_logprobs, algorithm
+    )
     (gradient,) = torch.autograd.grad(surrogate.sum(), tokens.logprobs, allow_unused=True)
     if gradient is None or not torch.isfinite(gradient).all() or not gradient.any():
-        found = "does not depend on logprobs" if gradient is None else f"has the gradient {gradient.tolist()}"
+        found = (
+            "does not depend on logprobs"
+            if gradient is None
+            else f"has the gradient {gradient.tolist()}"
+        )
         name = f"algorithm.loss = {algorithm.loss!r} ({where(import_function('algorithm.loss =', algorithm.loss))})"
-        raise FunctionError(f"{name} {found} on made-up numbers; compute the loss from logprobs, with finite steps")
+        raise FunctionError(
+            f"{name} {found} on made-up numbers; compute the loss from logprobs, with finite steps"
+        )
     return tuple(own)
 
 
-def _masks(log_ratio: Tensor, tokens: PolicyTokens, correction: CorrectionConfig) -> dict[str, Tensor]:
+def _masks(
+    log_ratio: Tensor, tokens: PolicyTokens, correction: CorrectionConfig
+) -> dict[str, Tensor]:
     """Which tokens each correction masks [N], judged by the whole way from the behaviour policy to the learner."""
     sequence, sequences = tokens.sequence, tokens.sequences
     none = torch.zeros_like(log_ratio, dtype=torch.bool)
     masks = {"band": none, "rejected": none, "sequence": none}
     if correction.mask_below is not None or correction.mask_above is not None:
-        masks["band"] = ~band_mask(log_ratio, correction.mask_below or 0.0, correction.mask_above or float("inf"))
+        masks["band"] = ~band_mask(
+            log_ratio, correction.mask_below or 0.0, correction.mask_above or float("inf")
+        )
     if correction.reject_above is not None:
-        masks["rejected"] = ~rejection_mask(log_ratio, sequence, sequences, correction.reject_estimator, correction.reject_level, correction.reject_above)
+        masks["rejected"] = ~rejection_mask(
+            log_ratio,
+            sequence,
+            sequences,
+            correction.reject_estimator,
+            correction.reject_level,
+            correction.reject_above,
+        )
     if correction.sequence_mask_above is not None:
-        masks["sequence"] = ~off_policy_sequence_mask(log_ratio, tokens.advantages, sequence, sequences, correction.sequence_mask_above)
+        masks["sequence"] = ~off_policy_sequence_mask(
+            log_ratio, tokens.advantages, sequence, sequences, correction.sequence_mask_above
+        )
     return masks

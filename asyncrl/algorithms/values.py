@@ -8,7 +8,13 @@ from torch import Tensor
 __all__ = ["gae", "value_loss"]
 
 
-def gae(reward: float, values: np.ndarray, gamma: float, lam: float, token_rewards: np.ndarray | None = None) -> np.ndarray:
+def gae(
+    reward: float,
+    values: np.ndarray,
+    gamma: float,
+    lam: float,
+    token_rewards: np.ndarray | None = None,
+) -> np.ndarray:
     """Advantages [T] of one trajectory's tokens by generalised advantage estimation (arXiv:1506.02438, eq. 16): A_t = δ_t + γ·λ·A_{t+1}, with
     δ_t = r_t + γ·V_{t+1} - V_t. The reward, less what came with tokens before, comes with the last token, after which the value is 0.
 

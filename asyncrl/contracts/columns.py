@@ -164,7 +164,9 @@ def unreadable(column: pa.ChunkedArray) -> str | None:
         try:
             block.to_pylist(**MAPS_AS_DICTS)
         except (LookupError, ValueError, ArithmeticError):
-            row, why = next(found for found in enumerate(map(_why_unreadable, block), first) if found[1])
+            row, why = next(
+                found for found in enumerate(map(_why_unreadable, block), first) if found[1]
+            )
             return f"in row {row} holds a value that Python cannot have ({why}); correct it, or leave the row out"
     return None
 

@@ -19,7 +19,17 @@ from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TOKEN_REWAR
 __all__ = ["content_hashes"]
 
 BYTES = 16
-PER_TOKEN = frozenset({"prompt_ids", "completion_ids", "loss_mask", "logprobs", "versions", REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN})
+PER_TOKEN = frozenset(
+    {
+        "prompt_ids",
+        "completion_ids",
+        "loss_mask",
+        "logprobs",
+        "versions",
+        REFERENCE_COLUMN,
+        TOKEN_REWARDS_COLUMN,
+    }
+)
 """Columns that grow with the tokens: their bytes are hashed as Arrow holds them."""
 TYPED = frozenset({*COLUMNS, *SCORED_COLUMNS})
 """Columns whose Arrow type never changes. A dataset's column and `reward_parts` may get another one when files are merged, so plain values are hashed."""
@@ -31,19 +41,33 @@ def content_hashes(table: pa.Table) -> list[str]:
     """One hash for each row of a table of groups: 32 hexadecimal digits."""
     values: dict[str, list[Any]] = {}
     contents: list[list[bytes]] = [[] for _ in range(table.num_rows)]
-    for name, column in sorted(zip(table.column_names, table.columns, strict=True), key=lambda pair: pair[0]):
+    for name, column in sorted(
+        zip(table.column_names, table.columns, strict=True), key=lambda pair: pair[0]
+    ):
         if name in PER_TOKEN:
             for content, text in zip(contents, _token_bytes(_whole(column)), strict=True):
                 content += (name.encode(), text)
         else:
-            values[name] = column.to_pylist() if name in TYPED else [_plain(value) for value in column.to_pylist()]
+            values[name] = (
+                column.to_pylist()
+                if name in TYPED
+                else [_plain(value) for value in column.to_pylist()]
+            )
     for row, content in enumerate(contents):
         content.append(ENCODE({name: some[row] for name, some in values.items()}).encode())
-    return [hashlib.blake2b(b"\0".join(content), digest_size=BYTES).hexdigest() for content in contents]
+    return [
+        hashlib.blake2b(b"\0".join(content), digest_size=BYTES).hexdigest() for content in contents
+    ]
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    return (
+        column.chunk(0)
+        if column.num_chunks == 1
+        else pa.concat_arrays(column.chunks)
+        if column.num_chunks
+        else pa.array([], column.type)
+    )
 
 
 def _token_bytes(array: pa.Array) -> list[bytes]:
@@ -51,7 +75,12 @@ def _token_bytes(array: pa.Array) -> list[bytes]:
     if (parts := _parts(array)) is not None:
         return _cut(parts, len(array))
     alone = [array.take(pa.array([row])) for row in range(len(array))]
-    return [_cut(parts, 1)[0] if (parts := _parts(one)) is not None else json.dumps(one.to_pylist()).encode() for one in alone]
+    return [
+        _cut(parts, 1)[0]
+        if (parts := _parts(one)) is not None
+        else json.dumps(one.to_pylist()).encode()
+        for one in alone
+    ]
 
 
 def _parts(array: pa.Array) -> list[tuple[np.ndarray, np.ndarray | None]] | None:
@@ -73,8 +102,13 @@ def _parts(array: pa.Array) -> list[tuple[np.ndarray, np.ndarray | None]] | None
 
 def _cut(parts: Sequence[tuple[np.ndarray, np.ndarray | None]], rows: int) -> list[bytes]:
     """The bytes of each row, part by part."""
-    places = [(items, range(rows + 1) if bounds is None else bounds.tolist()) for items, bounds in parts]
-    return [b"".join([items[bounds[row] : bounds[row + 1]].tobytes() for items, bounds in places]) for row in range(rows)]
+    places = [
+        (items, range(rows + 1) if bounds is None else bounds.tolist()) for items, bounds in parts
+    ]
+    return [
+        b"".join([items[bounds[row] : bounds[row + 1]].tobytes() for items, bounds in places])
+        for row in range(rows)
+    ]
 
 
 def _plain(value: Any) -> Any:

@@ -66,11 +66,17 @@ class Buffer:
     @property
     def ready(self) -> int:
         """Groups that wait to be trained."""
-        return sum(group.scored is not None and not group.training for group in self.groups.values())
+        return sum(
+            group.scored is not None and not group.training for group in self.groups.values()
+        )
 
     def admit(self, ordinal: int, committed: int) -> None:
         """Raises ValueError if the ordinal is outstanding or finished already."""
-        if ordinal in self.groups or ordinal < self.frontier.lowest or ordinal in self.frontier.above:
+        if (
+            ordinal in self.groups
+            or ordinal < self.frontier.lowest
+            or ordinal in self.frontier.above
+        ):
             raise ValueError(f"ordinal {ordinal} was admitted before")
         self.groups[ordinal] = Outstanding(ordinal, committed)
 
@@ -90,7 +96,12 @@ class Buffer:
     def add_scored(self, scored: Scored) -> None:
         """The group may be trained."""
         group = self.groups[scored.ordinal]
-        group.running, group.begun, group.tokens, group.scored = False, scored.begun, scored.tokens, scored
+        group.running, group.begun, group.tokens, group.scored = (
+            False,
+            scored.begun,
+            scored.tokens,
+            scored,
+        )
 
     def end(self, ordinal: int) -> Outstanding:
         """The group has its outcome: its slot is free, and the frontier knows."""
@@ -99,7 +110,11 @@ class Buffer:
 
     def stale(self, learner_version: int) -> list[int]:
         """Groups beyond the bound. Under `wait` only ready ones are looked for, a last guard: the cut leaves none."""
-        candidates = self._ready() if self.staleness.on_stale == "wait" else [g for g in self.groups.values() if not g.training]
+        candidates = (
+            self._ready()
+            if self.staleness.on_stale == "wait"
+            else [g for g in self.groups.values() if not g.training]
+        )
         return [g.ordinal for g in candidates if self.staleness.is_stale(g.begun, learner_version)]
 
     def next_batch(self, learner_version: int) -> list[Scored] | None:
@@ -109,7 +124,9 @@ class Buffer:
         if len(batch) < self.staleness.groups_per_step:
             return None
         taken = {group.ordinal for group in batch}
-        if not self.staleness.may_cut([g.begun for g in self.groups.values() if g.ordinal not in taken], learner_version):
+        if not self.staleness.may_cut(
+            [g.begun for g in self.groups.values() if g.ordinal not in taken], learner_version
+        ):
             return None
         return [group.scored for group in batch if group.scored is not None]
 

@@ -20,7 +20,14 @@ from pydantic import TypeAdapter
 
 from asyncrl.confined import refuse_links
 from asyncrl.control.protocols import Learner, Scored, Scores
-from asyncrl.runtime.files import append_to, explain_disk_full, make_directory, read_text, replace_text, sync_file
+from asyncrl.runtime.files import (
+    append_to,
+    explain_disk_full,
+    make_directory,
+    read_text,
+    replace_text,
+    sync_file,
+)
 from asyncrl.runtime.shared import Written, size_and_checksum, wait_until_seen
 
 __all__ = ["Checkpoints", "NoCheckpoint", "State", "UnreadableCheckpoint"]
@@ -76,7 +83,9 @@ class State:
 class Checkpoints:
     """The checkpoints of one run; the last `keep` stay."""
 
-    def __init__(self, directory: Path, keep: int, config: str = "", guard: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, directory: Path, keep: int, config: str = "", guard: Callable[[], None] = lambda: None
+    ) -> None:
         """
         Args:
             config: text of config.yaml, the resolved config.
@@ -93,7 +102,9 @@ class Checkpoints:
             if UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
 
-    async def write(self, state: State, waiting: Sequence[Scored], learner: Learner, scores: Scores) -> Path:
+    async def write(
+        self, state: State, waiting: Sequence[Scored], learner: Learner, scores: Scores
+    ) -> Path:
         """Write a checkpoint under a temporary name, mark it committed, rename it, and point LATEST at it. The event loop stays free meanwhile.
 
         Args:
@@ -114,10 +125,14 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         written = {f"learner/{name}": file for name, file in saved.items()}
-        await asyncio.to_thread(self._commit, temporary, final, state, written)  # a thread ends by itself if this is cancelled
+        await asyncio.to_thread(
+            self._commit, temporary, final, state, written
+        )  # a thread ends by itself if this is cancelled
         return final
 
-    def _commit(self, temporary: Path, final: Path, state: State, written: Mapping[str, Written]) -> None:
+    def _commit(
+        self, temporary: Path, final: Path, state: State, written: Mapping[str, Written]
+    ) -> None:
         try:
             with explain_disk_full(final):
                 self._seal(temporary, state, written)
@@ -133,7 +148,11 @@ class Checkpoints:
         Args:
             written: the learner's files, whose ranks have made the checksums. Each is seen here before anything counts.
         """
-        wait_until_seen(temporary, {name: size for name, (size, _) in written.items()}, "set runs_root and checkpoint.save to storage that every node shares")
+        wait_until_seen(
+            temporary,
+            {name: size for name, (size, _) in written.items()},
+            "set runs_root and checkpoint.save to storage that every node shares",
+        )
         replace_text(temporary / "config.yaml", self.config)
         replace_text(temporary / "state.json", json.dumps(asdict(state)))
         manifest = dict(written)
@@ -194,15 +213,24 @@ class Checkpoints:
             committed = [path for path in committed if _version(path) == version]
         if not committed:
             names = ", ".join(map(str, self.versions())) or "none"
-            wanted = "committed checkpoint" if version is None else f"committed checkpoint of step {version} (there are: {names})"
-            raise NoCheckpoint(f"no {wanted} in {self.directory}; start with --resume never or auto")
+            wanted = (
+                "committed checkpoint"
+                if version is None
+                else f"committed checkpoint of step {version} (there are: {names})"
+            )
+            raise NoCheckpoint(
+                f"no {wanted} in {self.directory}; start with --resume never or auto"
+            )
         passed_over = self._bad_pointer()
         for path in committed:
             try:
                 return path, self.read(path), passed_over
             except UnreadableCheckpoint as error:
                 passed_over.append(str(error))
-        raise UnreadableCheckpoint("; ".join(passed_over) + "; restore one of them, or start a new run under another --name")
+        raise UnreadableCheckpoint(
+            "; ".join(passed_over)
+            + "; restore one of them, or start a new run under another --name"
+        )
 
     @staticmethod
     def read(path: Path) -> State:
@@ -216,26 +244,50 @@ class Checkpoints:
             text = read_text(path / "MANIFEST")
             marked = read_text(path / "COMMITTED")
             if marked != str(_checksum_of_text(text)):
-                raise UnreadableCheckpoint(f"checkpoint {path} is damaged: MANIFEST is not what was committed")
+                raise UnreadableCheckpoint(
+                    f"checkpoint {path} is damaged: MANIFEST is not what was committed"
+                )
             manifest = json.loads(text)
             listed = {name: _inside(path, name) for name in manifest}
-            if unlisted := sorted(set(_files(path)) - set(manifest) - {"MANIFEST", "COMMITTED", ABANDONED}):
-                raise UnreadableCheckpoint(f"checkpoint {path} has files that its MANIFEST does not list, first {unlisted[0]}; remove what we did not write")
-            with ThreadPoolExecutor(READ_AT_ONCE) as threads:  # zlib and the disk work without the interpreter's lock
-                for name, found in zip(listed, threads.map(size_and_checksum, listed.values()), strict=True):
+            if unlisted := sorted(
+                set(_files(path)) - set(manifest) - {"MANIFEST", "COMMITTED", ABANDONED}
+            ):
+                raise UnreadableCheckpoint(
+                    f"checkpoint {path} has files that its MANIFEST does not list, first {unlisted[0]}; remove what we did not write"
+                )
+            with ThreadPoolExecutor(
+                READ_AT_ONCE
+            ) as threads:  # zlib and the disk work without the interpreter's lock
+                for name, found in zip(
+                    listed, threads.map(size_and_checksum, listed.values()), strict=True
+                ):
                     if list(found) != manifest[name]:
-                        raise UnreadableCheckpoint(f"checkpoint {path} is damaged: {name} is not what its MANIFEST says")
+                        raise UnreadableCheckpoint(
+                            f"checkpoint {path} is damaged: {name} is not what its MANIFEST says"
+                        )
             return TypeAdapter(State).validate_json(read_text(path / "state.json"), strict=True)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise UnreadableCheckpoint(f"checkpoint {path} cannot be read ({' '.join(str(error).split())})") from error
+            raise UnreadableCheckpoint(
+                f"checkpoint {path} cannot be read ({' '.join(str(error).split())})"
+            ) from error
 
     def newest_first(self) -> list[Path]:
         """The committed ones: what LATEST names, then the older ones on the way to it, then those that were gone back from."""
-        committed = sorted((path.parent for path in self.directory.glob("step_*/COMMITTED") if STEP.fullmatch(path.parent.name)), reverse=True)
+        committed = sorted(
+            (
+                path.parent
+                for path in self.directory.glob("step_*/COMMITTED")
+                if STEP.fullmatch(path.parent.name)
+            ),
+            reverse=True,
+        )
         named = self._named()
         if named not in committed:
             named = None
-        return sorted(committed, key=lambda path: (path / ABANDONED).exists() or (named is not None and path > named))
+        return sorted(
+            committed,
+            key=lambda path: (path / ABANDONED).exists() or (named is not None and path > named),
+        )
 
     def versions(self) -> list[int]:
         """Versions of the committed ones, in the order of `newest_first`."""
@@ -244,15 +296,23 @@ class Checkpoints:
     def _named(self) -> Path | None:
         """What LATEST names, if it says so unharmed."""
         latest = self.directory / "LATEST"
-        name, _, checksum = read_text(latest).strip().partition(" ") if latest.is_file() else ("", "", "")
+        name, _, checksum = (
+            read_text(latest).strip().partition(" ") if latest.is_file() else ("", "", "")
+        )
         return self.directory / name if checksum == str(_checksum_of_text(name)) else None
 
     def _bad_pointer(self) -> list[str]:
         named = self._named()
         if named is not None and (named / "COMMITTED").exists():
             return []
-        says = "is missing or damaged" if named is None else f"names {named.name!r}, which is no committed checkpoint"
-        return [f"{self.directory / 'LATEST'} {says}; the newest committed one is taken, also if the run had gone back to an older"]
+        says = (
+            "is missing or damaged"
+            if named is None
+            else f"names {named.name!r}, which is no committed checkpoint"
+        )
+        return [
+            f"{self.directory / 'LATEST'} {says}; the newest committed one is taken, also if the run had gone back to an older"
+        ]
 
 
 def _version(path: Path) -> int:
@@ -263,12 +323,16 @@ def _inside(directory: Path, name: str) -> Path:
     """A manifest may name only what lies in its own directory."""
     path = directory / name
     if not path.resolve().is_relative_to(directory.resolve()):
-        raise UnreadableCheckpoint(f"checkpoint {directory} is damaged: its MANIFEST names {name!r}, which lies outside")
+        raise UnreadableCheckpoint(
+            f"checkpoint {directory} is damaged: its MANIFEST names {name!r}, which lies outside"
+        )
     return path
 
 
 def _files(directory: Path) -> list[str]:
-    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    return sorted(
+        str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
+    )
 
 
 def _checksum_of_text(text: str) -> int:

@@ -84,7 +84,9 @@ class Concurrency:
             elif not self._settling:
                 self._lower("cut", running * CUT)
                 self._settling = running
-        elif load.kv_use < GROW_BELOW and not load.waiting and running >= int(self.limit) < self.most:
+        elif (
+            load.kv_use < GROW_BELOW and not load.waiting and running >= int(self.limit) < self.most
+        ):
             self.limit = min(self.limit + (1.0 if self._searching else 1.0 / self.limit), self.most)
             self.decisions["grow"] += 1
 
@@ -95,9 +97,18 @@ class Concurrency:
 
     def metrics(self) -> dict[str, Any]:
         """The limit, the decisions so far, what all engines have lost so far, and how the one is that spoke last."""
-        found: dict[str, Any] = {"control/concurrency": int(self.limit), "control/preemptions": self.preemptions}
-        found |= {f"control/concurrency_{decision}": self.decisions[decision] for decision in ("grow", "trim", "cut")}
-        aborted = [sum(counts) for counts in zip_longest(*(load.aborted for load in self.loads.values()), fillvalue=0)]
+        found: dict[str, Any] = {
+            "control/concurrency": int(self.limit),
+            "control/preemptions": self.preemptions,
+        }
+        found |= {
+            f"control/concurrency_{decision}": self.decisions[decision]
+            for decision in ("grow", "trim", "cut")
+        }
+        aborted = [
+            sum(counts)
+            for counts in zip_longest(*(load.aborted for load in self.loads.values()), fillvalue=0)
+        ]
         found |= {"control/aborted_completions": sum(aborted), "control/aborted_by_length": aborted}
         found["control/aborted_tokens"] = sum(load.aborted_tokens for load in self.loads.values())
         if self.loads:

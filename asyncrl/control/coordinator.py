@@ -165,7 +165,9 @@ class Progress:
 class Coordinator:
     """Trains from version `state.version` to `schedule.max_steps`."""
 
-    def __init__(self, parts: Parts, schedule: Schedule, state: State, restored: Sequence[Scored] = ()) -> None:
+    def __init__(
+        self, parts: Parts, schedule: Schedule, state: State, restored: Sequence[Scored] = ()
+    ) -> None:
         """
         Args:
             restored: the groups that waited in the checkpoint, as `state.waiting` lists them.
@@ -180,7 +182,9 @@ class Coordinator:
         self.first_version = state.version
         self.last_marked = state.version if state.last_marked is None else state.last_marked
         self.gathered = state.version - 1
-        self.progress = Progress(phase="publishing", version=state.version, attempted=state.steps_attempted)
+        self.progress = Progress(
+            phase="publishing", version=state.version, attempted=state.steps_attempted
+        )
         self.skipped_in_row = state.skipped_in_row
         self.in_publication: Manifest | None = None
         self.evaluation: UnderEvaluation | None = None
@@ -204,12 +208,21 @@ class Coordinator:
     async def run(self) -> Progress:
         """Train to the last version, commit and evaluate it. Raises what ended a loop too early."""
         endless = {"rollouts": self._rollouts, "scoring": self._scoring}
-        finite = {"learning": self._learning, "publishing": self._publishing, "evaluation": self._evaluation}
-        loops = {name: asyncio.create_task(loop(), name=name) for name, loop in (endless | finite).items()}
+        finite = {
+            "learning": self._learning,
+            "publishing": self._publishing,
+            "evaluation": self._evaluation,
+        }
+        loops = {
+            name: asyncio.create_task(loop(), name=name)
+            for name, loop in (endless | finite).items()
+        }
         try:
             unfinished = set(loops.values())
             while any(not loops[name].done() for name in finite):
-                done, unfinished = await asyncio.wait(unfinished, return_when=asyncio.FIRST_COMPLETED)
+                done, unfinished = await asyncio.wait(
+                    unfinished, return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in done:
                     _raise_cause(task)
                     if task.get_name() in endless:
@@ -219,7 +232,14 @@ class Coordinator:
                 task.cancel()
             await asyncio.gather(*loops.values(), return_exceptions=True)
             self._fates += [
-                Fate(self._made_in(group), ordinal, "waiting", "the run ended first", self.progress.attempted, completion_tokens=group.tokens)
+                Fate(
+                    self._made_in(group),
+                    ordinal,
+                    "waiting",
+                    "the run ended first",
+                    self.progress.attempted,
+                    completion_tokens=group.tokens,
+                )
                 for ordinal, group in self.buffer.groups.items()
             ]
             self._flush_fates()
@@ -245,10 +265,14 @@ class Coordinator:
 
     def _may_admit(self) -> bool:
         progress, staleness = self.progress, self.schedule.staleness
-        needed = (self.schedule.max_steps - progress.version) * staleness.groups_per_step + staleness.over_sampling
+        needed = (
+            self.schedule.max_steps - progress.version
+        ) * staleness.groups_per_step + staleness.over_sampling
         if progress.committed < self.first_version or len(self.buffer) >= needed:
             return False
-        if self.parts.concurrency is not None and not self.parts.concurrency.may_run(self.buffer.running):
+        if self.parts.concurrency is not None and not self.parts.concurrency.may_run(
+            self.buffer.running
+        ):
             return False
         return staleness.may_admit(len(self.buffer), progress.version, progress.committed)
 
@@ -265,7 +289,11 @@ class Coordinator:
             await self._fail_rollout(prompt.ordinal, unforeseen(f"group {prompt.ordinal}", error))
             return
         async with self._changing():
-            if self.parts.concurrency is not None and finished.load is not None and not self._shared(finished.load.replica):
+            if (
+                self.parts.concurrency is not None
+                and finished.load is not None
+                and not self._shared(finished.load.replica)
+            ):
                 self.parts.concurrency.observe(finished.load, self.buffer.running)
             self.progress.generated_tokens += finished.tokens
             self.buffer.finished(prompt.ordinal, finished.begun, finished.tokens)
@@ -274,7 +302,9 @@ class Coordinator:
     async def _fail_rollout(self, ordinal: int, why: str) -> None:
         async with self._changing():
             group = self.buffer.groups.get(ordinal)
-            if group is not None and group.scored is None:  # a lost group's first copy may have been scored after all
+            if (
+                group is not None and group.scored is None
+            ):  # a lost group's first copy may have been scored after all
                 self._fail(ordinal, why)
 
     def _fail(self, ordinal: int, why: str) -> None:
@@ -288,9 +318,16 @@ class Coordinator:
         progress, most = self.progress, self.schedule.max_errors
         progress.errors += count
         first, _, stack = last.partition("\n")
-        self.parts.recorder.record("error", progress.attempted, progress.version, {"errors": progress.errors, "reason": first, "stack": stack})
+        self.parts.recorder.record(
+            "error",
+            progress.attempted,
+            progress.version,
+            {"errors": progress.errors, "reason": first, "stack": stack},
+        )
         if progress.errors > most:
-            raise RuntimeError(f"errors = {progress.errors}, above rollout.max_errors = {most}; the last: {first}; its stack is in metrics.jsonl")
+            raise RuntimeError(
+                f"errors = {progress.errors}, above rollout.max_errors = {most}; the last: {first}; its stack is in metrics.jsonl"
+            )
 
     def _shared(self, replica: str) -> bool:
         """Whether an evaluation loads this replica too: what its engine says meanwhile is not of the rollouts alone."""
@@ -321,8 +358,14 @@ class Coordinator:
         elif scored.failure is not None:
             self._end(scored.ordinal, "dropped", scored.failure)
         elif scored.usable < self.schedule.least_usable:
-            masked = ", ".join(f"{count} {status}" for status, count in sorted(scored.masked.items()))
-            self._end(scored.ordinal, "dropped", f"usable trajectories: {scored.usable}, fewer than {self.schedule.least_usable}; masked: {masked or 'none'}")
+            masked = ", ".join(
+                f"{count} {status}" for status, count in sorted(scored.masked.items())
+            )
+            self._end(
+                scored.ordinal,
+                "dropped",
+                f"usable trajectories: {scored.usable}, fewer than {self.schedule.least_usable}; masked: {masked or 'none'}",
+            )
         elif self.schedule.filter_zero_variance and len(set(scored.rewards)) == 1:
             self._end(scored.ordinal, "filtered", "zero variance")
         else:
@@ -334,7 +377,11 @@ class Coordinator:
     async def _learning(self) -> None:
         async with self._changing():
             for ordinal in self.buffer.untrainable(self.progress.version):
-                self._end(ordinal, "dropped", "stale: it waited in the checkpoint, and staleness or batch are smaller now")
+                self._end(
+                    ordinal,
+                    "dropped",
+                    "stale: it waited in the checkpoint, and staleness or batch are smaller now",
+                )
         await self._gather()
         async with self._when(lambda: self.progress.committed >= self.first_version):
             pass  # The first check asks the learner at that version, and groups of a checkpoint could be trained before it.
@@ -348,15 +395,21 @@ class Coordinator:
             result = await self.parts.learner.step(batch)
             trained_at = self.progress.version
             async with self._changing():
-                metrics = self._settle(batch, result, {"time/learner_waited_s": waited, "time/step_s": clock() - began})
+                metrics = self._settle(
+                    batch, result, {"time/learner_waited_s": waited, "time/step_s": clock() - began}
+                )
             try:
-                await self.parts.recorder.flushed()  # whoever reads of a step finds its fates, also after a kill
+                await (
+                    self.parts.recorder.flushed()
+                )  # whoever reads of a step finds its fates, also after a kill
             finally:
                 self._record_step(metrics, result.note, trained_at)
             given_up, self._given_up = self._given_up, []
             await self.parts.rollouts.ack(given_up)
             if self.skipped_in_row >= self.schedule.max_skipped_steps:
-                raise RuntimeError(f"{self.skipped_in_row} steps in a row were skipped, the last: {result.note or result.reason}; {WAYS_OUT[result.reason]}")
+                raise RuntimeError(
+                    f"{self.skipped_in_row} steps in a row were skipped, the last: {result.note or result.reason}; {WAYS_OUT[result.reason]}"
+                )
             if result.applied:
                 await self._save_if_due()
             if self._gather_due():
@@ -374,7 +427,9 @@ class Coordinator:
         while True:
             async with self._when(lambda: self._gather_due() or self._cut_due()):
                 self._drop_stale()
-                batch = None if self._gather_due() else self.buffer.next_batch(self.progress.version)
+                batch = (
+                    None if self._gather_due() else self.buffer.next_batch(self.progress.version)
+                )
                 self.buffer.take(batch or [])
             if batch is not None:
                 return batch, gathering
@@ -397,14 +452,18 @@ class Coordinator:
         version = self.progress.version
         return self.buffer.next_batch(version) is not None or bool(self.buffer.stale(version))
 
-    def _settle(self, batch: list[Scored], result: StepResult, times: Mapping[str, float]) -> dict[str, Any]:
+    def _settle(
+        self, batch: list[Scored], result: StepResult, times: Mapping[str, float]
+    ) -> dict[str, Any]:
         """The batch has its outcome; an applied step is the next policy version. Returns the step's metrics."""
         progress = self.progress
         progress.attempted += 1
         trained_at = progress.version
         staleness = [trained_at - scored.begun for scored in batch]
         if result.applied and max(staleness) > self.schedule.staleness.max_staleness:
-            raise AssertionError(f"a group of staleness {max(staleness)} was trained at version {progress.version}")
+            raise AssertionError(
+                f"a group of staleness {max(staleness)} was trained at version {progress.version}"
+            )
         for scored, stale in zip(batch, staleness, strict=True):
             if result.applied:
                 self._end(scored.ordinal, "trained", "", progress.version, stale)
@@ -419,9 +478,16 @@ class Coordinator:
             self._drop_stale()
         found = batch_metrics(batch, trained_at, self.schedule.staleness.max_staleness)
         progress.reward = cast(float, found["reward/mean"])
-        progress.examples = tuple((scored.example, stale) for scored, stale in zip(batch, staleness, strict=True) if scored.example is not None)
+        progress.examples = tuple(
+            (scored.example, stale)
+            for scored, stale in zip(batch, staleness, strict=True)
+            if scored.example is not None
+        )
         progress.rewards = tuple(reward for scored in batch for reward in scored.rewards)
-        progress.staleness_mean, progress.staleness_max = sum(staleness) / len(staleness), max(staleness)
+        progress.staleness_mean, progress.staleness_max = (
+            sum(staleness) / len(staleness),
+            max(staleness),
+        )
         return {**result.metrics, **times, **found, **self._since_last_step()}
 
     def _record_step(self, metrics: Mapping[str, Any], note: str, trained_at: int) -> None:
@@ -435,7 +501,10 @@ class Coordinator:
         progress, now = self.progress, asyncio.get_running_loop().time()
         generated, waited, then = self._at_last_step
         self._at_last_step = progress.generated_tokens, progress.generators_waited_s, now
-        ended: dict[str, Any] = {f"control/{outcome}_groups": float(self._ended_since_step[outcome]) for outcome in ("filtered", "dropped", "failed")}
+        ended: dict[str, Any] = {
+            f"control/{outcome}_groups": float(self._ended_since_step[outcome])
+            for outcome in ("filtered", "dropped", "failed")
+        }
         self._ended_since_step.clear()
         ended |= scoring_metrics(self._scored_since_step)
         self._scored_since_step.clear()
@@ -447,7 +516,9 @@ class Coordinator:
             "control/ready": self.buffer.ready,
             "control/wasted_tokens": progress.wasted_tokens,
             "time/generators_waited_s": progress.generators_waited_s - waited,
-            "rollout/generated_tokens_per_s": (progress.generated_tokens - generated) / (now - then) if then and now > then else float("nan"),
+            "rollout/generated_tokens_per_s": (progress.generated_tokens - generated) / (now - then)
+            if then and now > then
+            else float("nan"),
         }
 
     async def _gather(self) -> None:
@@ -458,14 +529,20 @@ class Coordinator:
         if self.parts.check is not None and self._check_due(version):
             await self.parts.check.at_gather(version)
         manifest = await self.parts.learner.gather(version)
-        metrics = {"weights/gather_s": clock() - started, "weights/versions_passed_over": version - self.gathered - 1, **manifest.metrics}
+        metrics = {
+            "weights/gather_s": clock() - started,
+            "weights/versions_passed_over": version - self.gathered - 1,
+            **manifest.metrics,
+        }
         self.parts.recorder.record("gather", self.progress.attempted, version, metrics)
         async with self._changing():
             self.gathered = version
             self.in_publication = manifest
 
     def _check_due(self, version: int) -> bool:
-        return version == self.first_version or (self.schedule.check_every > 0 and version % self.schedule.check_every == 0)
+        return version == self.first_version or (
+            self.schedule.check_every > 0 and version % self.schedule.check_every == 0
+        )
 
     async def _save_if_due(self) -> None:
         version, every = self.progress.version, self.schedule.checkpoint_every
@@ -479,7 +556,9 @@ class Coordinator:
         self._flush_fates()  # the checkpoint counts on every outcome so far, also on those since the last step
         await self.parts.recorder.flushed()
         await self.parts.checkpoints.write(state, groups, self.parts.learner, self.parts.scores)
-        self.parts.recorder.record("checkpoint", self.progress.attempted, version, {"checkpoint/save_s": clock() - started})
+        self.parts.recorder.record(
+            "checkpoint", self.progress.attempted, version, {"checkpoint/save_s": clock() - started}
+        )
 
     def state(self) -> State:
         """What a resume needs of control. Groups that are generated or scored just now have no outcome and do not wait yet: they are made again."""
@@ -505,14 +584,20 @@ class Coordinator:
 
     async def _publishing(self) -> None:
         while True:
-            async with self._when(lambda: not self.flips_held and (self.in_publication is not None or self.learning_done)):
+            async with self._when(
+                lambda: (
+                    not self.flips_held and (self.in_publication is not None or self.learning_done)
+                )
+            ):
                 manifest = self.in_publication
             if manifest is None:
                 break
             report = await self._push(manifest)
             if self.parts.check is not None and self._check_due(manifest.version):
                 metrics = await self.parts.check.after_commit(manifest.version)
-                self.parts.recorder.record("logprob_check", self.progress.attempted, manifest.version, metrics)
+                self.parts.recorder.record(
+                    "logprob_check", self.progress.attempted, manifest.version, metrics
+                )
             async with self._changing():
                 self.progress.committed = report.version
                 self.parts.rollouts.committed(report.version)
@@ -531,13 +616,20 @@ class Coordinator:
             try:
                 return await self.parts.weights.push(manifest)
             except RuntimeError as again:
-                raise RuntimeError(f"version {manifest.version} could not be published: {again}") from error
+                raise RuntimeError(
+                    f"version {manifest.version} could not be published: {again}"
+                ) from error
 
     def _record_push(self, report: PushReport) -> None:
         for replica, timings in report.replicas.items():
             metrics = {f"weights/{name}": value for name, value in timings.items()}
-            self.parts.recorder.record("push", self.progress.attempted, report.version, {"replica": replica, **metrics})
-        counts = {"weights/replicas": len(report.replicas), "weights/unroutable": len(report.unroutable)}
+            self.parts.recorder.record(
+                "push", self.progress.attempted, report.version, {"replica": replica, **metrics}
+            )
+        counts = {
+            "weights/replicas": len(report.replicas),
+            "weights/unroutable": len(report.unroutable),
+        }
         self.parts.recorder.record("commit", self.progress.attempted, report.version, counts)
 
     def _mark_evaluation_due(self, version: int) -> None:
@@ -551,15 +643,23 @@ class Coordinator:
 
     async def _evaluation(self) -> None:
         while True:
-            async with self._when(lambda: (self._evaluation_due() and self.in_publication is None) or self.publishing_done):
+            async with self._when(
+                lambda: (
+                    (self._evaluation_due() and self.in_publication is None) or self.publishing_done
+                )
+            ):
                 if not self._evaluation_due():
                     return
                 version = self.progress.committed
                 self.evaluation = UnderEvaluation(version)
-            lost = self.parts.evaluate is not None and not await self._evaluate(self.parts.evaluate, version)
+            lost = self.parts.evaluate is not None and not await self._evaluate(
+                self.parts.evaluate, version
+            )
             async with self._changing():
                 self.evaluation, self.evaluation_lost = None, lost
-                self.evaluations_due = {due for due in self.evaluations_due if due > version or lost}
+                self.evaluations_due = {
+                    due for due in self.evaluations_due if due > version or lost
+                }
 
     async def _evaluate(self, evaluate: Evaluate, version: int) -> bool:
         """False: the replica is gone. It is done again at the version that is committed then, on all replicas: prompts that end engines do so once."""
@@ -567,22 +667,33 @@ class Coordinator:
             async with self._replica_at(version) as replica:
                 metrics = await evaluate(version, replica)
         except EvaluationLost as error:
-            self.parts.recorder.record("evaluation_lost", self.progress.attempted, version, {"reason": str(error)})
+            self.parts.recorder.record(
+                "evaluation_lost", self.progress.attempted, version, {"reason": str(error)}
+            )
             return False
         self.progress.accuracy = metrics.get("eval/accuracy", self.progress.accuracy)
         self.parts.recorder.record("evaluation", self.progress.attempted, version, metrics)
         if errors := int(metrics.get("eval/errors", 0)):
-            self._count_errors(errors, f"evaluation of version {version}: {errors} completions; driver.log has the first one's stack")
+            self._count_errors(
+                errors,
+                f"evaluation of version {version}: {errors} completions; driver.log has the first one's stack",
+            )
         return True
 
     @asynccontextmanager
     async def _replica_at(self, version: int) -> AsyncIterator[str | None]:
         """Let a replica keep the version, and the others go on; None: all of them have the version, or will not keep it. Nothing follows the last one."""
         in_flight, last = self.schedule.evaluate_in_flight, version >= self.schedule.max_steps
-        replica = None if in_flight or last or self.evaluation_lost else await self.parts.weights.hold(version)
+        replica = (
+            None
+            if in_flight or last or self.evaluation_lost
+            else await self.parts.weights.hold(version)
+        )
         try:
             async with self._changing():
-                self.evaluation = UnderEvaluation(version, replica, holds_flips=replica is None and not in_flight)
+                self.evaluation = UnderEvaluation(
+                    version, replica, holds_flips=replica is None and not in_flight
+                )
             yield replica
         finally:
             if replica is not None:
@@ -598,7 +709,14 @@ class Coordinator:
 
     # shared by the loops
 
-    def _end(self, ordinal: int, outcome: str, reason: str, trained_at: int | None = None, staleness: int | None = None) -> None:
+    def _end(
+        self,
+        ordinal: int,
+        outcome: str,
+        reason: str,
+        trained_at: int | None = None,
+        staleness: int | None = None,
+    ) -> None:
         group = self.buffer.end(ordinal)
         task = self._tasks.get(ordinal)
         if group.running and task is not None and task is not asyncio.current_task():
@@ -607,10 +725,26 @@ class Coordinator:
         if outcome != "trained":
             self.progress.wasted_tokens += group.tokens or 0
         content = group.scored.content if group.scored is not None else None
-        self._fates.append(Fate(self._made_in(group), ordinal, outcome, reason, self.progress.attempted, trained_at, staleness, group.tokens, content))
+        self._fates.append(
+            Fate(
+                self._made_in(group),
+                ordinal,
+                outcome,
+                reason,
+                self.progress.attempted,
+                trained_at,
+                staleness,
+                group.tokens,
+                content,
+            )
+        )
         self.progress.ended[outcome] = self.progress.ended.get(outcome, 0) + 1
         self._ended_since_step[outcome] += 1
-        if sum(self._ended_since_step.values()) > LOST_ROUNDS * self.schedule.staleness.groups_per_step and outcome != "trained":
+        if (
+            sum(self._ended_since_step.values())
+            > LOST_ROUNDS * self.schedule.staleness.groups_per_step
+            and outcome != "trained"
+        ):
             self._flush_fates()
             counts = ", ".join(f"{count} {name}" for name, count in self._ended_since_step.items())
             raise RuntimeError(
@@ -620,7 +754,9 @@ class Coordinator:
             )
 
     def _flush_fates(self) -> None:
-        outstanding = [ordinal for ordinal, group in self.buffer.groups.items() if group.made_in is None]
+        outstanding = [
+            ordinal for ordinal, group in self.buffer.groups.items() if group.made_in is None
+        ]
         self.parts.recorder.fates(self._fates, outstanding)
         self._fates = []
         self.parts.scores.ended_below(self.buffer.frontier.lowest)
@@ -663,7 +799,9 @@ def _is_cancelled() -> bool:
 def _raise_cause(task: asyncio.Task[None]) -> None:
     """Raise what ended the task: of an exception group, the first cause."""
     if task.cancelled():  # a CancelledError would read as if a person had interrupted the run
-        raise RuntimeError(f"the {task.get_name()} loop ended: a part of the run cancelled what it waited for")
+        raise RuntimeError(
+            f"the {task.get_name()} loop ended: a part of the run cancelled what it waited for"
+        )
     error = task.exception()
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -14,7 +14,9 @@ MASKED = ("unscored", "bad_logprob", "over_long", "no_token")
 """Statuses of trajectories that are not trained."""
 
 
-def batch_metrics(batch: Sequence[Scored], version: int, max_staleness: int) -> dict[str, float | list[int]]:
+def batch_metrics(
+    batch: Sequence[Scored], version: int, max_staleness: int
+) -> dict[str, float | list[int]]:
     """Metrics of the batch that the learner trained at `version`. Means are over groups, those of rewards over usable trajectories, those of
     lengths over all."""
     staleness = [version - scored.begun for scored in batch]
@@ -25,7 +27,8 @@ def batch_metrics(batch: Sequence[Scored], version: int, max_staleness: int) -> 
         "staleness/mean": sum(staleness) / len(batch),
         "staleness/max": max(staleness),
         "staleness/histogram": [counted[age] for age in range(max_staleness + 1)],
-        "staleness/in_flight_mean": sum(scored.newest - scored.begun for scored in batch) / len(batch),
+        "staleness/in_flight_mean": sum(scored.newest - scored.begun for scored in batch)
+        / len(batch),
         "staleness/in_buffer_mean": sum(version - scored.newest for scored in batch) / len(batch),
         "reward/mean": sum(rewards) / len(rewards),
         "rollout/completion_tokens": sum(scored.tokens for scored in batch) / completions,
@@ -53,21 +56,42 @@ def scoring_metrics(arrived: Sequence[Scored]) -> dict[str, float]:
     trajectories = _trajectories(arrived)
     zero_variance = sum(len(set(scored.rewards)) == 1 for scored in arrived)
     counts = {status: sum(scored.masked.get(status, 0) for scored in arrived) for status in MASKED}
-    shares = {f"rollout/{status}_ratio": count / trajectories if trajectories else math.nan for status, count in counts.items()}
+    shares = {
+        f"rollout/{status}_ratio": count / trajectories if trajectories else math.nan
+        for status, count in counts.items()
+    }
     names = dict.fromkeys(name for scored in arrived for name in scored.unscored)
-    unscored = {name: sum(scored.unscored.get(name, 0) for scored in arrived) / trajectories if trajectories else math.nan for name in names}
+    unscored = {
+        name: sum(scored.unscored.get(name, 0) for scored in arrived) / trajectories
+        if trajectories
+        else math.nan
+        for name in names
+    }
     shares |= {f"reward/{name}/unscored_ratio": share for name, share in unscored.items()}
     if unscored:
         shares["reward/unscored_ratio"] = max(unscored.values())
-    return shares | {"reward/zero_variance_ratio": zero_variance / len(arrived) if arrived else math.nan} | _signs_of_gibberish(arrived, trajectories)
+    return (
+        shares
+        | {"reward/zero_variance_ratio": zero_variance / len(arrived) if arrived else math.nan}
+        | _signs_of_gibberish(arrived, trajectories)
+    )
 
 
 def _signs_of_gibberish(arrived: Sequence[Scored], trajectories: int) -> dict[str, float]:
-    tokens, characters = sum(scored.tokens for scored in arrived), sum(scored.characters for scored in arrived)
+    tokens, characters = (
+        sum(scored.tokens for scored in arrived),
+        sum(scored.characters for scored in arrived),
+    )
     return {
-        "rollout/logprob_mean": sum(scored.logprob_sum for scored in arrived) / tokens if tokens else math.nan,
-        "rollout/loop_ratio": sum(scored.looping for scored in arrived) / trajectories if trajectories else math.nan,
-        "rollout/unprintable_ratio": sum(scored.unprintable for scored in arrived) / characters if characters else math.nan,
+        "rollout/logprob_mean": sum(scored.logprob_sum for scored in arrived) / tokens
+        if tokens
+        else math.nan,
+        "rollout/loop_ratio": sum(scored.looping for scored in arrived) / trajectories
+        if trajectories
+        else math.nan,
+        "rollout/unprintable_ratio": sum(scored.unprintable for scored in arrived) / characters
+        if characters
+        else math.nan,
     }
 
 

@@ -51,12 +51,19 @@ def read_fates(path: Path) -> tuple[pa.Table, list[int]]:
     """
     table = parquet.read_table(path)
     for field in FATES:
-        if field.name not in table.column_names or table.schema.field(field.name).type != field.type:
-            raise ValueError(f"{path} is damaged, or of an older asyncrl: it has no column {field.name!r} of type {field.type}")
+        if (
+            field.name not in table.column_names
+            or table.schema.field(field.name).type != field.type
+        ):
+            raise ValueError(
+                f"{path} is damaged, or of an older asyncrl: it has no column {field.name!r} of type {field.type}"
+            )
     metadata = table.schema.metadata or {}
     outstanding = metadata.get(OUTSTANDING, b"[]")
     if metadata.get(CHECKSUM) != _checksum(table, outstanding):
-        raise ValueError(f"{path} does not hold what was written: its rows and its checksum disagree")
+        raise ValueError(
+            f"{path} does not hold what was written: its rows and its checksum disagree"
+        )
     return table, _ordinals(outstanding, path)
 
 
@@ -65,13 +72,19 @@ def _ordinals(text: bytes, path: Path) -> list[int]:
         found = json.loads(text)
     except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, list) or not all(type(ordinal) is int and ordinal >= 0 for ordinal in found):
-        raise ValueError(f"{path} is damaged: its outstanding ordinals are no list of whole numbers")
+    if not isinstance(found, list) or not all(
+        type(ordinal) is int and ordinal >= 0 for ordinal in found
+    ):
+        raise ValueError(
+            f"{path} is damaged: its outstanding ordinals are no list of whole numbers"
+        )
     return found
 
 
 def _sealed(table: pa.Table, outstanding: bytes) -> pa.Table:
-    return table.replace_schema_metadata({OUTSTANDING: outstanding, CHECKSUM: _checksum(table, outstanding)})
+    return table.replace_schema_metadata(
+        {OUTSTANDING: outstanding, CHECKSUM: _checksum(table, outstanding)}
+    )
 
 
 def _checksum(table: pa.Table, outstanding: bytes) -> bytes:
@@ -148,7 +161,10 @@ class FatesWriter:
         if self._failure is not None:
             return
         try:
-            rows = [asdict(fate) | {"reason": short(fate.reason), "ended_in": self.attempt} for fate in fates]
+            rows = [
+                asdict(fate) | {"reason": short(fate.reason), "ended_in": self.attempt}
+                for fate in fates
+            ]
             table = _sealed(pa.Table.from_pylist(rows, FATES), json.dumps(outstanding).encode())
             path = self.directory / f"attempt_{self.attempt:04d}-{self.files:06d}.parquet"
             parquet.write_table(table, path)

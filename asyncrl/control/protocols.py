@@ -154,7 +154,10 @@ class Scored:
 
 NOT_FINITE = "NaN or Inf in loss or gradient"
 NOTHING_TO_LEARN = "no trajectory of the batch has a token to learn from"
-WAYS_OUT = {NOT_FINITE: "lower learner.learning_rate", NOTHING_TO_LEARN: "look at status and loss_mask of its rows"}
+WAYS_OUT = {
+    NOT_FINITE: "lower learner.learning_rate",
+    NOTHING_TO_LEARN: "look at status and loss_mask of its rows",
+}
 """Why a step was skipped, and what to do about it."""
 
 

@@ -28,7 +28,11 @@ class Staleness:
         """Pace: outstanding < (S + 1 - lag) * B + over_sampling, lag = learner_version - committed; without over-sampling, all of that can be
         trained in time. At lag > S a group would begin too old."""
         lag = learner_version - committed
-        return lag <= self.max_staleness and outstanding < (self.max_staleness + 1 - lag) * self.groups_per_step + self.over_sampling
+        return (
+            lag <= self.max_staleness
+            and outstanding
+            < (self.max_staleness + 1 - lag) * self.groups_per_step + self.over_sampling
+        )
 
     def is_stale(self, begun: int, learner_version: int) -> bool:
         """Bound: trained at learner_version, a group begun at this version would be staler than S."""
@@ -42,4 +46,7 @@ class Staleness:
         if self.on_stale == "drop":
             return True
         oldest = learner_version - self.max_staleness
-        return all(sum(begun <= oldest + j for begun in left) <= j * self.groups_per_step for j in range(self.max_staleness + 1))
+        return all(
+            sum(begun <= oldest + j for begun in left) <= j * self.groups_per_step
+            for j in range(self.max_staleness + 1)
+        )

@@ -24,7 +24,13 @@ def quadratic_cost(layers: int, heads: int, head_dim: int, parameters: int) -> f
     return layers * heads * head_dim / parameters
 
 
-def balanced_rounds(bins: Sequence[list[int]], lengths: Sequence[int], costs: Sequence[float], max_tokens: int, world_size: int) -> list[list[list[int]]]:
+def balanced_rounds(
+    bins: Sequence[list[int]],
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    max_tokens: int,
+    world_size: int,
+) -> list[list[list[int]]]:
     """Rounds of `world_size` micro-batches each: `rounds[i][rank]` holds indices, longest first.
 
     The costliest bins are split in two until the ranks share them evenly; where none can be split, empty ones stand in. Bins next to each other
@@ -36,11 +42,16 @@ def balanced_rounds(bins: Sequence[list[int]], lengths: Sequence[int], costs: Se
         lengths: tokens of each trajectory.
         costs: of each trajectory, above 0.
     """
-    by_cost = sorted(_multiple_of(world_size, bins, costs), key=lambda items: (-_sum(costs, items), items))
+    by_cost = sorted(
+        _multiple_of(world_size, bins, costs), key=lambda items: (-_sum(costs, items), items)
+    )
     rounds = [by_cost[at : at + world_size] for at in range(0, len(by_cost), world_size)]
     if world_size > 1:
         rounds = [_levelled(group, lengths, costs, max_tokens) for group in rounds]
-    return [[sorted(items, key=lambda item: (-lengths[item], item)) for items in group] for group in rounds]
+    return [
+        [sorted(items, key=lambda item: (-lengths[item], item)) for items in group]
+        for group in rounds
+    ]
 
 
 def imbalance_of(rounds: Sequence[Sequence[Sequence[int]]], costs: Sequence[float]) -> float:
@@ -59,7 +70,9 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
     et al. 2003.)
     """
     # A partition lists only the parts that are not empty, largest first: most have one.
-    heap: list[tuple[float, int, list[Part]]] = [(-cost, number, [(cost, [number])]) for number, cost in enumerate(costs)]
+    heap: list[tuple[float, int, list[Part]]] = [
+        (-cost, number, [(cost, [number])]) for number, cost in enumerate(costs)
+    ]
     heapq.heapify(heap)
     for number in range(len(costs), 2 * len(costs) - 1):
         (_, _, left), (_, _, right) = heapq.heappop(heap), heapq.heappop(heap)
@@ -75,10 +88,15 @@ def _joined(left: list[Part], right: list[Part], parts: int) -> list[Part]:
     pairs = max(0, len(left) + len(right) - parts)
     alone = left[: len(left) - pairs] + right[: len(right) - pairs]
     both = zip(left[len(left) - pairs :], reversed(right[len(right) - pairs :]), strict=True)
-    return sorted(alone + [(a + b, ones + others) for (a, ones), (b, others) in both], key=lambda part: -part[0])
+    return sorted(
+        alone + [(a + b, ones + others) for (a, ones), (b, others) in both],
+        key=lambda part: -part[0],
+    )
 
 
-def _multiple_of(world_size: int, bins: Sequence[list[int]], costs: Sequence[float]) -> list[list[int]]:
+def _multiple_of(
+    world_size: int, bins: Sequence[list[int]], costs: Sequence[float]
+) -> list[list[int]]:
     """The bins, the costliest split in two until their number is a multiple of `world_size`, and above 0."""
     wanted = max(1, -(-len(bins) // world_size)) * world_size
     done = [items for items in bins if len(items) < 2]
@@ -96,12 +114,22 @@ def _multiple_of(world_size: int, bins: Sequence[list[int]], costs: Sequence[flo
     return whole + [[] for _ in range(wanted - len(whole))]
 
 
-def _levelled(group: list[list[int]], lengths: Sequence[int], costs: Sequence[float], max_tokens: int) -> list[list[int]]:
+def _levelled(
+    group: list[list[int]], lengths: Sequence[int], costs: Sequence[float], max_tokens: int
+) -> list[list[int]]:
     """The round's trajectories dealt anew, if that lowers its largest cost within the cap; else the round as it was."""
     items = sorted(item for one in group for item in one)
-    dealt = [[items[at] for at in part] for part in karmarkar_karp([costs[item] for item in items], len(group))]
+    dealt = [
+        [items[at] for at in part]
+        for part in karmarkar_karp([costs[item] for item in items], len(group))
+    ]
     fits = all(sum(lengths[item] for item in part) <= max_tokens for part in dealt)
-    return dealt if fits and max(_sum(costs, part) for part in dealt) < max(_sum(costs, part) for part in group) else group
+    return (
+        dealt
+        if fits
+        and max(_sum(costs, part) for part in dealt) < max(_sum(costs, part) for part in group)
+        else group
+    )
 
 
 def _sum(costs: Sequence[float], items: Sequence[int]) -> float:

@@ -34,12 +34,19 @@ class _Rows:
     """Column → [sum of lengths]."""
 
     def followed_by(self, other: _Rows) -> _Rows:
-        values = {name: pa.concat_arrays([self.values[name], values]) for name, values in other.values.items()}
+        values = {
+            name: pa.concat_arrays([self.values[name], values])
+            for name, values in other.values.items()
+        }
         return _Rows(np.concatenate([self.lengths, other.lengths]), values)
 
 
 def pack_blocks(
-    blocks: Iterable[pa.Table], capacity: int, strategy: Strategy = "bfd", columns: Sequence[str] = ("input_ids", "loss_mask"), window: int = WINDOW
+    blocks: Iterable[pa.Table],
+    capacity: int,
+    strategy: Strategy = "bfd",
+    columns: Sequence[str] = ("input_ids", "loss_mask"),
+    window: int = WINDOW,
 ) -> Iterator[pa.Table]:
     """Pack the rows of a stream into rows of at most `capacity` tokens each. Strategies as in `packing.pack_rows`.
 
@@ -72,7 +79,13 @@ def pack_blocks(
         if full:
             yield _packed(rows, _first(pieces, full))
         rest = pieces.lengths[pieces.offsets[full] :]
-        open_row = _Rows(rest, {name: values.slice(full * capacity) for name, values in rows.values.items()}) if rest.size else None
+        open_row = (
+            _Rows(
+                rest, {name: values.slice(full * capacity) for name, values in rows.values.items()}
+            )
+            if rest.size
+            else None
+        )
     if open_row:
         yield _packed(open_row, pack_rows(open_row.lengths, capacity, "wrapped"))
 
@@ -97,13 +110,20 @@ def _rows_of(table: pa.Table, columns: Sequence[str], first_row: int) -> _Rows:
     """The per-token columns. A missing list counts as an empty one."""
     missing = [name for name in columns if name not in table.column_names]
     if missing:
-        raise ValueError(f"per-token columns {missing} are not in the block, which has {table.column_names}; name the ones it has")
-    lengths = {name: pc.list_value_length(table[name]).fill_null(0).to_numpy().astype(np.int64) for name in columns}
+        raise ValueError(
+            f"per-token columns {missing} are not in the block, which has {table.column_names}; name the ones it has"
+        )
+    lengths = {
+        name: pc.list_value_length(table[name]).fill_null(0).to_numpy().astype(np.int64)
+        for name in columns
+    }
     tokens = lengths[columns[0]]
     for name, others in lengths.items():
         if (wrong := np.flatnonzero(others != tokens)).size:
             row = wrong[0]
-            raise ValueError(f"row {first_row + row} has {others[row]} items of {name!r} and {tokens[row]} of {columns[0]!r}; give one for each token")
+            raise ValueError(
+                f"row {first_row + row} has {others[row]} items of {name!r} and {tokens[row]} of {columns[0]!r}; give one for each token"
+            )
     return _Rows(tokens, {name: _tokens(table[name]) for name in columns})
 
 
@@ -117,7 +137,9 @@ def _tokens(column: pa.ChunkedArray) -> pa.Array:
 def _first(pieces: Pieces, bins: int) -> Pieces:
     """The first so many bins."""
     end = int(pieces.offsets[bins])
-    return Pieces(pieces.row[:end], pieces.start[:end], pieces.end[:end], pieces.offsets[: bins + 1])
+    return Pieces(
+        pieces.row[:end], pieces.start[:end], pieces.end[:end], pieces.offsets[: bins + 1]
+    )
 
 
 def _packed(rows: _Rows, pieces: Pieces) -> pa.Table:
@@ -126,9 +148,15 @@ def _packed(rows: _Rows, pieces: Pieces) -> pa.Table:
     ends = np.concatenate([[0], np.cumsum(pieces.lengths)])
     offsets, sizes = pa.array(starts, pa.int32()), pa.array(pieces.lengths, pa.int32())
     # A list view may name its parts of the tokens in any order; flattening copies each part whole.
-    views = {name: pa.ListViewArray.from_arrays(offsets, sizes, tokens).flatten() for name, tokens in rows.values.items()}
+    views = {
+        name: pa.ListViewArray.from_arrays(offsets, sizes, tokens).flatten()
+        for name, tokens in rows.values.items()
+    }
     # Parts that follow one another are not copied by that. Memory of its own keeps no block alive, and its bytes do not tell how blocks were cut.
-    packed = {name: _lists(ends[pieces.offsets], pa.concat_arrays([tokens])) for name, tokens in views.items()}
+    packed = {
+        name: _lists(ends[pieces.offsets], pa.concat_arrays([tokens]))
+        for name, tokens in views.items()
+    }
     return pa.table({**packed, SEQ_LENGTHS: _lists(pieces.offsets, sizes)})
 
 

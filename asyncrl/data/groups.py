@@ -26,12 +26,22 @@ DEATHS = (
 
 def broken_stream(name: str, error: BaseException) -> RuntimeError:
     """What to raise for a stream that broke: PartDied if a process died; an error of the code would only come again in a new attempt."""
-    return (PartDied if isinstance(error, DEATHS) else RuntimeError)(f"the {name} stream broke: {type(error).__name__}: {error}")
+    return (PartDied if isinstance(error, DEATHS) else RuntimeError)(
+        f"the {name} stream broke: {type(error).__name__}: {error}"
+    )
 
 
 def groups_at(references: Sequence[Any]) -> list[pa.Table]:
     """One-row tables, in the order given, of groups in Ray's object store: (reference to the IPC stream of a table, row) each. Each object is fetched
     once, however many of its rows are wanted. What is a table already stays one."""
-    wanted = list(dict.fromkeys(reference[0] for reference in references if isinstance(reference, tuple)))
-    tables = {reference: table_from_ipc(stream) for reference, stream in zip(wanted, ray.get(wanted) if wanted else (), strict=True)}
-    return [tables[reference[0]].slice(reference[1], 1) if isinstance(reference, tuple) else reference for reference in references]
+    wanted = list(
+        dict.fromkeys(reference[0] for reference in references if isinstance(reference, tuple))
+    )
+    tables = {
+        reference: table_from_ipc(stream)
+        for reference, stream in zip(wanted, ray.get(wanted) if wanted else (), strict=True)
+    }
+    return [
+        tables[reference[0]].slice(reference[1], 1) if isinstance(reference, tuple) else reference
+        for reference in references
+    ]

@@ -59,7 +59,10 @@ def resolve_data(config: Config) -> Config:
             return data
         return tuple(_located(source, field, commits) for source in sources_of(data))
 
-    sets = {name: one.model_copy(update={"data": located(one.data, f"eval.sets.{name}.data")}) for name, one in config.eval.sets.items()}
+    sets = {
+        name: one.model_copy(update={"data": located(one.data, f"eval.sets.{name}.data")})
+        for name, one in config.eval.sets.items()
+    }
     evaluation = {"data": located(config.eval.data, "eval.data"), "sets": sets}
     train = {"train": located(config.data.train, "data.train")}
     warm = {"data": located(config.warm_start.data, "warm_start.data")}
@@ -137,7 +140,9 @@ def _from_hub(name: str, split: str, subset: str | None, revision: str | None, c
     return Path(snapshot_download(name, **where, **wanted))
 
 
-def _from_cache(name: str, split: str, subset: str | None, revision: str | None, cache: Path) -> Path:
+def _from_cache(
+    name: str, split: str, subset: str | None, revision: str | None, cache: Path
+) -> Path:
     where: dict[str, Any] = {"repo_type": "dataset", "revision": revision, "cache_dir": cache}
     local = functools.partial(snapshot_download, name, local_files_only=True, **where)
     folder = Path(local(allow_patterns=[README]))
@@ -169,7 +174,9 @@ def config_before(config: Config) -> Any:
         return read_yaml(known)
     except (OSError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
-        raise ConfigError(f"{known} cannot be read ({why}), and only it says which commits of the hub the run has; put it back, or set revision") from None
+        raise ConfigError(
+            f"{known} cannot be read ({why}), and only it says which commits of the hub the run has; put it back, or set revision"
+        ) from None
 
 
 def _commits_before(config: Config) -> dict[str, str]:

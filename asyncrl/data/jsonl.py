@@ -51,7 +51,10 @@ def read_jsonl(path: Path) -> list[pa.Table]:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(Number from 1, bytes) of each line that is not blank."""
     number = 0
-    with pa.input_stream(str(path), compression=COMPRESSIONS.get(path.suffix.lower())) as stream, io.BufferedReader(stream, 1 << 20) as file:
+    with (
+        pa.input_stream(str(path), compression=COMPRESSIONS.get(path.suffix.lower())) as stream,
+        io.BufferedReader(stream, 1 << 20) as file,
+    ):
         while line := file.readline(MOST_ROW_BYTES + 1):
             number += 1
             if len(line) > MOST_ROW_BYTES:

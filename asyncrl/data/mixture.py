@@ -78,7 +78,9 @@ class Order:
 
 
 @functools.lru_cache(maxsize=4)
-def _epoch_slots(counts: tuple[int, ...], seed: int, epoch: int | None) -> tuple[np.ndarray, np.ndarray]:
+def _epoch_slots(
+    counts: tuple[int, ...], seed: int, epoch: int | None
+) -> tuple[np.ndarray, np.ndarray]:
     """The source at each place of an epoch, and how many of its prompts come before in the epoch.
 
     `epoch` None: in file order, each source's prompts as evenly as they go.

@@ -52,7 +52,13 @@ class Pieces:
         return lengths
 
 
-def pack(lengths: Sequence[int], max_tokens: int, world_size: int = 1, quadratic: float = 0.0, one_each: bool = False) -> Packing:
+def pack(
+    lengths: Sequence[int],
+    max_tokens: int,
+    world_size: int = 1,
+    quadratic: float = 0.0,
+    one_each: bool = False,
+) -> Packing:
     """Place every trajectory exactly once, at most `max_tokens` tokens in a micro-batch, equally many micro-batches for each rank.
 
     Best-fit decreasing gives the micro-batches; `balance.balanced_rounds` makes them a multiple of the ranks and evens out what the ranks do at
@@ -72,15 +78,30 @@ def pack(lengths: Sequence[int], max_tokens: int, world_size: int = 1, quadratic
         raise ValueError(
             f"trajectory {wrong[0]} has {tokens[wrong[0]]} tokens, not 1 to {max_tokens}; raise learner.max_tokens_per_gpu or shorten the trajectory"
         )
-    order, offsets = (np.arange(len(tokens)), np.arange(len(tokens) + 1)) if one_each else best_fit_decreasing(tokens, max_tokens)
+    order, offsets = (
+        (np.arange(len(tokens)), np.arange(len(tokens) + 1))
+        if one_each
+        else best_fit_decreasing(tokens, max_tokens)
+    )
     bins = [items.tolist() for items in np.split(order, offsets[1:-1])] if order.size else []
     costs = (tokens + quadratic * tokens**2).tolist()
     rounds = balanced_rounds(bins, tokens.tolist(), costs, max_tokens, world_size)
-    micro_batches = tuple(tuple(tuple(items[rank]) for items in rounds) for rank in range(world_size))
-    return Packing(micro_batches, int(tokens.sum()) / (len(rounds) * world_size * max_tokens), imbalance_of(rounds, costs))
+    micro_batches = tuple(
+        tuple(tuple(items[rank]) for items in rounds) for rank in range(world_size)
+    )
+    return Packing(
+        micro_batches,
+        int(tokens.sum()) / (len(rounds) * world_size * max_tokens),
+        imbalance_of(rounds, costs),
+    )
 
 
-def pack_rows(lengths: Sequence[int] | np.ndarray, capacity: int, strategy: Strategy = "bfd", first_row: int = 0) -> Pieces:
+def pack_rows(
+    lengths: Sequence[int] | np.ndarray,
+    capacity: int,
+    strategy: Strategy = "bfd",
+    first_row: int = 0,
+) -> Pieces:
     """Pack rows of these lengths into bins of at most `capacity` tokens. Every token is in exactly one piece.
 
     Strategies, named as TRL names them:
@@ -121,11 +142,16 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray,
     """
     counts = np.bincount(lengths)
     present = np.flatnonzero(counts)[::-1]
-    fills = np.array(_fills(zip(present.tolist(), counts[present].tolist(), strict=True), capacity), dtype=np.int64).reshape(-1, 4)
+    fills = np.array(
+        _fills(zip(present.tolist(), counts[present].tolist(), strict=True), capacity),
+        dtype=np.int64,
+    ).reshape(-1, 4)
     first, bins, each, held = fills.T
     placed = bins * each
     fill = np.repeat(np.arange(len(fills)), placed)
-    number, place = np.divmod(np.arange(len(lengths)) - np.repeat(np.cumsum(placed) - placed, placed), each[fill])
+    number, place = np.divmod(
+        np.arange(len(lengths)) - np.repeat(np.cumsum(placed) - placed, placed), each[fill]
+    )
     bin_of = first[fill] + number
     offsets = _offsets(np.bincount(bin_of))
     order = np.empty(len(lengths), dtype=np.int64)
@@ -197,13 +223,18 @@ def _longest_first(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return order
 
 
-def _cut(begin: np.ndarray, end: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _cut(
+    begin: np.ndarray, end: np.ndarray, capacity: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The ranges [begin, end) cut at the multiples of the capacity: (range, start and end in it, multiple) of each piece, in order."""
     first = begin // capacity
     counts = (end - 1) // capacity - first + 1
     row = np.repeat(np.arange(len(begin)), counts)
     cell = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start, stop = np.maximum(begin[row], cell * capacity), np.minimum(end[row], (cell + 1) * capacity)
+    start, stop = (
+        np.maximum(begin[row], cell * capacity),
+        np.minimum(end[row], (cell + 1) * capacity),
+    )
     return row, start - begin[row], stop - begin[row], cell
 
 
@@ -212,7 +243,9 @@ def _offsets(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
-def _checked(lengths: Sequence[int] | np.ndarray, capacity: int, strategy: Strategy, first_row: int) -> np.ndarray:
+def _checked(
+    lengths: Sequence[int] | np.ndarray, capacity: int, strategy: Strategy, first_row: int
+) -> np.ndarray:
     """The lengths [B] int64. Raises ValueError for one that cannot be packed."""
     if capacity < 1:
         raise ValueError(f"a capacity of {capacity} holds no token; give at least 1")

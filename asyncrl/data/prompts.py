@@ -19,14 +19,28 @@ import numpy as np
 import pyarrow as pa
 
 from asyncrl.config import Config, ConfigError, Source, sources_of
-from asyncrl.contracts.columns import column_values, encode_column, is_json, json_field, row_values, without_absent
+from asyncrl.contracts.columns import (
+    column_values,
+    encode_column,
+    is_json,
+    json_field,
+    row_values,
+    without_absent,
+)
 from asyncrl.data.groups import broken_stream
 from asyncrl.data.mixture import Order
 from asyncrl.data.sources import Rows, RowsByNumber, SourceRows, read_sources
 from asyncrl.data.truncation import Limit, Limits, TooLong, Truncated, TruncationReport, truncate
 from asyncrl.text.template import Rendered, Template, TemplateError
 from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
-from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TOKEN_REWARDS_COLUMN, TRAJECTORY_COLUMNS, Prompt
+from asyncrl.types import (
+    COLUMNS,
+    REFERENCE_COLUMN,
+    SCORED_COLUMNS,
+    TOKEN_REWARDS_COLUMN,
+    TRAJECTORY_COLUMNS,
+    Prompt,
+)
 
 __all__ = [
     "PromptReport",
@@ -59,7 +73,16 @@ MESSAGES = "messages"
 """Column with the chat that a template rendered; rewards get it."""
 Data = str | tuple[Source, ...]
 """A setting that names rows."""
-TAKEN_COLUMNS = {*COLUMNS, *SCORED_COLUMNS, REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN, "reward_parts", "prompts", "completions", *TRAJECTORY_COLUMNS}
+TAKEN_COLUMNS = {
+    *COLUMNS,
+    *SCORED_COLUMNS,
+    REFERENCE_COLUMN,
+    TOKEN_REWARDS_COLUMN,
+    "reward_parts",
+    "prompts",
+    "completions",
+    *TRAJECTORY_COLUMNS,
+}
 """Names of our own columns and of the reward's arguments."""
 
 
@@ -112,7 +135,9 @@ def read_prompt_rows(data: Data, config: Config, field: str) -> Rows:
         )
     names = {*found.table.column_names} - {config.data.prompt_column}
     if taken := sorted(TAKEN_COLUMNS & names):
-        raise ConfigError(f"{named(data, field)} has columns {taken}, names that asyncrl uses; rename them")
+        raise ConfigError(
+            f"{named(data, field)} has columns {taken}, names that asyncrl uses; rename them"
+        )
     return found
 
 
@@ -135,7 +160,13 @@ def prompt_values(table: pa.Table, column: str) -> list[Any]:
 def template_of(config: Config) -> Template:
     """How the run's prompts become text and tokens."""
     data = config.data
-    return Template(config.model.path, data.apply_chat_template, data.chat_template_kwargs, data.system_prompt, data.tools)
+    return Template(
+        config.model.path,
+        data.apply_chat_template,
+        data.chat_template_kwargs,
+        data.system_prompt,
+        data.tools,
+    )
 
 
 def render_rows(table: pa.Table, config: Config, first_row: int = 0) -> Rendered:
@@ -150,10 +181,14 @@ def render_rows(table: pa.Table, config: Config, first_row: int = 0) -> Rendered
 def _values(table: pa.Table, config: Config) -> tuple[list[Any], list[Any] | None]:
     """The prompts of a table, and their tools if it has any."""
     column = config.data.tools_column
-    return prompt_values(table, config.data.prompt_column), prompt_values(table, column) if column is not None else None
+    return prompt_values(table, config.data.prompt_column), prompt_values(
+        table, column
+    ) if column is not None else None
 
 
-def check_prompts(config: Config, data: Data | None = None, field: str = "data.train") -> PromptReport:
+def check_prompts(
+    config: Config, data: Data | None = None, field: str = "data.train"
+) -> PromptReport:
     """Read and tokenize all prompts before anything is allocated.
 
     Raises:
@@ -182,11 +217,19 @@ def check_prompts(config: Config, data: Data | None = None, field: str = "data.t
             first = first or (texts[0], tuple(truncated.prompts[0].as_py()))
     if first is None:
         cut_away = truncation.no_completion and config.data.length_side == "keep_start"
-        way_out = "set data.length_side: keep_end, which cuts prompts at their start" if cut_away else "set its policy to truncate"
-        raise ConfigError(f"{named(data, field)}: no prompt is left ({truncation.text()}); raise the limit, or {way_out}")
+        way_out = (
+            "set data.length_side: keep_end, which cuts prompts at their start"
+            if cut_away
+            else "set its policy to truncate"
+        )
+        raise ConfigError(
+            f"{named(data, field)}: no prompt is left ({truncation.text()}); raise the limit, or {way_out}"
+        )
     schema = _reward_schema(table, config)
     if own_bos:
-        notes.append(f"{own_bos} of {table.num_rows} prompts begin with BOS themselves: it is not added again")
+        notes.append(
+            f"{own_bos} of {table.num_rows} prompts begin with BOS themselves: it is not added again"
+        )
     return PromptReport(
         rows=len(kept),
         truncation=truncation,
@@ -202,7 +245,9 @@ def check_prompts(config: Config, data: Data | None = None, field: str = "data.t
     )
 
 
-def _used_of_sources(sources: Sequence[SourceRows], kept: Sequence[int], where: str) -> tuple[SourceRows, ...]:
+def _used_of_sources(
+    sources: Sequence[SourceRows], kept: Sequence[int], where: str
+) -> tuple[SourceRows, ...]:
     """The sources with the rows that are used of them.
 
     Raises ConfigError if a source has a weight and none of its rows is used.
@@ -211,8 +256,12 @@ def _used_of_sources(sources: Sequence[SourceRows], kept: Sequence[int], where: 
     used = np.diff(np.searchsorted(np.asarray(kept), [0, *ends]))
     for source, rows in zip(sources, used, strict=True):
         if source.weight is not None and not rows:
-            raise ConfigError(f"{where}: no row of source {source.name!r} is left; raise the limit, or take the source out")
-    return tuple(replace(source, rows=int(rows)) for source, rows in zip(sources, used, strict=True))
+            raise ConfigError(
+                f"{where}: no row of source {source.name!r} is left; raise the limit, or take the source out"
+            )
+    return tuple(
+        replace(source, rows=int(rows)) for source, rows in zip(sources, used, strict=True)
+    )
 
 
 def _largest_row(table: pa.Table) -> int:
@@ -226,26 +275,49 @@ def refuse_empty(ids: Sequence[Sequence[int]], first_row: int, data: Data, field
     """Raise ConfigError if a prompt has no tokens: the first completion token needs a token before it."""
     empty = [row for row, tokens in enumerate(ids, first_row) if not tokens]
     if empty:
-        raise ConfigError(f"{named(data, field)}: row {empty[0]} has an empty prompt, one of {len(empty)} such rows; remove them")
+        raise ConfigError(
+            f"{named(data, field)}: row {empty[0]} has an empty prompt, one of {len(empty)} such rows; remove them"
+        )
 
 
 def limits(config: Config, targets: bool = False, split: bool = False) -> Limits:
     """The limits of prompts, or of supervised rows, which have targets; `split`: of rows that packing will cut, whose prompt alone is bounded."""
     data = config.data
-    prompt = Limit(data.max_prompt_length, data.prompt_policy, "keep_end", "data.max_prompt_length", "data.prompt_policy")
+    prompt = Limit(
+        data.max_prompt_length,
+        data.prompt_policy,
+        "keep_end",
+        "data.max_prompt_length",
+        "data.prompt_policy",
+    )
     if split:
         return Limits(prompt)
     policy = "error" if config.warm_start.splits else config.warm_start.completion_policy
-    completion = Limit(config.rollout.max_completion_length, policy, "keep_start", "rollout.max_completion_length", "warm_start.completion_policy")
+    completion = Limit(
+        config.rollout.max_completion_length,
+        policy,
+        "keep_start",
+        "rollout.max_completion_length",
+        "warm_start.completion_policy",
+    )
     whole = (
         None
         if data.max_length is None
-        else Limit(data.max_length, data.length_policy, data.length_side, "data.max_length", "data.length_policy", "data.length_side")
+        else Limit(
+            data.max_length,
+            data.length_policy,
+            data.length_side,
+            "data.max_length",
+            "data.length_policy",
+            "data.length_side",
+        )
     )
     return Limits(prompt, completion if targets else None, whole)
 
 
-def truncate_prompts(texts: Sequence[str], ids: Sequence[Sequence[int]], config: Config, first_row: int = 0) -> tuple[list[str], Truncated]:
+def truncate_prompts(
+    texts: Sequence[str], ids: Sequence[Sequence[int]], config: Config, first_row: int = 0
+) -> tuple[list[str], Truncated]:
     """The prompts that are used, within the limits, and their texts: a prompt that was cut is decoded from the tokens that are left of it.
 
     Raises:
@@ -254,11 +326,15 @@ def truncate_prompts(texts: Sequence[str], ids: Sequence[Sequence[int]], config:
     truncated = truncate(pa.array(ids, TOKENS), {}, limits(config), first_row)
     used = [texts[row] for row in truncated.kept]
     for place in np.flatnonzero(truncated.cut):
-        used[place] = decode_prompt(load_tokenizer(config.model.path), truncated.prompts[place].as_py())
+        used[place] = decode_prompt(
+            load_tokenizer(config.model.path), truncated.prompts[place].as_py()
+        )
     return used, truncated
 
 
-def read_prompts(data: Data, config: Config, limit: int | None = None, field: str = "eval.data") -> list[Prompt]:
+def read_prompts(
+    data: Data, config: Config, limit: int | None = None, field: str = "eval.data"
+) -> list[Prompt]:
     """The first `limit` prompts of small data, in its order, with their row index as ordinal and epoch 0. Several sources take turns.
 
     Raises:
@@ -279,7 +355,11 @@ def first_prompt(config: Config, report: PromptReport) -> Prompt:
     """The first prompt of `data.train` that `report`, which `check_prompts` made of it, says is used."""
     table = read_prompt_rows(config.data.train, config, "data.train").table
     row = report.kept[0] if report.kept is not None else 0
-    return next(_prompts(_render_table(_with_ordinals(table.slice(row, 1), [row], [0]), config), report.schema))
+    return next(
+        _prompts(
+            _render_table(_with_ordinals(table.slice(row, 1), [row], [0]), config), report.schema
+        )
+    )
 
 
 def in_turn(rows: Sequence[int], sources: Sequence[SourceRows]) -> list[int]:
@@ -299,17 +379,24 @@ def prompt_ids_of(config: Config, ordinals: Sequence[int]) -> Iterator[tuple[int
         ConfigError: as `check_prompts`.
     """
     report = check_prompts(config)
-    order, rows = order_of(report, config), RowsByNumber(read_prompt_rows(config.data.train, config, "data.train").table)
+    order, rows = (
+        order_of(report, config),
+        RowsByNumber(read_prompt_rows(config.data.train, config, "data.train").table),
+    )
     for start in range(0, len(ordinals), ROWS_PER_CHECK):
         block = list(ordinals[start : start + ROWS_PER_CHECK])
         places = [order.place(ordinal)[1] for ordinal in block]
-        taken = rows.table([rows.row(report.kept[place] if report.kept is not None else place) for place in places])
+        taken = rows.table(
+            [rows.row(report.kept[place] if report.kept is not None else place) for place in places]
+        )
         rendered = _render_table(_with_ordinals(taken, block, [0] * len(block)), config)
         yield from zip(block, map(tuple, rendered["prompt_ids"].to_pylist()), strict=True)
 
 
 def _with_ordinals(table: pa.Table, ordinals: Sequence[int], epochs: Sequence[int]) -> pa.Table:
-    return table.append_column("ordinal", pa.array(ordinals, pa.int64())).append_column("epoch", pa.array(epochs, pa.int32()))
+    return table.append_column("ordinal", pa.array(ordinals, pa.int64())).append_column(
+        "epoch", pa.array(epochs, pa.int32())
+    )
 
 
 def _render_table(table: pa.Table, config: Config) -> pa.Table:
@@ -321,9 +408,13 @@ def _render_table(table: pa.Table, config: Config) -> pa.Table:
     rendered = render_rows(table, config)
     texts, truncated = truncate_prompts(rendered.texts, rendered.ids, config)
     if truncated.report.used < table.num_rows:
-        raise ConfigError(f"prompts are no longer those that were checked before the run ({truncated.report.text()}); give the file as it was, or start again")
+        raise ConfigError(
+            f"prompts are no longer those that were checked before the run ({truncated.report.text()}); give the file as it was, or start again"
+        )
     table = _with_messages(table, config)
-    return table.append_column("prompt_text", pa.array(texts, pa.string())).append_column("prompt_ids", truncated.prompts)
+    return table.append_column("prompt_text", pa.array(texts, pa.string())).append_column(
+        "prompt_ids", truncated.prompts
+    )
 
 
 def _gives_messages(table: pa.Table, config: Config) -> bool:
@@ -347,8 +438,15 @@ def _with_messages(table: pa.Table, config: Config) -> pa.Table:
     rest = table.drop_columns([column])
     if not _gives_messages(table, config):
         return rest
-    of_string = (lambda text: [{"role": "user", "content": text}]) if config.data.apply_chat_template else (lambda text: None)
-    chats = [of_string(value) if isinstance(value, str) else value for value in prompt_values(table, column)]
+    of_string = (
+        (lambda text: [{"role": "user", "content": text}])
+        if config.data.apply_chat_template
+        else (lambda text: None)
+    )
+    chats = [
+        of_string(value) if isinstance(value, str) else value
+        for value in prompt_values(table, column)
+    ]
     field = json_field(MESSAGES)
     return rest.append_column(field, encode_column(chats, field))
 
@@ -356,7 +454,11 @@ def _with_messages(table: pa.Table, config: Config) -> pa.Table:
 def _prompts(table: pa.Table, schema: pa.Schema) -> Iterator[Prompt]:
     """`schema`: of the dataset's columns."""
     ours = (table[name].to_pylist() for name in ("ordinal", "epoch", "prompt_text", "prompt_ids"))
-    rows = row_values(table.select(schema.names).cast(schema)) if schema.names else [{} for _ in range(table.num_rows)]
+    rows = (
+        row_values(table.select(schema.names).cast(schema))
+        if schema.names
+        else [{} for _ in range(table.num_rows)]
+    )
     for ordinal, epoch, text, ids, columns in zip(*ours, rows, strict=True):
         yield Prompt(ordinal, epoch, text, tuple(ids), columns, schema)
 
@@ -368,7 +470,9 @@ def order_of(report: PromptReport, config: Config) -> Order:
     return Order(rows, weights or None, config.seed, config.data.shuffle)
 
 
-def _stream_tables(data: Data, config: Config, report: PromptReport, lowest: int, finished: frozenset[int]) -> Iterator[pa.Table]:
+def _stream_tables(
+    data: Data, config: Config, report: PromptReport, lowest: int, finished: frozenset[int]
+) -> Iterator[pa.Table]:
     """Raw rows with ordinal and epoch, block after block, without end. Runs in the read task, which holds the rows. A block ends early if its rows are
     large."""
     rows = RowsByNumber(read_prompt_rows(data, config, "data.train").table)
@@ -377,7 +481,9 @@ def _stream_tables(data: Data, config: Config, report: PromptReport, lowest: int
     size = 0
     for ordinal in stream_ordinals(lowest, finished):
         epoch, place = order.place(ordinal)
-        block.append((ordinal, epoch, rows.row(report.kept[place] if report.kept is not None else place)))
+        block.append(
+            (ordinal, epoch, rows.row(report.kept[place] if report.kept is not None else place))
+        )
         size += block[-1][2].nbytes
         if len(block) == ROWS_PER_BLOCK or size >= STREAM_BYTES:
             ordinals, epochs, taken = zip(*block, strict=True)
@@ -412,7 +518,14 @@ class ReorderWindow:
 class RayPromptSource:
     """`PromptSource`: one endless Ray Data execution, consumed by a thread; `next()` waits on the event loop without blocking it."""
 
-    def __init__(self, config: Config, report: PromptReport, lowest: int = 0, finished: Iterable[int] = (), stacks: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        report: PromptReport,
+        lowest: int = 0,
+        finished: Iterable[int] = (),
+        stacks: Path | None = None,
+    ) -> None:
         """Start streaming.
 
         Args:
@@ -428,7 +541,12 @@ class RayPromptSource:
         self._waiting: queue.Queue[Prompt | BaseException] = queue.Queue(most)
         self._begun, self._closed = threading.Event(), threading.Event()
         tables = functools.partial(_stream_tables, config.data.train, config, report)
-        self._thread = threading.Thread(target=self._consume, args=(tables, functools.partial(_render_table, config=config)), name="prompts", daemon=True)
+        self._thread = threading.Thread(
+            target=self._consume,
+            args=(tables, functools.partial(_render_table, config=config)),
+            name="prompts",
+            daemon=True,
+        )
         self._thread.start()
 
     async def next(self) -> Prompt:
@@ -467,7 +585,9 @@ class RayPromptSource:
         while not self._closed.is_set():
             source = functools.partial(tables, window.lowest, self._frontier[1])
             try:
-                for block in stream_blocks(source, stage, BLOCK_BYTES, STREAM_BYTES, "prompts", self._stacks):
+                for block in stream_blocks(
+                    source, stage, BLOCK_BYTES, STREAM_BYTES, "prompts", self._stacks
+                ):
                     self._begun.set()
                     for prompt in _prompts(block, self._schema):
                         for ready in window.put(prompt):

@@ -49,7 +49,9 @@ class Rows:
     sources: tuple[SourceRows, ...]
 
 
-def read_sources(value: str | Sequence[Source], field: str = "data.train", prompt_column: str = "prompt") -> Rows:
+def read_sources(
+    value: str | Sequence[Source], field: str = "data.train", prompt_column: str = "prompt"
+) -> Rows:
     """The rows of all sources, one source after the other, under one set of columns.
 
     A column that a source lacks is null there. A column whose type differs between files or
@@ -69,12 +71,16 @@ def read_sources(value: str | Sequence[Source], field: str = "data.train", promp
         files = files_of(source, field)
         table = _unified([part for file in files for part in _read_file(file, field)], field)
         if not table.num_rows:
-            raise ConfigError(f"{field} = {source.path!r} has no rows; give a file with at least one prompt")
+            raise ConfigError(
+                f"{field} = {source.path!r} has no rows; give a file with at least one prompt"
+            )
         tables.append(_with_prompt_column(table, source, prompt_column, field))
         found.append(SourceRows(source.label, table.num_rows, len(files), source.weight))
     for table, one in zip(tables, found, strict=True):
         if SOURCE_COLUMN in table.column_names:
-            raise ConfigError(f"{field}: source {one.name!r} has a column {SOURCE_COLUMN!r}, a name that asyncrl uses for the sources of rows; rename it")
+            raise ConfigError(
+                f"{field}: source {one.name!r} has a column {SOURCE_COLUMN!r}, a name that asyncrl uses for the sources of rows; rename it"
+            )
     if len(sources) == 1:
         return Rows(tables[0], tuple(found))
     tables = [_named(table, one.name) for table, one in zip(tables, found, strict=True)]
@@ -103,7 +109,9 @@ def files_of(source: Source, field: str) -> list[Path]:
         places = [Path(place) for place in glob.glob(source.path, recursive=True)]
         if files := sorted(place for place in places if place.is_file()):
             return files
-    raise ConfigError(f"{field} = {source.path!r}: no such file; give a Parquet or JSONL file, a glob, a folder, or owner/name of a dataset on the hub")
+    raise ConfigError(
+        f"{field} = {source.path!r}: no such file; give a Parquet or JSONL file, a glob, a folder, or owner/name of a dataset on the hub"
+    )
 
 
 def _read_file(path: Path, field: str) -> list[pa.Table]:
@@ -116,7 +124,9 @@ def _read_file(path: Path, field: str) -> list[pa.Table]:
         raise ConfigError(f"{field}: {error}") from None
     except (pa.ArrowException, OSError) as error:
         why = " ".join(str(error).split())
-        raise ConfigError(f"{field} = {str(path)!r} cannot be read as Parquet (*.parquet) or JSONL ({why})") from None
+        raise ConfigError(
+            f"{field} = {str(path)!r} cannot be read as Parquet (*.parquet) or JSONL ({why})"
+        ) from None
     except ValueError as error:
         kind = "" if is_data_file(path.name) else "; asyncrl reads Parquet and JSONL, so convert it"
         raise ConfigError(f"{field} = {str(path)!r}: {error}{kind}") from None
@@ -161,7 +171,9 @@ def _with_prompt_column(table: pa.Table, source: Source, wanted: str, field: str
     named = source.prompt_column or wanted
     if named not in table.column_names:
         setting = f"{field}: prompt_column" if source.prompt_column else "data.prompt_column"
-        raise ConfigError(f"{setting} = {named!r} is not a column of {source.path!r}, which has {table.column_names}; name one of them")
+        raise ConfigError(
+            f"{setting} = {named!r} is not a column of {source.path!r}, which has {table.column_names}; name one of them"
+        )
     if named == wanted:
         return table
     if wanted in table.column_names:

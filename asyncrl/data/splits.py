@@ -50,7 +50,9 @@ def is_data_file(name: str) -> bool:
     return path.suffix in DATA_SUFFIXES
 
 
-def data_files(names: Iterable[str], readme: str | None, split: str | None, subset: str | None) -> list[str]:
+def data_files(
+    names: Iterable[str], readme: str | None, split: str | None, subset: str | None
+) -> list[str]:
     """Which files hold the split, in the order in which they are read.
 
     Args:
@@ -130,7 +132,9 @@ def _chosen(configs: Sequence[dict[str, Any]], subset: str | None) -> dict[str, 
     return by_name[subset]
 
 
-def _config_splits(configs: Sequence[dict[str, Any]], names: Sequence[str], subset: str | None) -> dict[str, list[str]]:
+def _config_splits(
+    configs: Sequence[dict[str, Any]], names: Sequence[str], subset: str | None
+) -> dict[str, list[str]]:
     """Split → files that match the patterns of the chosen configuration."""
     splits: dict[str, list[str]] = {}
     try:

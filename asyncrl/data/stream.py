@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 _MAKING = threading.Lock()
 """The current context belongs to the process, not to a thread: two streams made at once would take each other's block sizes."""
 
-PLAIN_ARROW: dict[str, Any] = {"runtime_env": {"env_vars": {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}}}
+PLAIN_ARROW: dict[str, Any] = {
+    "runtime_env": {"env_vars": {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}}
+}
 """Blocks are pickled by pyarrow. Ray's own way, which trims slices, takes seven times as long for one nested row; what the stage gives should
 not be a slice of something large."""
 
@@ -68,7 +70,9 @@ class Deaths:
         self._times = [*(then for then in self._times if now - then < DEATHS_WITHIN_S), now]
         if not isinstance(error, DEATHS) or len(self._times) > MOST_DEATHS:
             return False
-        logger.warning("the %s stream's process died (%s); a new one goes on", self._name, type(error).__name__)
+        logger.warning(
+            "the %s stream's process died (%s); a new one goes on", self._name, type(error).__name__
+        )
         return True
 
 
@@ -90,7 +94,12 @@ class EndlessSource(Datasource):
     def estimate_inmemory_data_size(self) -> int | None:
         return None
 
-    def get_read_tasks(self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None) -> list[ReadTask]:
+    def get_read_tasks(
+        self,
+        parallelism: int,
+        per_task_row_limit: int | None = None,
+        data_context: DataContext | None = None,
+    ) -> list[ReadTask]:
         metadata = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
         return [ReadTask(self._tables, metadata) for _ in range(self._tasks)]
 
@@ -123,13 +132,18 @@ def stream_blocks(
     """
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = False
-    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(object_store_memory=memory_bytes)
+    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
+        object_store_memory=memory_bytes
+    )
     context.execution_no_progress_timeout_s = -1
     context.target_max_block_size = block_bytes
     context.target_min_block_size = 1
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, HeldBackPause]
+    context.custom_execution_callback_classes = [
+        *context.custom_execution_callback_classes,
+        HeldBackPause,
+    ]
     quiet_ray_data()
     tasks = tasks or Tasks()
     life = {"max_retries": 0}
@@ -138,13 +152,23 @@ def stream_blocks(
     with _MAKING, DataContext.current(context):
         # The same options for both, or they would not be fused. Ray has no name of its own for the read's `max_retries`.
         reader = EndlessSource(tables, tasks.count)
-        source = ray.data.read_datasource(reader, override_num_blocks=tasks.count, **tasks.resources, ray_remote_args=life, **PLAIN_ARROW)
-        dataset: ray.data.Dataset = source.map_batches(stage, batch_format="pyarrow", batch_size=None, **tasks.resources, **life, **PLAIN_ARROW)
+        source = ray.data.read_datasource(
+            reader,
+            override_num_blocks=tasks.count,
+            **tasks.resources,
+            ray_remote_args=life,
+            **PLAIN_ARROW,
+        )
+        dataset: ray.data.Dataset = source.map_batches(
+            stage, batch_format="pyarrow", batch_size=None, **tasks.resources, **life, **PLAIN_ARROW
+        )
         dataset.set_name(name)
     yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=0)
 
 
-def _with_stacks(tables: Callable[[], Iterable[pa.Table]], folder: Path, name: str) -> Iterator[pa.Table]:
+def _with_stacks(
+    tables: Callable[[], Iterable[pa.Table]], folder: Path, name: str
+) -> Iterator[pa.Table]:
     register_stacks_as(folder, name)
     yield from tables()
 
@@ -153,5 +177,9 @@ def quiet_ray_data() -> None:
     """Keep Ray Data's own log lines off the terminal. They stay in its log file. And its advice to use a named parameter where it has none."""
     warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
     for logger in (logging.getLogger("ray.data"), logging.getLogger("ray.data.dataset")):
-        for handler in [h for h in logger.handlers if not isinstance(h, logging.FileHandler) and "console" in (h.get_name() or "").lower()]:
+        for handler in [
+            h
+            for h in logger.handlers
+            if not isinstance(h, logging.FileHandler) and "console" in (h.get_name() or "").lower()
+        ]:
             logger.removeHandler(handler)

@@ -8,7 +8,17 @@ import pyarrow as pa
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.contracts.columns import column_values
-from asyncrl.data.prompts import ROWS_PER_CHECK, TOKENS, Data, in_turn, limits, named, read_prompt_rows, refuse_empty, render_rows
+from asyncrl.data.prompts import (
+    ROWS_PER_CHECK,
+    TOKENS,
+    Data,
+    in_turn,
+    limits,
+    named,
+    read_prompt_rows,
+    refuse_empty,
+    render_rows,
+)
 from asyncrl.data.truncation import TooLong, TruncationReport, truncate
 from asyncrl.text.stops import chat_end_token
 from asyncrl.text.template import TemplateError
@@ -35,7 +45,9 @@ def read_supervised(config: Config, data: Data, field: str) -> tuple[list[Row], 
     column = config.warm_start.target_column
     if column not in table.column_names:
         others = sorted(set(table.column_names) - {config.data.prompt_column})
-        raise ConfigError(f"warm_start.target_column = {column!r} is not a column of {named(data, field)}, which has {others}; name one of them")
+        raise ConfigError(
+            f"warm_start.target_column = {column!r} is not a column of {named(data, field)}, which has {others}; name one of them"
+        )
     split = config.warm_start.splits and field == "warm_start.data"
     rows: list[Row] = []
     report = TruncationReport()
@@ -45,14 +57,25 @@ def read_supervised(config: Config, data: Data, field: str) -> tuple[list[Row], 
             prompts = render_rows(block, config, start).ids
             refuse_empty(prompts, start, data, field)
             targets = _targets(column_values(block[column], block.schema.field(column)), config)
-            truncated = truncate(pa.array(prompts, TOKENS), {"completion": pa.array(targets, TOKENS)}, limits(config, targets=True, split=split), start)
+            truncated = truncate(
+                pa.array(prompts, TOKENS),
+                {"completion": pa.array(targets, TOKENS)},
+                limits(config, targets=True, split=split),
+                start,
+            )
         except (TooLong, TemplateError) as error:
             raise ConfigError(f"{named(data, field)}: {error}") from None
-        rows += zip(truncated.prompts.to_pylist(), truncated.completions["completion"].to_pylist(), strict=True)
+        rows += zip(
+            truncated.prompts.to_pylist(),
+            truncated.completions["completion"].to_pylist(),
+            strict=True,
+        )
         kept += (truncated.kept + start).tolist()
         report += truncated.report
     if not rows:
-        raise ConfigError(f"{named(data, field)}: no row is left ({report.text()}); raise the limits, or give targets in {column!r}")
+        raise ConfigError(
+            f"{named(data, field)}: no row is left ({report.text()}); raise the limits, or give targets in {column!r}"
+        )
     return [rows[place] for place in in_turn(kept, found.sources)], report
 
 
@@ -71,6 +94,12 @@ def _targets(values: Sequence[object], config: Config) -> list[list[int]]:
     end = chat_end_token(tokenizer) if config.data.apply_chat_template else None
     end = tokenizer.eos_token_id if end is None else end
     if end is None:
-        raise ConfigError(f"model.path = {config.model.path!r}: its tokenizer has no EOS, so supervised rows could not teach where to stop; name one there")
-    ids = tokenizer(["" if value is None else str(value) for value in values], add_special_tokens=False)["input_ids"]
-    return [[] if value is None else [*target, end] for value, target in zip(values, ids, strict=True)]
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: its tokenizer has no EOS, so supervised rows could not teach where to stop; name one there"
+        )
+    ids = tokenizer(
+        ["" if value is None else str(value) for value in values], add_special_tokens=False
+    )["input_ids"]
+    return [
+        [] if value is None else [*target, end] for value, target in zip(values, ids, strict=True)
+    ]

@@ -14,7 +14,18 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-__all__ = ["Cuts", "Limit", "Limits", "Policy", "Side", "TooLong", "Truncated", "TruncationReport", "cut", "truncate"]
+__all__ = [
+    "Cuts",
+    "Limit",
+    "Limits",
+    "Policy",
+    "Side",
+    "TooLong",
+    "Truncated",
+    "TruncationReport",
+    "cut",
+    "truncate",
+]
 
 Policy = Literal["truncate", "drop", "error"]
 """What happens to a row above a limit: cut to it, left out and counted, or an error."""
@@ -61,7 +72,9 @@ class Cuts:
     dropped: int = 0
 
     def __add__(self, other: Cuts) -> Cuts:
-        return Cuts(self.rows + other.rows, self.tokens + other.tokens, self.dropped + other.dropped)
+        return Cuts(
+            self.rows + other.rows, self.tokens + other.tokens, self.dropped + other.dropped
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +106,53 @@ class TruncationReport:
         return self.rows - self.dropped - self.refused
 
     def __add__(self, other: TruncationReport) -> TruncationReport:
-        sums: dict[str, Any] = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        sums: dict[str, Any] = {
+            field.name: getattr(self, field.name) + getattr(other, field.name)
+            for field in fields(self)
+        }
         return TruncationReport(**sums)
 
     def metrics(self) -> dict[str, int]:
         """The counts by name: `rows`, `used`, `no_completion`, `no_prompt`, and `<limit>_rows`, `<limit>_tokens`, `<limit>_dropped` of each limit."""
         limits = {"prompt": self.prompt, "completion": self.completion, "whole": self.whole}
-        by_limit = {f"{name}_{field.name}": getattr(cuts, field.name) for name, cuts in limits.items() for field in fields(cuts)}
-        return {"rows": self.rows, "used": self.used, "no_completion": self.no_completion, "no_prompt": self.no_prompt, **by_limit}
+        by_limit = {
+            f"{name}_{field.name}": getattr(cuts, field.name)
+            for name, cuts in limits.items()
+            for field in fields(cuts)
+        }
+        return {
+            "rows": self.rows,
+            "used": self.used,
+            "no_completion": self.no_completion,
+            "no_prompt": self.no_prompt,
+            **by_limit,
+        }
 
     def text(self) -> str:
         """One line: rows used, and for each limit the rows and tokens cut and the rows dropped."""
         parts = [f"{self.used} of {_counted(self.rows, 'row')} used"]
-        for name, cuts in (("max_prompt_length", self.prompt), ("max_completion_length", self.completion), ("max_length", self.whole)):
-            done = [f"{_counted(cuts.rows, 'row')} cut by {_counted(cuts.tokens, 'token')}"] if cuts.rows else []
+        for name, cuts in (
+            ("max_prompt_length", self.prompt),
+            ("max_completion_length", self.completion),
+            ("max_length", self.whole),
+        ):
+            done = (
+                [f"{_counted(cuts.rows, 'row')} cut by {_counted(cuts.tokens, 'token')}"]
+                if cuts.rows
+                else []
+            )
             done += [f"{_counted(cuts.dropped, 'row')} dropped"] if cuts.dropped else []
             parts += [f"{name}: {', '.join(done)}"] if done else []
-        parts += [f"{_counted(self.no_completion, 'row')} refused: no completion token is left"] if self.no_completion else []
-        parts += [f"{_counted(self.no_prompt, 'row')} refused: no prompt token is left"] if self.no_prompt else []
+        parts += (
+            [f"{_counted(self.no_completion, 'row')} refused: no completion token is left"]
+            if self.no_completion
+            else []
+        )
+        parts += (
+            [f"{_counted(self.no_prompt, 'row')} refused: no prompt token is left"]
+            if self.no_prompt
+            else []
+        )
         return "; ".join(parts if len(parts) > 1 else [*parts, "none cut, none dropped"])
 
 
@@ -139,7 +181,9 @@ class _Parts:
     def cut(self, limit: int | np.ndarray, side: Side) -> _Parts:
         """At most `limit` tokens, one number or [R]."""
         lengths = np.minimum(self.lengths, limit)
-        return _Parts(self.starts if side == "keep_start" else self.starts + self.lengths - lengths, lengths)
+        return _Parts(
+            self.starts if side == "keep_start" else self.starts + self.lengths - lengths, lengths
+        )
 
 
 def cut(column: Column, limit: int, side: Side) -> pa.Array:
@@ -148,7 +192,9 @@ def cut(column: Column, limit: int, side: Side) -> pa.Array:
     return _gather(array, _parts(array).cut(limit, side), np.arange(len(array)))
 
 
-def truncate(prompts: Column, completions: Mapping[str, Column], limits: Limits, first_row: int = 0) -> Truncated:
+def truncate(
+    prompts: Column, completions: Mapping[str, Column], limits: Limits, first_row: int = 0
+) -> Truncated:
     """Apply the limits to R rows, in this order: prompt, completion, whole.
 
     A row is used or left out as a whole. A row is refused, and counted, if one of its completions or its prompt is empty in the end. No Python
@@ -168,30 +214,45 @@ def truncate(prompts: Column, completions: Mapping[str, Column], limits: Limits,
     prompt_array = _whole(prompts)
     rows = len(prompt_array)
     if any(len(array) != rows for array in arrays.values()):
-        raise ValueError(f"{rows} prompts do not go with completions of { {name: len(array) for name, array in arrays.items()} } rows")
+        raise ValueError(
+            f"{rows} prompts do not go with completions of { {name: len(array) for name, array in arrays.items()} } rows"
+        )
     prompt = _parts(prompt_array)
-    answers = {name: _parts(array) for name, array in arrays.items()} or {TO_GENERATE: _Parts(np.zeros(rows, np.int64), np.ones(rows, np.int64))}
+    answers = {name: _parts(array) for name, array in arrays.items()} or {
+        TO_GENERATE: _Parts(np.zeros(rows, np.int64), np.ones(rows, np.int64))
+    }
     alive = np.ones(rows, dtype=bool)
     lost: list[np.ndarray] = []  # of each limit [R]: the tokens that each row lost
     dropped: list[int] = []
-    for limit, stage in ((limits.prompt, _cut_prompt), (limits.completion, _cut_completions), (limits.whole, _cut_whole)):
+    for limit, stage in (
+        (limits.prompt, _cut_prompt),
+        (limits.completion, _cut_completions),
+        (limits.whole, _cut_whole),
+    ):
         before, over = _tokens(prompt, answers), np.zeros(rows, dtype=bool)
         if limit is not None:
             lengths, cut_prompt, cut_answers = stage(prompt, answers, limit)
-            over = alive & np.logical_or.reduce([length > limit.tokens for length in lengths.values()])
+            over = alive & np.logical_or.reduce(
+                [length > limit.tokens for length in lengths.values()]
+            )
             if limit.policy == "error" and over.any():
-                raise TooLong(_too_long(lengths, limit, int(over.argmax()), first_row, prompt.lengths))
+                raise TooLong(
+                    _too_long(lengths, limit, int(over.argmax()), first_row, prompt.lengths)
+                )
             if limit.policy == "truncate":
                 prompt, answers = cut_prompt, cut_answers
         drops = limit is not None and limit.policy == "drop"
         dropped.append(int(over.sum()) if drops else 0)
         alive = alive & ~over if drops else alive
         lost.append(before - _tokens(prompt, answers))
-    without_completion = alive & np.logical_or.reduce([part.lengths == 0 for part in answers.values()])
+    without_completion = alive & np.logical_or.reduce(
+        [part.lengths == 0 for part in answers.values()]
+    )
     without_prompt = alive & ~without_completion & (prompt.lengths == 0)
     used = alive & ~without_completion & ~without_prompt
     by_prompt, by_completion, by_whole = (
-        Cuts(int((tokens[used] > 0).sum()), int(tokens[used].sum()), left_out) for tokens, left_out in zip(lost, dropped, strict=True)
+        Cuts(int((tokens[used] > 0).sum()), int(tokens[used].sum()), left_out)
+        for tokens, left_out in zip(lost, dropped, strict=True)
     )
     kept = np.flatnonzero(used)
     return Truncated(
@@ -199,7 +260,14 @@ def truncate(prompts: Column, completions: Mapping[str, Column], limits: Limits,
         completions={name: _gather(array, answers[name], kept) for name, array in arrays.items()},
         kept=kept,
         cut=np.sum(lost, axis=0)[kept] > 0,
-        report=TruncationReport(rows, by_prompt, by_completion, by_whole, int(without_completion.sum()), int(without_prompt.sum())),
+        report=TruncationReport(
+            rows,
+            by_prompt,
+            by_completion,
+            by_whole,
+            int(without_completion.sum()),
+            int(without_prompt.sum()),
+        ),
     )
 
 
@@ -213,14 +281,25 @@ def _cut_prompt(prompt: _Parts, answers: dict[str, _Parts], limit: Limit) -> Sta
 
 def _cut_completions(prompt: _Parts, answers: dict[str, _Parts], limit: Limit) -> Stage:
     lengths = {f"the {_spoken(name)}": part.lengths for name, part in answers.items()}
-    return lengths, prompt, {name: part.cut(limit.tokens, limit.side) for name, part in answers.items()}
+    return (
+        lengths,
+        prompt,
+        {name: part.cut(limit.tokens, limit.side) for name, part in answers.items()},
+    )
 
 
 def _cut_whole(prompt: _Parts, answers: dict[str, _Parts], limit: Limit) -> Stage:
-    lengths = {f"prompt and {_spoken(name)} together": prompt.lengths + part.lengths for name, part in answers.items()}
+    lengths = {
+        f"prompt and {_spoken(name)} together": prompt.lengths + part.lengths
+        for name, part in answers.items()
+    }
     if limit.side == "keep_start":
         room = np.maximum(limit.tokens - prompt.lengths, 0)
-        return lengths, prompt.cut(limit.tokens, "keep_start"), {name: part.cut(room, "keep_start") for name, part in answers.items()}
+        return (
+            lengths,
+            prompt.cut(limit.tokens, "keep_start"),
+            {name: part.cut(room, "keep_start") for name, part in answers.items()},
+        )
     answers = {name: part.cut(limit.tokens, "keep_end") for name, part in answers.items()}
     longest = np.maximum.reduce([part.lengths for part in answers.values()])
     return lengths, prompt.cut(limit.tokens - longest, "keep_end"), answers
@@ -234,8 +313,12 @@ def _spoken(name: str) -> str:
     return name if name in ("completion", TO_GENERATE) else f"{name} completion"
 
 
-def _too_long(lengths: Mapping[str, np.ndarray], limit: Limit, row: int, first_row: int, prompts: np.ndarray) -> str:
-    what, length = max(((what, int(length[row])) for what, length in lengths.items()), key=lambda item: item[1])
+def _too_long(
+    lengths: Mapping[str, np.ndarray], limit: Limit, row: int, first_row: int, prompts: np.ndarray
+) -> str:
+    what, length = max(
+        ((what, int(length[row])) for what, length in lengths.items()), key=lambda item: item[1]
+    )
     subject = what.removesuffix(" together")
     # A prompt that fills the limit alone leaves no completion while its start is kept.
     full = limit.side_setting and limit.side == "keep_start" and prompts[row] >= limit.tokens
@@ -248,7 +331,9 @@ def _too_long(lengths: Mapping[str, np.ndarray], limit: Limit, row: int, first_r
 
 def _tokens(prompt: _Parts, answers: Mapping[str, _Parts]) -> np.ndarray:
     """[R] tokens of each row."""
-    tokens: np.ndarray = np.add.reduce([prompt.lengths, *(part.lengths for part in answers.values())])
+    tokens: np.ndarray = np.add.reduce(
+        [prompt.lengths, *(part.lengths for part in answers.values())]
+    )
     return tokens
 
 
@@ -263,13 +348,22 @@ def _parts(array: pa.Array) -> _Parts:
     """All of every list. `offsets` are those of the slice, counted in the unsliced values."""
     offsets = array.offsets.to_numpy().astype(np.int64)
     lengths = np.diff(offsets)
-    return _Parts(offsets[:-1], np.where(array.is_null().to_numpy(zero_copy_only=False), 0, lengths) if array.null_count else lengths)
+    return _Parts(
+        offsets[:-1],
+        np.where(array.is_null().to_numpy(zero_copy_only=False), 0, lengths)
+        if array.null_count
+        else lengths,
+    )
 
 
 def _gather(array: pa.Array, parts: _Parts, rows: np.ndarray) -> pa.Array:
     """[K] lists of the same type: the part of each of these rows. The values are copied in runs, or not at all where they lie together."""
     large = pa.types.is_large_list(array.type)
-    width, views, lists = (np.int64, pa.LargeListViewArray, pa.LargeListArray) if large else (np.int32, pa.ListViewArray, pa.ListArray)
+    width, views, lists = (
+        (np.int64, pa.LargeListViewArray, pa.LargeListArray)
+        if large
+        else (np.int32, pa.ListViewArray, pa.ListArray)
+    )
     starts, lengths = parts.starts[rows], parts.lengths[rows]
     values = views.from_arrays(starts.astype(width), lengths.astype(width), array.values).flatten()
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(width)

@@ -47,21 +47,30 @@ class AheadProcess:
     def __enter__(self) -> AheadProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is not None or not self._work.closed:
             self._process.kill()
             self._process.join()
             self._work.close()
             self._at_exit.cancel()
 
-    def Process(self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> AheadProcess:  # multiprocessing's name
+    def Process(
+        self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]
+    ) -> AheadProcess:  # multiprocessing's name
         """This process, which is to run the target.
 
         Raises:
             RuntimeError: it has a target already.
         """
         if self.taken:
-            raise RuntimeError("vLLM asks for a second process of the engine, and one was started ahead")
+            raise RuntimeError(
+                "vLLM asks for a second process of the engine, and one was started ahead"
+            )
         self._process.name = name
         self._target = target, kwargs
         return self
@@ -73,7 +82,9 @@ class AheadProcess:
 
     def start(self) -> None:
         """Run the target, in the environment that the calling process has now."""
-        with contextlib.suppress(BrokenPipeError):  # It has ended, as vLLM will see by its exit code.
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # It has ended, as vLLM will see by its exit code.
             self._work.send((self._process.name, dict(os.environ)))
             self._work.send(self._target)
         self._work.close()
@@ -130,7 +141,9 @@ def handed_to_vllm(process: AheadProcess) -> Iterator[None]:
         finally:
             utils.get_mp_context = get_mp_context
     if not process.taken:
-        raise RuntimeError("vLLM did not take the engine's process that was started ahead: is this the version of vLLM that pyproject.toml names?")
+        raise RuntimeError(
+            "vLLM did not take the engine's process that was started ahead: is this the version of vLLM that pyproject.toml names?"
+        )
 
 
 def _run_what_comes(prepare: Callable[[], None], work: Connection) -> None:

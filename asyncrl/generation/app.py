@@ -18,7 +18,14 @@ from ray.serve.schema import ApplicationStatus
 from asyncrl.data.groups import DEATHS
 from asyncrl.generation.broadcast import ask_all
 from asyncrl.generation.engine import engine_environment
-from asyncrl.generation.protocol import EngineDied, Generated, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
+from asyncrl.generation.protocol import (
+    EngineDied,
+    Generated,
+    GenerateRequest,
+    GenerationTimeout,
+    StaleReplica,
+    WeightsId,
+)
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.router import VersionRouter
 from asyncrl.generation.settings import GeneratorApp
@@ -63,7 +70,10 @@ DIED = (EngineDied, *DEATHS)
 def build_app(args: GeneratorApp) -> serve.Application:
     """The Serve application: with `http`, the routes of `asyncrl.generation.http`, else none. Weights have none in either case."""
     generator = args.generator
-    options: dict[str, Any] = {"num_cpus": generator.num_cpus, "runtime_env": {"env_vars": engine_environment(generator.device)}}
+    options: dict[str, Any] = {
+        "num_cpus": generator.num_cpus,
+        "runtime_env": {"env_vars": engine_environment(generator.device)},
+    }
     if generator.device == "cuda":
         options["num_gpus"] = 1
     deployment = serve.deployment(
@@ -71,7 +81,9 @@ def build_app(args: GeneratorApp) -> serve.Application:
         num_replicas=generator.num_replicas,
         ray_actor_options=options,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        request_router_config=RequestRouterConfig(request_router_class=VersionRouter, request_routing_stats_period_s=ROUTING_S),
+        request_router_config=RequestRouterConfig(
+            request_router_class=VersionRouter, request_routing_stats_period_s=ROUTING_S
+        ),
         # An event loop on a starved machine answers late: Serve replaces a replica after three checks in a row without an answer.
         health_check_period_s=5,
         health_check_timeout_s=args.stall_timeout_s / 3,
@@ -113,12 +125,25 @@ async def wait_for_generators(name: str, timeout_s: float) -> None:
         app = (await asyncio.to_thread(serve.status)).applications.get(name)
         if app is not None and app.status == ApplicationStatus.RUNNING:
             return
-        message = " ".join(part for part in (app.message, *(d.message for d in app.deployments.values())) if part) if app is not None else "not known to Serve"
-        if app is not None and app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+        message = (
+            " ".join(
+                part
+                for part in (app.message, *(d.message for d in app.deployments.values()))
+                if part
+            )
+            if app is not None
+            else "not known to Serve"
+        )
+        if app is not None and app.status in (
+            ApplicationStatus.DEPLOY_FAILED,
+            ApplicationStatus.UNHEALTHY,
+        ):
             logger.error("generators %r failed to start: %s", name, message)
             raise RuntimeError(f"generators {name!r} failed to start: {_cause(message)}")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"generators {name!r} were not up after generator.start_timeout_s = {timeout_s:g}: {message}")
+            raise RuntimeError(
+                f"generators {name!r} were not up after generator.start_timeout_s = {timeout_s:g}: {message}"
+            )
         await asyncio.sleep(0.2)
 
 
@@ -155,7 +180,11 @@ def forget_controller() -> None:
 class ServeGenerate:
     """`Generate` over a Serve handle: what a replica cannot answer goes to another, until the request's deadline."""
 
-    def __init__(self, handle: Any, lost: Callable[[GenerateRequest, BaseException], None] = lambda request, error: None) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        lost: Callable[[GenerateRequest, BaseException], None] = lambda request, error: None,
+    ) -> None:
         """
         Args:
             lost: told of each request under which an engine or a replica ended. It is asked again all the same.
@@ -173,7 +202,9 @@ class ServeGenerate:
                 return answer
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if task is None or not task.cancelling():  # Serve raises it where a replica that ends cancels its requests
+                if (
+                    task is None or not task.cancelling()
+                ):  # Serve raises it where a replica that ends cancels its requests
                     raise StaleReplica("a replica has cancelled the request") from None
                 response.cancel()  # else the engine would go on for nobody
                 raise
@@ -182,25 +213,48 @@ class ServeGenerate:
                 raise
 
         try:
-            generated: Generated = await self._ask(request.deadline_s, once, UNABLE if request.replica is None else ())
+            generated: Generated = await self._ask(
+                request.deadline_s, once, UNABLE if request.replica is None else ()
+            )
         except UNABLE as error:
-            raise StaleReplica(f"replica {request.replica} cannot answer any more: {type(error).__name__}: {error}".splitlines()[0]) from None
+            raise StaleReplica(
+                f"replica {request.replica} cannot answer any more: {type(error).__name__}: {error}".splitlines()[
+                    0
+                ]
+            ) from None
         return generated
 
-    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
+    async def logprobs(
+        self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None
+    ) -> dict[str, list[tuple[float, ...]]]:
         """Of every replica that has the weights and lives; after `LOGPROBS_GRACE_S`, of at least half of them. Raises GenerationTimeout when none has
         answered after `LOGPROBS_DEADLINE_S`."""
 
         async def everywhere(left: float) -> dict[str, list[tuple[float, ...]]]:
-            answers = await ask_all(self._handle, "logprobs", rows, min_weights, timeout_s=left / 2, grace_s=LOGPROBS_GRACE_S)
-            answered = [answer for answer in answers if not isinstance(answer, (*UNABLE, TimeoutError))]
+            answers = await ask_all(
+                self._handle,
+                "logprobs",
+                rows,
+                min_weights,
+                timeout_s=left / 2,
+                grace_s=LOGPROBS_GRACE_S,
+            )
+            answered = [
+                answer for answer in answers if not isinstance(answer, (*UNABLE, TimeoutError))
+            ]
             for failed in [answer for answer in answered if isinstance(answer, BaseException)]:
                 raise failed
             if not answered:
-                raise StaleReplica("; ".join(f"{type(answer).__name__}: {answer}".splitlines()[0] for answer in answers))
+                raise StaleReplica(
+                    "; ".join(
+                        f"{type(answer).__name__}: {answer}".splitlines()[0] for answer in answers
+                    )
+                )
             return dict(answered)
 
-        answer: dict[str, list[tuple[float, ...]]] = await self._ask(LOGPROBS_DEADLINE_S, everywhere)
+        answer: dict[str, list[tuple[float, ...]]] = await self._ask(
+            LOGPROBS_DEADLINE_S, everywhere
+        )
         return answer
 
     async def statuses(self) -> list[dict[str, Any]]:
@@ -213,7 +267,12 @@ class ServeGenerate:
         answers = await ask_all(self._handle, "stacks", timeout_s=STATUS_S)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    async def _ask(self, deadline_s: float, call: Callable[[float], Any], retried: tuple[type[BaseException], ...] = UNABLE) -> Any:
+    async def _ask(
+        self,
+        deadline_s: float,
+        call: Callable[[float], Any],
+        retried: tuple[type[BaseException], ...] = UNABLE,
+    ) -> Any:
         """The first answer to `call(seconds left)`; what it raises of `retried` makes it try again."""
         deadline = time.monotonic() + deadline_s
         pause, reason = FIRST_RETRY_S, ""
@@ -224,7 +283,9 @@ class ServeGenerate:
             except retried as error:
                 reason = f"; last answer: {type(error).__name__}: {error}".splitlines()[0]
             except TimeoutError as error:
-                if time.monotonic() < deadline:  # not ours: Serve does not say which replicas there are
+                if (
+                    time.monotonic() < deadline
+                ):  # not ours: Serve does not say which replicas there are
                     reason = f"; last answer: {type(error).__name__}: {error}".splitlines()[0]
             await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
             pause = min(2 * pause, LONGEST_RETRY_S)

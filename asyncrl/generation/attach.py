@@ -44,25 +44,47 @@ async def attached_config(config: Config, name: str, tokens: int) -> Config:
     try:
         status = await serve.get_app_handle(name).status.remote()
         app = GeneratorApp.model_validate(status["app"])
-    except (ray.exceptions.RayTaskError, RayServeException, TypeError, KeyError, ValueError) as error:
-        raise AttachError(f"generator.attach = {name!r} is no generator of this version of asyncrl ({type(error).__name__}); name another") from None
+    except (
+        ray.exceptions.RayTaskError,
+        RayServeException,
+        TypeError,
+        KeyError,
+        ValueError,
+    ) as error:
+        raise AttachError(
+            f"generator.attach = {name!r} is no generator of this version of asyncrl ({type(error).__name__}); name another"
+        ) from None
     check_fits(config, name, app, status, tokens)
-    return config.model_copy(update={"generator": app.generator.model_copy(update={"attach": name})})
+    return config.model_copy(
+        update={"generator": app.generator.model_copy(update={"attach": name})}
+    )
 
 
-def check_fits(config: Config, name: str, app: GeneratorApp, status: Mapping[str, Any], tokens: int) -> None:
+def check_fits(
+    config: Config, name: str, app: GeneratorApp, status: Mapping[str, Any], tokens: int
+) -> None:
     """Raise AttachError unless replicas of such a `status` can take the run's requests, of `tokens` at most, and its versions."""
     title = f"generator.attach = {name!r}"
     if app.dtype != config.model.dtype:
-        raise AttachError(f"{title} holds {app.dtype}, the run publishes model.dtype = {config.model.dtype!r}; make them the same")
+        raise AttachError(
+            f"{title} holds {app.dtype}, the run publishes model.dtype = {config.model.dtype!r}; make them the same"
+        )
     if status["parameters"] != fingerprint(expected_tensors(config.model.path, config.model.dtype)):
-        raise AttachError(f"{title} has other parameters than model.path = {config.model.path!r}; deploy it with the same model")
+        raise AttachError(
+            f"{title} has other parameters than model.path = {config.model.path!r}; deploy it with the same model"
+        )
     if status["max_model_len"] < tokens:
-        raise AttachError(f"{title} takes {status['max_model_len']} tokens, the run's longest request has {tokens}; raise the application's max_model_len")
+        raise AttachError(
+            f"{title} takes {status['max_model_len']} tokens, the run's longest request has {tokens}; raise the application's max_model_len"
+        )
     tokenizer, rollout = load_tokenizer(config.model.path), config.rollout
     if status["tokenizer"] != tokenizer_fingerprint(tokenizer):
-        raise AttachError(f"{title} has another tokenizer than model.path = {config.model.path!r}; deploy it with the same model")
-    stops = load_stops(config.model.path, tokenizer, rollout.rollout_stop, rollout.rollout_stop_token_ids)
+        raise AttachError(
+            f"{title} has another tokenizer than model.path = {config.model.path!r}; deploy it with the same model"
+        )
+    stops = load_stops(
+        config.model.path, tokenizer, rollout.rollout_stop, rollout.rollout_stop_token_ids
+    )
     ours, theirs = [(sorted(one.tokens), sorted(one.strings)) for one in (stops, status["stops"])]
     if ours != theirs:
         raise AttachError(

@@ -21,7 +21,16 @@ import psutil
 
 from asyncrl.environment import Caches, claim_caches, passed_on, preload_openmp
 from asyncrl.generation.ahead import AheadProcess, fatal_error, handed_to_vllm, import_engine
-from asyncrl.generation.protocol import Details, EngineDied, GenerateRequest, GenerationTimeout, InvalidRequest, Piece, StaleReplica, Tokens
+from asyncrl.generation.protocol import (
+    Details,
+    EngineDied,
+    GenerateRequest,
+    GenerationTimeout,
+    InvalidRequest,
+    Piece,
+    StaleReplica,
+    Tokens,
+)
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.temporary import TemporaryPlace
 from asyncrl.stacks import stack_here
@@ -67,7 +76,11 @@ def engine_environment(device: str) -> dict[str, str]:
     if device == "cpu":
         # One thread per engine: two replicas share two cores with the learner, and vLLM would pin threads to cores of its own choice.
         # Without TORCH_COMPILE_DISABLE the first generation calls a C++ compiler for one small kernel of the sampler, for about 15 s.
-        chosen = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+        chosen = {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_COMPILE_DISABLE": "1",
+        }
         return chosen | passed_on(os.environ) | ours
     return passed_on(os.environ) | ours
 
@@ -160,25 +173,50 @@ class Engine:
 
             def make() -> Any:
                 with handed_to_vllm(process):
-                    return AsyncLLM(vllm_config, executor, log_stats=False, log_requests=False, stat_loggers=[self._stat_logger()])
+                    return AsyncLLM(
+                        vllm_config,
+                        executor,
+                        log_stats=False,
+                        log_requests=False,
+                        stat_loggers=[self._stat_logger()],
+                    )
 
             # The constructor blocks for as long as the engine's process loads; the output loop has to be made by this event loop.
             self._llm = await asyncio.to_thread(make)
-        self.kv_cache_tokens = int(vllm_config.cache_config.num_gpu_blocks or 0) * int(vllm_config.cache_config.block_size)
+        self.kv_cache_tokens = int(vllm_config.cache_config.num_gpu_blocks or 0) * int(
+            vllm_config.cache_config.block_size
+        )
         # Python's resource tracker is not the engine's: it ends with this process.
         self._processes = [
-            p for p in psutil.Process().children(recursive=True) if p.pid not in before and not any("resource_tracker" in a for a in p.cmdline())
+            p
+            for p in psutil.Process().children(recursive=True)
+            if p.pid not in before and not any("resource_tracker" in a for a in p.cmdline())
         ]
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         refuse_lossy(self._tokenizer, self.app.model, self._llm.get_tokenizer())
         self.tokenizer_fingerprint = tokenizer_fingerprint(self._tokenizer)
-        self.stops = load_stops(self.app.model, self._tokenizer, self.app.rollout_stop, self.app.rollout_stop_token_ids)
+        self.stops = load_stops(
+            self.app.model, self._tokenizer, self.app.rollout_stop, self.app.rollout_stop_token_ids
+        )
         loaded = time.monotonic()
         self._open.set()
-        await self.generate(GenerateRequest(prompt_ids=(next(iter(self.stops.tokens), 0),), n=1, max_tokens=1, temperature=0.0, ignore_eos=True))
-        times = (imported - begun, configured - imported, loaded - configured, time.monotonic() - loaded)
+        await self.generate(
+            GenerateRequest(
+                prompt_ids=(next(iter(self.stops.tokens), 0),),
+                n=1,
+                max_tokens=1,
+                temperature=0.0,
+                ignore_eos=True,
+            )
+        )
+        times = (
+            imported - begun,
+            configured - imported,
+            loaded - configured,
+            time.monotonic() - loaded,
+        )
         self.load = LoadTimes(*times, caches_removed=float(caches.damaged is not None))
         return self.load
 
@@ -250,14 +288,18 @@ class Engine:
 
     def _refuse_long(self, request: GenerateRequest) -> None:
         if len(request.prompt_ids) + request.max_tokens > self.max_model_len:
-            asked = f"prompt of {len(request.prompt_ids)} tokens + max_tokens = {request.max_tokens}"
+            asked = (
+                f"prompt of {len(request.prompt_ids)} tokens + max_tokens = {request.max_tokens}"
+            )
             raise InvalidRequest(f"{asked} is above max_model_len = {self.max_model_len}")
 
     def _refuse_stopped(self) -> None:
         if self._llm is None:
             raise StaleReplica("the engine has been stopped, or was never started")
 
-    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, ...]]:
+    async def logprobs(
+        self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[tuple[float, ...]]:
         """Log-probs (nats, temperature 1) of each row's second ids, given its first.
 
         Raises:
@@ -265,7 +307,11 @@ class Engine:
         """
         self._refuse_stopped()
         await self._open.wait()
-        return list(await asyncio.gather(*(self._score(list(prompt), list(completion)) for prompt, completion in rows)))
+        return list(
+            await asyncio.gather(
+                *(self._score(list(prompt), list(completion)) for prompt, completion in rows)
+            )
+        )
 
     async def fingerprints(self) -> dict[str, Sequence[float]]:
         """What the engine holds: published name → fingerprint (`asyncrl.weights.fingerprint`). Generation rests meanwhile."""
@@ -313,7 +359,14 @@ class Engine:
     async def stacks(self) -> list[str]:
         """What each of the engine's processes does just now: its main thread's innermost frames."""
         folder = self._temporary.path if self._temporary is not None else Path()
-        return list(await asyncio.gather(*(stack_here(process.pid, folder / f"{process.pid}.txt") for process in self._processes)))
+        return list(
+            await asyncio.gather(
+                *(
+                    stack_here(process.pid, folder / f"{process.pid}.txt")
+                    for process in self._processes
+                )
+            )
+        )
 
     async def check(self) -> None:
         """Raise RuntimeError if the engine is dead or its weights are in an unknown state.
@@ -329,13 +382,18 @@ class Engine:
         if self._probe is not None and self._probe.done():
             self._probe.result()  # A question that failed is no answer.
         if self._probe is None or self._probe.done():
-            self._probe, self._probed_at = asyncio.ensure_future(self._llm.is_sleeping()), time.monotonic()
+            self._probe, self._probed_at = (
+                asyncio.ensure_future(self._llm.is_sleeping()),
+                time.monotonic(),
+            )
         elif time.monotonic() - self._probed_at > limit:
             # If it was this process that stood still, the answer lies here unread.
             await asyncio.wait([self._probe], timeout=UNREAD_S)
             if self._probe.done():
                 return
-            self.broken = f"the vLLM engine has answered nothing for generator.stall_timeout_s = {limit:g} s"
+            self.broken = (
+                f"the vLLM engine has answered nothing for generator.stall_timeout_s = {limit:g} s"
+            )
             self._kill(self._processes)
             raise RuntimeError(self.broken)
 
@@ -350,9 +408,14 @@ class Engine:
         begun = time.monotonic()
         try:
             await self._llm.pause_generation(**PAUSE[self.app.generator.in_flight])
-            self.tokens_at_pause = tuple(state.detokenizer.num_output_tokens() for state in self._llm.output_processor.request_states.values())
+            self.tokens_at_pause = tuple(
+                state.detokenizer.num_output_tokens()
+                for state in self._llm.output_processor.request_states.values()
+            )
             if self.app.generator.in_flight == "recompute":
-                self._recomputed = max(self._running, sum(tokens > 0 for tokens in self.tokens_at_pause))
+                self._recomputed = max(
+                    self._running, sum(tokens > 0 for tokens in self.tokens_at_pause)
+                )
                 self._calm_steps = 0
             paused = time.monotonic()
             await work()
@@ -366,7 +429,11 @@ class Engine:
             raise RuntimeError(self.broken) from error
         finally:
             self._open.set()
-        return {"pause_s": time.monotonic() - begun, "apply_s": applied - paused, "in_flight": float(len(self.tokens_at_pause))}
+        return {
+            "pause_s": time.monotonic() - begun,
+            "apply_s": applied - paused,
+            "in_flight": float(len(self.tokens_at_pause)),
+        }
 
     async def _score(self, prompt: list[int], completion: list[int]) -> tuple[float, ...]:
         """One pass over both, as a prompt. vLLM always generates one token more: the context must have room for it."""
@@ -374,7 +441,13 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         tokens = prompt + completion
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        sampling = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         output = await self._last_output(tokens, sampling, f"update {self._updates}")
         given = output.prompt_logprobs[len(prompt) :]
         return tuple(given[place][token].logprob for place, token in enumerate(completion))
@@ -392,11 +465,20 @@ class Engine:
         if self.app.generator.in_flight == "keep":
             # The cache outlives an update, and a sibling that is first scheduled after it would find the prompt's KV of the old weights.
             alone = [_sibling(sampling, index) for index in range(request.n)]
-            asked = [asyncio.ensure_future(self._last_output(prompt, one, f"completion {next(self._ids)}")) for one in alone]
+            asked = [
+                asyncio.ensure_future(
+                    self._last_output(prompt, one, f"completion {next(self._ids)}")
+                )
+                for one in alone
+            ]
             try:
                 return [output.outputs[0] for output in await asyncio.gather(*asked)]
             except asyncio.CancelledError:
-                ended = [one.result() for one in asked if one.done() and not one.cancelled() and one.exception() is None]
+                ended = [
+                    one.result()
+                    for one in asked
+                    if one.done() and not one.cancelled() and one.exception() is None
+                ]
                 self._count_lost([len(output.outputs[0].token_ids) for output in ended])
                 raise
         output = await self._last_output(prompt, sampling, f"update {self._updates}")
@@ -438,9 +520,15 @@ class Engine:
                 await self._open.wait()
             self._refuse_lost()
             # As in `_run`: where the cache outlives an update, no completion shares it.
-            salt = f"completion {next(self._ids)}" if self.app.generator.in_flight == "keep" else f"update {self._updates}"
+            salt = (
+                f"completion {next(self._ids)}"
+                if self.app.generator.in_flight == "keep"
+                else f"update {self._updates}"
+            )
             sampling = _stream_sampling(request, self._stops(request), details)
-            outputs = self._llm.generate(tokens_input(list(request.prompt_ids), cache_salt=salt), sampling, name)
+            outputs = self._llm.generate(
+                tokens_input(list(request.prompt_ids), cache_salt=salt), sampling, name
+            )
             while not ended:
                 coming = asyncio.ensure_future(anext(outputs, None))
                 if not (await asyncio.wait([coming], timeout=deadline - time.monotonic()))[0]:
@@ -489,7 +577,13 @@ class Engine:
         states = [processor.request_states[one] for one in processor.external_req_ids.get(name, ())]
         self._count_lost([state.detokenizer.num_output_tokens() for state in states])
         parents = [state.parent_req for state in states if state.parent_req is not None]
-        self._count_lost([len(output.token_ids) for output in (parents[0].output_aggregator if parents else ()) if output is not None])
+        self._count_lost(
+            [
+                len(output.token_ids)
+                for output in (parents[0].output_aggregator if parents else ())
+                if output is not None
+            ]
+        )
 
     def _count_lost(self, lengths: Sequence[int]) -> None:
         """Completions that nobody will get, by their length."""
@@ -504,7 +598,11 @@ class Engine:
             self._longest_gap_s = max(self._longest_gap_s, now - self._last_tokens_at)
         if tokens:
             self._last_tokens_at = now
-        if scheduler_stats is not None and not scheduler_stats.num_running_reqs and not scheduler_stats.num_waiting_reqs:
+        if (
+            scheduler_stats is not None
+            and not scheduler_stats.num_running_reqs
+            and not scheduler_stats.num_waiting_reqs
+        ):
             self._last_tokens_at = None
 
     def _stat_logger(self) -> Any:
@@ -517,7 +615,13 @@ class Engine:
 
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
 
-            def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+            def record(
+                self,
+                scheduler_stats: Any,
+                iteration_stats: Any,
+                mm_cache_stats: Any = None,
+                engine_idx: int = 0,
+            ) -> None:
                 if iteration_stats is not None:
                     engine._count_gap(iteration_stats.num_generation_tokens, scheduler_stats)
                     engine._tokens += iteration_stats.num_generation_tokens
@@ -525,7 +629,9 @@ class Engine:
                     engine._recomputed -= ours
                     engine.preemptions += iteration_stats.num_preempted_reqs - ours
                 if scheduler_stats is not None:
-                    engine._calm_steps = 0 if scheduler_stats.num_waiting_reqs else engine._calm_steps + 1
+                    engine._calm_steps = (
+                        0 if scheduler_stats.num_waiting_reqs else engine._calm_steps + 1
+                    )
                     if engine._calm_steps >= QUIET_STEPS:
                         engine._recomputed = 0
                 if scheduler_stats is not None and engine._open.is_set():
@@ -558,11 +664,17 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
 
     generator = app.generator
     device: dict[str, Any] = {"gpu_memory_utilization": generator.gpu_memory_utilization}
-    length: dict[str, Any] = {} if app.max_model_len is None else {"max_model_len": app.max_model_len}
+    length: dict[str, Any] = (
+        {} if app.max_model_len is None else {"max_model_len": app.max_model_len}
+    )
     if generator.device == "cpu":
         # A seeded request whose prefill comes in pieces (a recompute of many, too) makes vLLM rewind its random generator,
         # which torch's CPU generator cannot: the engine dies. So every prefill is whole.
-        device = {"kv_cache_memory_bytes": generator.kv_cache_memory_bytes, "enforce_eager": True, "enable_chunked_prefill": False}
+        device = {
+            "kv_cache_memory_bytes": generator.kv_cache_memory_bytes,
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+        }
     arguments = AsyncEngineArgs(
         model=app.model,
         dtype=app.dtype,
@@ -605,7 +717,9 @@ def _sampling(request: GenerateRequest, stops: Stops) -> Any:
         seed=request.seed,
         ignore_eos=request.ignore_eos,
         stop_token_ids=list(stops.tokens),
-        repetition_detection=RepetitionDetectionParams(max_pattern_size=ngram, min_count=times) if ngram else None,
+        repetition_detection=RepetitionDetectionParams(max_pattern_size=ngram, min_count=times)
+        if ngram
+        else None,
         stop=list(stops.strings),
         logprobs=0,
         flat_logprobs=True,
@@ -621,7 +735,9 @@ def _stream_sampling(request: GenerateRequest, stops: Stops, details: Details) -
     sampling = _sampling(replace(request, max_tokens=max(request.max_tokens, 1)), stops)
     sampling.logprobs = details.top
     sampling.prompt_logprobs = details.top if details.prompt else None
-    sampling.output_kind = RequestOutputKind.FINAL_ONLY if details.whole else RequestOutputKind.DELTA
+    sampling.output_kind = (
+        RequestOutputKind.FINAL_ONLY if details.whole else RequestOutputKind.DELTA
+    )
     return sampling
 
 
@@ -638,19 +754,31 @@ def _invalid(error: Exception) -> InvalidRequest:
 
 
 def _late(request: GenerateRequest) -> GenerationTimeout:
-    return GenerationTimeout(f"{request.n} completions of up to {request.max_tokens} tokens were not done in {request.deadline_s:g} s")
+    return GenerationTimeout(
+        f"{request.n} completions of up to {request.max_tokens} tokens were not done in {request.deadline_s:g} s"
+    )
 
 
 def _piece(output: Any, request: GenerateRequest, text: TextStream, details: Details) -> Piece:
     made = output.outputs[0]
     if output.finished:
         _refuse_abort(made)
-    prompt = _tokens(request.prompt_ids, output.prompt_logprobs, details) if details.prompt and output.prompt_logprobs else None
+    prompt = (
+        _tokens(request.prompt_ids, output.prompt_logprobs, details)
+        if details.prompt and output.prompt_logprobs
+        else None
+    )
     if not request.max_tokens:
         return Piece(Tokens((), ()), "", "length", (), prompt)
     gained = text.add(made.token_ids, output.finished)
     versions = version_spans(made.weight_versions or (), text.tokens) if output.finished else ()
-    return Piece(_tokens(made.token_ids, made.logprobs, details), gained, made.finish_reason, versions, prompt)
+    return Piece(
+        _tokens(made.token_ids, made.logprobs, details),
+        gained,
+        made.finish_reason,
+        versions,
+        prompt,
+    )
 
 
 def _tokens(ids: Sequence[int], told: Any, details: Details) -> Tokens:
@@ -659,7 +787,10 @@ def _tokens(ids: Sequence[int], told: Any, details: Details) -> Tokens:
     logprobs = tuple(told.logprobs[start] if end > start else None for start, end in places)
     if not details.top:
         return Tokens(tuple(ids), logprobs)
-    best = tuple(tuple(zip(told.token_ids[start + 1 : end], told.logprobs[start + 1 : end], strict=True)) for start, end in places)
+    best = tuple(
+        tuple(zip(told.token_ids[start + 1 : end], told.logprobs[start + 1 : end], strict=True))
+        for start, end in places
+    )
     return Tokens(tuple(ids), logprobs, best)
 
 

@@ -23,7 +23,15 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
 
-from asyncrl.generation.protocol import Details, GenerateRequest, GenerationTimeout, InvalidRequest, Piece, StaleReplica, Standing
+from asyncrl.generation.protocol import (
+    Details,
+    GenerateRequest,
+    GenerationTimeout,
+    InvalidRequest,
+    Piece,
+    StaleReplica,
+    Standing,
+)
 from asyncrl.serving.answers import Dialect, Head, Told, Words, ask
 from asyncrl.serving.dialects.chat import Chat
 from asyncrl.serving.dialects.completions import Completions
@@ -32,7 +40,15 @@ from asyncrl.serving.events import ClientLeft, EventStream, while_connected
 from asyncrl.serving.identity import ServedModel, model_list, weights
 from asyncrl.serving.metrics import CONTENT_TYPE, Counted, Traffic, exposition
 
-__all__ = ["KEY_VARIABLE", "Served", "api_key", "close_own_routes", "is_loopback", "refuse_open_host", "routes"]
+__all__ = [
+    "KEY_VARIABLE",
+    "Served",
+    "api_key",
+    "close_own_routes",
+    "is_loopback",
+    "refuse_open_host",
+    "routes",
+]
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 
@@ -92,7 +108,9 @@ def api_key(environment: dict[str, str]) -> str | None:
     if key is None:
         return None
     if not key.isascii() or not key.isprintable() or not key.strip() or key != key.strip():
-        raise ValueError(f"{KEY_VARIABLE} is set, and is empty or has spaces around it or characters other than printable ASCII; set a key, or unset it")
+        raise ValueError(
+            f"{KEY_VARIABLE} is set, and is empty or has spaces around it or characters other than printable ASCII; set a key, or unset it"
+        )
     return key
 
 
@@ -111,7 +129,9 @@ def refuse_open_host(host: str | None, key: str | None, nodes: int = 1) -> None:
         nodes: of the cluster. On several, a key that only some of them know would be one that half of the requests need.
     """
     if key is None and host is not None and nodes > 1:
-        raise RuntimeError(f"this node has no {KEY_VARIABLE}, and the cluster has {nodes} nodes; set the same one on every node, where Ray is started")
+        raise RuntimeError(
+            f"this node has no {KEY_VARIABLE}, and the cluster has {nodes} nodes; set the same one on every node, where Ray is started"
+        )
     if key is None and host is not None and not is_loopback(host):
         raise RuntimeError(
             f"http_options.host = {host!r} is not loopback and {KEY_VARIABLE} is not set, so anybody could use the generators; set http_options.host: "
@@ -121,7 +141,9 @@ def refuse_open_host(host: str | None, key: str | None, nodes: int = 1) -> None:
 
 def routes(served: Served, key: str | None) -> FastAPI:
     """The application. With a key every path wants it, unknown ones too; without, only requests addressed to loopback are answered."""
-    app = FastAPI(title="asyncrl", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="asyncrl", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     started = int(time.time())
     encoding = asyncio.Semaphore(ENCODES_AT_ONCE)
 
@@ -136,7 +158,11 @@ def routes(served: Served, key: str | None) -> FastAPI:
         standing = weights(await served.standing())
         # What is refused, or fails, before there is anything to send has a status of its own.
         first = await while_connected(request.receive, anext(pieces))
-        return EventStream(_events(dialect, head, standing, first, pieces), pieces, lambda error: as_api_error(error).body())
+        return EventStream(
+            _events(dialect, head, standing, first, pieces),
+            pieces,
+            lambda error: as_api_error(error).body(),
+        )
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -155,17 +181,30 @@ def routes(served: Served, key: str | None) -> FastAPI:
         try:
             await served.check_health()
         except RuntimeError:
-            raise ApiError(503, "the generator is broken and will be replaced; try again", "unavailable") from None
-        return JSONResponse({"status": "ok", "model": served.model.name, **weights(await served.standing())})
+            raise ApiError(
+                503, "the generator is broken and will be replaced; try again", "unavailable"
+            ) from None
+        return JSONResponse(
+            {"status": "ok", "model": served.model.name, **weights(await served.standing())}
+        )
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(exposition(served.model.name, await served.statuses()), media_type=CONTENT_TYPE)
+        return Response(
+            exposition(served.model.name, await served.statuses()), media_type=CONTENT_TYPE
+        )
 
     for kind in (ApiError, StaleReplica, InvalidRequest, GenerationTimeout, Exception):
         app.add_exception_handler(kind, lambda request, error: _refusal(as_api_error(error)))
-    app.add_exception_handler(ClientLeft, lambda request, error: _refusal(ApiError(CLIENT_LEFT, "the client has left", "client_left")))
-    app.add_exception_handler(StarletteHTTPException, lambda request, error: _refusal(_refused_by_fastapi(error)))
+    app.add_exception_handler(
+        ClientLeft,
+        lambda request, error: _refusal(
+            ApiError(CLIENT_LEFT, "the client has left", "client_left")
+        ),
+    )
+    app.add_exception_handler(
+        StarletteHTTPException, lambda request, error: _refusal(_refused_by_fastapi(error))
+    )
     app.add_middleware(Guard, key=key, largest_body=min(LARGEST_BODY, served.model.largest_body))
     app.add_middleware(Counted, traffic=served.traffic, paths=PATHS)
     return app
@@ -178,7 +217,11 @@ async def _all(pieces: AsyncGenerator[Told, None]) -> list[Told]:
 
 
 async def _events(
-    dialect: Dialect, head: Head, standing: dict[str, Any], first: Told, pieces: AsyncGenerator[Told, None]
+    dialect: Dialect,
+    head: Head,
+    standing: dict[str, Any],
+    first: Told,
+    pieces: AsyncGenerator[Told, None],
 ) -> AsyncGenerator[dict[str, Any], None]:
     """What a stream sends, from its first piece on. Whose weights answer is said where a choice ends."""
     yield dialect.event(head, first) | (standing if first.piece.finish_reason else {})
@@ -191,7 +234,9 @@ async def _events(
 class Guard:
     """In front of everything: the key, or without one the host that a request is addressed to; and the size of its body."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], key: str | None, largest_body: int = LARGEST_BODY) -> None:
+    def __init__(
+        self, app: Callable[..., Awaitable[None]], key: str | None, largest_body: int = LARGEST_BODY
+    ) -> None:
         self.app, self.key, self.largest_body = app, key, largest_body
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -199,7 +244,9 @@ class Guard:
             await self.app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
-        elif (refusal := self._refuse(scope["headers"]) or self._refuse_large(scope["headers"])) is not None:
+        elif (
+            refusal := self._refuse(scope["headers"]) or self._refuse_large(scope["headers"])
+        ) is not None:
             await _refusal(refusal)(scope, receive, send)
         else:
             await self.app(scope, _bounded(receive, self.largest_body), send)
@@ -208,19 +255,35 @@ class Guard:
         if self.key is None:
             # A page in a browser on this machine could reach us under a name of its own that it points here.
             hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
-            if len(hosts) == 1 and (named := HOST.fullmatch(hosts[0])) is not None and is_loopback(named["name"]):
+            if (
+                len(hosts) == 1
+                and (named := HOST.fullmatch(hosts[0])) is not None
+                and is_loopback(named["name"])
+            ):
                 return None
-            return ApiError(403, f"without {KEY_VARIABLE} only requests to a loopback address are answered; set a key", "forbidden_host")
+            return ApiError(
+                403,
+                f"without {KEY_VARIABLE} only requests to a loopback address are answered; set a key",
+                "forbidden_host",
+            )
         given = [value for name, value in headers if name == b"authorization"]
         scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         right = hmac.compare_digest(token.strip(), self.key.encode())
-        return None if right and scheme.lower() == b"bearer" else ApiError(401, "a bearer key is needed: Authorization: Bearer KEY", "invalid_api_key")
+        return (
+            None
+            if right and scheme.lower() == b"bearer"
+            else ApiError(
+                401, "a bearer key is needed: Authorization: Bearer KEY", "invalid_api_key"
+            )
+        )
 
     def _refuse_large(self, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
         """By what the client says of the body's size, before any of it is read."""
         sizes = [value for name, value in headers if name == b"content-length"]
         if any(size.isdigit() and int(size[:20]) > self.largest_body for size in sizes):
-            return ApiError(413, f"the body is above {self.largest_body:,} bytes; send less", "refused")
+            return ApiError(
+                413, f"the body is above {self.largest_body:,} bytes; send less", "refused"
+            )
         return None
 
 
@@ -259,14 +322,23 @@ def _bounded(receive: Callable[[], Awaitable[Any]], largest: int) -> Callable[[]
 
 async def _json(request: Request) -> Any:
     """The body. A page in a browser may send other types than JSON to any address unasked."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
         raise ApiError(415, "Content-Type is not application/json; set it", "invalid_content_type")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise ApiError(415, "Content-Encoding is not identity; send the body uncompressed", "invalid_content_encoding")
+        raise ApiError(
+            415,
+            "Content-Encoding is not identity; send the body uncompressed",
+            "invalid_content_encoding",
+        )
     try:
         return json.loads(await request.body(), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not JSON; send an object in JSON", "invalid_body") from None
+        raise ApiError(
+            400, "the body is not JSON; send an object in JSON", "invalid_body"
+        ) from None
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -274,7 +346,9 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     tree = dict(pairs)
     if len(tree) < len(pairs):
         name = next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place]))
-        raise ApiError(400, f"{printable(name)} stands twice in one object; send it once", "invalid_body")
+        raise ApiError(
+            400, f"{printable(name)} stands twice in one object; send it once", "invalid_body"
+        )
     return tree
 
 
@@ -283,9 +357,17 @@ def _refused_by_fastapi(error: Any) -> ApiError:
     if error.status_code == 404:
         return ApiError(404, f"no such path; there are {', '.join(PATHS)}", "not_found")
     if error.status_code == 405:
-        return ApiError(405, "another method is needed: POST for completions, GET for the others", "method_not_allowed")
+        return ApiError(
+            405,
+            "another method is needed: POST for completions, GET for the others",
+            "method_not_allowed",
+        )
     return ApiError(error.status_code, str(error.detail), "refused")
 
 
 def _refusal(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, headers={"WWW-Authenticate": "Bearer"} if error.status == 401 else None)
+    return JSONResponse(
+        error.body(),
+        error.status,
+        headers={"WWW-Authenticate": "Bearer"} if error.status == 401 else None,
+    )

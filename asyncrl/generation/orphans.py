@@ -53,7 +53,12 @@ class ApplicationWatcher:
                 if await self._abandoned():
                     break
             except Exception as error:  # Ray's control service or Serve's controller may be away for a while, and raise no narrower class
-                logger.warning("the watcher of %r tries again: %s: %s", self._application, type(error).__name__, error)
+                logger.warning(
+                    "the watcher of %r tries again: %s: %s",
+                    self._application,
+                    type(error).__name__,
+                    error,
+                )
             await asyncio.sleep(LOOK_EVERY_S)
         ray.kill(ray.get_runtime_context().current_actor)
 
@@ -76,12 +81,19 @@ def watch_application(application: str, grace_s: float = GRACE_S) -> Any:
     """Start the watcher of an application whose lease this driver has, and return its actor handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor = ray.remote(ApplicationWatcher).options(
-        name=f"{application}-watcher", namespace=BOARD_NAMESPACE, lifetime="detached", num_cpus=0, scheduling_strategy=here, max_restarts=-1
+        name=f"{application}-watcher",
+        namespace=BOARD_NAMESPACE,
+        lifetime="detached",
+        num_cpus=0,
+        scheduling_strategy=here,
+        max_restarts=-1,
     )
     return actor.remote(application, grace_s)
 
 
-async def end_orphans(name: str, run_id: str, tell: Callable[[str], None] = lambda line: None) -> None:
+async def end_orphans(
+    name: str, run_id: str, tell: Callable[[str], None] = lambda line: None
+) -> None:
     """End at once what earlier attempts of the run have left on this cluster. Their engines are not taken over: the config may have changed since, and
     they still serve requests of the dead driver.
 
@@ -92,8 +104,12 @@ async def end_orphans(name: str, run_id: str, tell: Callable[[str], None] = lamb
     for application in sorted(await _applications()):
         if application.startswith(application_name(name, run_id)):
             if holder := await lease_holder(board_name(application)):
-                tell(f"waiting up to {NODE_LOST_S:g} s for the end of {holder}, which has {application}")
-            lease = await take_lease(board_name(application), f"a new attempt of run {name!r}", application, NODE_LOST_S)
+                tell(
+                    f"waiting up to {NODE_LOST_S:g} s for the end of {holder}, which has {application}"
+                )
+            lease = await take_lease(
+                board_name(application), f"a new attempt of run {name!r}", application, NODE_LOST_S
+            )
             tell(f"ending {application}, left by an earlier attempt")
             await _end(application)
             ray.kill(lease)
@@ -107,4 +123,6 @@ async def _end(application: str) -> None:
     try:
         await asyncio.wait_for(end_generators(application), END_S)
     except TimeoutError:
-        raise RuntimeError(f"generators {application!r} did not end within {END_S:g} s; see `serve status`") from None
+        raise RuntimeError(
+            f"generators {application!r} did not end within {END_S:g} s; see `serve status`"
+        ) from None

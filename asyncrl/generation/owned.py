@@ -34,7 +34,10 @@ async def lease_generators(name: str, run: str) -> Any:
 def end_lease(board: Any, name: str) -> None:
     """Others may have the application from now on; if it goes on, it keeps the last weights."""
     ray.kill(board)
-    logger.info("the lease on generators %r has ended; if they go on, then with the last version that they applied", name)
+    logger.info(
+        "the lease on generators %r has ended; if they go on, then with the last version that they applied",
+        name,
+    )
 
 
 class OwnGenerators:
@@ -49,7 +52,9 @@ class OwnGenerators:
     async def begin(self, watched: bool) -> Any:
         """Ask Serve for the application; return its handle at once."""
         self.watcher = watch_application(self.name) if watched else None
-        self._beginning = asyncio.ensure_future(asyncio.to_thread(begin_generators, self.settings, self.name))
+        self._beginning = asyncio.ensure_future(
+            asyncio.to_thread(begin_generators, self.settings, self.name)
+        )
         return await asyncio.shield(self._beginning)
 
     @property
@@ -65,9 +70,18 @@ class OwnGenerators:
                 if app is None or app.status != ApplicationStatus.RUNNING:
                     return False
                 await self.board.withdraw.remote()
-                answers = await ask_all(application(self.name), "abandon", run_id, attempt, timeout_s=RELEASE_S)
-        except Exception as error:  # Ray raises no narrower class for an actor of a cluster that is gone
-            logger.warning("generators %r start anew with the next attempt: %s: %s", self.name, type(error).__name__, error)
+                answers = await ask_all(
+                    application(self.name), "abandon", run_id, attempt, timeout_s=RELEASE_S
+                )
+        except (
+            Exception
+        ) as error:  # Ray raises no narrower class for an actor of a cluster that is gone
+            logger.warning(
+                "generators %r start anew with the next attempt: %s: %s",
+                self.name,
+                type(error).__name__,
+                error,
+            )
             return False
         return bool(answers) and not any(isinstance(answer, BaseException) for answer in answers)
 
@@ -75,7 +89,9 @@ class OwnGenerators:
         """End the application, then the lease. If this fails or is cut short, the watcher goes on, and ends the application once the lease has ended."""
         try:
             if self._beginning is not None and not self._beginning.done():
-                await asyncio.wait([self._beginning])  # a thread that still asks Serve would start the application after its end
+                await asyncio.wait(
+                    [self._beginning]
+                )  # a thread that still asks Serve would start the application after its end
             await end_generators(self.name)
             if self.watcher is not None:
                 ray.kill(self.watcher)

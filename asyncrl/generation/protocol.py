@@ -151,7 +151,11 @@ class Standing:
             held = f"version {self.weights.version} of run {self.weights.run_id}, attempt {self.weights.attempt}"
         if self.lease is not None:
             return f"serving {held}; leased by {self.lease}"
-        return f"serving {held}; no lease" if self.weights is None else f"serving {held}, the last of an ended lease"
+        return (
+            f"serving {held}; no lease"
+            if self.weights is None
+            else f"serving {held}, the last of an ended lease"
+        )
 
 
 class Generate(Protocol):
@@ -161,6 +165,8 @@ class Generate(Protocol):
         """Raises StaleReplica or GenerationTimeout."""
         ...
 
-    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
+    async def logprobs(
+        self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None
+    ) -> dict[str, list[tuple[float, ...]]]:
         """Log-probs (nats, temperature 1) of each row's second ids, given its first, by replica: what each one's model says of tokens that are fixed."""
         ...

@@ -17,7 +17,15 @@ from asyncrl.clock import steady_time
 from asyncrl.control.protocols import EngineLoad, Manifest
 from asyncrl.data.groups import DEATHS
 from asyncrl.generation.engine import Engine
-from asyncrl.generation.protocol import Details, Generated, GenerateRequest, Piece, StaleReplica, Standing, WeightsId
+from asyncrl.generation.protocol import (
+    Details,
+    Generated,
+    GenerateRequest,
+    Piece,
+    StaleReplica,
+    Standing,
+    WeightsId,
+)
 from asyncrl.generation.router import HELD, WEIGHTS
 from asyncrl.generation.settings import GeneratorApp, board_name
 from asyncrl.weights.board import find_board, lease_holder
@@ -62,7 +70,9 @@ class Generator:
             await self._catch_up()
         except StagingError as error:
             # Not routable yet: requests that name a newer version make it try again.
-            logger.warning("replica %s starts with the checkpoint's weights: %s", self.replica, error)
+            logger.warning(
+                "replica %s starts with the checkpoint's weights: %s", self.replica, error
+            )
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Answer with weights at least as new as the request asks for.
@@ -78,7 +88,14 @@ class Generator:
         started_at = steady_time()
         completions = await self._under_way(self.engine.generate(request), request.min_weights)
         engine = self.engine
-        load = EngineLoad(self.replica, engine.kv_use, engine.waiting, engine.preemptions, tuple(engine.aborted), engine.aborted_tokens)
+        load = EngineLoad(
+            self.replica,
+            engine.kv_use,
+            engine.waiting,
+            engine.preemptions,
+            tuple(engine.aborted),
+            engine.aborted_tokens,
+        )
         return Generated(completions, self.replica, started_at, steady_time(), load)
 
     async def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
@@ -87,7 +104,9 @@ class Generator:
             async for piece in pieces:
                 yield piece
 
-    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> tuple[str, list[tuple[float, ...]]]:
+    async def logprobs(
+        self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None
+    ) -> tuple[str, list[tuple[float, ...]]]:
         """This replica's id, and log-probs of each row's second ids, given its first, with weights at least as new as asked for. Raises StaleReplica."""
         if not self._has(min_weights):
             await self._catch_up_for(min_weights)
@@ -125,7 +144,12 @@ class Generator:
     def record_routing_stats(self) -> dict[str, Any]:
         """What Serve tells every router of this replica (see `VersionRouter`)."""
         weights = self.weights
-        return {HELD: self.held, WEIGHTS: None if weights is None else (weights.run_id, weights.attempt, weights.version)}
+        return {
+            HELD: self.held,
+            WEIGHTS: None
+            if weights is None
+            else (weights.run_id, weights.attempt, weights.version),
+        }
 
     async def abandon(self, run_id: str, attempt: int) -> None:
         """Give up what an attempt has asked for: nobody waits for it any more."""
@@ -186,18 +210,25 @@ class Generator:
     async def _refuse_to_stay_behind(self) -> None:
         """Raise when the board has shown newer weights for `replace_within_s`, and this replica has not moved meanwhile."""
         newest = None if self.held else await self._on_board()
-        drains, limit_s = self.settings.generator.in_flight == "drain", self.settings.replace_within_s
+        drains, limit_s = (
+            self.settings.generator.in_flight == "drain",
+            self.settings.replace_within_s,
+        )
         moves = (self.weights, self.engine.tokens_generated if drains else 0)
         if newest is None or self._has(newest) or moves != self._behind_at:
             self._behind_at, self._behind_since = moves, steady_time()
         elif steady_time() - self._behind_since > limit_s:
-            raise RuntimeError(f"replica {self.replica} has stayed at {self.weights} for {limit_s:g} s, and {newest} is out; it is replaced")
+            raise RuntimeError(
+                f"replica {self.replica} has stayed at {self.weights} for {limit_s:g} s, and {newest} is out; it is replaced"
+            )
 
     async def _on_board(self) -> WeightsId | None:
         """The newest weights; None if there is no board, or it does not answer."""
         board = await asyncio.to_thread(find_board, self._board_name)
         with contextlib.suppress(*DEATHS, TimeoutError):
-            newest = None if board is None else await asyncio.wait_for(board.newest.remote(), BOARD_S)
+            newest = (
+                None if board is None else await asyncio.wait_for(board.newest.remote(), BOARD_S)
+            )
             return None if newest is None else WeightsId(*newest)
         return None
 
@@ -209,13 +240,21 @@ class Generator:
         if wanted is None:
             return True
         have = self.weights
-        return have is not None and (have.run_id, have.attempt) == (wanted.run_id, wanted.attempt) and have.version >= wanted.version
+        return (
+            have is not None
+            and (have.run_id, have.attempt) == (wanted.run_id, wanted.attempt)
+            and have.version >= wanted.version
+        )
 
     def _refuse_unless_exact(self, request: GenerateRequest) -> None:
         if request.replica != self.replica or request.min_weights != self.weights:
-            raise StaleReplica(f"replica {request.replica} was to answer with {request.min_weights}; it is gone, or has other weights (here: {self.weights})")
+            raise StaleReplica(
+                f"replica {request.replica} was to answer with {request.min_weights}; it is gone, or has other weights (here: {self.weights})"
+            )
 
-    async def _under_way(self, work: Coroutine[Any, Any, Answer], weights: WeightsId | None) -> Answer:
+    async def _under_way(
+        self, work: Coroutine[Any, Any, Answer], weights: WeightsId | None
+    ) -> Answer:
         """The work's result. Raises StaleReplica if the attempt whose weights it asks for ends meanwhile."""
         if weights is None:
             return await work
@@ -228,7 +267,9 @@ class Generator:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if task.cancelled():
-            raise StaleReplica(f"replica {self.replica} has given up a request for {weights}: another attempt has begun")
+            raise StaleReplica(
+                f"replica {self.replica} has given up a request for {weights}: another attempt has begun"
+            )
         return task.result()
 
     def _give_up(self, ended: Callable[[WeightsId], bool]) -> None:
@@ -243,24 +284,38 @@ class Generator:
 
     async def _change(self, manifest: Manifest) -> None:
         async with self._lock:
-            ours = self.weights is not None and (self.weights.run_id, self.weights.attempt) == (manifest.run_id, manifest.attempt)
+            ours = self.weights is not None and (self.weights.run_id, self.weights.attempt) == (
+                manifest.run_id,
+                manifest.attempt,
+            )
             if self.held and ours:
                 return
             self.held = False
-            self._give_up(lambda weights: (weights.run_id, weights.attempt) != (manifest.run_id, manifest.attempt))
+            self._give_up(
+                lambda weights: (
+                    (weights.run_id, weights.attempt) != (manifest.run_id, manifest.attempt)
+                )
+            )
             if not self._has(WeightsId(manifest.run_id, manifest.attempt, manifest.version)):
                 await self._apply(manifest)
 
     async def _apply(self, manifest: Manifest) -> None:
         tokens = self.engine.tokens_generated
-        staged = await asyncio.to_thread(fetch, manifest, self._expected, self.settings.fetch_within_s)
+        staged = await asyncio.to_thread(
+            fetch, manifest, self._expected, self.settings.fetch_within_s
+        )
         during = self.engine.tokens_generated - tokens
         try:
             timings = await self.engine.apply(staged.update_info(), manifest.version)
         finally:
             staged.remove()
         self.weights = WeightsId(manifest.run_id, manifest.attempt, manifest.version)
-        self._applied = {"fetch_s": staged.fetch_s, "tokens_during_fetch": float(during), "longest_gap_s": self.engine.take_longest_gap(), **timings}
+        self._applied = {
+            "fetch_s": staged.fetch_s,
+            "tokens_during_fetch": float(during),
+            "longest_gap_s": self.engine.take_longest_gap(),
+            **timings,
+        }
 
     async def _catch_up(self) -> None:
         """Apply what the board shows, if there is a board with a version newer than ours."""
@@ -274,10 +329,16 @@ class Generator:
 
     async def _catch_up_for(self, wanted: WeightsId | None) -> None:
         if self.held:
-            raise StaleReplica(f"replica {self.replica} is held at {self.weights} for an evaluation, and the request asks for {wanted}")
+            raise StaleReplica(
+                f"replica {self.replica} is held at {self.weights} for an evaluation, and the request asks for {wanted}"
+            )
         try:
             await self._catch_up()
         except (ManifestError, StagingError, RuntimeError) as error:
-            raise StaleReplica(f"replica {self.replica} at {self.weights} cannot apply the board's version: {error}") from error
+            raise StaleReplica(
+                f"replica {self.replica} at {self.weights} cannot apply the board's version: {error}"
+            ) from error
         if not self._has(wanted):
-            raise StaleReplica(f"replica {self.replica} is at {self.weights}, the request asks for {wanted}, and the board has nothing newer")
+            raise StaleReplica(
+                f"replica {self.replica} is at {self.weights}, the request asks for {wanted}, and the board has nothing newer"
+            )

@@ -23,16 +23,30 @@ class VersionRouter(RequestRouter):
     Not Serve's own router with a filter: that hands a replica to the oldest request that waits, which may not be the one that names it.
     """
 
-    async def choose_replicas(self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None) -> list[list[RunningReplica]]:
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
         """The replicas to choose from by load; of those that are up, all of them if the wanted one is not: whoever gets the request then says so."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         name = _named(pending_request)
         if name is not None:
-            return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == name] or candidate_replicas]
-        free = [replica for replica in candidate_replicas if not replica.routing_stats.get(HELD)] or candidate_replicas
+            return [
+                [replica for replica in candidate_replicas if replica.replica_id.unique_id == name]
+                or candidate_replicas
+            ]
+        free = [
+            replica for replica in candidate_replicas if not replica.routing_stats.get(HELD)
+        ] or candidate_replicas
         request = _request(pending_request)
-        able = [replica for replica in free if request is None or not _is_behind(replica.routing_stats.get(WEIGHTS), request.min_weights)] or free
+        able = [
+            replica
+            for replica in free
+            if request is None
+            or not _is_behind(replica.routing_stats.get(WEIGHTS), request.min_weights)
+        ] or free
         return [random.sample(able, min(2, len(able)))]
 
 

@@ -43,11 +43,17 @@ class GeneratorApp(Section):
     @model_validator(mode="after")
     def settings_act(self) -> GeneratorApp:
         if self.generator.attach is not None:
-            raise ValueError(f"generator.attach = {self.generator.attach!r} is a training job's setting, for generators that stand already; leave it out here")
+            raise ValueError(
+                f"generator.attach = {self.generator.attach!r} is a training job's setting, for generators that stand already; leave it out here"
+            )
         if self.http and self.generator.min_replicas is not None:
-            raise ValueError(f"generator.min_replicas = {self.generator.min_replicas} is a training job's setting; leave it out, and set num_replicas")
+            raise ValueError(
+                f"generator.min_replicas = {self.generator.min_replicas} is a training job's setting; leave it out, and set num_replicas"
+            )
         if self.served_name is not None and not self.http:
-            raise ValueError(f"served_name = {self.served_name!r} acts only with http: true; leave it out, or set that")
+            raise ValueError(
+                f"served_name = {self.served_name!r} acts only with http: true; leave it out, or set that"
+            )
         return self
 
     @property

@@ -28,7 +28,9 @@ class HttpGenerator(Generator):
     async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits a replica's constructor
         # Before an engine is started for a minute.
         self._key = api_key(dict(os.environ))
-        refuse_open_host(await asyncio.to_thread(_bound_host), self._key, await asyncio.to_thread(_nodes))
+        refuse_open_host(
+            await asyncio.to_thread(_bound_host), self._key, await asyncio.to_thread(_nodes)
+        )
         self.traffic = Traffic()
         self.words = ModelWords(app["model"])
         await super().__init__(app)
@@ -40,7 +42,12 @@ class HttpGenerator(Generator):
     @property
     def model(self) -> ServedModel:
         """What requests are checked against."""
-        return ServedModel(self.settings.model_name, self.engine.max_model_len, self.engine.vocabulary, self.engine.longest_token)
+        return ServedModel(
+            self.settings.model_name,
+            self.engine.max_model_len,
+            self.engine.vocabulary,
+            self.engine.longest_token,
+        )
 
     async def status(self) -> dict[str, Any]:
         """`Generator.status`, and the HTTP requests."""
@@ -48,7 +55,9 @@ class HttpGenerator(Generator):
 
     async def statuses(self) -> list[dict[str, Any]]:
         """Of every replica that answers: a scrape reaches any one of them."""
-        return await ServeGenerate(await asyncio.to_thread(application, self.application)).statuses()
+        return await ServeGenerate(
+            await asyncio.to_thread(application, self.application)
+        ).statuses()
 
 
 def _nodes() -> int:

@@ -71,9 +71,13 @@ def shared_attention(
     """`segment_attention`. Under a sequence group query, key and value hold this rank's share of the row's tokens, as the output does; in between
     each rank attends over the whole row with its share of the heads."""
     if sequence_group is None or segments is None:
-        return segment_attention(module, query, key, value, attention_mask, segments=segments, **settings)
+        return segment_attention(
+            module, query, key, value, attention_mask, segments=segments, **settings
+        )
     query, key, value = sequence_group.to_heads(query, key, value, sum(segments.lengths))
-    attended, _ = segment_attention(module, query, key, value, attention_mask, segments=segments, **settings)
+    attended, _ = segment_attention(
+        module, query, key, value, attention_mask, segments=segments, **settings
+    )
     return sequence_group.to_tokens(attended), None
 
 
@@ -96,36 +100,55 @@ def segment_attention(
         ValueError: the forward was called without `segments`, the row is not one row of their length, or the model wants attention of another kind.
     """
     if segments is None:
-        raise ValueError(f"attention {ATTENTION!r} needs segments=Segments.of(lengths, device) in the forward call")
+        raise ValueError(
+            f"attention {ATTENTION!r} needs segments=Segments.of(lengths, device) in the forward call"
+        )
     if query.shape[0] != 1 or query.shape[2] != sum(segments.lengths):
-        raise ValueError(f"segments of {sum(segments.lengths)} tokens came with a row of shape {tuple(query.shape)}; pack all of them in one row")
+        raise ValueError(
+            f"segments of {sum(segments.lengths)} tokens came with a row of shape {tuple(query.shape)}; pack all of them in one row"
+        )
     _refuse_other_kinds(module, attention_mask, sliding_window, settings)
     segments.attended.append(id(module))
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]:
+    if (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1]
+    ):
         return _varlen(query, key, value, scaling, sliding_window, segments), None
     outputs = []
     start = 0
     for length, count in segments.runs:
         end = start + length * count
-        out = _causal(*(_batched(tensor[0, :, start:end], count) for tensor in (query, key, value)), scaling, sliding_window)
+        out = _causal(
+            *(_batched(tensor[0, :, start:end], count) for tensor in (query, key, value)),
+            scaling,
+            sliding_window,
+        )
         outputs.append(out.transpose(1, 2).reshape(end - start, query.shape[1], value.shape[3]))
         start = end
     return torch.cat(outputs)[None], None
 
 
-def _refuse_other_kinds(module: torch.nn.Module, mask: Tensor | None, window: int | None, settings: dict[str, Any]) -> None:
+def _refuse_other_kinds(
+    module: torch.nn.Module, mask: Tensor | None, window: int | None, settings: dict[str, Any]
+) -> None:
     """Raise ValueError for what the model asks of its attention beyond a causal one within a window: left out, it would be silently wrong."""
     wanted = _window_of(module)
     reasons = {
         "soft-caps its attention scores": settings.get("softcap") is not None,
         "has attention sinks": settings.get("s_aux") is not None,
         "brings an attention mask of its own": mask is not None,
-        "attends in both directions": settings.get("is_causal") is False or getattr(module, "is_causal", True) is False,
-        f"has a sliding window of {wanted} tokens in its config and asks for {window}": wanted is not None and window != wanted,
+        "attends in both directions": settings.get("is_causal") is False
+        or getattr(module, "is_causal", True) is False,
+        f"has a sliding window of {wanted} tokens in its config and asks for {window}": wanted
+        is not None
+        and window != wanted,
     }
     for reason, holds in reasons.items():
         if holds:
-            raise ValueError(f"{type(module).__name__} {reason}, which packed attention does not compute; {WAY_OUT}")
+            raise ValueError(
+                f"{type(module).__name__} {reason}, which packed attention does not compute; {WAY_OUT}"
+            )
 
 
 def _window_of(module: torch.nn.Module) -> int | None:
@@ -133,11 +156,17 @@ def _window_of(module: torch.nn.Module) -> int | None:
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     window: int | None = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
-    slides = types[layer] == "sliding_attention" if types and layer is not None else getattr(config, "use_sliding_window", True)
+    slides = (
+        types[layer] == "sliding_attention"
+        if types and layer is not None
+        else getattr(config, "use_sliding_window", True)
+    )
     return window if slides else None
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
     """Causal attention of segments of one length L. query is [count, heads, L, D], key [count, kv_heads, L, D], value [count, kv_heads, L, W].
 
     On CPU torch's flash kernel holds a block of scores at a time, forward and backward, grouped heads included; it wants D = W. On a GPU what comes here is
@@ -148,22 +177,33 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
     if windowed or (length > BLOCK and (query.is_cuda or key.shape[-1] != value.shape[-1])):
         return _by_blocks(query, key, value, scaling, window)
     # Torch would fall back on its plain implementation without a word, and that one has all L² scores.
-    only_flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if length > BLOCK else contextlib.nullcontext()
+    only_flash = (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION) if length > BLOCK else contextlib.nullcontext()
+    )
     with only_flash:
-        return scaled_dot_product_attention(query, key, value, is_causal=length > 1, scale=scaling, enable_gqa=grouped)
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=length > 1, scale=scaling, enable_gqa=grouped
+        )
 
 
-def _by_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+def _by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
     """The same, BLOCK queries at a time, each block with the keys that its window reaches: masks of at most BLOCK rows."""
     length, grouped = query.shape[2], query.shape[1] != key.shape[1]
     outputs = []
     for start in range(0, length, BLOCK):
         end = min(start + BLOCK, length)
         first = 0 if window is None else max(0, start - window + 1)
-        distance = torch.arange(start, end, device=query.device)[:, None] - torch.arange(first, end, device=query.device)[None, :]
+        distance = (
+            torch.arange(start, end, device=query.device)[:, None]
+            - torch.arange(first, end, device=query.device)[None, :]
+        )
         mask = (distance >= 0) & (distance < (length if window is None else window))
         part = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
-        outputs.append(scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling, enable_gqa=grouped))
+        outputs.append(
+            scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+        )
     return torch.cat(outputs, dim=2)
 
 
@@ -173,7 +213,14 @@ def _batched(tensor: Tensor, count: int) -> Tensor:
     return tensor.reshape(heads, count, tokens // count, width).transpose(0, 1)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, segments: Segments) -> Tensor:
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    segments: Segments,
+) -> Tensor:
     """The same by flash attention over variable lengths. [1, T, heads, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -181,6 +228,17 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     left = -1 if window is None else window - 1
     cu_seqlens = segments.cu_seqlens
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1])
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
     assert isinstance(out, Tensor)
     return out[None]

@@ -16,7 +16,17 @@ from asyncrl.algorithms.values import gae
 from asyncrl.learning.attention import Segments
 from asyncrl.types import REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN
 
-__all__ = ["Example", "MicroBatch", "TokenRow", "examples_of", "micro_batch", "plain_example", "shuffle_rewards", "token_example", "with_values"]
+__all__ = [
+    "Example",
+    "MicroBatch",
+    "TokenRow",
+    "examples_of",
+    "micro_batch",
+    "plain_example",
+    "shuffle_rewards",
+    "token_example",
+    "with_values",
+]
 
 TokenRow = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and the ids that follow them."""
@@ -135,19 +145,37 @@ def examples_of(table: pa.Table) -> list[Example]:
     """
     missing = [name for name in ("status", "advantage") if name not in table.column_names]
     if missing:
-        raise ValueError(f"columns {missing} are missing: the learner trains scored groups only; score them first")
+        raise ValueError(
+            f"columns {missing} are missing: the learner trains scored groups only; score them first"
+        )
     return [example for row in range(table.num_rows) for example in _row_examples(table, row)]
 
 
-def shuffle_rewards(tables: Sequence[pa.Table], advantage: str, seed: tuple[int, ...]) -> list[pa.Table]:
+def shuffle_rewards(
+    tables: Sequence[pa.Table], advantage: str, seed: tuple[int, ...]
+) -> list[pa.Table]:
     """The same scored groups with the usable trajectories' rewards permuted over all of them, and the advantages computed anew."""
     rewards = [table["reward"][row].as_py() for table in tables for row in range(table.num_rows)]
-    usable = [[status == "ok" for status in table["status"][row].as_py()] for table in tables for row in range(table.num_rows)]
-    places = [(group, index) for group, flags in enumerate(usable) for index, use in enumerate(flags) if use]
+    usable = [
+        [status == "ok" for status in table["status"][row].as_py()]
+        for table in tables
+        for row in range(table.num_rows)
+    ]
+    places = [
+        (group, index)
+        for group, flags in enumerate(usable)
+        for index, use in enumerate(flags)
+        if use
+    ]
     drawn = [rewards[group][index] for group, index in places]
-    for (group, index), source in zip(places, np.random.default_rng(seed).permutation(len(drawn)), strict=True):
+    for (group, index), source in zip(
+        places, np.random.default_rng(seed).permutation(len(drawn)), strict=True
+    ):
         rewards[group][index] = drawn[source]
-    advantages = [group_advantages(group, flags, advantage) for group, flags in zip(rewards, usable, strict=True)]
+    advantages = [
+        group_advantages(group, flags, advantage)
+        for group, flags in zip(rewards, usable, strict=True)
+    ]
     shuffled, start = [], 0
     for table in tables:
         for name, values in (("reward", rewards), ("advantage", advantages)):
@@ -163,20 +191,36 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
     statuses, advantages = table["status"][row].as_py(), table["advantage"][row].as_py()
     nested = [table[name][row].values for name in ("completion_ids", "loss_mask", "logprobs")]
     spans = table["versions"][row].values
-    reference = table[REFERENCE_COLUMN][row].values if REFERENCE_COLUMN in table.column_names else None
-    per_token = table[TOKEN_REWARDS_COLUMN][row].as_py() if TOKEN_REWARDS_COLUMN in table.column_names else None
+    reference = (
+        table[REFERENCE_COLUMN][row].values if REFERENCE_COLUMN in table.column_names else None
+    )
+    per_token = (
+        table[TOKEN_REWARDS_COLUMN][row].as_py()
+        if TOKEN_REWARDS_COLUMN in table.column_names
+        else None
+    )
     ordinal = table["ordinal"][row].as_py()
     examples = []
     for index, status in enumerate(statuses):
         if status != "ok":
             continue
         if advantages[index] is None:
-            raise ValueError(f"group {ordinal}: trajectory {index} has status ok and no advantage; score it again")
-        ids, mask, logprobs = (values[index].values.to_numpy(zero_copy_only=False) for values in nested)
+            raise ValueError(
+                f"group {ordinal}: trajectory {index} has status ok and no advantage; score it again"
+            )
+        ids, mask, logprobs = (
+            values[index].values.to_numpy(zero_copy_only=False) for values in nested
+        )
         tokens = np.concatenate([prompt, ids]).astype(np.int64)
         versions = _token_versions(spans[index].values)
-        referred = reference[index].values.to_numpy(zero_copy_only=False) if reference is not None else None
-        token_rewards = np.asarray(per_token[index], dtype=np.float32) if per_token is not None else None
+        referred = (
+            reference[index].values.to_numpy(zero_copy_only=False)
+            if reference is not None
+            else None
+        )
+        token_rewards = (
+            np.asarray(per_token[index], dtype=np.float32) if per_token is not None else None
+        )
         examples.append(
             Example(
                 tokens=tokens,
@@ -195,7 +239,9 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
 
 
 def _token_versions(spans: pa.StructArray) -> np.ndarray:
-    version, start, end = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("version", "start", "end"))
+    version, start, end = (
+        spans.field(name).to_numpy(zero_copy_only=False) for name in ("version", "start", "end")
+    )
     return np.repeat(version, end - start)
 
 
@@ -207,14 +253,25 @@ def token_example(row: TokenRow) -> Example:
     """
     prompt, following = (np.asarray(part, dtype=np.int64) for part in row)
     if not prompt.size or not following.size:
-        raise ValueError(f"a row of {prompt.size} prompt and {following.size} following tokens has nothing to predict; give at least one of each")
-    return plain_example(np.concatenate([prompt, following]), prompt.size, np.ones(following.size, dtype=bool))
+        raise ValueError(
+            f"a row of {prompt.size} prompt and {following.size} following tokens has nothing to predict; give at least one of each"
+        )
+    return plain_example(
+        np.concatenate([prompt, following]), prompt.size, np.ones(following.size, dtype=bool)
+    )
 
 
 def plain_example(tokens: np.ndarray, prompt_length: int, loss_mask: np.ndarray) -> Example:
     """Log-prob 0 and advantage 1 for every token after the first `prompt_length`."""
     count = len(loss_mask)
-    return Example(tokens, prompt_length, loss_mask, np.zeros(count, dtype=np.float32), 1.0, np.zeros(count, dtype=np.int32))
+    return Example(
+        tokens,
+        prompt_length,
+        loss_mask,
+        np.zeros(count, dtype=np.float32),
+        1.0,
+        np.zeros(count, dtype=np.int32),
+    )
 
 
 def with_values(example: Example, values: np.ndarray, gamma: float, lam: float) -> Example:
@@ -233,7 +290,11 @@ def with_values(example: Example, values: np.ndarray, gamma: float, lam: float) 
 
 
 def micro_batch(
-    examples: Sequence[Example], indices: Sequence[int], device: torch.device | str, weights: Sequence[float] | None = None, version: int = 0
+    examples: Sequence[Example],
+    indices: Sequence[int],
+    device: torch.device | str,
+    weights: Sequence[float] | None = None,
+    version: int = 0,
 ) -> MicroBatch:
     """Pack these trajectories, longest first. Without any, one token without loss stands in, so that the rank takes part in the collectives.
 
@@ -251,7 +312,11 @@ def micro_batch(
 
     def optional(name: str) -> Tensor | None:
         """What every example of a step has, or none."""
-        parts = [getattr(example, name)[at].astype(np.float32) for example, at in zip(chosen, masked, strict=True) if getattr(example, name) is not None]
+        parts = [
+            getattr(example, name)[at].astype(np.float32)
+            for example, at in zip(chosen, masked, strict=True)
+            if getattr(example, name) is not None
+        ]
         return joined(parts) if parts else None
 
     def joined(parts: Sequence[np.ndarray]) -> Tensor:
@@ -261,15 +326,41 @@ def micro_batch(
         input_ids=joined([example.tokens[:-1] for example in chosen])[None],
         position_ids=joined([np.arange(length) for length in lengths])[None],
         segments=Segments.of(lengths, device),
-        select=joined([start + example.prompt_length - 1 + at for start, example, at in zip(starts, chosen, masked, strict=True)]),
-        targets=joined([example.tokens[example.prompt_length + at] for example, at in zip(chosen, masked, strict=True)]),
-        behaviour_logprobs=joined([example.behaviour_logprobs[at] for example, at in zip(chosen, masked, strict=True)]),
-        advantages=joined([_per_token(example)[at] for example, at in zip(chosen, masked, strict=True)]),
+        select=joined(
+            [
+                start + example.prompt_length - 1 + at
+                for start, example, at in zip(starts, chosen, masked, strict=True)
+            ]
+        ),
+        targets=joined(
+            [
+                example.tokens[example.prompt_length + at]
+                for example, at in zip(chosen, masked, strict=True)
+            ]
+        ),
+        behaviour_logprobs=joined(
+            [example.behaviour_logprobs[at] for example, at in zip(chosen, masked, strict=True)]
+        ),
+        advantages=joined(
+            [_per_token(example)[at] for example, at in zip(chosen, masked, strict=True)]
+        ),
         order=order,
         counts=tuple(len(at) for at in masked),
-        weights=joined([np.full(len(at), weights[index] if weights else 1.0, dtype=np.float32) for index, at in zip(order, masked, strict=True)]),
-        sequence=joined([np.full(len(at), segment, dtype=np.int64) for segment, at in enumerate(masked)]),
-        ages=joined([(version - example.versions[at]).astype(np.float32) for example, at in zip(chosen, masked, strict=True)]),
+        weights=joined(
+            [
+                np.full(len(at), weights[index] if weights else 1.0, dtype=np.float32)
+                for index, at in zip(order, masked, strict=True)
+            ]
+        ),
+        sequence=joined(
+            [np.full(len(at), segment, dtype=np.int64) for segment, at in enumerate(masked)]
+        ),
+        ages=joined(
+            [
+                (version - example.versions[at]).astype(np.float32)
+                for example, at in zip(chosen, masked, strict=True)
+            ]
+        ),
         reference_logprobs=optional("reference_logprobs"),
         returns=optional("returns"),
     )
@@ -283,4 +374,17 @@ def _per_token(example: Example) -> np.ndarray:
 def _empty(device: torch.device | str) -> MicroBatch:
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     none, no_float = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, device=device)
-    return MicroBatch(zero, zero, Segments.of([1], device), none, none, no_float, no_float, (), (), no_float, none, no_float)
+    return MicroBatch(
+        zero,
+        zero,
+        Segments.of([1], device),
+        none,
+        none,
+        no_float,
+        no_float,
+        (),
+        (),
+        no_float,
+        none,
+        no_float,
+    )

@@ -34,7 +34,9 @@ class _SummingWriter(TorchCheckpointEngine):  # type: ignore[misc]
         self.files[Path(path)] = write_summed(Path(path), partial(torch.save, state_dict))
 
 
-def save_rank(engine: Any, directory: Path, rank: int, counters: dict[str, int], norms: list[float]) -> dict[str, Written]:
+def save_rank(
+    engine: Any, directory: Path, rank: int, counters: dict[str, int], norms: list[float]
+) -> dict[str, Written]:
     """Write this rank's shards, RNG state and the last gradient norms under `directory` (a collective); rank 0 writes counters.json as well.
 
     Returns:
@@ -44,15 +46,21 @@ def save_rank(engine: Any, directory: Path, rank: int, counters: dict[str, int],
     engine.checkpoint_engine = _SummingWriter(engine._config, files)
     engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
     own = _rank_file(directory, rank)
-    files[own] = write_summed(own, partial(torch.save, {"rng": torch.get_rng_state(), "norms": norms}))
+    files[own] = write_summed(
+        own, partial(torch.save, {"rng": torch.get_rng_state(), "norms": norms})
+    )
     if rank == 0:
         text = json.dumps(counters).encode()
-        files[directory / COUNTERS] = write_summed(directory / COUNTERS, lambda file: file.write(text))
+        files[directory / COUNTERS] = write_summed(
+            directory / COUNTERS, lambda file: file.write(text)
+        )
         files |= {script: size_and_checksum(script) for script in directory.glob(SCRIPTS)}
     return {str(path.relative_to(directory)): written for path, written in files.items()}
 
 
-def load_rank(engine: Any, directory: Path, rank: int, world_size: int) -> tuple[dict[str, int], list[float]]:
+def load_rank(
+    engine: Any, directory: Path, rank: int, world_size: int
+) -> tuple[dict[str, int], list[float]]:
     """Restore what `save_rank` wrote (a collective); return counters and norms. The optimizer's state is restored, its settings (weight decay, betas,
     epsilon) stay this run's. The shards are pickles: load only what this project wrote.
 
@@ -68,12 +76,21 @@ def load_rank(engine: Any, directory: Path, rank: int, world_size: int) -> tuple
             )
         own = torch.load(_rank_file(directory, rank), weights_only=True)
     except FileNotFoundError as error:
-        raise ValueError(f"learner state {str(directory)!r} has no {Path(error.filename).name}; name a complete checkpoint") from None
-    settings = [{name: value for name, value in group.items() if name != "params"} for group in engine.optimizer.param_groups]
+        raise ValueError(
+            f"learner state {str(directory)!r} has no {Path(error.filename).name}; name a complete checkpoint"
+        ) from None
+    settings = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in engine.optimizer.param_groups
+    ]
     loaded, _ = engine.load_checkpoint(str(directory), tag=TAG, load_lr_scheduler_states=False)
     if loaded is None:
-        raise ValueError(f"learner state {str(directory)!r} cannot be read; name a complete checkpoint")
-    for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):  # torch takes the groups of the file whole
+        raise ValueError(
+            f"learner state {str(directory)!r} cannot be read; name a complete checkpoint"
+        )
+    for group, ours in zip(
+        engine.optimizer.param_groups, settings, strict=True
+    ):  # torch takes the groups of the file whole
         group.update(ours)
     torch.set_rng_state(own["rng"])
     return counters, own["norms"]

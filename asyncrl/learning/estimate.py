@@ -76,16 +76,34 @@ def estimate(config: Config) -> Needs:
     learner = config.learner
     version = outline(config.model.path)
     total, largest = parameter_counts(version.parameters)
-    offload = {"cpu_offload": learner.offload_optimizer == "cpu", "cpu_offload_params": learner.offload_param == "cpu"}
-    host, device, _ = estimate_zero3_model_states_mem_needs(total, largest, num_gpus_per_node=learner.world_size, num_nodes=1, **offload)
+    offload = {
+        "cpu_offload": learner.offload_optimizer == "cpu",
+        "cpu_offload_params": learner.offload_param == "cpu",
+    }
+    host, device, _ = estimate_zero3_model_states_mem_needs(
+        total, largest, num_gpus_per_node=learner.world_size, num_nodes=1, **offload
+    )
     bucket = max(config.weights.bucket_bytes, version.largest * ITEM_BYTES[config.model.dtype])
     tree = json.loads((Path(config.model.path) / "config.json").read_text())
     text = tree.get("text_config", tree)
     vocabulary = int(text["vocab_size"])
     width = _size_of(text, WIDTH)
-    chunk = min(max(chunk_elements(learner.logprob_bytes), vocabulary), learner.max_tokens_per_gpu * vocabulary)
-    logits = 4 * (LIVE_CHUNKS * chunk + (HEAD_GRADIENTS + learner.cast_lm_head_to_fp32) * vocabulary * width)
-    return Needs(total, largest, device, host // learner.world_size, 2 * min(bucket, version.nbytes(config.model.dtype)), logits, _scores(config, tree, text))
+    chunk = min(
+        max(chunk_elements(learner.logprob_bytes), vocabulary),
+        learner.max_tokens_per_gpu * vocabulary,
+    )
+    logits = 4 * (
+        LIVE_CHUNKS * chunk + (HEAD_GRADIENTS + learner.cast_lm_head_to_fp32) * vocabulary * width
+    )
+    return Needs(
+        total,
+        largest,
+        device,
+        host // learner.world_size,
+        2 * min(bucket, version.nbytes(config.model.dtype)),
+        logits,
+        _scores(config, tree, text),
+    )
 
 
 def _scores(config: Config, tree: dict[str, Any], text: dict[str, Any]) -> int:
@@ -93,7 +111,12 @@ def _scores(config: Config, tree: dict[str, Any], text: dict[str, Any]) -> int:
     if not squares_scores(tree):
         return 0
     layers = 1 if config.learner.gradient_checkpointing else _size_of(text, LAYERS)
-    return 4 * _size_of(text, HEADS) * config.longest_trajectory**2 * (KEPT_SCORES * layers + LIVE_SCORES)
+    return (
+        4
+        * _size_of(text, HEADS)
+        * config.longest_trajectory**2
+        * (KEPT_SCORES * layers + LIVE_SCORES)
+    )
 
 
 def _size_of(text: dict[str, Any], names: tuple[str, ...]) -> int:
@@ -115,8 +138,18 @@ def memory_text(config: Config) -> str:
     if needs.scores:
         rows.append(("scores of the longest trajectory, tokens squared", device, needs.scores))
     for place in sorted({device, "host"}):
-        rows.append(("all of it, without activations and libraries", place, sum(size for _, where, size in rows if where == place)))
-    note = "\n  offloading saves nothing on learner.device: cpu: both places are host memory" if on_cpu and learner.offload_optimizer == "cpu" else ""
+        rows.append(
+            (
+                "all of it, without activations and libraries",
+                place,
+                sum(size for _, where, size in rows if where == place),
+            )
+        )
+    note = (
+        "\n  offloading saves nothing on learner.device: cpu: both places are host memory"
+        if on_cpu and learner.offload_optimizer == "cpu"
+        else ""
+    )
     return "\n".join(
         [
             "# learner memory, per rank",
@@ -124,7 +157,11 @@ def memory_text(config: Config) -> str:
             f"offload_optimizer {learner.offload_optimizer}, offload_param {learner.offload_param}; the first two rows are DeepSpeed's own estimate",
             *(f"  {name:<50}{place:<5}{_size(size)}" for name, place, size in rows),
             f"  activations come on top: they grow with max_tokens_per_gpu {learner.max_tokens_per_gpu}, "
-            + ("and gradient_checkpointing keeps one input for each layer" if learner.gradient_checkpointing else "and gradient_checkpointing makes them small")
+            + (
+                "and gradient_checkpointing keeps one input for each layer"
+                if learner.gradient_checkpointing
+                else "and gradient_checkpointing makes them small"
+            )
             + note,
             f"  this machine: {_machine()}",
         ]
@@ -136,8 +173,14 @@ def _machine() -> str:
 
     memory = psutil.virtual_memory()
     host = f"{_size(memory.total).strip()} of memory, {_size(memory.available).strip()} of it free"
-    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    return f"{host}; " + (", ".join(f"{gpu.name} with {_size(gpu.total_memory).strip()}" for gpu in gpus) or "no GPU")
+    gpus = (
+        [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
+    )
+    return f"{host}; " + (
+        ", ".join(f"{gpu.name} with {_size(gpu.total_memory).strip()}" for gpu in gpus) or "no GPU"
+    )
 
 
 def _size(size: float) -> str:

@@ -60,11 +60,26 @@ def export_checkpoint(path: Path, target: Path) -> None:
         table = version_table(config.model.path)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"model.path = {config.model.path!r}, which the run began from, cannot be read ({reason}); put it back") from None
+        raise ConfigError(
+            f"model.path = {config.model.path!r}, which the run began from, cannot be read ({reason}); put it back"
+        ) from None
     weights = get_fp32_state_dict_from_zero_checkpoint(str(path / "learner"), tag=TAG)
-    own = {name: weights[PREFIX + name].contiguous().reshape(-1) for name in table.parameters if PREFIX + name in weights}
-    if strange := next((name for name, shape in table.parameters.items() if name not in own or own[name].numel() != math.prod(shape)), None):
-        raise ConfigError(f"{path} does not fit model.path = {config.model.path!r}: {strange} has no counterpart; put the model back as it was")
+    own = {
+        name: weights[PREFIX + name].contiguous().reshape(-1)
+        for name in table.parameters
+        if PREFIX + name in weights
+    }
+    if strange := next(
+        (
+            name
+            for name, shape in table.parameters.items()
+            if name not in own or own[name].numel() != math.prod(shape)
+        ),
+        None,
+    ):
+        raise ConfigError(
+            f"{path} does not fit model.path = {config.model.path!r}: {strange} has no counterpart; put the model back as it was"
+        )
     temporary = target.with_name(f".{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()

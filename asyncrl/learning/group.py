@@ -23,7 +23,15 @@ from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.shared import NotShared, Probe, Written, wait_until_seen
 from asyncrl.stacks import register_stacks, stack_of
 
-__all__ = ["LearnerDied", "LearnerError", "LearnerGroup", "PlacementError", "PlacementLost", "RankProcess", "rank_environment"]
+__all__ = [
+    "LearnerDied",
+    "LearnerError",
+    "LearnerGroup",
+    "PlacementError",
+    "PlacementLost",
+    "RankProcess",
+    "rank_environment",
+]
 
 STEPS = ("step", "supervised_step")
 SNAPSHOT = ".snapshot_"
@@ -85,7 +93,9 @@ class RankProcess:
 class LearnerGroup:
     """`Learner` on Ray actors. Make it with `LearnerGroup.create(config, run_id, attempt)`; end it with `close()`."""
 
-    def __init__(self, config: Config, placement: PlacementGroup, ranks: list[Any], attempt: int = 0) -> None:
+    def __init__(
+        self, config: Config, placement: PlacementGroup, ranks: list[Any], attempt: int = 0
+    ) -> None:
         self.config = config
         self.placement = placement
         self.ranks = ranks
@@ -110,24 +120,42 @@ class LearnerGroup:
             LearnerError: a rank failed.
         """
         placement = await _place(config)
-        ranks = [_start_actor(config, placement, rank, run_id, attempt) for rank in range(config.learner.world_size)]
+        ranks = [
+            _start_actor(config, placement, rank, run_id, attempt)
+            for rank in range(config.learner.world_size)
+        ]
         group = cls(config, placement, ranks, attempt)
-        group._processes = await group._results("register_stacks", [rank.register_stacks.remote() for rank in ranks])
+        group._processes = await group._results(
+            "register_stacks", [rank.register_stacks.remote() for rank in ranks]
+        )
         addresses = await group._all("node_address")
         address = "127.0.0.1" if len(set(addresses)) == 1 else addresses[0]
         port = await group._one(0, "listen", address)
         group.startup = (await group._all("start", address, port))[0]
-        group.startup["caches_removed"] = float(sum([await rank.caches_removed.remote() for rank in ranks]))
+        group.startup["caches_removed"] = float(
+            sum([await rank.caches_removed.remote() for rank in ranks])
+        )
         return group
 
     async def stacks(self) -> list[str]:
         """What each rank does just now, in the middle of a call too."""
-        paths = [stacks_path(self.config, self.attempt, rank) for rank in range(len(self._processes))]
-        return list(await asyncio.gather(*(stack_of(*process, path) for process, path in zip(self._processes, paths, strict=True))))
+        paths = [
+            stacks_path(self.config, self.attempt, rank) for rank in range(len(self._processes))
+        ]
+        return list(
+            await asyncio.gather(
+                *(
+                    stack_of(*process, path)
+                    for process, path in zip(self._processes, paths, strict=True)
+                )
+            )
+        )
 
     async def say(self) -> tuple[None, str]:
         """For the watchdog: nothing that moves within a call can be seen; what the ranks do."""
-        return None, "; ".join(f"rank {rank}: {stack}" for rank, stack in enumerate(await self.stacks()))
+        return None, "; ".join(
+            f"rank {rank}: {stack}" for rank, stack in enumerate(await self.stacks())
+        )
 
     async def step(self, batch: Sequence[Scored]) -> StepResult:
         """One policy step on these groups."""
@@ -141,7 +169,11 @@ class LearnerGroup:
 
     async def save(self, directory: Path) -> dict[str, Written]:
         """Write the learner's state under `directory`. Returns what the ranks wrote: name relative to `directory` → size and checksum."""
-        return {name: written for files in await self._all("save", Path(directory).absolute()) for name, written in files.items()}
+        return {
+            name: written
+            for files in await self._all("save", Path(directory).absolute())
+            for name, written in files.items()
+        }
 
     async def check_shared(self, directory: Path) -> None:
         """Prove that each rank's node and this one see the same `directory`, which exists.
@@ -166,10 +198,21 @@ class LearnerGroup:
     async def export_hf(self, directory: Path, tokenizer_source: str | None = None) -> None:
         """Write a Hugging Face directory; the tokenizer comes from `tokenizer_source`, else from model.path. Raises NotShared if this process does not
         see it."""
-        files = (await self._all("export_hf", Path(directory).absolute(), tokenizer_source or self.config.model.path))[0]
-        await asyncio.to_thread(wait_until_seen, Path(directory).absolute(), files, "put it on storage that every node mounts at the same path")
+        files = (
+            await self._all(
+                "export_hf", Path(directory).absolute(), tokenizer_source or self.config.model.path
+            )
+        )[0]
+        await asyncio.to_thread(
+            wait_until_seen,
+            Path(directory).absolute(),
+            files,
+            "put it on storage that every node mounts at the same path",
+        )
 
-    async def supervised_step(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, float]:
+    async def supervised_step(
+        self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> dict[str, float]:
         """One supervised step on (prompt ids, target ids). Returns its metrics."""
         metrics: dict[str, float] = (await self._all("supervised_step", rows))[0]
         return metrics
@@ -178,7 +221,9 @@ class LearnerGroup:
         """Share of rows whose target ids are all the argmax, 0..1."""
         return float((await self._all("exact_match", rows))[0])
 
-    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float = 1.0) -> list[Any]:
+    async def logprobs(
+        self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float = 1.0
+    ) -> list[Any]:
         """Log-probs of each row's second ids: one float32 array for each row."""
         parts = await self._all("logprobs", rows, temperature)
         merged = {index: values for part in parts for index, values in part.items()}
@@ -187,7 +232,9 @@ class LearnerGroup:
     async def snapshot(self) -> None:
         """Remember weights and optimizer; the snapshot before is forgotten."""
         make_directory(self.config.run_directory)
-        directory = tempfile.TemporaryDirectory(prefix=SNAPSHOT, dir=self.config.run_directory)  # every rank's node sees that place
+        directory = tempfile.TemporaryDirectory(
+            prefix=SNAPSHOT, dir=self.config.run_directory
+        )  # every rank's node sees that place
         await self.save(Path(directory.name))
         self._forget_snapshot()
         self._snapshot = directory
@@ -212,35 +259,51 @@ class LearnerGroup:
 
     async def _one(self, rank: int, method: str, *arguments: Any) -> Any:
         async with self._turn:
-            return (await self._results(method, [self.ranks[rank].call.remote(method, *arguments)]))[0]
+            return (
+                await self._results(method, [self.ranks[rank].call.remote(method, *arguments)])
+            )[0]
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on every rank and wait for all of them. The first failure ends them all."""
         async with self._turn:
             if not self.ranks:
-                failed = self._failed or LearnerError(f"the learner is closed, so {method} cannot run; make a new one")
+                failed = self._failed or LearnerError(
+                    f"the learner is closed, so {method} cannot run; make a new one"
+                )
                 raise type(failed)(*failed.args)
             # In a list, a reference stays a reference: each rank fetches the rows itself.
-            return await self._results(method, [rank.call.remote(method, *arguments) for rank in self.ranks])
+            return await self._results(
+                method, [rank.call.remote(method, *arguments) for rank in self.ranks]
+            )
 
     async def _results(self, method: str, calls: list[Any]) -> list[Any]:
         waiting = [asyncio.ensure_future(_result(call)) for call in calls]
         try:
-            _, silent = await asyncio.wait(waiting, timeout=self.config.learner.call_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            _, silent = await asyncio.wait(
+                waiting,
+                timeout=self.config.learner.call_timeout_s,
+                return_when=asyncio.FIRST_EXCEPTION,
+            )
             if silent and not any(task.done() and task.exception() for task in waiting):
-                await self._give_up([rank for rank, task in enumerate(waiting) if task in silent], method)
+                await self._give_up(
+                    [rank for rank, task in enumerate(waiting) if task in silent], method
+                )
             results = [await task for task in waiting]
             self.answered += 1
             return results
         except RayError:
             failed, error = await _first_failure(waiting)
             kind = LearnerDied if isinstance(error, DEATHS) else LearnerError
-            self._failed = kind(f"learner rank {failed} failed in {method}: {_cause(error, method)}")
+            self._failed = kind(
+                f"learner rank {failed} failed in {method}: {_cause(error, method)}"
+            )
             self._end()
             raise self._failed from error
         except asyncio.CancelledError:
             # Ranks in mid-collective cannot be called back one by one.
-            self._failed = LearnerError(f"the learner was ended in {method}: its caller was cancelled")
+            self._failed = LearnerError(
+                f"the learner was ended in {method}: its caller was cancelled"
+            )
             self._end()
             raise
         finally:
@@ -251,7 +314,9 @@ class LearnerGroup:
         names = f"learner rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
         limit = f"learner.call_timeout_s = {self.config.learner.call_timeout_s:g} s"
         _, stacks = await self.say()
-        self._failed = LearnerDied(f"{names} did not answer {method} within {limit}, and counts as died; raise that if the call takes longer ({stacks})")
+        self._failed = LearnerDied(
+            f"{names} did not answer {method} within {limit}, and counts as died; raise that if the call takes longer ({stacks})"
+        )
         self._end()
         raise self._failed
 
@@ -278,7 +343,11 @@ async def _first_failure(waiting: Sequence[asyncio.Future[Any]]) -> tuple[int, B
     death: it is waited for a moment, and counts."""
     deadline = time.monotonic() + DEATH_KNOWN_S
     while True:
-        failures = [(rank, error) for rank, task in enumerate(waiting) if task.done() and (error := task.exception()) is not None]
+        failures = [
+            (rank, error)
+            for rank, task in enumerate(waiting)
+            if task.done() and (error := task.exception()) is not None
+        ]
         deaths = [failure for failure in failures if isinstance(failure[1], DEATHS)]
         unfinished = [task for task in waiting if not task.done()]
         left = deadline - time.monotonic()
@@ -294,7 +363,11 @@ def _cause(error: RayError, method: str) -> str:
     if isinstance(error, OutOfMemoryError):
         return f"Ray ended it because the machine ran out of memory; {LESS_MEMORY}"
     if isinstance(error, RayActorError):
-        hint = f"; in a step that is often the machine's memory: {LESS_MEMORY}" if method in STEPS else ""
+        hint = (
+            f"; in a step that is often the machine's memory: {LESS_MEMORY}"
+            if method in STEPS
+            else ""
+        )
         return f"its process died; its log is in the Ray session's folder{hint}"
     return " ".join(str(error).split())
 
@@ -332,7 +405,10 @@ def resource_table(needed: dict[str, float]) -> str:
     """What is needed, what the cluster has registered, and what is free, as text."""
     registered, free = ray.cluster_resources(), ray.available_resources()
     rows = [f"{'resource':<10} {'needed':>8} {'registered':>11} {'free':>8}"]
-    rows += [f"{name:<10} {amount:>8g} {registered.get(name, 0):>11g} {free.get(name, 0):>8g}" for name, amount in needed.items()]
+    rows += [
+        f"{name:<10} {amount:>8g} {registered.get(name, 0):>11g} {free.get(name, 0):>8g}"
+        for name, amount in needed.items()
+    ]
     return "\n".join(rows)
 
 
@@ -348,9 +424,19 @@ def rank_environment(config: Config) -> dict[str, str]:
     }
 
 
-def _start_actor(config: Config, placement: PlacementGroup, rank: int, run_id: str, attempt: int) -> Any:
+def _start_actor(
+    config: Config, placement: PlacementGroup, rank: int, run_id: str, attempt: int
+) -> Any:
     environment = rank_environment(config)
     strategy = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
-    options = {"num_cpus": _bundle(config).get("CPU", 0.0), "num_gpus": _bundle(config).get("GPU", 0.0)}
-    actor = ray.remote(RankProcess).options(**options, scheduling_strategy=strategy, runtime_env={"env_vars": environment}, max_restarts=0)
+    options = {
+        "num_cpus": _bundle(config).get("CPU", 0.0),
+        "num_gpus": _bundle(config).get("GPU", 0.0),
+    }
+    actor = ray.remote(RankProcess).options(
+        **options,
+        scheduling_strategy=strategy,
+        runtime_env={"env_vars": environment},
+        max_restarts=0,
+    )
     return actor.remote(rank, config, run_id, attempt)

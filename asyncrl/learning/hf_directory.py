@@ -19,14 +19,21 @@ from asyncrl.weights.stored import INDEX
 
 __all__ = ["HfDirectory"]
 
-COPIED = ("generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+COPIED = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 """Of the checkpoint, where it has them. vLLM needs a processor for a model that also sees."""
 
 
 class HfDirectory:
     """Written bucket by bucket into a directory that exists, then finished."""
 
-    def __init__(self, directory: str | Path, table: VersionTable, dtype: str, bucket_bytes: int) -> None:
+    def __init__(
+        self, directory: str | Path, table: VersionTable, dtype: str, bucket_bytes: int
+    ) -> None:
         """
         Args:
             dtype: of the parameters, as torch names it.
@@ -34,13 +41,18 @@ class HfDirectory:
         """
         self.directory, self.table, self.dtype = Path(directory), table, dtype
         self.entries, self.sizes = weight_layout(table, dtype, bucket_bytes)
-        self.files = [f"model-{number + 1:05d}-of-{len(self.sizes):05d}.safetensors" for number in range(len(self.sizes))]
+        self.files = [
+            f"model-{number + 1:05d}-of-{len(self.sizes):05d}.safetensors"
+            for number in range(len(self.sizes))
+        ]
 
     def write(self, number: int, content: np.ndarray) -> None:
         """One bucket [sizes[number]] uint8, as a file."""
         flat = torch.from_numpy(content)
         tensors = {
-            entry.name: flat[entry.offset : entry.offset + entry.nbytes].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+            entry.name: flat[entry.offset : entry.offset + entry.nbytes]
+            .view(TORCH_DTYPES[entry.dtype])
+            .view(entry.shape)
             for entry in self.entries
             if entry.bucket == number
         }
@@ -49,11 +61,17 @@ class HfDirectory:
     def finish(self, model_path: str | Path, tokenizer_source: str) -> None:
         """The index, and the checkpoint's settings with the type that was written."""
         weight_map = {entry.name: self.files[entry.bucket] for entry in self.entries}
-        index = {"metadata": {"total_size": sum(entry.nbytes for entry in self.entries)}, "weight_map": weight_map}
+        index = {
+            "metadata": {"total_size": sum(entry.nbytes for entry in self.entries)},
+            "weight_map": weight_map,
+        }
         replace_text(self.directory / INDEX, json.dumps(index, indent=2))
         settings = json.loads((Path(model_path) / "config.json").read_text())
         settings.setdefault("architectures", [self.table.architecture])
-        replace_text(self.directory / "config.json", json.dumps({**_typed(settings, self.dtype), "dtype": self.dtype}, indent=2) + "\n")
+        replace_text(
+            self.directory / "config.json",
+            json.dumps({**_typed(settings, self.dtype), "dtype": self.dtype}, indent=2) + "\n",
+        )
         for name in COPIED:
             if (Path(model_path) / name).exists():
                 shutil.copyfile(Path(model_path) / name, self.directory / name)

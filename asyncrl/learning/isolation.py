@@ -71,4 +71,6 @@ def check_isolation(
     behind, behind_other = (logprobs(row, probed)[-probed.loss_tokens :] for row in (first, other))
     leak = max(float((behind - behind_other).abs().max()), float((alone - behind).abs().mean()))
     if not leak <= TOLERANCE[dtype]:
-        raise ValueError(f"model.path = {model!r} carries one packed trajectory into the next: log-probs change by {leak:.2g} with what lies before; {WAY_OUT}")
+        raise ValueError(
+            f"model.path = {model!r} carries one packed trajectory into the next: log-probs change by {leak:.2g} with what lies before; {WAY_OUT}"
+        )

@@ -68,7 +68,9 @@ def keep_batch(directory: Path, moment: str, reason: str, tables: Sequence[pa.Ta
         path = _write(directory, moment, reason, tables)
     except (OSError, EscapesDirectory, pa.ArrowException) as error:
         return f"its batch could not be kept in {directory}: {' '.join(str(error).split())}"
-    return f"its batch is {path}" if path else f"its batch was not kept, there are {KEPT} of that kind"
+    return (
+        f"its batch is {path}" if path else f"its batch was not kept, there are {KEPT} of that kind"
+    )
 
 
 def _write(directory: Path, moment: str, reason: str, tables: Sequence[pa.Table]) -> Path | None:

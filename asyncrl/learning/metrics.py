@@ -16,7 +16,9 @@ from asyncrl.runtime.functions import FunctionError
 
 __all__ = ["StepSums", "step_metrics"]
 
-SUMS = tuple(field.name for field in fields(LossSums) if field.name not in ("ratio_max", "nonfinite", "own"))
+SUMS = tuple(
+    field.name for field in fields(LossSums) if field.name not in ("ratio_max", "nonfinite", "own")
+)
 NAMES = (*SUMS, "entropy", "nonfinite_loss", "nonfinite_gradient")
 
 
@@ -32,12 +34,17 @@ class StepSums:
     def add(self, sums: LossSums, entropy: Tensor) -> None:
         """Add one micro-batch; `entropy` is [N]."""
         if sums.own and set(sums.own) != set(self.own):
-            raise FunctionError(f"algorithm.loss gave the metrics {sorted(sums.own)}, and {sorted(self.own)} on made-up numbers; give the same in every call")
+            raise FunctionError(
+                f"algorithm.loss gave the metrics {sorted(sums.own)}, and {sorted(self.own)} on made-up numbers; give the same in every call"
+            )
         values = [getattr(sums, name) for name in SUMS] + [entropy.sum()]
         bad = sums.nonfinite + ~torch.isfinite(sums.loss)
         zero = torch.zeros_like(bad)
         self.sums += torch.stack(
-            [torch.as_tensor(value, device=bad.device).double() for value in (*values, bad, zero, *(sums.own.get(name, 0.0) for name in self.own))]
+            [
+                torch.as_tensor(value, device=bad.device).double()
+                for value in (*values, bad, zero, *(sums.own.get(name, 0.0) for name in self.own))
+            ]
         )
         self.ratio_max = torch.maximum(self.ratio_max, sums.ratio_max.double())
 
@@ -50,7 +57,9 @@ class StepSums:
         dist.all_reduce(self.sums)
         dist.all_reduce(self.ratio_max, op=dist.ReduceOp.MAX)
         names = (*NAMES, *(f"loss/{name}" for name in self.own))
-        return dict(zip(names, self.sums.tolist(), strict=True)) | {"ratio_max": float(self.ratio_max)}
+        return dict(zip(names, self.sums.tolist(), strict=True)) | {
+            "ratio_max": float(self.ratio_max)
+        }
 
 
 def step_metrics(
@@ -82,18 +91,25 @@ def step_metrics(
         "imbalance": plan.imbalance,
         "ratio_mean": totals["ratio"] / tokens,
         "ratio_max": totals["ratio_max"],
-        "ess": min(1.0, totals["ratio"] ** 2 / (tokens * totals["ratio_squared"])) if totals["ratio_squared"] else float("nan"),
+        "ess": min(1.0, totals["ratio"] ** 2 / (tokens * totals["ratio_squared"]))
+        if totals["ratio_squared"]
+        else float("nan"),
         "chi2": (totals["ratio_squared"] - 2 * totals["ratio"]) / tokens + 1,
         "clip_fraction": totals["clipped"] / tokens,
         "mask_fraction": totals["masked"] / tokens,
-        **{f"mask_fraction/{reason}": totals[f"masked_{reason}"] / tokens for reason in ("band", "rejected", "sequence")},
+        **{
+            f"mask_fraction/{reason}": totals[f"masked_{reason}"] / tokens
+            for reason in ("band", "rejected", "sequence")
+        },
         "capped_fraction": totals["capped"] / tokens,
         "weight_mean": totals["weight"] / tokens,
         "kl_k1": totals["kl_k1"] / tokens,
         "kl_k3": totals["kl_k3"] / tokens,
         "kl_reference": totals["kl_reference"] / tokens,
         "value_loss": totals["value_loss"],
-        "in_flight_drift": totals["drift"] / totals["drift_tokens"] if totals["drift_tokens"] else float("nan"),
+        "in_flight_drift": totals["drift"] / totals["drift_tokens"]
+        if totals["drift_tokens"]
+        else float("nan"),
         "in_flight_drift_tokens": totals["drift_tokens"],
         "entropy": totals["entropy"] / tokens,
         "nonfinite_loss": totals["nonfinite_loss"],

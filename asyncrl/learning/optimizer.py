@@ -25,13 +25,22 @@ def make_optimizer(policy: nn.Module, config: LearnerConfig) -> torch.optim.Opti
     groups = parameter_groups(policy.named_parameters(), config.weight_decay)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0)
-    return torch.optim.AdamW(groups, lr=0.0, betas=config.adam_betas, eps=config.adam_eps, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=0.0, betas=config.adam_betas, eps=config.adam_eps, fused=True
+    )
 
 
-def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+) -> list[dict[str, Any]]:
     """The parameters as groups for an optimizer, in a fixed order; groups without any are left out."""
     groups = {
-        (decayed, value): {"params": [], "weight_decay": weight_decay if decayed else 0.0, "decayed": decayed, "value_head": value}
+        (decayed, value): {
+            "params": [],
+            "weight_decay": weight_decay if decayed else 0.0,
+            "decayed": decayed,
+            "value_head": value,
+        }
         for value in (False, True)
         for decayed in (True, False)
     }
@@ -44,8 +53,14 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: fl
 def decays(name: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay acts on a parameter: on matrices and embeddings, and not on norms, biases, or what the
     model itself marks (a state's decay rates). An expert's biases are a matrix, and are told by their name."""
-    dimensions = len(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves an empty tensor in its place
-    return dimensions > 1 and not name.endswith("bias") and not getattr(parameter, "_no_weight_decay", False)
+    dimensions = len(
+        getattr(parameter, "ds_shape", parameter.shape)
+    )  # ZeRO-3 leaves an empty tensor in its place
+    return (
+        dimensions > 1
+        and not name.endswith("bias")
+        and not getattr(parameter, "_no_weight_decay", False)
+    )
 
 
 def set_learning_rates(optimizer: Any, learning_rate: float, value_learning_rate: float) -> None:

@@ -38,7 +38,9 @@ def advice(config: Config, tokens: int, segments: int = 2) -> str:
     trajectory allows that. No cap makes one trajectory smaller."""
     learner, longest = config.learner, config.longest_trajectory
     # The reference policy shares no rows.
-    least = longest if config.algorithm.has_reference else -(-longest // learner.sequence_parallel_size)
+    least = (
+        longest if config.algorithm.has_reference else -(-longest // learner.sequence_parallel_size)
+    )
     held = min(learner.max_tokens_per_gpu, -(-tokens // learner.sequence_parallel_size))
     if segments > 1 and (lower := max(held // 2, least)) < held:
         return f"set learner.max_tokens_per_gpu: {lower}"
@@ -52,4 +54,6 @@ def advice(config: Config, tokens: int, segments: int = 2) -> str:
 
 def _ran_out(error: Exception) -> bool:
     """Whether this is torch's error of a device, that of its allocator for host memory, or Python's own."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(
+        error, (MemoryError, torch.OutOfMemoryError)
+    ) or "DefaultCPUAllocator: can't allocate memory" in str(error)

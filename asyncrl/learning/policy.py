@@ -11,11 +11,25 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from asyncrl.algorithms.logprobs import PLAIN_HEAD, HeadSettings, LogitMap, chunk_elements, greedy_tokens, token_logprobs
+from asyncrl.algorithms.logprobs import (
+    PLAIN_HEAD,
+    HeadSettings,
+    LogitMap,
+    chunk_elements,
+    greedy_tokens,
+    token_logprobs,
+)
 from asyncrl.config import LearnerConfig
 from asyncrl.learning.attention import Segments, register_attention
 from asyncrl.learning.batches import MicroBatch
-from asyncrl.learning.supported import NO_SHARES, WAY_OUT, Packing, caps_attention, chosen_packing, logit_change
+from asyncrl.learning.supported import (
+    NO_SHARES,
+    WAY_OUT,
+    Packing,
+    caps_attention,
+    chosen_packing,
+    logit_change,
+)
 from asyncrl.learning.ulysses import SequenceGroup
 
 __all__ = ["Policy", "checkpoint_activations", "head_settings", "load_policy"]
@@ -43,10 +57,17 @@ class Policy(nn.Module):
         self.model = model
         self.value_head = _value_head(model) if values else None
         """Beside the model, so that it is neither published nor exported."""
-        self.temperature, self.entropy_gradient, self.sequence_group, self.packing = temperature, entropy_gradient, sequence_group, packing
+        self.temperature, self.entropy_gradient, self.sequence_group, self.packing = (
+            temperature,
+            entropy_gradient,
+            sequence_group,
+            packing,
+        )
         self.head = head
         # Llama 4's text model has the prefix of its multimodal sibling.
-        self.backbone_name = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
+        self.backbone_name = (
+            model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
+        )
         self.logit_map = LogitMap(*logit_change(model.config.to_dict()))
         self.eval()
 
@@ -55,7 +76,13 @@ class Policy(nn.Module):
         router and layers left out at random are not part of the policy."""
         return super().train(False)
 
-    def forward(self, batch: MicroBatch, temperature: float | None = None, greedy: bool = False, plain: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self,
+        batch: MicroBatch,
+        temperature: float | None = None,
+        greedy: bool = False,
+        plain: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(log-probs [N] with gradient, entropy [N], with gradient if `entropy_gradient`, values [N] of the value head, or nothing) of the batch's
         targets; with `greedy`, (is the target the argmax [N] bool, nothing, nothing); with `plain`, (log-probs [N] as transformers computes them
         for a batch of one trajectory, nothing, nothing)."""
@@ -74,16 +101,28 @@ class Policy(nn.Module):
             return *group.whole(found[:2], first, len(batch.targets)), found[2]
         return tuple(group.whole(found, first, len(batch.targets)))
 
-    def _forward(self, batch: MicroBatch, temperature: float | None, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward(
+        self, batch: MicroBatch, temperature: float | None, greedy: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The same for the tokens that this rank has of the row."""
         output = self._hidden_states(batch)
         hidden = output[0, batch.select]
         scored, weight, bias = self._of_head(hidden)
         chosen = {"chunk_elements": self.head.chunk_elements, "logit_map": self.logit_map}
         if greedy:
-            return greedy_tokens(scored, weight, bias, **chosen) == batch.targets, hidden.new_zeros(0), hidden.new_zeros(0)
+            return (
+                greedy_tokens(scored, weight, bias, **chosen) == batch.targets,
+                hidden.new_zeros(0),
+                hidden.new_zeros(0),
+            )
         logprobs, entropy = token_logprobs(
-            scored, weight, batch.targets, temperature or self.temperature, bias, entropy_gradient=self.entropy_gradient, **chosen
+            scored,
+            weight,
+            batch.targets,
+            temperature or self.temperature,
+            bias,
+            entropy_gradient=self.entropy_gradient,
+            **chosen,
         )
         if not len(batch.targets):
             # An empty micro-batch, or a share without loss tokens, must still reach every parameter in the backward pass: its gradients take
@@ -107,12 +146,18 @@ class Policy(nn.Module):
         backbone = getattr(self.model, self.backbone_name)
         if self.packing == "none":
             if len(batch.segments.lengths) > 1:
-                raise ValueError(f"learner.packing: none takes one trajectory a forward, not {len(batch.segments.lengths)}; give each one alone")
+                raise ValueError(
+                    f"learner.packing: none takes one trajectory a forward, not {len(batch.segments.lengths)}; give each one alone"
+                )
             hidden: Tensor = backbone(input_ids=batch.input_ids, use_cache=False).last_hidden_state
             return hidden
         batch.segments.attended.clear()
         output = backbone(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, segments=batch.segments, sequence_group=self.sequence_group
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            segments=batch.segments,
+            sequence_group=self.sequence_group,
         )
         _check_attended(self.model, batch.segments)
         found: Tensor = output.last_hidden_state
@@ -128,7 +173,9 @@ class Policy(nn.Module):
         finally:
             if eager:
                 self.model.set_attn_implementation(chosen)
-        return (logits.float() / temperature).log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+        return (
+            (logits.float() / temperature).log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+        )
 
 
 def _value_head(model: PreTrainedModel) -> nn.Linear:
@@ -173,9 +220,13 @@ def load_policy(
     safe = {"trust_remote_code": False, "use_safetensors": True}
     own = "eager" if caps_attention(tree) else None
     attention = register_attention() if chosen == "rows" else own
-    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention, **safe)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=dtype, attn_implementation=attention, **safe
+    )
     if chosen == "rows" and (model._is_stateful or not model._supports_attention_backend):
-        raise ValueError(f"model.path = {path!r}: {type(model).__name__} carries a state or an attention of its own along the row; {WAY_OUT}")
+        raise ValueError(
+            f"model.path = {path!r}: {type(model).__name__} carries a state or an attention of its own along the row; {WAY_OUT}"
+        )
     return Policy(model, temperature, entropy_gradient, values, sequence_group, chosen, head)
 
 
@@ -195,10 +246,20 @@ def checkpoint_activations(policy: Policy) -> None:
     Raises:
         ValueError: transformers names no layers of this model that can be computed again.
     """
-    found = {name: module for name, module in policy.model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
-    layers = [module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)]
+    found = {
+        name: module
+        for name, module in policy.model.named_modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    }
+    layers = [
+        module
+        for name, module in found.items()
+        if not any(name.startswith(f"{other}.") for other in found)
+    ]
     if not layers or not policy.model.supports_gradient_checkpointing:
-        raise ValueError(f"learner.gradient_checkpointing: true is not possible with {type(policy.model).__name__}; set it to false")
+        raise ValueError(
+            f"learner.gradient_checkpointing: true is not possible with {type(policy.model).__name__}; set it to false"
+        )
     for layer in layers:
         # The reentrant kind passes no keyword tensors, and needs an input with a gradient: the embeddings of token ids have none.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

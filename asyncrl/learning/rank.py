@@ -21,7 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.algorithms.advantages import batch_normalised, moments_over_ranks, standardised
-from asyncrl.algorithms.losses import LossSums, own_metrics, policy_loss, supervised_loss, token_weights, truncated_weights
+from asyncrl.algorithms.losses import (
+    LossSums,
+    own_metrics,
+    policy_loss,
+    supervised_loss,
+    token_weights,
+    truncated_weights,
+)
 from asyncrl.config import Config
 from asyncrl.control.protocols import NOT_FINITE, NOTHING_TO_LEARN, Manifest, StepResult
 from asyncrl.data.balance import quadratic_cost
@@ -117,7 +124,15 @@ class LearnerRank:
         backend = "nccl" if learner.device == "cuda" else "gloo"
         if address == "127.0.0.1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        zero3.join_process_group(self.rank, learner.world_size, address, port, backend, self.listener, learner.call_timeout_s + COLLECTIVES_LONGER_S)
+        zero3.join_process_group(
+            self.rank,
+            learner.world_size,
+            address,
+            port,
+            backend,
+            self.listener,
+            learner.call_timeout_s + COLLECTIVES_LONGER_S,
+        )
         self.listener = None
         met = time.monotonic()
         # Before the engine: while that lives, transformers makes every model sharded.
@@ -127,13 +142,20 @@ class LearnerRank:
         self.own_metrics = own_metrics(algorithm)
         sequence_group = SequenceGroup.join(learner.sequence_parallel_size)
         self.engine, self.sharded = zero3.start_engine(
-            self.config.model.path, learner, self.config.rollout.temperature, algorithm.entropy_coef > 0, algorithm.advantage == "gae", sequence_group
+            self.config.model.path,
+            learner,
+            self.config.rollout.temperature,
+            algorithm.entropy_coef > 0,
+            algorithm.advantage == "gae",
+            sequence_group,
         )
         self.packing = zero3.policy_of(self.engine).packing
         self.parameters = dict(zero3.policy_of(self.engine).model.named_parameters())
         """Every parameter once, by its name in transformers: tied weights appear under the first one."""
         if strange := set(self.parameters) ^ set(self.table.parameters):
-            raise ValueError(f"model.path = {self.config.model.path!r}: {sorted(strange)[0]!r} is a parameter with its weights or without them, not both")
+            raise ValueError(
+                f"model.path = {self.config.model.path!r}: {sorted(strange)[0]!r} is a parameter with its weights or without them, not both"
+            )
         return {"meet_s": met - began, "engine_s": time.monotonic() - met}
 
     def step(self, refs: Sequence[Any]) -> StepResult:
@@ -143,25 +165,52 @@ class LearnerRank:
         """
         tables = groups_at(refs)
         if self.config.reward.shuffle:
-            tables = shuffle_rewards(tables, self.config.algorithm.advantage, (self.config.seed, self.applied))
+            tables = shuffle_rewards(
+                tables, self.config.algorithm.advantage, (self.config.seed, self.applied)
+            )
         scored = [example for table in tables for example in examples_of(table)]
         algorithm = self.config.algorithm
         examples = self._with_step_statistics(scored)
-        mean_weight = self._mean_weight(examples) if algorithm.correction.normalise and examples else 1.0
-        weights = token_weights([example.loss_tokens for example in examples], algorithm.loss_aggregation, self.config.rollout.max_completion_length)
+        mean_weight = (
+            self._mean_weight(examples) if algorithm.correction.normalise and examples else 1.0
+        )
+        weights = token_weights(
+            [example.loss_tokens for example in examples],
+            algorithm.loss_aggregation,
+            self.config.rollout.max_completion_length,
+        )
         version = self.applied
-        metrics = self._train(examples, weights, self._policy_loss(mean_weight), self._scheduled(self.learning_rate), self._scheduled(self.value_peak))
+        metrics = self._train(
+            examples,
+            weights,
+            self._policy_loss(mean_weight),
+            self._scheduled(self.learning_rate),
+            self._scheduled(self.value_peak),
+        )
         if metrics["applied"]:
             self.trained_tokens += int(metrics["tokens"])
             metrics["grad_norm_ratio"] = self.norms.ratio(metrics["grad_norm"])
         reason = "" if metrics["applied"] else NOT_FINITE if examples else NOTHING_TO_LEARN
         # The examples without statistics of the step, which spread a NaN to all.
         blame = partial(self._blame, scored, weights, self._policy_loss(1.0))
-        return StepResult(not reason, metrics, self._keep_if_bad(metrics, f"version_{version:06d}", tables, blame if examples else None), reason)
+        return StepResult(
+            not reason,
+            metrics,
+            self._keep_if_bad(
+                metrics, f"version_{version:06d}", tables, blame if examples else None
+            ),
+            reason,
+        )
 
     def _scheduled(self, peak: float) -> float:
         """The learning rate of the next step, of which `peak` is the highest."""
-        return learning_rate_at(self.applied, peak, self.warmup_steps, self.config.max_steps, self.config.learner.lr_scheduler_type)
+        return learning_rate_at(
+            self.applied,
+            peak,
+            self.warmup_steps,
+            self.config.max_steps,
+            self.config.learner.lr_scheduler_type,
+        )
 
     @property
     def value_peak(self) -> float:
@@ -170,8 +219,12 @@ class LearnerRank:
         return self.learning_rate if own is None else own
 
     def _policy_loss(self, mean_weight: float) -> Loss:
-        def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
-            return policy_loss(batch.policy_tokens(logprobs, values), self.config.algorithm, entropy, mean_weight)
+        def loss(
+            logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch
+        ) -> tuple[Tensor, LossSums]:
+            return policy_loss(
+                batch.policy_tokens(logprobs, values), self.config.algorithm, entropy, mean_weight
+            )
 
         return loss
 
@@ -182,31 +235,64 @@ class LearnerRank:
         if self.config.algorithm.advantage == "gae":
             return self._with_token_advantages(examples)
         if self.config.algorithm.advantage.startswith("reinforce_plus_plus"):
-            advantages = batch_normalised([float(example.advantage) for example in examples], [example.loss_tokens for example in examples])
-            return [replace(example, advantage=advantage) for example, advantage in zip(examples, advantages, strict=True)]
+            advantages = batch_normalised(
+                [float(example.advantage) for example in examples],
+                [example.loss_tokens for example in examples],
+            )
+            return [
+                replace(example, advantage=advantage)
+                for example, advantage in zip(examples, advantages, strict=True)
+            ]
         return examples
 
-    def _keep_if_bad(self, metrics: dict[str, float], moment: str, tables: Sequence[pa.Table], blame: Callable[[], str] | None) -> str:
+    def _keep_if_bad(
+        self,
+        metrics: dict[str, float],
+        moment: str,
+        tables: Sequence[pa.Table],
+        blame: Callable[[], str] | None,
+    ) -> str:
         """Keep the batch of a step that was skipped or whose gradient norm leapt. Says what happened, by whom if that is asked, and where the batch is.
         `blame` is None for a batch that has nothing to learn from."""
         if metrics["applied"] and metrics["grad_norm_ratio"] <= self.config.learner.grad_norm_spike:
             return ""
         if metrics["applied"]:
-            reason, said = "spike", f"gradient norm {metrics['grad_norm']:.3g} is {metrics['grad_norm_ratio']:.3g} times the median of the last steps"
+            reason, said = (
+                "spike",
+                f"gradient norm {metrics['grad_norm']:.3g} is {metrics['grad_norm_ratio']:.3g} times the median of the last steps",
+            )
         elif blame is None:
             reason, said = "empty", NOTHING_TO_LEARN
         else:
-            reason, said = "nonfinite", NOT_FINITE + (blame() if self.config.learner.find_nonfinite else "")
-        kept = keep_batch(self.config.run_directory / "kept", moment, reason, tables) if self.rank == 0 else "rank 0 keeps its batch"
+            reason, said = (
+                "nonfinite",
+                NOT_FINITE + (blame() if self.config.learner.find_nonfinite else ""),
+            )
+        kept = (
+            keep_batch(self.config.run_directory / "kept", moment, reason, tables)
+            if self.rank == 0
+            else "rank 0 keeps its batch"
+        )
         return f"{said}; {kept}"
 
-    def _blame(self, examples: list[Example], weights: list[float], loss: Loss, temperature: float | None = None) -> str:
+    def _blame(
+        self,
+        examples: list[Example],
+        weights: list[float],
+        loss: Loss,
+        temperature: float | None = None,
+    ) -> str:
         """Who made a step not finite, by bisection (a collective)."""
         if not zero3.parameters_finite(self.engine):
             return ": the weights themselves hold NaN or Inf"
 
         def bad(indices: Sequence[int]) -> bool:
-            totals, _ = self._backward([examples[index] for index in indices], [weights[index] for index in indices], loss, temperature)
+            totals, _ = self._backward(
+                [examples[index] for index in indices],
+                [weights[index] for index in indices],
+                loss,
+                temperature,
+            )
             zero3.discard_gradients(self.engine)
             return _not_finite(totals)
 
@@ -214,7 +300,11 @@ class LearnerRank:
         if found is None:
             return ", of several trajectories together: none is to blame alone"
         one = examples[found]
-        return f" from group {one.group}, trajectory {one.trajectory}" if one.group >= 0 else f" from the row with the tokens {one.tokens[:BLAMED].tolist()}"
+        return (
+            f" from group {one.group}, trajectory {one.trajectory}"
+            if one.group >= 0
+            else f" from the row with the tokens {one.tokens[:BLAMED].tolist()}"
+        )
 
     @torch.no_grad()
     def _with_token_advantages(self, examples: list[Example]) -> list[Example]:
@@ -227,11 +317,20 @@ class LearnerRank:
             batch = micro_batch(examples, indices, self.device)
             with explained(batch, self.config):
                 _, _, values = self.engine(batch, None)
-            for index, part in zip(batch.order, values.cpu().double().split(list(batch.counts)) if batch.counts else (), strict=True):
-                found[index] = with_values(examples[index], part.numpy(), algorithm.gamma, algorithm.gae_lambda)
+            for index, part in zip(
+                batch.order,
+                values.cpu().double().split(list(batch.counts)) if batch.counts else (),
+                strict=True,
+            ):
+                found[index] = with_values(
+                    examples[index], part.numpy(), algorithm.gamma, algorithm.gae_lambda
+                )
                 mine.append(np.asarray(found[index].advantage)[found[index].loss_mask])
         mean, std = moments_over_ranks(np.concatenate(mine), self._summed_over_ranks)
-        return [replace(example, advantage=standardised(np.asarray(example.advantage), mean, std)) for example in found]
+        return [
+            replace(example, advantage=standardised(np.asarray(example.advantage), mean, std))
+            for example in found
+        ]
 
     def _summed_over_ranks(self, values: np.ndarray) -> np.ndarray:
         """Sum of these float64 values over all ranks (a collective)."""
@@ -249,7 +348,9 @@ class LearnerRank:
             with explained(batch, self.config):
                 logprobs, *_ = self.engine(batch, None)
             weights = truncated_weights(batch.policy_tokens(logprobs), self.config.algorithm)
-            sums += torch.stack([weights.sum().double(), weights.new_tensor(weights.numel()).double()])
+            sums += torch.stack(
+                [weights.sum().double(), weights.new_tensor(weights.numel()).double()]
+            )
         dist.all_reduce(sums)
         return float(sums[0] / sums[1])
 
@@ -262,9 +363,13 @@ class LearnerRank:
         Raises:
             ValueError: a row is longer than `learner.max_tokens_per_gpu` under `bfd`, or no piece has a token to predict.
         """
-        examples, pieces_left_out, tokens_left_out = supervised_examples(rows, self.config.learner.max_tokens_per_row, self.config.warm_start.packing_strategy)
+        examples, pieces_left_out, tokens_left_out = supervised_examples(
+            rows, self.config.learner.max_tokens_per_row, self.config.warm_start.packing_strategy
+        )
 
-        def loss(logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch) -> tuple[Tensor, LossSums]:
+        def loss(
+            logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch
+        ) -> tuple[Tensor, LossSums]:
             return supervised_loss(logprobs, batch.weights)
 
         weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
@@ -272,13 +377,29 @@ class LearnerRank:
         metrics = self._train(examples, weights, loss, self.learning_rate, 0.0, temperature=1.0)
         if metrics["applied"]:
             metrics["grad_norm_ratio"] = self.norms.ratio(metrics["grad_norm"])
-        table = pa.table({"prompt_ids": [list(prompt) for prompt, _ in rows], "target_ids": [list(ids) for _, ids in rows]})
-        if note := self._keep_if_bad(metrics, moment, [table], partial(self._blame, examples, weights, loss, 1.0)):
+        table = pa.table(
+            {
+                "prompt_ids": [list(prompt) for prompt, _ in rows],
+                "target_ids": [list(ids) for _, ids in rows],
+            }
+        )
+        if note := self._keep_if_bad(
+            metrics, moment, [table], partial(self._blame, examples, weights, loss, 1.0)
+        ):
             logger.warning("supervised step %d: %s", self.applied, note)
-        return metrics | {"pieces_left_out": float(pieces_left_out), "tokens_left_out": float(tokens_left_out)}
+        return metrics | {
+            "pieces_left_out": float(pieces_left_out),
+            "tokens_left_out": float(tokens_left_out),
+        }
 
     def _train(
-        self, examples: list[Example], weights: list[float], loss_of: Loss, learning_rate: float, value_learning_rate: float, temperature: float | None = None
+        self,
+        examples: list[Example],
+        weights: list[float],
+        loss_of: Loss,
+        learning_rate: float,
+        value_learning_rate: float,
+        temperature: float | None = None,
     ) -> dict[str, float]:
         began = time.monotonic()
         tokens = sum(example.loss_tokens for example in examples)
@@ -291,15 +412,25 @@ class LearnerRank:
             self.engine.step()
             applied = self.engine.was_step_applied()
             if not zero3.parameters_finite(self.engine):
-                raise RuntimeError(f"{WEIGHTS_NOT_FINITE} (it was {learning_rate:g}, at step {self.applied}), and go on from the newest checkpoint")
+                raise RuntimeError(
+                    f"{WEIGHTS_NOT_FINITE} (it was {learning_rate:g}, at step {self.applied}), and go on from the newest checkpoint"
+                )
         else:
             zero3.discard_gradients(self.engine)
         self.applied += applied
         grad_norm = float(self.engine.get_global_grad_norm()) if applied else float("nan")
         seconds = time.monotonic() - began
-        return step_metrics(totals, tokens, examples, plan, grad_norm, learning_rate, applied, seconds)
+        return step_metrics(
+            totals, tokens, examples, plan, grad_norm, learning_rate, applied, seconds
+        )
 
-    def _backward(self, examples: list[Example], weights: list[float], loss_of: Loss, temperature: float | None = None) -> tuple[dict[str, float], Packing]:
+    def _backward(
+        self,
+        examples: list[Example],
+        weights: list[float],
+        loss_of: Loss,
+        temperature: float | None = None,
+    ) -> tuple[dict[str, float], Packing]:
         """Forward and backward over all micro-batches; the gradients wait in the engine. Returns the sums over all ranks, so that all decide alike."""
         learner = self.config.learner
         plan = self._plan(examples)
@@ -336,12 +467,21 @@ class LearnerRank:
         if not heads:
             return 0.0
         head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // heads
-        return quadratic_cost(shape.num_hidden_layers, heads, head_dim, sum(int(p.ds_numel) for p in self.parameters.values()))
+        return quadratic_cost(
+            shape.num_hidden_layers,
+            heads,
+            head_dim,
+            sum(int(p.ds_numel) for p in self.parameters.values()),
+        )
 
     def exact_match(self, rows: Sequence[TokenRow]) -> float:
         """Share of rows whose second ids are all the argmax after what precedes them: what greedy decoding would answer exactly."""
         matches = self._forward_all(rows, greedy=True)
-        count = torch.tensor([sum(bool(match.all()) for match in matches.values())], dtype=torch.float64, device=self.device)
+        count = torch.tensor(
+            [sum(bool(match.all()) for match in matches.values())],
+            dtype=torch.float64,
+            device=self.device,
+        )
         dist.all_reduce(count)
         return float(count) / (len(rows) * self.config.learner.sequence_parallel_size)
 
@@ -350,7 +490,9 @@ class LearnerRank:
         return self._forward_all(rows, temperature=temperature)
 
     @torch.no_grad()
-    def _forward_all(self, rows: Sequence[TokenRow], temperature: float = 1.0, greedy: bool = False) -> dict[int, np.ndarray]:
+    def _forward_all(
+        self, rows: Sequence[TokenRow], temperature: float = 1.0, greedy: bool = False
+    ) -> dict[int, np.ndarray]:
         examples = [token_example(row) for row in rows]
         plan = self._plan(examples)
         found: dict[int, np.ndarray] = {}
@@ -366,7 +508,12 @@ class LearnerRank:
         """Fresh AdamW moments, and the (peak) learning rate of the steps to come."""
         zero3.fresh_optimizer(self.engine)
         self.norms.forget()
-        self.learning_rate, self.warmup_steps, self.applied, self.trained_tokens = learning_rate, warmup_steps, 0, 0
+        self.learning_rate, self.warmup_steps, self.applied, self.trained_tokens = (
+            learning_rate,
+            warmup_steps,
+            0,
+            0,
+        )
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Learning rate of the steps to come; moments and counters stay."""
@@ -374,7 +521,11 @@ class LearnerRank:
 
     def save(self, directory: Path) -> dict[str, Written]:
         """Write weights, optimizer, counters and RNG under `directory`. Returns this rank's files: name → size and checksum."""
-        counters = {"world_size": self.config.learner.world_size, "applied": self.applied, "trained_tokens": self.trained_tokens}
+        counters = {
+            "world_size": self.config.learner.world_size,
+            "applied": self.applied,
+            "trained_tokens": self.trained_tokens,
+        }
         return checkpoint.save_rank(self.engine, directory, self.rank, counters, self.norms.known)
 
     def load(self, directory: Path) -> None:
@@ -383,7 +534,9 @@ class LearnerRank:
         Raises:
             ValueError: it cannot be read, or was written by another number of ranks.
         """
-        counters, norms = checkpoint.load_rank(self.engine, directory, self.rank, self.config.learner.world_size)
+        counters, norms = checkpoint.load_rank(
+            self.engine, directory, self.rank, self.config.learner.world_size
+        )
         self.applied, self.trained_tokens = counters["applied"], counters["trained_tokens"]
         self.norms = NormWatch(norms)
 
@@ -393,20 +546,30 @@ class LearnerRank:
 
     def export_hf(self, directory: Path, tokenizer_source: str) -> dict[str, int]:
         """Write a Hugging Face directory, gathered bucket by bucket onto rank 0, which returns its files: name → bytes."""
-        target = HfDirectory(directory, self.table, self.config.model.dtype, self.config.weights.bucket_bytes)
+        target = HfDirectory(
+            directory, self.table, self.config.model.dtype, self.config.weights.bucket_bytes
+        )
         if self.rank == 0:
             make_directory(target.directory)
-        gather_buckets(self.parameters, self.table, target.entries, target.sizes, self.rank, target.write)
+        gather_buckets(
+            self.parameters, self.table, target.entries, target.sizes, self.rank, target.write
+        )
         if self.rank != 0:
             return {}
         target.finish(self.config.model.path, tokenizer_source)
         sync_directory(target.directory)
-        return {str(path.relative_to(target.directory)): path.stat().st_size for path in target.directory.rglob("*") if path.is_file()}
+        return {
+            str(path.relative_to(target.directory)): path.stat().st_size
+            for path in target.directory.rglob("*")
+            if path.is_file()
+        }
 
     def gather(self, version: int) -> Manifest | None:
         """Put the weights in the object store as `version`; rank 0 returns the manifest and keeps the references of the last two versions."""
         began = time.monotonic()
-        entries, sizes = weight_layout(self.table, self.config.model.dtype, self.config.weights.bucket_bytes)
+        entries, sizes = weight_layout(
+            self.table, self.config.model.dtype, self.config.weights.bucket_bytes
+        )
         buckets: list[Any] = []
         checksums: list[int] = []
 
@@ -420,12 +583,28 @@ class LearnerRank:
         if self.rank != 0:
             return None
         self.versions[version] = buckets
-        metrics = {"gather_s": time.monotonic() - began, "bytes": float(sum(sizes)), "buckets": float(len(sizes))}
-        return Manifest(self.run_id, self.attempt, version, entries, tuple(buckets), sizes, tuple(checksums), metrics, self.table.left_out)
+        metrics = {
+            "gather_s": time.monotonic() - began,
+            "bytes": float(sum(sizes)),
+            "buckets": float(len(sizes)),
+        }
+        return Manifest(
+            self.run_id,
+            self.attempt,
+            version,
+            entries,
+            tuple(buckets),
+            sizes,
+            tuple(checksums),
+            metrics,
+            self.table.left_out,
+        )
 
     def shards(self) -> dict[str, tuple[int, int]]:
         """Parameter → (elements that this rank owns, elements in all)."""
-        return {name: (int(p.ds_tensor.numel()), int(p.ds_numel)) for name, p in self.parameters.items()}
+        return {
+            name: (int(p.ds_tensor.numel()), int(p.ds_numel)) for name, p in self.parameters.items()
+        }
 
 
 def _not_finite(totals: dict[str, float]) -> bool:

@@ -39,9 +39,13 @@ class Reference:
         self.device = torch.device("cuda" if config.learner.device == "cuda" else "cpu")
         dtype = torch.bfloat16 if config.learner.bf16 else torch.float32
         own = {"packing": config.learner.packing, "head": head_settings(config.learner)}
-        self.policy = load_policy(config.reference_path, dtype, config.rollout.temperature, **own).to(self.device)
+        self.policy = load_policy(
+            config.reference_path, dtype, config.rollout.temperature, **own
+        ).to(self.device)
         vocabulary = self.policy.model.config.get_text_config().vocab_size
-        check_isolation(self.policy, vocabulary, self.device, dtype, config.reference_path, self.policy.packing)
+        check_isolation(
+            self.policy, vocabulary, self.device, dtype, config.reference_path, self.policy.packing
+        )
 
     def ready(self) -> None:
         """Answers once the model is loaded."""
@@ -57,11 +61,18 @@ class Reference:
         examples = [token_example(rows[index]) for index in asked]
         found = [np.zeros(0, dtype=np.float32)] * len(rows)
         with torch.no_grad():
-            lengths, cap = [len(example.tokens) for example in examples], self.config.learner.max_tokens_per_gpu
-            for indices in pack(lengths, cap, 1, one_each=self.policy.packing == "none").micro_batches[0]:
+            lengths, cap = (
+                [len(example.tokens) for example in examples],
+                self.config.learner.max_tokens_per_gpu,
+            )
+            for indices in pack(
+                lengths, cap, 1, one_each=self.policy.packing == "none"
+            ).micro_batches[0]:
                 batch = micro_batch(examples, indices, self.device)
                 values, *_ = self.policy(batch)
-                for place, part in zip(batch.order, values.cpu().split(list(batch.counts)), strict=True):
+                for place, part in zip(
+                    batch.order, values.cpu().split(list(batch.counts)), strict=True
+                ):
                     found[asked[place]] = part.numpy()
         return found
 
@@ -69,6 +80,18 @@ class Reference:
 def start_reference(config: Config) -> Any:
     """A Ray actor of `Reference`. Ray restarts it if it dies, and asks again."""
     gpus = 1.0 if config.learner.device == "cuda" else 0.0
-    environment = passed_on(os.environ) | {"OMP_NUM_THREADS": str(config.learner.num_threads), "TOKENIZERS_PARALLELISM": "false"}
-    options = {"num_cpus": config.algorithm.ref_num_cpus, "num_gpus": gpus, "max_restarts": -1, "max_task_retries": -1}
-    return ray.remote(Reference).options(**options, runtime_env={"env_vars": environment}).remote(config)
+    environment = passed_on(os.environ) | {
+        "OMP_NUM_THREADS": str(config.learner.num_threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    options = {
+        "num_cpus": config.algorithm.ref_num_cpus,
+        "num_gpus": gpus,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+    }
+    return (
+        ray.remote(Reference)
+        .options(**options, runtime_env={"env_vars": environment})
+        .remote(config)
+    )

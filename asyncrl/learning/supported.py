@@ -65,7 +65,17 @@ REFUSED = {
 }
 """Why not at all, and the `model_type`s."""
 
-STATE_KEYS = ("mamba_", "ssm_", "linear_attn", "linear_conv", "linear_num", "conv_L", "lru_", "layers_block_type", "hybrid_override")
+STATE_KEYS = (
+    "mamba_",
+    "ssm_",
+    "linear_attn",
+    "linear_conv",
+    "linear_num",
+    "conv_L",
+    "lru_",
+    "layers_block_type",
+    "hybrid_override",
+)
 """Beginnings of settings that only models with such layers have, for models newer than the lists."""
 
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -110,9 +120,13 @@ def chosen_packing(config: Mapping[str, Any], asked: Packing | None) -> Packing:
     """
     found, name = support(config), config.get("model_type")
     if found.packing is None:
-        raise ValueError(f"model_type {name!r} {found.reason}; use a decoder that predicts the next token")
+        raise ValueError(
+            f"model_type {name!r} {found.reason}; use a decoder that predicts the next token"
+        )
     if asked == "rows" and found.packing == "none":
-        raise ValueError(f"model_type {name!r} {found.reason}, so learner.packing: rows is not possible; {WAY_OUT}")
+        raise ValueError(
+            f"model_type {name!r} {found.reason}, so learner.packing: rows is not possible; {WAY_OUT}"
+        )
     return asked or found.packing
 
 
@@ -124,7 +138,9 @@ def keeps_state(config: Mapping[str, Any]) -> bool:
 def squares_scores(config: Mapping[str, Any]) -> bool:
     """Whether the model's own attention holds scores of tokens by tokens: transformers has no other for sinks, soft caps and its oldest models."""
     found = support(config)
-    return found.packing == "none" and ("attention scores" in found.reason or "sinks" in found.reason or "interface" in found.reason)
+    return found.packing == "none" and (
+        "attention scores" in found.reason or "sinks" in found.reason or "interface" in found.reason
+    )
 
 
 def caps_attention(config: Mapping[str, Any]) -> bool:
@@ -148,7 +164,10 @@ def logit_change(config: Mapping[str, Any]) -> tuple[float, float | None]:
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The config, and that of its text model if it has one."""
-    return [config, *([config["text_config"]] if isinstance(config.get("text_config"), Mapping) else [])]
+    return [
+        config,
+        *([config["text_config"]] if isinstance(config.get("text_config"), Mapping) else []),
+    ]
 
 
 LONG_ROPE = ("longrope", "su")
@@ -171,7 +190,12 @@ def uniform_rope_tokens(config: Mapping[str, Any]) -> int | None:
     if not longs:
         return None
     default = PHI3_ORIGINAL if text.get("model_type") == "phi3" else text["max_position_embeddings"]
-    originals = (text.get("original_max_position_embeddings") or kind.get("original_max_position_embeddings") or default for kind in longs)
+    originals = (
+        text.get("original_max_position_embeddings")
+        or kind.get("original_max_position_embeddings")
+        or default
+        for kind in longs
+    )
     return min(int(original) for original in originals)
 
 
@@ -181,7 +205,9 @@ def _unpacked(config: Mapping[str, Any]) -> str | None:
             return reason
     if others := sorted(set(config.get("layer_types") or ()) - LAYER_TYPES):
         return f"has layers of type {', '.join(others)}, in which packed trajectories cannot be kept apart"
-    if keys := sorted(key for key, value in config.items() if key.startswith(STATE_KEYS) and value is not None):
+    if keys := sorted(
+        key for key, value in config.items() if key.startswith(STATE_KEYS) and value is not None
+    ):
         return f"{RECURRENT_SETTINGS} ({', '.join(keys[:3])}), in which packed trajectories cannot be kept apart"
     if config.get("attn_logit_softcapping") is not None:
         return "soft-caps its attention scores (attn_logit_softcapping), which packed attention does not compute"

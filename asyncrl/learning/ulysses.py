@@ -46,7 +46,9 @@ class SequenceGroup:
         start = sum(shares[: self.rank])
         return start, start + shares[self.rank]
 
-    def to_heads(self, query: Tensor, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    def to_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, tokens: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """[1, heads, share, D] each → [1, heads / size, tokens, D] each, in one exchange. Key and value heads are repeated if the size does not divide them.
 
         Raises:
@@ -54,25 +56,46 @@ class SequenceGroup:
         """
         share = self.shares(tokens)[self.rank]
         if query.shape[1] % self.size:
-            raise ValueError(f"learner.sequence_parallel_size = {self.size} does not divide the {query.shape[1]} attention heads of a layer; use a divisor")
+            raise ValueError(
+                f"learner.sequence_parallel_size = {self.size} does not divide the {query.shape[1]} attention heads of a layer; use a divisor"
+            )
         if query.shape[2] != share:
-            raise ValueError(f"rank {self.rank} of {self.size} holds {query.shape[2]} tokens of a row of {tokens}, not its share of {share}")
+            raise ValueError(
+                f"rank {self.rank} of {self.size} holds {query.shape[2]} tokens of a row of {tokens}, not its share of {share}"
+            )
         repeats = self.size // gcd(self.size, key.shape[1])
         if repeats > 1:
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        by_rank = [tensor[0].transpose(0, 1).flatten(1).unflatten(-1, (self.size, -1)) for tensor in (query, key, value)]
+            key, value = (
+                key.repeat_interleave(repeats, dim=1),
+                value.repeat_interleave(repeats, dim=1),
+            )
+        by_rank = [
+            tensor[0].transpose(0, 1).flatten(1).unflatten(-1, (self.size, -1))
+            for tensor in (query, key, value)
+        ]
         sent = torch.cat(by_rank, dim=-1).transpose(0, 1).flatten(0, 1)
-        received = _Exchange.apply(sent, [share] * self.size, self.shares(tokens), self.process_group)
+        received = _Exchange.apply(
+            sent, [share] * self.size, self.shares(tokens), self.process_group
+        )
         parts = received.split([part.shape[-1] for part in by_rank], dim=-1)
-        heads = [part.unflatten(-1, (-1, tensor.shape[3])).transpose(0, 1)[None] for part, tensor in zip(parts, (query, key, value), strict=True)]
+        heads = [
+            part.unflatten(-1, (-1, tensor.shape[3])).transpose(0, 1)[None]
+            for part, tensor in zip(parts, (query, key, value), strict=True)
+        ]
         return heads[0], heads[1], heads[2]
 
     def to_tokens(self, attended: Tensor) -> Tensor:
         """[1, tokens, heads / size, D] → [1, share, heads, D]."""
         tokens, heads, width = attended.shape[1:]
         share = self.shares(tokens)[self.rank]
-        received = _Exchange.apply(attended[0].flatten(1), self.shares(tokens), [share] * self.size, self.process_group)
-        return received.unflatten(0, (self.size, share)).transpose(0, 1).reshape(1, share, self.size * heads, width)
+        received = _Exchange.apply(
+            attended[0].flatten(1), self.shares(tokens), [share] * self.size, self.process_group
+        )
+        return (
+            received.unflatten(0, (self.size, share))
+            .transpose(0, 1)
+            .reshape(1, share, self.size * heads, width)
+        )
 
     def whole(self, mine: Sequence[Tensor], first: int, total: int) -> list[Tensor]:
         """[n] values of this rank's loss tokens, each tensor's from place `first` on → [total] values of the row's, the same on every rank.
@@ -86,7 +109,9 @@ class SequenceGroup:
         values = mine[0].new_zeros(len(mine), total)
         values[:, first:last] = torch.stack([own.detach() for own in mine])
         dist.all_reduce(values, group=self.process_group)
-        return [torch.cat([row[:first], own, row[last:]]) for row, own in zip(values, mine, strict=True)]
+        return [
+            torch.cat([row[:first], own, row[last:]]) for row, own in zip(values, mine, strict=True)
+        ]
 
 
 class _Exchange(torch.autograd.Function):

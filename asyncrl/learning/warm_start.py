@@ -10,7 +10,13 @@ from typing import Protocol
 
 from asyncrl.config import WarmStartConfig
 
-__all__ = ["SupervisedLearner", "WarmStartCheck", "WarmStartFailed", "WarmStartReport", "warm_start"]
+__all__ = [
+    "SupervisedLearner",
+    "WarmStartCheck",
+    "WarmStartFailed",
+    "WarmStartReport",
+    "warm_start",
+]
 
 Row = tuple[Sequence[int], Sequence[int]]
 
@@ -56,7 +62,11 @@ class WarmStartCheck:
 
     def metrics(self) -> dict[str, float]:
         """What a run records of it."""
-        return {f"warm_start/{field.name}": getattr(self, field.name) for field in fields(self) if field.name != "steps"}
+        return {
+            f"warm_start/{field.name}": getattr(self, field.name)
+            for field in fields(self)
+            if field.name != "steps"
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +102,9 @@ async def warm_start(
         )
     learning_rate = config.learning_rate
     await learner.reset_optimizer(learning_rate)
-    checks = [WarmStartCheck(0, await learner.exact_match(held_out_rows), float("nan"), learning_rate)]
+    checks = [
+        WarmStartCheck(0, await learner.exact_match(held_out_rows), float("nan"), learning_rate)
+    ]
     batches = _batches(train_rows, config.batch_size, seed)
     steps = jumps = 0
     while True:
@@ -119,12 +131,22 @@ async def warm_start(
         taken = await _applied_steps(learner, batches, config.check_every_steps, max_skipped_steps)
         steps += config.check_every_steps
         accuracy = await learner.exact_match(held_out_rows)
-        means = {name: fmean(metrics[name] for metrics in taken) for name in ("fill", "imbalance", "micro_batches")}
-        left_out = {name: int(sum(metrics[name] for metrics in taken)) for name in ("pieces_left_out", "tokens_left_out")}
-        checks.append(WarmStartCheck(steps, accuracy, taken[-1]["loss"], learning_rate, **means, **left_out))
+        means = {
+            name: fmean(metrics[name] for metrics in taken)
+            for name in ("fill", "imbalance", "micro_batches")
+        }
+        left_out = {
+            name: int(sum(metrics[name] for metrics in taken))
+            for name in ("pieces_left_out", "tokens_left_out")
+        }
+        checks.append(
+            WarmStartCheck(steps, accuracy, taken[-1]["loss"], learning_rate, **means, **left_out)
+        )
 
 
-async def _applied_steps(learner: SupervisedLearner, batches: Iterator[list[Row]], count: int, max_skipped_steps: int) -> list[dict[str, float]]:
+async def _applied_steps(
+    learner: SupervisedLearner, batches: Iterator[list[Row]], count: int, max_skipped_steps: int
+) -> list[dict[str, float]]:
     """The metrics of so many applied steps, each on the next batch.
 
     Raises:

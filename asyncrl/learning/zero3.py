@@ -58,11 +58,32 @@ def join_process_group(
     """
     from datetime import timedelta
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR=address, MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK="0",
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+    )
     descriptor = listener.detach() if listener is not None else None
     timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-    store = dist.TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=descriptor, use_libuv=True)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=collective_timeout_s))
+    store = dist.TCPStore(
+        address,
+        port,
+        world_size,
+        rank == 0,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=descriptor,
+        use_libuv=True,
+    )
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=collective_timeout_s),
+    )
     # Its shared-memory all-reduce needs a compiler and a minute at first use, and ZeRO-3's reduce-scatter and all-gather never call it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
@@ -78,7 +99,10 @@ def settings(config: LearnerConfig) -> dict[str, Any]:
     released = config.world_size > 1 or config.offload_param != "none"
     offload = {
         f"offload_{what}": {"device": place, "pin_memory": config.device == "cuda"}
-        for what, place in (("optimizer", config.offload_optimizer), ("param", config.offload_param))
+        for what, place in (
+            ("optimizer", config.offload_optimizer),
+            ("param", config.offload_param),
+        )
         if place != "none"
     }
     return {
@@ -120,15 +144,33 @@ def start_engine(
     chosen = settings(config)
     sharded = HfDeepSpeedConfig(chosen)
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-    policy = load_policy(path, dtype, temperature, entropy_gradient, values, sequence_group, config.packing, head_settings(config))
+    policy = load_policy(
+        path,
+        dtype,
+        temperature,
+        entropy_gradient,
+        values,
+        sequence_group,
+        config.packing,
+        head_settings(config),
+    )
     if config.gradient_checkpointing:
         checkpoint_activations(policy)
     head = policy.model.get_output_embeddings()
     for parameter in head.parameters():
         deepspeed.zero.register_external_parameter(policy, parameter)
-    engine, _, _, _ = deepspeed.initialize(model=policy, optimizer=make_optimizer(policy, config), config=chosen)
+    engine, _, _, _ = deepspeed.initialize(
+        model=policy, optimizer=make_optimizer(policy, config), config=chosen
+    )
     engine.eval()  # where the policy is, and stays
-    check_isolation(engine, policy.model.config.get_text_config().vocab_size, engine.device, policy.model.dtype, path, policy.packing)
+    check_isolation(
+        engine,
+        policy.model.config.get_text_config().vocab_size,
+        engine.device,
+        policy.model.dtype,
+        path,
+        policy.packing,
+    )
     return engine, sharded
 
 
@@ -146,7 +188,11 @@ def fresh_optimizer(engine: Any) -> None:
 def gradient_shards(engine: Any) -> Iterator[torch.Tensor]:
     """This rank's shards of the gradients of the step in progress. With the optimizer offloaded they lie beside its masters."""
     if engine.optimizer.offload_optimizer:
-        yield from (masters.grad for masters in engine.optimizer.fp32_partitioned_groups_flat if masters.grad is not None)
+        yield from (
+            masters.grad
+            for masters in engine.optimizer.fp32_partitioned_groups_flat
+            if masters.grad is not None
+        )
         return
     for shards in engine.optimizer.averaged_gradients.values():
         yield from (shard for shard in shards or () if shard is not None)
@@ -160,7 +206,9 @@ def gradients_finite(engine: Any) -> bool:
 
 def parameters_finite(engine: Any) -> bool:
     """No NaN or Inf in any parameter, nor in their norm, on any rank (a collective)."""
-    norm = torch.nn.utils.get_total_norm([_own_part(parameter, dist.get_rank()) for parameter in engine.module.parameters()])
+    norm = torch.nn.utils.get_total_norm(
+        [_own_part(parameter, dist.get_rank()) for parameter in engine.module.parameters()]
+    )
     bad = (~torch.isfinite(norm)).int().to(engine.device)
     dist.all_reduce(bad)
     return not int(bad)

@@ -41,22 +41,55 @@ RANGES = {
     "ratio_mean": Range(0.8, 1.25, LESS_STALE),
     "kl_k3": Range(0.0, 0.1, LESS_STALE),
     "clip_fraction": Range(0.0, 0.3, LESS_STALE),
-    "mask_fraction": Range(0.0, 0.3, f"what a correction masks is wasted: {LESS_STALE}, or widen the correction"),
-    "nonfinite_loss": Range(0, 0, "the step was skipped; lower learner.learning_rate, or look at its batch in kept/*.parquet (learner.find_nonfinite)"),
-    "nonfinite_gradient": Range(0, 0, "the step was skipped; lower learner.learning_rate, or look at its batch in kept/*.parquet"),
+    "mask_fraction": Range(
+        0.0, 0.3, f"what a correction masks is wasted: {LESS_STALE}, or widen the correction"
+    ),
+    "nonfinite_loss": Range(
+        0,
+        0,
+        "the step was skipped; lower learner.learning_rate, or look at its batch in kept/*.parquet (learner.find_nonfinite)",
+    ),
+    "nonfinite_gradient": Range(
+        0,
+        0,
+        "the step was skipped; lower learner.learning_rate, or look at its batch in kept/*.parquet",
+    ),
     "entropy_ratio": Range(0.05, math.inf, COLLAPSED, steps=3),
-    "grad_norm_ratio": Range(0.0, 10.0, "the gradient leapt; the kept_batch event says where its batch is (learner.grad_norm_spike)"),
-    "control/failed_groups": Range(0, 0, "groups were not generated in time; fates/*.parquet has the reasons"),
-    "rollout/truncated_ratio": Range(0.0, 0.3, "raise rollout.max_completion_length (or data.max_length), or check the stop tokens that `asyncrl plan` shows"),
-    "rollout/bad_logprob_ratio": Range(0.0, 0.0, "the generator gave NaN or Inf log-probs; those trajectories are masked"),
+    "grad_norm_ratio": Range(
+        0.0,
+        10.0,
+        "the gradient leapt; the kept_batch event says where its batch is (learner.grad_norm_spike)",
+    ),
+    "control/failed_groups": Range(
+        0, 0, "groups were not generated in time; fates/*.parquet has the reasons"
+    ),
+    "rollout/truncated_ratio": Range(
+        0.0,
+        0.3,
+        "raise rollout.max_completion_length (or data.max_length), or check the stop tokens that `asyncrl plan` shows",
+    ),
+    "rollout/bad_logprob_ratio": Range(
+        0.0, 0.0, "the generator gave NaN or Inf log-probs; those trajectories are masked"
+    ),
     "rollout/logprob_mean": Range(-4.0, 0.0, GIBBERISH),
     "rollout/loop_ratio": Range(0.0, 0.1, f"{GIBBERISH} rollout.repetition_stop ends loops"),
     "rollout/unprintable_ratio": Range(0.0, 0.01, GIBBERISH),
-    "reward/unscored_ratio": Range(0.0, 0.1, "a reward gives too many completions none (its judge fails?): reward/NAME/unscored_ratio says which"),
-    "reward/zero_variance_ratio": Range(
-        0.0, 0.9, "hardly any group teaches anything: use harder or easier prompts, or algorithm.filter_zero_variance", steps=3
+    "reward/unscored_ratio": Range(
+        0.0,
+        0.1,
+        "a reward gives too many completions none (its judge fails?): reward/NAME/unscored_ratio says which",
     ),
-    "eval/failed_ratio": Range(0.0, 0.0, "completions were late or failed and count as wrong; evaluations/*.parquet has each one's status and reason"),
+    "reward/zero_variance_ratio": Range(
+        0.0,
+        0.9,
+        "hardly any group teaches anything: use harder or easier prompts, or algorithm.filter_zero_variance",
+        steps=3,
+    ),
+    "eval/failed_ratio": Range(
+        0.0,
+        0.0,
+        "completions were late or failed and count as wrong; evaluations/*.parquet has each one's status and reason",
+    ),
     "time/event_loop_lag_s": Range(0.0, 2.0, "the driver has too little CPU"),
 }
 """Metric of a step or an evaluation → its healthy range."""
@@ -76,9 +109,20 @@ def alarms(metrics: Mapping[str, Any], cut: bool = False) -> list[str]:
         if cut and name in OF_RATIO:
             continue
         value = metrics.get(name)
-        if isinstance(value, int | float) and not math.isnan(value) and not healthy.low <= value <= healthy.high:
-            advice = healthy.advice.replace(LESS_STALE, SMALLER_STEPS) if metrics.get("staleness/max", math.inf) <= 1 else healthy.advice
-            if name == "reward/zero_variance_ratio" and metrics.get("entropy_ratio", 1.0) < RANGES["entropy_ratio"].low:
+        if (
+            isinstance(value, int | float)
+            and not math.isnan(value)
+            and not healthy.low <= value <= healthy.high
+        ):
+            advice = (
+                healthy.advice.replace(LESS_STALE, SMALLER_STEPS)
+                if metrics.get("staleness/max", math.inf) <= 1
+                else healthy.advice
+            )
+            if (
+                name == "reward/zero_variance_ratio"
+                and metrics.get("entropy_ratio", 1.0) < RANGES["entropy_ratio"].low
+            ):
                 advice = COLLAPSED
             lines.append(f"{name} = {value:.3g} is {_outside(healthy)}: {advice}")
     return lines
@@ -112,7 +156,11 @@ class Alarms:
         lines = {line.split(" ")[0]: line for line in alarms(metrics, self._cut)}
         for name in RANGES.keys() & metrics.keys():
             self._outside[name] = self._outside[name] + 1 if name in lines else 0
-        return {name: (line, self._outside[name] == RANGES[name].steps) for name, line in lines.items() if self._outside[name] >= RANGES[name].steps}
+        return {
+            name: (line, self._outside[name] == RANGES[name].steps)
+            for name, line in lines.items()
+            if self._outside[name] >= RANGES[name].steps
+        }
 
 
 def _outside(healthy: Range) -> str:
@@ -120,4 +168,8 @@ def _outside(healthy: Range) -> str:
         return f"above {healthy.high:g}"
     if healthy.high == math.inf:
         return f"below {healthy.low:g}"
-    return f"outside {healthy.low:g} to {healthy.high:g}" if healthy.high != healthy.low else f"outside {healthy.low:g}"
+    return (
+        f"outside {healthy.low:g} to {healthy.high:g}"
+        if healthy.high != healthy.low
+        else f"outside {healthy.low:g}"
+    )

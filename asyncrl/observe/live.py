@@ -37,7 +37,9 @@ RATE_WINDOW_S = 10.0
 class RunRecorder:
     """`Recorder` on files."""
 
-    def __init__(self, writer: MetricsWriter, fates: FatesWriter, live: Live, entropies: Sequence[float] = ()) -> None:
+    def __init__(
+        self, writer: MetricsWriter, fates: FatesWriter, live: Live, entropies: Sequence[float] = ()
+    ) -> None:
         """`entropies`: as in `Alarms`."""
         self.writer, self.fates_writer, self.live = writer, fates, live
         self._alarms = Alarms(live.config.rollout.cuts_distribution, entropies)
@@ -46,9 +48,15 @@ class RunRecorder:
     def record(self, event: str, step: int, version: int, metrics: Any) -> None:
         """Write the record, show what the table has of it, raise the alarms of a step or an evaluation."""
         if event == "step":
-            metrics = {**metrics, **self._alarms.entropy_ratio(metrics.get("entropy")), "time/event_loop_lag_s": self.live.take_lag()}
+            metrics = {
+                **metrics,
+                **self._alarms.entropy_ratio(metrics.get("entropy")),
+                "time/event_loop_lag_s": self.live.take_lag(),
+            }
         self.writer.write(event, step, version, metrics)
-        if (line := record_line(event, step, version, metrics, self.live.config.max_steps)) is not None:
+        if (
+            line := record_line(event, step, version, metrics, self.live.config.max_steps)
+        ) is not None:
             logger.info("%s", line)
         self.live.recorded(event, metrics)
         every = self.live.config.observe.completions_every
@@ -87,7 +95,11 @@ class Live:
 
     def __init__(self, config: Config, started: float) -> None:
         self.config, self.started = config, started
-        self.progress = Progress(phase="starting", max_steps=config.max_steps, max_staleness=config.staleness.max_staleness)
+        self.progress = Progress(
+            phase="starting",
+            max_steps=config.max_steps,
+            max_staleness=config.staleness.max_staleness,
+        )
         self.phases: dict[str, float] = {}
         self._phase_began = started
         self._coordinator: Coordinator | None = None
@@ -122,11 +134,19 @@ class Live:
             self.progress.held_out_accuracy = metrics.get("eval/accuracy")
         if event == "step":
             self.progress.accuracy = metrics.get(f"reward/{self.config.accuracy}")
-            self.progress.reward_parts = {name: value for name in self.config.reward.functions if (value := metrics.get(f"reward/{name}")) is not None}
-        if event == "startup" and any(value for name, value in metrics.items() if name.endswith("caches_removed")):
+            self.progress.reward_parts = {
+                name: value
+                for name in self.config.reward.functions
+                if (value := metrics.get(f"reward/{name}")) is not None
+            }
+        if event == "startup" and any(
+            value for name, value in metrics.items() if name.endswith("caches_removed")
+        ):
             self.note("a damaged compile cache was removed; it is made anew")
         if event == "logprob_check":
-            self.note(f"generator and learner log-probs differ by at most {metrics['check/logprob_max_diff']:.1e} over {metrics['check/tokens']:.0f} tokens")
+            self.note(
+                f"generator and learner log-probs differ by at most {metrics['check/logprob_max_diff']:.1e} over {metrics['check/tokens']:.0f} tokens"
+            )
 
     async def show(self, view: ProgressView) -> None:
         """Show the table again and again, until cancelled; how late the event loop was with it is measured on the way."""
@@ -152,9 +172,21 @@ class Live:
         return [self._row(example, stale) for example, stale in examples[:MOST_ROWS]]
 
     def _row(self, example: Example, stale: int) -> Row:
-        parts = {f"reward/{name}": example.reward_parts.get(name) for name in self.config.reward.functions}
-        texts = {"prompt": shown(example.prompt)[:MOST_CHARACTERS], "completion": shown(example.completion)[:MOST_CHARACTERS]}
-        return {**texts, "reward": example.reward, **parts, "version": example.version, "staleness": stale}
+        parts = {
+            f"reward/{name}": example.reward_parts.get(name)
+            for name in self.config.reward.functions
+        }
+        texts = {
+            "prompt": shown(example.prompt)[:MOST_CHARACTERS],
+            "completion": shown(example.completion)[:MOST_CHARACTERS],
+        }
+        return {
+            **texts,
+            "reward": example.reward,
+            **parts,
+            "version": example.version,
+            "staleness": stale,
+        }
 
     def _show_sample(self, examples: Sequence[tuple[Example, int]]) -> None:
         """The first trajectory of a new batch."""
@@ -162,9 +194,14 @@ class Live:
             return
         self._shown = examples
         for example, _ in examples:
-            self._shared.add(redact(example.prompt))  # before the cut: half a secret is not recognized
+            self._shared.add(
+                redact(example.prompt)
+            )  # before the cut: half a secret is not recognized
         sample, progress = examples[0][0], self.progress
-        progress.prompt, progress.completion = self._shared.without(redact(sample.prompt)), sample.completion
+        progress.prompt, progress.completion = (
+            self._shared.without(redact(sample.prompt)),
+            sample.completion,
+        )
         progress.sample_reward, progress.sample_parts = sample.reward, sample.reward_parts
 
     def _update(self) -> None:
@@ -178,12 +215,22 @@ class Live:
         progress.reward = seen.reward
         self._show_sample(seen.examples)
         if seen.reward is not None:
-            progress.staleness_mean, progress.staleness_max = seen.staleness_mean, seen.staleness_max
-        progress.learner_waited_s, progress.generators_waited_s = seen.learner_waited_s, seen.generators_waited_s
-        self._counts = [count for count in self._counts if now - count[0] <= RATE_WINDOW_S] + [(now, seen.generated_tokens, seen.trained_tokens)]
+            progress.staleness_mean, progress.staleness_max = (
+                seen.staleness_mean,
+                seen.staleness_max,
+            )
+        progress.learner_waited_s, progress.generators_waited_s = (
+            seen.learner_waited_s,
+            seen.generators_waited_s,
+        )
+        self._counts = [count for count in self._counts if now - count[0] <= RATE_WINDOW_S] + [
+            (now, seen.generated_tokens, seen.trained_tokens)
+        ]
         began, generated, trained = self._counts[0]
         if now > began:
             progress.generated_tokens_per_s = (seen.generated_tokens - generated) / (now - began)
             progress.trained_tokens_per_s = (seen.trained_tokens - trained) / (now - began)
         first = self._coordinator.first_version
-        progress.left_s = time_left(seen.version - first, self.config.max_steps - first, now - self._training_began)
+        progress.left_s = time_left(
+            seen.version - first, self.config.max_steps - first, now - self._training_began
+        )

@@ -20,7 +20,14 @@ from types import TracebackType
 
 import psutil
 
-__all__ = ["MemoryPeak", "MemorySampler", "descendants", "process_name", "pss_bytes", "shared_memory_bytes"]
+__all__ = [
+    "MemoryPeak",
+    "MemorySampler",
+    "descendants",
+    "process_name",
+    "pss_bytes",
+    "shared_memory_bytes",
+]
 
 LARGEST_SHARE = 0.02
 """Of one core, that sampling may take."""
@@ -63,7 +70,12 @@ class MemorySampler:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def start(self) -> None:
@@ -96,9 +108,17 @@ class MemorySampler:
         total = sum(by_name.values()) + shared
         with self._lock:
             self._now = total
-            samples, seconds = self._peak.samples + 1, self._peak.seconds + time.thread_time() - began
+            samples, seconds = (
+                self._peak.samples + 1,
+                self._peak.seconds + time.thread_time() - began,
+            )
             if total > self._peak.total:
-                self._peak = MemoryPeak(total, shared, dict(sorted(by_name.items(), key=lambda item: -item[1])), len(processes))
+                self._peak = MemoryPeak(
+                    total,
+                    shared,
+                    dict(sorted(by_name.items(), key=lambda item: -item[1])),
+                    len(processes),
+                )
             self._peak.samples, self._peak.seconds = samples, seconds
         return total
 
@@ -147,7 +167,9 @@ def process_name(process: psutil.Process) -> str:
     first = words[0].strip() if words else ""
     if first.startswith(("ray::", "VLLM::")):
         name = re.split(r"[ .(]", first)[0]  # ray::Actor.method(): the actor
-        return "ray::ServeReplica" if "ServeReplica" in name else name  # Ray adds its application, deployment and id
+        return (
+            "ray::ServeReplica" if "ServeReplica" in name else name
+        )  # Ray adds its application, deployment and id
     first = first or plain
     if first.rsplit("/", 1)[-1].startswith("python"):
         if "-c" in words:
@@ -166,7 +188,11 @@ def pss_bytes(pid: int) -> int:
         fields = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
         return 0
-    sizes = {parts[0]: int(parts[1]) for parts in map(str.split, fields.splitlines()[1:]) if len(parts) >= 2}
+    sizes = {
+        parts[0]: int(parts[1])
+        for parts in map(str.split, fields.splitlines()[1:])
+        if len(parts) >= 2
+    }
     return 1024 * (sizes.get("Pss:", 0) - sizes.get("Pss_Shmem:", 0))
 
 

@@ -46,7 +46,13 @@ class MetricsWriter:
     Numbers that JSON does not know (NaN, Inf) are written as null. A new attempt appends to the same file.
     """
 
-    def __init__(self, directory: Path, attempt: int = 0, sinks: Sequence[Sink] = (), made_at: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        attempt: int = 0,
+        sinks: Sequence[Sink] = (),
+        made_at: Mapping[int, int] | None = None,
+    ) -> None:
         """
         Args:
             made_at: version → the step that made it, of the version that the attempt begins with.
@@ -59,7 +65,9 @@ class MetricsWriter:
         self._made_at = dict(made_at or {})
         """Version → the step that made it: a skipped step makes none."""
 
-    def write(self, event: str, step: int, version: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    def write(
+        self, event: str, step: int, version: int, values: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Write one record and return it. `values` are numbers, strings, None or lists and mappings of these.
 
         Raises:
@@ -67,18 +75,36 @@ class MetricsWriter:
         """
         taken = sorted(set(values) & set(RESERVED))
         if taken:
-            raise ValueError(f"metrics named {taken} would hide the record's own fields; rename them")
+            raise ValueError(
+                f"metrics named {taken} would hide the record's own fields; rename them"
+            )
         now = steady_time()
-        record = {"schema": SCHEMA, "event": event, "attempt": self._attempt, "step": step, "version": version, "time": now, **_plain(values)}
+        record = {
+            "schema": SCHEMA,
+            "event": event,
+            "attempt": self._attempt,
+            "step": step,
+            "version": version,
+            "time": now,
+            **_plain(values),
+        }
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         left_out = REPEATED if any(name.endswith("_accuracy") for name in record) else ()
-        scalars = {_plotted(event, name): float(value) for name, value in _items(record) if _is_number(value) and name not in left_out}
+        scalars = {
+            _plotted(event, name): float(value)
+            for name, value in _items(record)
+            if _is_number(value) and name not in left_out
+        }
         if scalars and event not in ONCE:
             if event == "step" and values.get("applied", True):
                 self._made_at.setdefault(version, step)
             for sink in self._sinks:
-                sink.add(self._made_at.get(version, version) if event == "evaluation" else step, now, scalars)
+                sink.add(
+                    self._made_at.get(version, version) if event == "evaluation" else step,
+                    now,
+                    scalars,
+                )
         return record
 
     def show_batch(self, step: int, rewards: Sequence[float], rows: Sequence[Row]) -> None:
@@ -97,7 +123,12 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close(failed=error is not None)
 
 
@@ -118,9 +149,13 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                raise ValueError(f"{path}, line {number} is no JSON record ({why}); remove that line") from None
+                raise ValueError(
+                    f"{path}, line {number} is no JSON record ({why}); remove that line"
+                ) from None
             if not isinstance(record, dict) or "event" not in record:
-                raise ValueError(f"{path}, line {number} is a record without an event; remove that line")
+                raise ValueError(
+                    f"{path}, line {number} is a record without an event; remove that line"
+                )
             yield record
 
 

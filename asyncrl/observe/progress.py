@@ -78,7 +78,13 @@ class ProgressView:
     Use as a context manager; `show` is cheap and may be called as often as something changes.
     """
 
-    def __init__(self, interval_s: float = 10.0, stream: TextIO | None = None, live: bool | None = None, sample_every_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        interval_s: float = 10.0,
+        stream: TextIO | None = None,
+        live: bool | None = None,
+        sample_every_s: float = 60.0,
+    ) -> None:
         self._stream = stream or sys.stdout
         self._interval_s = interval_s
         self._live_wanted = self._stream.isatty() if live is None else live
@@ -96,14 +102,23 @@ class ProgressView:
             from rich.console import Console
             from rich.live import Live
 
-            self._live = Live(console=Console(file=self._stream), refresh_per_second=4, transient=False)
+            self._live = Live(
+                console=Console(file=self._stream), refresh_per_second=4, transient=False
+            )
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is not None and self._newest is not None:
             stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-            with contextlib.suppress(OSError):  # a full disk may be why the run failed, and that is what must be told
+            with contextlib.suppress(
+                OSError
+            ):  # a full disk may be why the run failed, and that is what must be told
                 self.show(replace(self._newest, phase="interrupted" if stopped else "failed"))
         if self._live is not None:
             self._live.stop()
@@ -116,7 +131,10 @@ class ProgressView:
         self._newest = progress
         if self._live is not None:
             self._live.update(table(progress))
-        elif progress.phase != self._last_phase or time.monotonic() - self._last_line >= self._interval_s:
+        elif (
+            progress.phase != self._last_phase
+            or time.monotonic() - self._last_line >= self._interval_s
+        ):
             self._print(progress)
         else:
             self._last = progress
@@ -124,11 +142,20 @@ class ProgressView:
     def _print(self, progress: Progress) -> None:
         now = time.monotonic()
         self._last_phase, self._last_line, self._last = progress.phase, now, None
-        lines = [line(progress), *(f"  note: {printable(note, None)}" for note in progress.notes if note not in self._notes)]
+        lines = [
+            line(progress),
+            *(
+                f"  note: {printable(note, None)}"
+                for note in progress.notes
+                if note not in self._notes
+            ),
+        ]
         self._notes = progress.notes
         if progress.prompt and now - self._last_sample >= self._sample_every_s:
             self._last_sample = now
-            lines.append(f"  sample: {printable(progress.prompt, 160)} → {printable(progress.completion, 320)}   reward {_sample_reward(progress)}")
+            lines.append(
+                f"  sample: {printable(progress.prompt, 160)} → {printable(progress.completion, 320)}   reward {_sample_reward(progress)}"
+            )
         print("\n".join(lines), file=self._stream, flush=True)
 
 
@@ -137,7 +164,11 @@ def line(progress: Progress) -> str:
     parts = [duration(progress.elapsed_s), printable(progress.phase)]
     if progress.max_steps:
         parts.append(f"step {progress.step}/{progress.max_steps}")
-    parts += [f"{name} {value}" for name, value in _rows(progress).items() if name not in ("step", "elapsed")]
+    parts += [
+        f"{name} {value}"
+        for name, value in _rows(progress).items()
+        if name not in ("step", "elapsed")
+    ]
     return " | ".join(parts)
 
 
@@ -166,16 +197,33 @@ def _panel(progress: Progress, console: Console, width: int) -> RenderableType:
     known = Table.grid(padding=(0, 2), expand=True)
     for _ in range(columns):
         known.add_column(ratio=1)
-    known.add_row(*(_pairs(rows[start : start + per_column]) for start in range(0, columns * per_column, per_column)))
+    known.add_row(
+        *(
+            _pairs(rows[start : start + per_column])
+            for start in range(0, columns * per_column, per_column)
+        )
+    )
     body: list[RenderableType] = [known]
     if progress.max_steps:
         bar = Table.grid(expand=True)  # the bar alone would not end its line
-        bar.add_row(ProgressBar(total=progress.max_steps, completed=min(progress.step, progress.max_steps)))
+        bar.add_row(
+            ProgressBar(total=progress.max_steps, completed=min(progress.step, progress.max_steps))
+        )
         body = [bar, known]
-    body += [Text(printable(note, None), style="yellow", overflow="fold") for note in progress.notes[-MOST_NOTES:]]
-    taken = BORDER_LINES + len(console.render_lines(Group(*body), console.options.update(width=inner)))
+    body += [
+        Text(printable(note, None), style="yellow", overflow="fold")
+        for note in progress.notes[-MOST_NOTES:]
+    ]
+    taken = BORDER_LINES + len(
+        console.render_lines(Group(*body), console.options.update(width=inner))
+    )
     body += _sample(progress, console, inner, console.size.height - taken)
-    return Panel(Group(*body), title=Text(f"asyncrl · {printable(progress.phase)}", style="bold"), title_align="left", width=width)
+    return Panel(
+        Group(*body),
+        title=Text(f"asyncrl · {printable(progress.phase)}", style="bold"),
+        title_align="left",
+        width=width,
+    )
 
 
 def _sample(progress: Progress, console: Console, width: int, lines: int) -> list[RenderableType]:
@@ -185,11 +233,16 @@ def _sample(progress: Progress, console: Console, width: int, lines: int) -> lis
     if not progress.prompt or lines < 3:
         return []
     prompt_lines = min(MOST_SAMPLE_LINES, lines // 3)
-    told = {"prompt": (progress.prompt, prompt_lines), "completion": (progress.completion, min(MOST_SAMPLE_LINES, lines - prompt_lines - 1))}
+    told = {
+        "prompt": (progress.prompt, prompt_lines),
+        "completion": (progress.completion, min(MOST_SAMPLE_LINES, lines - prompt_lines - 1)),
+    }
     told["its reward"] = (_sample_reward(progress), 1)
     shown: list[RenderableType] = []
     for name, (value, most) in told.items():
-        wrapped = Text.assemble((f"{name:<12}", "dim"), printable(value, None)).wrap(console, width, overflow="fold")
+        wrapped = Text.assemble((f"{name:<12}", "dim"), printable(value, None)).wrap(
+            console, width, overflow="fold"
+        )
         if len(wrapped) > most:
             wrapped[most - 1].truncate(width - 1)
             wrapped[most - 1].append("…")
@@ -205,7 +258,9 @@ def _reward(reward: float | None, parts: Mapping[str, float | None]) -> str | No
     """The reward, and where there are several functions, what each of them gave."""
     if len(parts) < 2:
         return _number(reward, ".3f")
-    each = ", ".join(f"{printable(name, 40)} {_number(value, '.3g') or 'none'}" for name, value in parts.items())
+    each = ", ".join(
+        f"{printable(name, 40)} {_number(value, '.3g') or 'none'}" for name, value in parts.items()
+    )
     return f"{_number(reward, '.3f') or 'none'} ({each})"
 
 
@@ -213,7 +268,9 @@ def printable(text: str, limit: int | None = 80) -> str:
     """The text on one line without secrets and control characters (model text may hold escape sequences), at most `limit` long."""
     text = redact(text)  # before the cut: half a secret is not recognized
     cut = text if limit is None or len(text) <= limit else text[: limit - 1] + "…"
-    return "".join(character if character.isprintable() else "�" for character in cut.replace("\n", "⏎"))
+    return "".join(
+        character if character.isprintable() else "�" for character in cut.replace("\n", "⏎")
+    )
 
 
 def duration(seconds: float) -> str:
@@ -279,5 +336,7 @@ def _staleness(progress: Progress) -> str | None:
 
 def _waited(progress: Progress) -> str | None:
     sides = {"learner": progress.learner_waited_s, "generators": progress.generators_waited_s}
-    known = [f"{side} {duration(seconds)}" for side, seconds in sides.items() if seconds is not None]
+    known = [
+        f"{side} {duration(seconds)}" for side, seconds in sides.items() if seconds is not None
+    ]
     return ", ".join(known) or None

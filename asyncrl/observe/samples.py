@@ -12,11 +12,17 @@ from asyncrl.redact import shown
 
 __all__ = ["choose_samples", "samples_text"]
 
-ORDERS = {"newest": ("finished_at", "descending"), "best": ("reward", "descending"), "worst": ("reward", "ascending")}
+ORDERS = {
+    "newest": ("finished_at", "descending"),
+    "best": ("reward", "descending"),
+    "worst": ("reward", "ascending"),
+}
 """Which trajectories come first: by which column, in which direction. A reward that is missing comes last."""
 
 
-def choose_samples(trajectories: pa.Table, count: int, order: str = "newest", version: int | None = None) -> list[dict[str, Any]]:
+def choose_samples(
+    trajectories: pa.Table, count: int, order: str = "newest", version: int | None = None
+) -> list[dict[str, Any]]:
     """So many rows of `Run.trajectories()`.
 
     Args:
@@ -25,7 +31,14 @@ def choose_samples(trajectories: pa.Table, count: int, order: str = "newest", ve
     """
     if version is not None:
         trajectories = trajectories.filter(pc.equal(trajectories["oldest_version"], version))
-    places = pc.sort_indices(trajectories, [(*ORDERS[order], "at_end"), ("ordinal", "ascending", "at_end"), ("index", "ascending", "at_end")])
+    places = pc.sort_indices(
+        trajectories,
+        [
+            (*ORDERS[order], "at_end"),
+            ("ordinal", "ascending", "at_end"),
+            ("index", "ascending", "at_end"),
+        ],
+    )
     rows: list[dict[str, Any]] = trajectories.take(places[:count]).to_pylist()
     return rows
 
@@ -36,7 +49,11 @@ def samples_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _sample_text(row: Mapping[str, Any]) -> str:
-    parts = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
+    parts = {
+        name.removeprefix("reward/"): value
+        for name, value in row.items()
+        if name.startswith("reward/")
+    }
     said = [
         f"prompt {row['ordinal']}, completion {row['index']}",
         _named("version", row["oldest_version"], row["newest_version"]),
@@ -45,8 +62,21 @@ def _sample_text(row: Mapping[str, Any]) -> str:
         row["status"],
         row["outcome"] or "not trained yet",
     ]
-    reward = f"reward {_known(row['reward'])}" + (f" ({', '.join(f'{name} {_known(value)}' for name, value in parts.items())})" if parts else "")
-    return "\n".join([f"── {', '.join(said)}", f"── {reward}", "prompt:", _indented(row["prompt_text"]), "completion:", _indented(row["completion"])])
+    reward = f"reward {_known(row['reward'])}" + (
+        f" ({', '.join(f'{name} {_known(value)}' for name, value in parts.items())})"
+        if parts
+        else ""
+    )
+    return "\n".join(
+        [
+            f"── {', '.join(said)}",
+            f"── {reward}",
+            "prompt:",
+            _indented(row["prompt_text"]),
+            "completion:",
+            _indented(row["completion"]),
+        ]
+    )
 
 
 def _named(name: str, first: int | None, last: int | None) -> str:

@@ -44,4 +44,6 @@ class SharedText:
 
 def _shared(one: str, other: str) -> str:
     """The longest beginning of both."""
-    return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))]
+    return one[
+        : sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    ]

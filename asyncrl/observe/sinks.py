@@ -99,7 +99,13 @@ class TensorBoardSink:
 
         for name, value in scalars.items():
             for at, when, known in self._plotted(name, step, now, value):
-                self._writer.add_event(Event(wall_time=when, step=at, summary=Summary(value=[Summary.Value(tag=name, simple_value=known)])))
+                self._writer.add_event(
+                    Event(
+                        wall_time=when,
+                        step=at,
+                        summary=Summary(value=[Summary.Value(tag=name, simple_value=known)]),
+                    )
+                )
 
     def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None:
         self._add_summary(step, now, self._histogram(name, list(values)))
@@ -112,7 +118,9 @@ class TensorBoardSink:
 
         self._writer.add_event(Event(wall_time=now, step=step, summary=summary))
 
-    def _plotted(self, name: str, step: int, now: float, value: float) -> list[tuple[int, float, float]]:
+    def _plotted(
+        self, name: str, step: int, now: float, value: float
+    ) -> list[tuple[int, float, float]]:
         """What to write for a new value: nothing as long as it is constant, then what was held back as well."""
         new = (step, now, value)
         if name in self._varying or (name.startswith(ALWAYS_PLOTTED) and not name.endswith(COUNTS)):
@@ -135,7 +143,14 @@ class WandbSink:
         import wandb
 
         quiet = wandb.Settings(silent=True, console="off")
-        settings = {"project": run.project, "name": run.name, "id": run.run_id, "resume": "allow", "dir": str(run.directory), "config": dict(run.settings)}
+        settings = {
+            "project": run.project,
+            "name": run.name,
+            "id": run.run_id,
+            "resume": "allow",
+            "dir": str(run.directory),
+            "config": dict(run.settings),
+        }
         self._run = wandb.init(**settings, settings=quiet)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -151,7 +166,9 @@ class WandbSink:
     def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
         import wandb
 
-        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True)
+        table = wandb.Table(
+            columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True
+        )
         self._run.log({name: table, "step": step})
 
     def close(self, failed: bool = False) -> None:
@@ -169,28 +186,45 @@ class MLflowSink:
         experiment = self._client.get_experiment_by_name(run.project)
         # Without a server, artifacts would go to the working directory.
         place = None if server else (run.directory / "mlartifacts").as_uri()
-        number = experiment.experiment_id if experiment is not None else self._client.create_experiment(run.project, artifact_location=place)
+        number = (
+            experiment.experiment_id
+            if experiment is not None
+            else self._client.create_experiment(run.project, artifact_location=place)
+        )
         earlier = self._client.search_runs([number], f"tags.asyncrl_run_id = '{run.run_id}'")
         self._run_id = earlier[0].info.run_id if earlier else self._new(number, run)
         self._client.update_run(self._run_id, status="RUNNING")
 
     def _new(self, experiment: str, run: SinkRun) -> str:
-        run_id = str(self._client.create_run(experiment, run_name=run.name, tags={"asyncrl_run_id": run.run_id}).info.run_id)
+        run_id = str(
+            self._client.create_run(
+                experiment, run_name=run.name, tags={"asyncrl_run_id": run.run_id}
+            ).info.run_id
+        )
         self._client.log_dict(run_id, dict(run.settings), "config.yaml")
         return run_id
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        self._client.log_batch(self._run_id, metrics=[Metric(name, value, int(now * 1000), step) for name, value in scalars.items()])
+        self._client.log_batch(
+            self._run_id,
+            metrics=[Metric(name, value, int(now * 1000), step) for name, value in scalars.items()],
+        )
 
     def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None:
         """MLflow draws no histograms: an artifact holds the values."""
-        self._client.log_dict(self._run_id, {"values": list(values)}, f"{name}/step_{step:06d}.json")
+        self._client.log_dict(
+            self._run_id, {"values": list(values)}, f"{name}/step_{step:06d}.json"
+        )
 
     def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
         columns = list(rows[0])  # the layout that MLflow's own tables have
-        self._client.log_dict(self._run_id, {"columns": columns, "data": [list(row.values()) for row in rows]}, f"{name}/step_{step:06d}.json")
+        self._client.log_dict(
+            self._run_id,
+            {"columns": columns, "data": [list(row.values()) for row in rows]},
+            f"{name}/step_{step:06d}.json",
+        )
 
     def close(self, failed: bool = False) -> None:
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
@@ -203,7 +237,15 @@ class TrackioSink:
         import trackio
 
         name, settings = f"{run.name}-{run.run_id[:8]}", dict(run.settings)
-        self._run = trackio.init(project=run.project, name=name, resume="allow", config=settings, embed=False, auto_log_cpu=False, auto_log_gpu=False)
+        self._run = trackio.init(
+            project=run.project,
+            name=name,
+            resume="allow",
+            config=settings,
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
@@ -216,13 +258,26 @@ class TrackioSink:
     def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
         import trackio
 
-        self._run.log({name: trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True)}, step=step)
+        self._run.log(
+            {
+                name: trackio.Table(
+                    columns=list(rows[0]),
+                    data=[list(row.values()) for row in rows],
+                    allow_mixed_types=True,
+                )
+            },
+            step=step,
+        )
 
     def close(self, failed: bool = False) -> None:
         self._run.finish()
 
 
-PACKAGES: dict[str, Callable[[SinkRun], Sink]] = {"wandb": WandbSink, "mlflow": MLflowSink, "trackio": TrackioSink}
+PACKAGES: dict[str, Callable[[SinkRun], Sink]] = {
+    "wandb": WandbSink,
+    "mlflow": MLflowSink,
+    "trackio": TrackioSink,
+}
 """`observe.sinks` → its class; each is a package and an extra of the same name."""
 
 
@@ -232,7 +287,9 @@ class Background:
     def __init__(self, makers: Mapping[str, Callable[[], Sink]]) -> None:
         self._items: queue.Queue[Callable[[Sink], None] | None] = queue.Queue()
         self._failed = False
-        self._thread = threading.Thread(target=self._work, args=(dict(makers),), name="sinks", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=(dict(makers),), name="sinks", daemon=True
+        )
         self._thread.start()
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
@@ -249,7 +306,10 @@ class Background:
         self._items.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.warning("the sinks were not done within %g s; what they still had is in metrics.jsonl", CLOSE_TIMEOUT_S)
+            logger.warning(
+                "the sinks were not done within %g s; what they still had is in metrics.jsonl",
+                CLOSE_TIMEOUT_S,
+            )
 
     def _work(self, makers: dict[str, Callable[[], Sink]]) -> None:
         sinks: dict[str, Sink] = {}
@@ -267,7 +327,12 @@ class Background:
         except Exception as error:
             # Somebody else's server: metrics.jsonl has everything, and the run goes on.
             sinks.pop(name, None)
-            logger.warning("the sink %s failed and gets nothing more: %s: %s", name, type(error).__name__, error)
+            logger.warning(
+                "the sink %s failed and gets nothing more: %s: %s",
+                name,
+                type(error).__name__,
+                error,
+            )
 
 
 def missing_packages(config: Config) -> list[str]:
@@ -277,11 +342,19 @@ def missing_packages(config: Config) -> list[str]:
 
 def wandb_asks_for_a_key(config: Config, variables: Mapping[str, str]) -> str | None:
     """The host whose key wandb would ask for on the terminal; None: it is not asked for, has a key, or sends nothing."""
-    if "wandb" not in config.observe.sinks or variables.get("WANDB_MODE", "online") not in ("online", "run", "shared") or variables.get("WANDB_API_KEY"):
+    if (
+        "wandb" not in config.observe.sinks
+        or variables.get("WANDB_MODE", "online") not in ("online", "run", "shared")
+        or variables.get("WANDB_API_KEY")
+    ):
         return None
-    host = urlsplit(variables.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or "api.wandb.ai"
+    host = (
+        urlsplit(variables.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or "api.wandb.ai"
+    )
     home = Path(variables.get("HOME", "~")).expanduser()
-    for path in [Path(variables["NETRC"])] if variables.get("NETRC") else [home / ".netrc", home / "_netrc"]:
+    for path in (
+        [Path(variables["NETRC"])] if variables.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    ):
         with contextlib.suppress(OSError, netrc.NetrcParseError):
             if netrc.netrc(path).authenticators(host):
                 return None
@@ -294,7 +367,10 @@ def open_sinks(config: Config, directory: Path, run_id: str) -> list[Sink]:
     makers = {name: partial(PACKAGES[name], run) for name in config.observe.sinks}
     if "wandb" in makers and "wandb" not in sys.modules:
         # Its import makes temporary folders. Here and not in the thread: meanwhile no other part of this process asks for the temporary directory.
-        with temporary_within("wandb"), contextlib.suppress(Exception):  # the thread names the error
+        with (
+            temporary_within("wandb"),
+            contextlib.suppress(Exception),
+        ):  # the thread names the error
             importlib.import_module("wandb")
     return [TensorBoardSink(directory / "tensorboard"), *([Background(makers)] if makers else [])]
 
@@ -308,7 +384,13 @@ def _code_block(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         for name, value in row.items():
-            said = "none" if value is None else f"{value:.4g}" if isinstance(value, float | int) else value
+            said = (
+                "none"
+                if value is None
+                else f"{value:.4g}"
+                if isinstance(value, float | int)
+                else value
+            )
             lines.append(f"{name}: " + said.replace("\n", "\n  | "))
         lines.append("")
     return "\n".join(f"    {line}" for line in "\n".join(lines).split("\n"))

@@ -29,20 +29,45 @@ def before_and_after(config: Config, records: Sequence[Mapping[str, Any]]) -> li
     if not rows:
         return []
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}} → {row[2]:>{widths[2]}}   {row[3]}".rstrip() for row in rows]
+    return [
+        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}} → {row[2]:>{widths[2]}}   {row[3]}".rstrip()
+        for row in rows
+    ]
 
 
-def _set_rows(config: Config, title: str, first: Mapping[str, Any], last: Mapping[str, Any]) -> list[Row]:
+def _set_rows(
+    config: Config, title: str, first: Mapping[str, Any], last: Mapping[str, Any]
+) -> list[Row]:
     start = f"eval/{title}_"
-    before, after, prompts = first.get(f"{start}accuracy"), last.get(f"{start}accuracy"), last.get(f"{start}prompts") or 0
+    before, after, prompts = (
+        first.get(f"{start}accuracy"),
+        last.get(f"{start}accuracy"),
+        last.get(f"{start}prompts") or 0,
+    )
     change = "" if before is None or after is None else f"{after - before:+.1%} "
     rows: list[Row] = []
     if before is not None or after is not None:
-        rows.append((f"held-out {title} accuracy", _text(before, ".1%"), _text(after, ".1%"), f"({change}on {prompts:,.0f} prompts)"))
+        rows.append(
+            (
+                f"held-out {title} accuracy",
+                _text(before, ".1%"),
+                _text(after, ".1%"),
+                f"({change}on {prompts:,.0f} prompts)",
+            )
+        )
     for name in last:
         key = name.removeprefix(start)
-        if name.startswith(start) and (_of_a_reward(config, key) or key.startswith(("avg_at_", "pass_at_"))):
-            rows.append((f"held-out {title} {key}", _text(first.get(name), ".3f"), _text(last[name], ".3f"), ""))
+        if name.startswith(start) and (
+            _of_a_reward(config, key) or key.startswith(("avg_at_", "pass_at_"))
+        ):
+            rows.append(
+                (
+                    f"held-out {title} {key}",
+                    _text(first.get(name), ".3f"),
+                    _text(last[name], ".3f"),
+                    "",
+                )
+            )
     return rows
 
 
@@ -51,10 +76,14 @@ def _step_rows(config: Config, steps: Sequence[Mapping[str, Any]]) -> list[Row]:
     first, last = steps[:many], steps[-many:]
     where = f"(mean of steps {_span(first)} and {_span(last)})"
     rows: list[Row] = []
-    for name in dict.fromkeys(name for record in steps for name in record if name.startswith("reward/")):
+    for name in dict.fromkeys(
+        name for record in steps for name in record if name.startswith("reward/")
+    ):
         key = name.removeprefix("reward/")
         if key == "mean" or _of_a_reward(config, key):
-            rows.append((f"reward {key}", _mean(first, name), _mean(last, name), where if not rows else ""))
+            rows.append(
+                (f"reward {key}", _mean(first, name), _mean(last, name), where if not rows else "")
+            )
     return rows
 
 

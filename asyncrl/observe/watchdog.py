@@ -55,18 +55,29 @@ def standing(coordinator: Coordinator) -> Standing:
         return Standing("learning", f"a step on {training} groups at version {progress.version}")
     evaluation = coordinator.evaluation
     if evaluation is not None and (evaluation.holds_flips or coordinator.publishing_done):
-        return Standing("evaluation", f"completions of the held-out prompts at version {evaluation.version}")
+        return Standing(
+            "evaluation", f"completions of the held-out prompts at version {evaluation.version}"
+        )
     if coordinator.in_publication is not None:
-        return Standing("publishing", f"the replicas to apply version {coordinator.in_publication.version}; {progress.committed} is committed")
+        return Standing(
+            "publishing",
+            f"the replicas to apply version {coordinator.in_publication.version}; {progress.committed} is committed",
+        )
     if coordinator.gathered < progress.version:
         return Standing("learning", f"the ranks to gather or save version {progress.version}")
     if buffer.running:
-        return Standing("generation", f"{buffer.running} groups that are being generated, and {unscored} that are being scored")
+        return Standing(
+            "generation",
+            f"{buffer.running} groups that are being generated, and {unscored} that are being scored",
+        )
     if unscored:
         return Standing("scoring", f"the rewards of {unscored} groups")
     if not len(buffer):
         return Standing("prompts", "the prompt stream: nothing is outstanding, and no prompt comes")
-    return Standing("learning", f"a full, fresh batch: {buffer.ready} of {coordinator.schedule.staleness.groups_per_step} groups are ready")
+    return Standing(
+        "learning",
+        f"a full, fresh batch: {buffer.ready} of {coordinator.schedule.staleness.groups_per_step} groups are ready",
+    )
 
 
 class Watchdog:
@@ -89,7 +100,14 @@ class Watchdog:
             ask: (stage) → something that changes if the stage moves after all, and what its workers say of themselves.
             say: gets the stage, the seconds of standing still, and what its workers said.
         """
-        self._moves, self._standing, self._stall_s, self._ask, self._say, self._clock = moves, standing, stall_s, ask, say, clock
+        self._moves, self._standing, self._stall_s, self._ask, self._say, self._clock = (
+            moves,
+            standing,
+            stall_s,
+            ask,
+            say,
+            clock,
+        )
         self._seen = moves()
         self._since = self._said = clock()
         self._inner: dict[str, Any] = {}
@@ -123,7 +141,10 @@ class Watchdog:
             inner, text = None, f"its workers did not answer within {ASK_S:g} s"
         except Exception as error:
             # A part that is dead or dying: what it raises is what there is to say.
-            inner, text = None, f"its workers cannot be asked: {type(error).__name__}: {error}".splitlines()[0]
+            inner, text = (
+                None,
+                f"its workers cannot be asked: {type(error).__name__}: {error}".splitlines()[0],
+            )
         moved = inner is not None and self._inner.get(where.stage, inner) != inner
         self._inner[where.stage] = inner
         if still_s < self._stall_s:

@@ -36,17 +36,25 @@ def answering_cluster(default: str | None = None) -> str | None:
             f"RAY_ADDRESS = {named!r} is the address of Ray's job service; submit with `ray job submit --address {named} -- asyncrl train …`, or {WAY_OUT}"
         )
     if named.startswith("ray://"):
-        raise ConfigError(f"RAY_ADDRESS = {named!r} is Ray Client's address, which Serve and Ray Data do not work through; {WAY_OUT}")
+        raise ConfigError(
+            f"RAY_ADDRESS = {named!r} is Ray Client's address, which Serve and Ray Data do not work through; {WAY_OUT}"
+        )
     try:
         address = canonicalize_bootstrap_address(named)
     except ConnectionError:
-        raise ConfigError(f"RAY_ADDRESS = {named!r}: no Ray cluster runs on this machine; start one with `ray start --head`, or {WAY_OUT}") from None
+        raise ConfigError(
+            f"RAY_ADDRESS = {named!r}: no Ray cluster runs on this machine; start one with `ray start --head`, or {WAY_OUT}"
+        ) from None
     except (ValueError, OSError) as error:
-        raise ConfigError(f"RAY_ADDRESS = {named!r} is no host and port ({error}); {WAY_OUT}") from None
+        raise ConfigError(
+            f"RAY_ADDRESS = {named!r} is no host and port ({error}); {WAY_OUT}"
+        ) from None
     if address is None:
         return None
     if why := _why_silent(address):
-        raise ConfigError(f"RAY_ADDRESS = {named!r}: no Ray cluster answers at {address} ({why}); {WAY_OUT}")
+        raise ConfigError(
+            f"RAY_ADDRESS = {named!r}: no Ray cluster answers at {address} ({why}); {WAY_OUT}"
+        )
     return address
 
 
@@ -62,8 +70,14 @@ def _why_silent(address: str) -> str:
             NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=ANSWER_S)
         except grpc.RpcError as error:
             code = error.code()
-            if code is grpc.StatusCode.UNAUTHENTICATED:  # it is Ray, and wants a token: Ray says so itself
+            if (
+                code is grpc.StatusCode.UNAUTHENTICATED
+            ):  # it is Ray, and wants a token: Ray says so itself
                 return ""
-            what = f"within {ANSWER_S:g} s" if code is grpc.StatusCode.DEADLINE_EXCEEDED else f"({code.name.lower()})"
+            what = (
+                f"within {ANSWER_S:g} s"
+                if code is grpc.StatusCode.DEADLINE_EXCEEDED
+                else f"({code.name.lower()})"
+            )
             return f"something listens there, and did not answer as Ray {what}"
     return ""

@@ -34,7 +34,11 @@ def checkpoint_bytes(config: Config, version_bytes: int) -> int:
     Args:
         version_bytes: bytes of one published version.
     """
-    return version_bytes // ITEM_BYTES[config.model.dtype] * (12 if config.learner.optimizer == "adamw" else 4)
+    return (
+        version_bytes
+        // ITEM_BYTES[config.model.dtype]
+        * (12 if config.learner.optimizer == "adamw" else 4)
+    )
 
 
 def disks(config: Config, version_bytes: int) -> tuple[Disk, ...]:
@@ -47,14 +51,24 @@ def disks(config: Config, version_bytes: int) -> tuple[Disk, ...]:
         ConfigError: as `Config.run_directory`.
     """
     models = version_bytes * (2 if config.warm_start.data is not None else 1)
-    places = ((config.run_directory, models), (config.checkpoints_directory, _checkpoints_at_most(config) * checkpoint_bytes(config, version_bytes)))
+    places = (
+        (config.run_directory, models),
+        (
+            config.checkpoints_directory,
+            _checkpoints_at_most(config) * checkpoint_bytes(config, version_bytes),
+        ),
+    )
     found: dict[int, Disk] = {}
     for directory, most in places:
         there = _nearest(directory)
-        needed = most - (_bytes_below(directory) if directory == config.checkpoints_directory else 0)
+        needed = most - (
+            _bytes_below(directory) if directory == config.checkpoints_directory else 0
+        )
         device = os.stat(there).st_dev
         before = found.get(device, Disk((), 0, shutil.disk_usage(there).free))
-        found[device] = Disk((*before.directories, directory), before.needed + max(needed, 0), before.free)
+        found[device] = Disk(
+            (*before.directories, directory), before.needed + max(needed, 0), before.free
+        )
     return tuple(found.values())
 
 
@@ -82,7 +96,11 @@ def _nearest(directory: Path) -> Path:
 
 def _bytes_below(directory: Path) -> int:
     """Of a run that goes on: its older checkpoints go as new ones come."""
-    return sum(_bytes_of(os.path.join(place, name)) for place, _, names in os.walk(directory) for name in names)
+    return sum(
+        _bytes_of(os.path.join(place, name))
+        for place, _, names in os.walk(directory)
+        for name in names
+    )
 
 
 def _bytes_of(path: str) -> int:

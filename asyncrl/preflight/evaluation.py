@@ -36,7 +36,10 @@ def evaluation_seconds(config: Config, prompts: Mapping[str, int], weights_bytes
         completions = one.n * min(prompts[name], one.max_prompts or prompts[name])
         longest = one.max_completion_length or config.rollout.max_completion_length
         steps = -(-completions // at_once) * longest
-        seconds += steps * (speed.step_s + weights_bytes / speed.bytes_per_s) + completions * longest * speed.token_s
+        seconds += (
+            steps * (speed.step_s + weights_bytes / speed.bytes_per_s)
+            + completions * longest * speed.token_s
+        )
     return seconds
 
 
@@ -48,10 +51,20 @@ def evaluation_text(config: Config, prompts: Mapping[str, int], weights_bytes: i
     for name, one in config.evaluation_sets.items():
         used = min(prompts[name], one.max_prompts or prompts[name])
         longest = one.max_completion_length or config.rollout.max_completion_length
-        lines.append(f"  {name}: {used} prompts x {one.n} at temperature {one.temperature:g}, up to {longest} tokens each ({one.data})")
-    when = f"before, every {config.eval.every_steps} steps and after" if config.eval.every_steps else "before and after training"
+        lines.append(
+            f"  {name}: {used} prompts x {one.n} at temperature {one.temperature:g}, up to {longest} tokens each ({one.data})"
+        )
+    when = (
+        f"before, every {config.eval.every_steps} steps and after"
+        if config.eval.every_steps
+        else "before and after training"
+    )
     seconds = evaluation_seconds(config, prompts, weights_bytes)
-    estimate = f"about {seconds:.0f} s on one replica if every completion is as long as it may be" if seconds >= 1 else "under a second"
+    estimate = (
+        f"about {seconds:.0f} s on one replica if every completion is as long as it may be"
+        if seconds >= 1
+        else "under a second"
+    )
     return "\n".join(["# evaluation", *lines, f"  {when}; {estimate}", f"  {_effect(config)}"])
 
 

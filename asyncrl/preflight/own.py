@@ -36,16 +36,29 @@ def try_own(config: Config, limit_s: float = LIMIT_S) -> list[str]:
     """
     algorithm = config.algorithm
     named = {name: getattr(algorithm, name) for name in ("loss", "advantage", "group_filter")}
-    return [_tried_apart(algorithm, name, function, limit_s) for name, function in named.items() if function is not None and is_own(function)]
+    return [
+        _tried_apart(algorithm, name, function, limit_s)
+        for name, function in named.items()
+        if function is not None and is_own(function)
+    ]
 
 
 def _tried_apart(algorithm: AlgorithmConfig, name: str, function: str, limit_s: float) -> str:
     """The line of one function, from a process of its own. What the function prints goes to stderr."""
     said = f"on made-up numbers: algorithm.{name} = {function!r}"
     with tempfile.TemporaryFile() as answer:
-        command = [sys.executable, "-c", START, json.dumps(sys.path), name, algorithm.model_dump_json()]
+        command = [
+            sys.executable,
+            "-c",
+            START,
+            json.dumps(sys.path),
+            name,
+            algorithm.model_dump_json(),
+        ]
         try:
-            code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=answer, timeout=limit_s, check=False).returncode
+            code = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=answer, timeout=limit_s, check=False
+            ).returncode
         except subprocess.TimeoutExpired:
             fix = "it and its module must end within that: look for an endless loop, a wait or a download"
             raise ConfigError(f"{said} was killed after {limit_s:g} s; {fix}") from None
@@ -63,7 +76,9 @@ def main(name: str, algorithm: str) -> None:
     """In the process of its own: try one function, and write what came of it where the parent reads it. What the function prints goes to stderr."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches this process too, which has nothing to say
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C reaches this process too, which has nothing to say
     try:
         given = {"line": _tried(AlgorithmConfig.model_validate_json(algorithm), name)}
     except FunctionError as error:
@@ -81,16 +96,31 @@ def _tried(algorithm: AlgorithmConfig, name: str) -> str:
 
         return f"a loss and a gradient for each of 12 tokens; metrics: {', '.join(own_metrics(algorithm)) or 'none'}"
     if name == "advantage":
-        given = [own_advantages(algorithm.advantage, np.array(rewards)).tolist() for rewards in REWARDS]
+        given = [
+            own_advantages(algorithm.advantage, np.array(rewards)).tolist() for rewards in REWARDS
+        ]
         return f"{REWARDS[0]} gives {[round(value, 4) for value in given[0]]}"
     assert algorithm.group_filter is not None
     verdicts = [
-        own_verdict(algorithm.group_filter, rewards, (np.array(rewards) - np.mean(rewards)).tolist(), [8] * len(rewards), [False] * len(rewards))
+        own_verdict(
+            algorithm.group_filter,
+            rewards,
+            (np.array(rewards) - np.mean(rewards)).tolist(),
+            [8] * len(rewards),
+            [False] * len(rewards),
+        )
         for rewards in REWARDS
     ]
-    return "; ".join(f"{rewards} {'trained' if verdict else 'left out'}" for rewards, verdict in zip(REWARDS, verdicts, strict=True))
+    return "; ".join(
+        f"{rewards} {'trained' if verdict else 'left out'}"
+        for rewards, verdict in zip(REWARDS, verdicts, strict=True)
+    )
 
 
 def own_text(lines: list[str]) -> str:
     """The lines under a heading; nothing without any."""
-    return "\n".join(["# own functions, on made-up numbers", *(f"  {line}" for line in lines)]) if lines else ""
+    return (
+        "\n".join(["# own functions, on made-up numbers", *(f"  {line}" for line in lines)])
+        if lines
+        else ""
+    )

@@ -27,13 +27,17 @@ def try_rewards(config: Config, report: PromptReport) -> dict[str, float | None]
     prompt = first_prompt(config, report)
     ids = load_tokenizer(config.model.path).encode(COMPLETION, add_special_tokens=False)
     call = GroupCall([prompt.text], [COMPLETION], [ids], prompt.columns, ["stop"], [False])
-    once = config.reward.model_copy(update={"processes": 1, "concurrency": 1, "policy": "fail", "retries": 0})
+    once = config.reward.model_copy(
+        update={"processes": 1, "concurrency": 1, "policy": "fail", "retries": 0}
+    )
     share_settings(config.reward.sandbox)
     try:
         with RewardPool(once) as pool:
             given = pool.submit(call).result()
     except RewardError as error:
-        raise ConfigError(f"the first prompt of data.train with the completion {COMPLETION!r}: {with_notes(error)}") from None
+        raise ConfigError(
+            f"the first prompt of data.train with the completion {COMPLETION!r}: {with_notes(error)}"
+        ) from None
     return {name: values[0] for name, values in given.parts.items()}
 
 
@@ -41,5 +45,13 @@ def rewards_text(given: dict[str, float | None] | None) -> str:
     """A line for each reward."""
     if given is None:
         return "# rewards\n  not tried: they ask for a GPU (reward.num_gpus)"
-    lines = [f"  {name:<24} {'None: not scored' if value is None else format(value, 'g')}" for name, value in given.items()]
-    return "\n".join([f"# rewards\n  what each gives for the first prompt and the completion {COMPLETION!r}", *lines])
+    lines = [
+        f"  {name:<24} {'None: not scored' if value is None else format(value, 'g')}"
+        for name, value in given.items()
+    ]
+    return "\n".join(
+        [
+            f"# rewards\n  what each gives for the first prompt and the completion {COMPLETION!r}",
+            *lines,
+        ]
+    )

@@ -12,7 +12,14 @@ from asyncrl.config import Config
 
 __all__ = ["NOT_SERVED_ON_CPU", "SERVED_IN_PART", "WHY", "refusal", "unusable"]
 
-COUNTS = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size")
+COUNTS = (
+    "hidden_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
 """Settings of config.json that are whole numbers wherever they are."""
 OTHER_TASKS = ("Classification", "QuestionAnswering", "MaskedLM", "RewardModel")
 """In the names of classes that predict something else than the next token."""
@@ -57,7 +64,9 @@ def unusable(tree: Any) -> str | None:
         return "has no model_type, by which transformers knows the model; add it"
     parts = [tree, *(part for part in [tree.get("text_config")] if isinstance(part, dict))]
     for name in COUNTS:
-        if wrong := [part[name] for part in parts if part.get(name) is not None and not _is_count(part[name])]:
+        if wrong := [
+            part[name] for part in parts if part.get(name) is not None and not _is_count(part[name])
+        ]:
             return f"has {name} = {wrong[0]!r}, not a whole number above 0; repair it"
     named = tree.get("architectures")
     if not isinstance(named, list) or not named or not all(isinstance(one, str) for one in named):
@@ -69,7 +78,10 @@ def unusable(tree: Any) -> str | None:
 
 def _is_count(value: Any) -> bool:
     """A number, or one for each layer."""
-    return all(type(one) is int and one > 0 for one in (value if isinstance(value, list) and value else [value]))
+    return all(
+        type(one) is int and one > 0
+        for one in (value if isinstance(value, list) and value else [value])
+    )
 
 
 def refusal(tree: Mapping[str, Any], config: Config) -> str | None:
@@ -104,8 +116,15 @@ def refusal(tree: Mapping[str, Any], config: Config) -> str | None:
 
 def _head_size(text: Mapping[str, Any]) -> int | None:
     """Elements of one attention head; None where the settings do not tell."""
-    heads, hidden = (next((text[name] for name in names if name in text), None) for names in (("num_attention_heads", "n_head"), ("hidden_size", "n_embd")))
-    size = text.get("head_dim") or (hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and "kv_lora_rank" not in text else None)
+    heads, hidden = (
+        next((text[name] for name in names if name in text), None)
+        for names in (("num_attention_heads", "n_head"), ("hidden_size", "n_embd"))
+    )
+    size = text.get("head_dim") or (
+        hidden // heads
+        if isinstance(hidden, int) and isinstance(heads, int) and "kv_lora_rank" not in text
+        else None
+    )
     return size if isinstance(size, int) else None
 
 

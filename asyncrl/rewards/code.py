@@ -19,7 +19,14 @@ from typing import Any
 from asyncrl.config import SandboxConfig
 from asyncrl.sandbox import Limits, Program, Result, Sandbox, open_sandbox
 
-__all__ = ["code_block", "code_tests", "configured_sandbox", "passes", "sandbox_limits", "share_settings"]
+__all__ = [
+    "code_block",
+    "code_tests",
+    "configured_sandbox",
+    "passes",
+    "sandbox_limits",
+    "share_settings",
+]
 
 SETTINGS = "ASYNCRL_SANDBOX"
 """Variable that carries the settings from the process that has the config to reward processes."""
@@ -56,7 +63,9 @@ print(json.dumps(outputs))
 """Expected outputs stay outside: there is nothing to find, and nothing to rewrite."""
 
 
-async def code_tests(completions: Sequence[str], tests: Sequence[Any], **_: Any) -> list[float | None]:
+async def code_tests(
+    completions: Sequence[str], tests: Sequence[Any], **_: Any
+) -> list[float | None]:
     """1.0 where the completion's last Python block passes all its tests, else 0.0.
 
     Column `tests` holds, as it is or as JSON text,
@@ -118,7 +127,9 @@ def read_tests(tests: Any) -> list[str] | list[tuple[str, str]]:
             pairs = [(test["input"], test["output"]) for test in found]
             if all(isinstance(text, str) for pair in pairs for text in pair):
                 return pairs
-    raise ValueError(f"column tests holds {str(tests)[:80]!r}; give Python source, a list of it, or a list of {{'input': text, 'output': text}}")
+    raise ValueError(
+        f"column tests holds {str(tests)[:80]!r}; give Python source, a list of it, or a list of {{'input': text, 'output': text}}"
+    )
 
 
 def _from_json(text: str) -> Any:
@@ -129,7 +140,9 @@ def _from_json(text: str) -> Any:
     return found if isinstance(found, list) else text
 
 
-async def passes(sandbox: Sandbox, limits: Limits, code: str, tests: Sequence[str] | Sequence[tuple[str, str]]) -> bool:
+async def passes(
+    sandbox: Sandbox, limits: Limits, code: str, tests: Sequence[str] | Sequence[tuple[str, str]]
+) -> bool:
     """Whether the code passes all tests within the limits, which hold for them together.
 
     Raises:
@@ -137,7 +150,9 @@ async def passes(sandbox: Sandbox, limits: Limits, code: str, tests: Sequence[st
     """
     if isinstance(tests[0], str):
         word = secrets.token_hex(16)
-        program = Program.python(ASSERTIONS, word, {"solution.py": code, "tests.json": json.dumps(tests)})
+        program = Program.python(
+            ASSERTIONS, word, {"solution.py": code, "tests.json": json.dumps(tests)}
+        )
         return _printed(await sandbox.run_async(program, limits)).endswith(f"\n{word}")
     inputs, expected = zip(*tests, strict=True)
     program = Program.python(CASES, json.dumps(inputs), {"solution.py": code})
@@ -151,9 +166,15 @@ def _outputs(printed: str) -> list[str] | None:
         runs = json.loads(printed)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(runs, list) or not all(isinstance(run, list) and len(run) == 2 for run in runs):
+    if not isinstance(runs, list) or not all(
+        isinstance(run, list) and len(run) == 2 for run in runs
+    ):
         return None
-    return [output for _, output in runs] if all(code == 0 and isinstance(output, str) for code, output in runs) else None
+    return (
+        [output for _, output in runs]
+        if all(code == 0 and isinstance(output, str) for code, output in runs)
+        else None
+    )
 
 
 def _printed(result: Result) -> str:
@@ -172,7 +193,14 @@ def share_settings(config: SandboxConfig) -> None:
 
 def sandbox_limits(config: SandboxConfig) -> Limits:
     """The limits of one completion's tests."""
-    return Limits(config.wall_s, config.cpu_s, config.memory_bytes, config.processes, config.disk_bytes, output_bytes=config.output_bytes)
+    return Limits(
+        config.wall_s,
+        config.cpu_s,
+        config.memory_bytes,
+        config.processes,
+        config.disk_bytes,
+        output_bytes=config.output_bytes,
+    )
 
 
 def configured_sandbox() -> tuple[Sandbox, Limits]:
@@ -188,5 +216,9 @@ def configured_sandbox() -> tuple[Sandbox, Limits]:
 def _opened(settings: str) -> tuple[Sandbox, Limits]:
     config = SandboxConfig.model_validate_json(settings)
     if config.level is None:
-        raise ValueError("no code is run without a sandbox: set reward.sandbox.level (docs/sandbox.md)")
-    return open_sandbox(config.level, service=config.service, python=config.python, paths=config.paths), sandbox_limits(config)
+        raise ValueError(
+            "no code is run without a sandbox: set reward.sandbox.level (docs/sandbox.md)"
+        )
+    return open_sandbox(
+        config.level, service=config.service, python=config.python, paths=config.paths
+    ), sandbox_limits(config)

@@ -40,7 +40,15 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.runtime import functions
-from asyncrl.runtime.functions import FunctionError, chosen_arguments, import_function, place_of, refuse_main, short, text_of
+from asyncrl.runtime.functions import (
+    FunctionError,
+    chosen_arguments,
+    import_function,
+    place_of,
+    refuse_main,
+    short,
+    text_of,
+)
 
 __all__ = [
     "ContractError",
@@ -113,9 +121,13 @@ def find_reward(function: str) -> None:
     try:
         missing = importlib.util.find_spec(module) is None
     except (ImportError, ValueError) as error:
-        raise RewardError(f"reward function {function!r} cannot be imported ({error}); check its name and that its package is installed") from None
+        raise RewardError(
+            f"reward function {function!r} cannot be imported ({error}); check its name and that its package is installed"
+        ) from None
     if missing:
-        raise RewardError(f"reward function {function!r}: there is no module {module!r}; start where it lies, or install its package")
+        raise RewardError(
+            f"reward function {function!r}: there is no module {module!r}; start where it lies, or install its package"
+        )
 
 
 def import_reward(function: str) -> Callable[..., Any]:
@@ -130,7 +142,12 @@ def import_reward(function: str) -> Callable[..., Any]:
         raise RewardError(str(error)) from None
 
 
-def call_reward(function: str, call: GroupCall, arguments: Mapping[str, Any] | None = None, per_token: bool = False) -> FunctionRewards:
+def call_reward(
+    function: str,
+    call: GroupCall,
+    arguments: Mapping[str, Any] | None = None,
+    per_token: bool = False,
+) -> FunctionRewards:
     """Call one reward for one group, in this process and without a deadline.
 
     Raises:
@@ -150,7 +167,9 @@ async def _wait_for(values: Any) -> Any:
     return await values
 
 
-def keyword_arguments(reward: Callable[..., Any], call: GroupCall, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def keyword_arguments(
+    reward: Callable[..., Any], call: GroupCall, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
     """All that the function can be told of a group, as far as its parameters take it. The dataset's columns win over `truncated` and `finish_reason`,
     and `arguments` over both.
 
@@ -163,17 +182,34 @@ def keyword_arguments(reward: Callable[..., Any], call: GroupCall, arguments: Ma
         told |= {"finish_reason": list(call.finish_reasons), "truncated": list(call.truncated)}
     told |= {name: [value] * n for name, value in call.columns.items()}
     told |= arguments
-    told |= {"prompts": list(call.prompts), "completions": list(call.completions), "completion_ids": [list(ids) for ids in call.completion_ids]}
-    return chosen_arguments(reward, told, "neither a column of the data nor an entry of its arguments is")
+    told |= {
+        "prompts": list(call.prompts),
+        "completions": list(call.completions),
+        "completion_ids": [list(ids) for ids in call.completion_ids],
+    }
+    return chosen_arguments(
+        reward, told, "neither a column of the data nor an entry of its arguments is"
+    )
 
 
 def failed(function: str, error: BaseException) -> RewardError:
     """Whatever a reward raised, under its name and with the line that raised it. The traceback from the function on is a note."""
     if isinstance(error, MemoryError):
-        return RewardError(f"reward function {function!r} asked for more memory than reward.memory_bytes leaves it; raise that, or free what is not used")
-    wrapped = RewardError(f"reward function {function!r} raised {type(error).__name__}: {text_of(str, error)}{place_of(_frames(error))}")
+        return RewardError(
+            f"reward function {function!r} asked for more memory than reward.memory_bytes leaves it; raise that, or free what is not used"
+        )
+    wrapped = RewardError(
+        f"reward function {function!r} raised {type(error).__name__}: {text_of(str, error)}{place_of(_frames(error))}"
+    )
     if frames := _frames(error):
-        wrapped.add_note("".join(["Traceback (most recent call last):\n", *traceback.format_list(frames[-MOST_FRAMES:])]).rstrip())
+        wrapped.add_note(
+            "".join(
+                [
+                    "Traceback (most recent call last):\n",
+                    *traceback.format_list(frames[-MOST_FRAMES:]),
+                ]
+            ).rstrip()
+        )
     return wrapped
 
 
@@ -189,7 +225,9 @@ def with_notes(error: BaseException) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
-def check_rewards(function: str, values: Any, call: GroupCall, per_token: bool = False) -> FunctionRewards:
+def check_rewards(
+    function: str, values: Any, call: GroupCall, per_token: bool = False
+) -> FunctionRewards:
     """The rewards as floats and None. Raises ContractError unless `values` is what the contract allows for this group."""
     try:
         return _checked(function, values, call, per_token)
@@ -198,7 +236,9 @@ def check_rewards(function: str, values: Any, call: GroupCall, per_token: bool =
     except Exception as error:
         # Whatever an object of the reward's raises while it is read.
         why = f"{type(error).__name__}: {text_of(str, error)}"
-        raise ContractError(f"reward function {function!r} returned a {type(values).__name__} that cannot be read ({why}); return floats or None") from None
+        raise ContractError(
+            f"reward function {function!r} returned a {type(values).__name__} that cannot be read ({why}); return floats or None"
+        ) from None
 
 
 def _checked(function: str, values: Any, call: GroupCall, per_token: bool) -> FunctionRewards:
@@ -209,31 +249,52 @@ def _checked(function: str, values: Any, call: GroupCall, per_token: bool) -> Fu
         values = values.tolist()
     if not isinstance(values, Mapping):
         return FunctionRewards(_check_list(function, values, n))
-    if not values or not all(isinstance(name, str) and name and "/" not in name and name == short(name) for name in values):
+    if not values or not all(
+        isinstance(name, str) and name and "/" not in name and name == short(name)
+        for name in values
+    ):
         raise ContractError(
             f"reward function {function!r} returned a dict with the keys {short(repr(list(values)))}; name its parts by short strings without '/'"
         )
-    parts = {name: _check_list(f"{function}, part {name}", some, n) for name, some in values.items()}
+    parts = {
+        name: _check_list(f"{function}, part {name}", some, n) for name, some in values.items()
+    }
     total = parts.pop(TOTAL, None)
     if total is None:
-        total = _check_list(f"{function}, sum of parts", [None if None in row else sum(row) for row in zip(*parts.values(), strict=True)], n)  # type: ignore[arg-type]
+        total = _check_list(
+            f"{function}, sum of parts",
+            [None if None in row else sum(row) for row in zip(*parts.values(), strict=True)],
+            n,
+        )  # type: ignore[arg-type]
     return FunctionRewards(total, parts)
 
 
 def _check_tokens(function: str, values: Any, call: GroupCall) -> FunctionRewards:
-    _check_length(function, values, len(call.completions), "lists of floats, or None, as per_token: true says")
+    _check_length(
+        function, values, len(call.completions), "lists of floats, or None, as per_token: true says"
+    )
     tokens: list[list[float] | None] = []
     for index, (given, ids) in enumerate(zip(values, call.completion_ids, strict=True)):
         if given is None:
             tokens.append(None)
             continue
         _check_length(f"{function}, trajectory {index}", given, len(ids), "floats, one per token")
-        checked = [_check_one(f"{function}, trajectory {index}", value, place) for place, value in enumerate(given)]
+        checked = [
+            _check_one(f"{function}, trajectory {index}", value, place)
+            for place, value in enumerate(given)
+        ]
         if None in checked:
-            raise ContractError(f"reward function {function!r} returned None for a token of trajectory {index}; return None for the trajectory, or a number")
+            raise ContractError(
+                f"reward function {function!r} returned None for a token of trajectory {index}; return None for the trajectory, or a number"
+            )
         tokens.append([value for value in checked if value is not None])
     return FunctionRewards(
-        _check_list(f"{function}, sum of tokens", [None if some is None else finite_sum(some) for some in tokens], len(tokens)), tokens=tokens
+        _check_list(
+            f"{function}, sum of tokens",
+            [None if some is None else finite_sum(some) for some in tokens],
+            len(tokens),
+        ),
+        tokens=tokens,
     )
 
 
@@ -251,11 +312,19 @@ def _check_list(function: str, values: Any, n: int) -> list[float | None]:
 
 
 def _check_length(function: str, values: Any, n: int, wanted: str) -> None:
-    if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
-        raise ContractError(f"reward function {function!r} returned {type(values).__name__}; return a list of {n} {wanted}")
+    if (
+        isinstance(values, str | bytes | Mapping | Set)
+        or not hasattr(values, "__len__")
+        or not hasattr(values, "__iter__")
+    ):
+        raise ContractError(
+            f"reward function {function!r} returned {type(values).__name__}; return a list of {n} {wanted}"
+        )
     if len(values) != n:
         what = "tokens" if wanted.endswith("token") else "completions"
-        raise ContractError(f"reward function {function!r} returned {len(values)} rewards for {n} {what}; return one for each")
+        raise ContractError(
+            f"reward function {function!r} returned {len(values)} rewards for {n} {what}; return one for each"
+        )
 
 
 def _check_one(function: str, value: Any, index: int) -> float | None:
@@ -264,8 +333,14 @@ def _check_one(function: str, value: Any, index: int) -> float | None:
     if value is None:
         return None
     if not isinstance(value, numbers.Real):
-        fix = "return a float or None (one per token needs per_token: true)" if isinstance(value, list | tuple) else "return a float or None"
-        raise ContractError(f"reward function {function!r} returned {text_of(repr, value)} ({type(value).__name__}) at index {index}; {fix}")
+        fix = (
+            "return a float or None (one per token needs per_token: true)"
+            if isinstance(value, list | tuple)
+            else "return a float or None"
+        )
+        raise ContractError(
+            f"reward function {function!r} returned {text_of(repr, value)} ({type(value).__name__}) at index {index}; {fix}"
+        )
     try:
         number = float(value)
     except OverflowError:  # an integer above any float

@@ -23,7 +23,9 @@ class FlushFiles:
 
     def __init__(self, directory: Path, attempt: int) -> None:
         self._directory, self._attempt = directory, attempt
-        self._next = 1 + max((int(path.stem.split("-")[-1]) for path in _files(directory, attempt)), default=-1)
+        self._next = 1 + max(
+            (int(path.stem.split("-")[-1]) for path in _files(directory, attempt)), default=-1
+        )
         self._merging = Merging(_merge)
 
     def write(self, tables: Sequence[pa.Table]) -> Path:
@@ -75,7 +77,11 @@ def _concat(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _files(directory: Path, attempt: int | None = None) -> list[Path]:
-    return sorted(directory.glob("attempt_*.parquet" if attempt is None else f"attempt_{attempt:04d}-*.parquet"))
+    return sorted(
+        directory.glob(
+            "attempt_*.parquet" if attempt is None else f"attempt_{attempt:04d}-*.parquet"
+        )
+    )
 
 
 def _attempt(path: Path) -> int:

@@ -37,4 +37,8 @@ def unprintable(text: str) -> int:
     """Characters that no text has: control characters but for line ends and tabs, surrogates, private and unassigned ones, U+FFFD."""
     if REPLACEMENT not in text and text.translate(dict.fromkeys(map(ord, LINES))).isprintable():
         return 0
-    return sum(character == REPLACEMENT or (character not in LINES and unicodedata.category(character) in NO_TEXT) for character in text)
+    return sum(
+        character == REPLACEMENT
+        or (character not in LINES and unicodedata.category(character) in NO_TEXT)
+        for character in text
+    )

@@ -43,7 +43,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 class JudgeSettings(BaseModel):
     """The argument `judge` of llm_judge."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
     url: str = Field(pattern=r"^https?://[^\s]+$")
     """Base URL of the server, such as http://127.0.0.1:8000/v1; /chat/completions is added."""
@@ -76,20 +78,30 @@ class JudgeSettings(BaseModel):
         try:
             groups = re.compile(self.score).groups
         except re.error as error:
-            raise ValueError(f"score = {self.score!r} is no regular expression ({error}); repair it") from None
+            raise ValueError(
+                f"score = {self.score!r} is no regular expression ({error}); repair it"
+            ) from None
         if groups != 1:
-            raise ValueError(f"score = {self.score!r} has {groups} groups; mark the number with the one pair of parentheses, others as (?:...)")
+            raise ValueError(
+                f"score = {self.score!r} has {groups} groups; mark the number with the one pair of parentheses, others as (?:...)"
+            )
         if self.lowest >= self.highest:
-            raise ValueError(f"lowest = {self.lowest:g} is not below highest = {self.highest:g}; swap them")
+            raise ValueError(
+                f"lowest = {self.lowest:g} is not below highest = {self.highest:g}; swap them"
+            )
         if "completion" not in FIELD.findall(self.template):
             raise ValueError("template does not show the judge {completion}; put it in")
         parts = urlsplit(self.url)
         if self.key_env is not None and parts.scheme == "http" and parts.hostname not in LOOPBACK:
-            raise ValueError(f"url = {self.url!r} would send the key of {self.key_env} in the clear; use https, or leave key_env out")
+            raise ValueError(
+                f"url = {self.url!r} would send the key of {self.key_env} in the clear; use https, or leave key_env out"
+            )
         return self
 
 
-async def llm_judge(prompts: Sequence[str], completions: Sequence[str], judge: Mapping[str, Any], **columns: Any) -> list[float | None]:
+async def llm_judge(
+    prompts: Sequence[str], completions: Sequence[str], judge: Mapping[str, Any], **columns: Any
+) -> list[float | None]:
     """A judge's score of each completion, in [0, 1]; None where it gave none in time.
 
     Args:
@@ -100,14 +112,25 @@ async def llm_judge(prompts: Sequence[str], completions: Sequence[str], judge: M
     """
     settings = JudgeSettings.model_validate(dict(judge))
     server = _server(asyncio.get_running_loop(), settings.url, settings.key_env, settings.at_once)
-    values = {name: value for name, value in columns.items() if isinstance(value, list) and len(value) == len(completions)}
+    values = {
+        name: value
+        for name, value in columns.items()
+        if isinstance(value, list) and len(value) == len(completions)
+    }
     fields = [
-        {**{name: value[index] for name, value in values.items()}, "prompt": prompt, "completion": completion}
+        {
+            **{name: value[index] for name, value in values.items()},
+            "prompt": prompt,
+            "completion": completion,
+        }
         for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
     ]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(server.score(settings, _fill(settings.template, one))) for one in fields]
+            tasks = [
+                group.create_task(server.score(settings, _fill(settings.template, one)))
+                for one in fields
+            ]
     except* RuntimeError as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -115,11 +138,15 @@ async def llm_judge(prompts: Sequence[str], completions: Sequence[str], judge: M
 
 def _fill(template: str, fields: Mapping[str, Any]) -> str:
     """The template with its fields, in one pass: what a completion says in braces stays as it is."""
-    return FIELD.sub(lambda match: str(fields[match[1]]) if match[1] in fields else match[0], template)
+    return FIELD.sub(
+        lambda match: str(fields[match[1]]) if match[1] in fields else match[0], template
+    )
 
 
 @lru_cache(maxsize=16)
-def _server(loop: asyncio.AbstractEventLoop, url: str, key_env: str | None, at_once: int) -> _Server:
+def _server(
+    loop: asyncio.AbstractEventLoop, url: str, key_env: str | None, at_once: int
+) -> _Server:
     """One per event loop: its connections are kept from call to call."""
     return _Server(url, key_env, at_once)
 
@@ -129,12 +156,16 @@ class _Server:
         headers = {}
         if key_env is not None:
             if not (key := os.environ.get(key_env)):
-                raise ValueError(f"judge.key_env = {key_env!r}: this process has no such variable; set it on every node, or leave key_env out")
+                raise ValueError(
+                    f"judge.key_env = {key_env!r}: this process has no such variable; set it on every node, or leave key_env out"
+                )
             headers["Authorization"] = f"Bearer {key}"
         limits = httpx2.Limits(max_connections=at_once, max_keepalive_connections=at_once)
         self._url = url.rstrip("/") + "/chat/completions"
         # Proxies of the environment and redirects could take the key elsewhere.
-        self._client = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None, trust_env=False, follow_redirects=False)
+        self._client = httpx2.AsyncClient(
+            headers=headers, limits=limits, timeout=None, trust_env=False, follow_redirects=False
+        )
         self._room = asyncio.Semaphore(at_once)
 
     async def score(self, settings: JudgeSettings, question: str) -> float | None:
@@ -144,10 +175,21 @@ class _Server:
             async with asyncio.timeout(settings.timeout_s):
                 for attempt in range(settings.retries + 1):
                     if attempt:
-                        await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0))
+                        await asyncio.sleep(
+                            min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S)
+                            * random.uniform(0.5, 1.0)
+                        )
                     try:
                         reply = await self._ask(settings, question)
-                    except (httpx2.RequestError, RecursionError, _Busy, KeyError, IndexError, TypeError, ValueError) as error:
+                    except (
+                        httpx2.RequestError,
+                        RecursionError,
+                        _Busy,
+                        KeyError,
+                        IndexError,
+                        TypeError,
+                        ValueError,
+                    ) as error:
                         reason = f"{type(error).__name__}: {error}"
                         continue
                     if (score := _parse(settings, reply)) is not None:

@@ -32,14 +32,19 @@ _forking = threading.Lock()
 _of_thread = threading.local()
 
 
-def math_verify(completions: Sequence[str], answer: Sequence[Any], seconds: float = 3.0, **_: Any) -> list[float | None]:
+def math_verify(
+    completions: Sequence[str], answer: Sequence[Any], seconds: float = 3.0, **_: Any
+) -> list[float | None]:
     """1.0 where a completion's last boxed or final expression equals column `answer`, else 0.0. None where the answer itself cannot be parsed.
 
     Args:
         answer: LaTeX or plain mathematics, with or without delimiters.
         seconds: CPU time for one completion. One that takes longer gets 0.0.
     """
-    verdicts = [_within(seconds, str(wanted), completion) for wanted, completion in zip(answer, completions, strict=True)]
+    verdicts = [
+        _within(seconds, str(wanted), completion)
+        for wanted, completion in zip(answer, completions, strict=True)
+    ]
     return [None if verdict == UNKNOWN else float(verdict == RIGHT) for verdict in verdicts]
 
 
@@ -58,7 +63,11 @@ def _judge(answer: str, completion: str) -> str:
     gold = parse(answer if DELIMITED.search(answer) else f"${answer}$", parsing_timeout=None)
     if not gold:
         return UNKNOWN
-    return RIGHT if verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None) else WRONG
+    return (
+        RIGHT
+        if verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None)
+        else WRONG
+    )
 
 
 class _Child:

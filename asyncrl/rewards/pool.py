@@ -32,7 +32,13 @@ from typing import Any
 import psutil
 
 from asyncrl.config import RewardConfig
-from asyncrl.rewards.contract import ContractError, FunctionRewards, GroupCall, RewardError, finite_sum
+from asyncrl.rewards.contract import (
+    ContractError,
+    FunctionRewards,
+    GroupCall,
+    RewardError,
+    finite_sum,
+)
 from asyncrl.rewards.process import CANCEL_S, HEADER, Call, Cancel, Named, Setup
 from asyncrl.rewards.supervisor import command
 
@@ -61,20 +67,34 @@ class GroupRewards:
 
 def no_rewards(config: RewardConfig, n: int, failure: str) -> GroupRewards:
     """A group of n trajectories that was given up."""
-    return GroupRewards({name: [None] * n for name in config.functions}, failure, [None] * n if config.per_token else None)
+    return GroupRewards(
+        {name: [None] * n for name in config.functions},
+        failure,
+        [None] * n if config.per_token else None,
+    )
 
 
-def total_rewards(parts: Mapping[str, Sequence[float | None]], weights: Mapping[str, float]) -> list[float | None]:
+def total_rewards(
+    parts: Mapping[str, Sequence[float | None]], weights: Mapping[str, float]
+) -> list[float | None]:
     """Weighted sum of the parts [n] per trajectory; None if a part with weight is None."""
     weighted = [(weights[name], values) for name, values in parts.items() if weights[name]]
     if not weighted:
         return [0.0 for _ in next(iter(parts.values()))]
     columns = zip(*(values for _, values in weighted), strict=True)
-    return [None if None in row else sum(weight * value for (weight, _), value in zip(weighted, row, strict=True)) for row in columns]
+    return [
+        None
+        if None in row
+        else sum(weight * value for (weight, _), value in zip(weighted, row, strict=True))
+        for row in columns
+    ]
 
 
 def _weighted_sum(weights: Sequence[float], rewards: Sequence[list[float] | None]) -> list[float]:
-    return [finite_sum(weight * value for weight, value in zip(weights, token, strict=True)) for token in zip(*(some or [] for some in rewards), strict=True)]
+    return [
+        finite_sum(weight * value for weight, value in zip(weights, token, strict=True))
+        for token in zip(*(some or [] for some in rewards), strict=True)
+    ]
 
 
 class RewardPool:
@@ -97,7 +117,12 @@ class RewardPool:
     def __enter__(self) -> RewardPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     async def check(self) -> None:
@@ -155,7 +180,11 @@ class RewardPool:
             try:
                 given = await self._try(call)
                 rewards = self._allowed({name: one.rewards for name, one in given.items()})
-                parts = {f"{name}/{part}": values for name, one in given.items() for part, values in one.parts.items()}
+                parts = {
+                    f"{name}/{part}": values
+                    for name, one in given.items()
+                    for part, values in one.parts.items()
+                }
                 tokens = self._token_rewards(given)
                 return GroupRewards(rewards | parts, tokens=tokens)
             except RewardError as error:
@@ -170,7 +199,9 @@ class RewardPool:
         weights = {name: function.weight for name, function in self._config.functions.items()}
         totals = total_rewards(rewards, weights)
         if not all(math.isfinite(total) for total in totals if total is not None):
-            raise RewardError(f"a total reward of {', '.join(self._config.functions)} is no finite number; return smaller rewards, or lower reward weights")
+            raise RewardError(
+                f"a total reward of {', '.join(self._config.functions)} is no finite number; return smaller rewards, or lower reward weights"
+            )
         below = min((total for total in totals if total is not None), default=0.0)
         if self._least is not None and below < self._least:
             raise RewardError(
@@ -179,21 +210,34 @@ class RewardPool:
             )
         return rewards
 
-    def _token_rewards(self, given: Mapping[str, FunctionRewards]) -> list[list[float] | None] | None:
+    def _token_rewards(
+        self, given: Mapping[str, FunctionRewards]
+    ) -> list[list[float] | None] | None:
         """Weighted sum of what functions gave for each token; None for a trajectory that one of them could not score."""
         weights = {name: function.weight for name, function in self._config.functions.items()}
-        weighted = [(weights[name], one.tokens) for name, one in given.items() if one.tokens is not None and weights[name]]
+        weighted = [
+            (weights[name], one.tokens)
+            for name, one in given.items()
+            if one.tokens is not None and weights[name]
+        ]
         if not weighted:
             return None
         trajectories = zip(*(tokens for _, tokens in weighted), strict=True)
-        sums = [None if None in some else _weighted_sum([weight for weight, _ in weighted], some) for some in trajectories]
+        sums = [
+            None if None in some else _weighted_sum([weight for weight, _ in weighted], some)
+            for some in trajectories
+        ]
         if not all(math.isfinite(value) for some in sums if some is not None for value in some):
-            raise RewardError(f"a token's reward of {', '.join(self._config.functions)} is no finite number; return smaller rewards, or lower reward weights")
+            raise RewardError(
+                f"a token's reward of {', '.join(self._config.functions)} is no finite number; return smaller rewards, or lower reward weights"
+            )
         return sums
 
     async def _try(self, call: GroupCall) -> dict[str, FunctionRewards]:
         """All functions side by side; the first that fails ends the others. Raises RewardError."""
-        tasks = {name: asyncio.ensure_future(self._ask(name, call)) for name in self._config.functions}
+        tasks = {
+            name: asyncio.ensure_future(self._ask(name, call)) for name in self._config.functions
+        }
         try:
             return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
         finally:
@@ -217,7 +261,11 @@ class RewardPool:
         """Give waiting calls, in their order, to the processes with the least to do. One that must be alone holds back those behind it."""
         while self._waiting:
             alone = self._waiting[0].alone
-            able = [process for process in self._processes if process.has_room(1 if alone else self._config.concurrency)]
+            able = [
+                process
+                for process in self._processes
+                if process.has_room(1 if alone else self._config.concurrency)
+            ]
             if not able:
                 return
             process = min(able, key=lambda process: len(process.running))
@@ -249,12 +297,19 @@ class RewardPool:
             if came_up:
                 self._after_the_end(process, code)
             else:
-                self._not_started(RewardError(f"a reward process {problem} (exit code {code}) while it imported {self._functions()}; import them by hand"))
+                self._not_started(
+                    RewardError(
+                        f"a reward process {problem} (exit code {code}) while it imported {self._functions()}; import them by hand"
+                    )
+                )
             await asyncio.sleep(RESTART_PAUSE_S)
 
     def _setup(self) -> Setup:
         config = self._config
-        named = {name: Named(reward.function, reward.arguments, reward.per_token) for name, reward in config.functions.items()}
+        named = {
+            name: Named(reward.function, reward.arguments, reward.per_token)
+            for name, reward in config.functions.items()
+        }
         return Setup(named, config.concurrency, config.deadline_s, config.memory_bytes)
 
     def _functions(self) -> list[str]:
@@ -304,10 +359,14 @@ class RewardPool:
 
     def _killed(self, waiting: _Waiting) -> RewardError:
         limit = f"reward.deadline_s = {self._config.deadline_s:g} s"
-        return RewardError(f"reward {self._named(waiting)} was killed after {limit}; raise that, or set reward.policy: drop_group")
+        return RewardError(
+            f"reward {self._named(waiting)} was killed after {limit}; raise that, or set reward.policy: drop_group"
+        )
 
     def _died(self, waiting: _Waiting, code: int | None) -> RewardError:
-        return RewardError(f"reward {self._named(waiting)} ended its process (exit code {code}); a reward must return")
+        return RewardError(
+            f"reward {self._named(waiting)} ended its process (exit code {code}); a reward must return"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -345,7 +404,12 @@ class _Process:
 
     def has_room(self, concurrency: int) -> bool:
         """Whether it may be given a call, if it runs so many at once."""
-        return self.ready and not self._killed and len(self.running) < concurrency and not any(waiting.alone for waiting in self.running.values())
+        return (
+            self.ready
+            and not self._killed
+            and len(self.running) < concurrency
+            and not any(waiting.alone for waiting in self.running.values())
+        )
 
     async def start(self, setup: Setup) -> None:
         """Start the process and tell it what it is for. Its first message comes when it is ready."""

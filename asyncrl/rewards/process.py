@@ -25,7 +25,15 @@ from dataclasses import asdict, dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from asyncrl.rewards.contract import FunctionRewards, GroupCall, RewardError, check_rewards, failed, import_reward, keyword_arguments
+from asyncrl.rewards.contract import (
+    FunctionRewards,
+    GroupCall,
+    RewardError,
+    check_rewards,
+    failed,
+    import_reward,
+    keyword_arguments,
+)
 
 __all__ = ["CANCEL_S", "HEADER", "Call", "Cancel", "Named", "Setup", "serve"]
 
@@ -85,7 +93,11 @@ class _Process:
         self._functions: dict[str, Callable[..., Any]] = {}
         self._failed_imports: dict[str, str] = {}
         self._main: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._threads = ThreadPoolExecutor(setup.concurrency, thread_name_prefix="rewards") if setup.concurrency > 1 else None
+        self._threads = (
+            ThreadPoolExecutor(setup.concurrency, thread_name_prefix="rewards")
+            if setup.concurrency > 1
+            else None
+        )
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[Any]] = {}
 
@@ -137,7 +149,11 @@ class _Process:
         except asyncio.CancelledError:
             given = {"error": RewardError.__name__, "message": "cancelled"}
         except RewardError as error:
-            given = {"error": type(error).__name__, "message": str(error), "notes": getattr(error, "__notes__", [])}
+            given = {
+                "error": type(error).__name__,
+                "message": str(error),
+                "notes": getattr(error, "__notes__", []),
+            }
         self._send({"number": call.number, **given})
 
     async def _within_deadline(self, call: Call) -> dict[str, Any]:
@@ -162,14 +178,18 @@ class _Process:
             return {"late": True} if done else {"stuck": True}
         return {"rewards": asdict(work.result())} if done else {"stuck": True}
 
-    async def _work(self, reward: Callable[..., Any], named: Named, group: GroupCall, stage: _Stage) -> FunctionRewards:
+    async def _work(
+        self, reward: Callable[..., Any], named: Named, group: GroupCall, stage: _Stage
+    ) -> FunctionRewards:
         try:
             arguments = keyword_arguments(reward, group, named.arguments)
             if _is_async(reward):
                 values = await reward(**arguments)
             else:
                 stage.in_thread = True
-                values, error = await asyncio.wrap_future(self._in_thread(lambda: _caught(lambda: reward(**arguments))))
+                values, error = await asyncio.wrap_future(
+                    self._in_thread(lambda: _caught(lambda: reward(**arguments)))
+                )
                 stage.in_thread = False
                 if error is not None:
                     raise error
@@ -177,7 +197,9 @@ class _Process:
                     values = await values
         except (asyncio.CancelledError, SystemExit):
             raise
-        except BaseException as error:  # KeyboardInterrupt, and what packages derive from BaseException
+        except (
+            BaseException
+        ) as error:  # KeyboardInterrupt, and what packages derive from BaseException
             raise failed(named.function, error) from None
         return check_rewards(named.function, values, group, named.per_token)
 
@@ -202,7 +224,9 @@ class _Stage:
 
 
 def _is_async(reward: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
+        getattr(reward, "__call__", None)
+    )  # noqa: B004
 
 
 def _caught(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:

@@ -16,7 +16,12 @@ __all__ = ["reasoning_gym_score"]
 
 
 def reasoning_gym_score(
-    completions: Sequence[str], answer: Sequence[str], question: Sequence[str], task: Sequence[str], metadata: Sequence[str], **_: Any
+    completions: Sequence[str],
+    answer: Sequence[str],
+    question: Sequence[str],
+    task: Sequence[str],
+    metadata: Sequence[str],
+    **_: Any,
 ) -> list[float]:
     """Score of reasoning-gym's own scorer, in [0, 1], for the task named in column `task` (such as "chain_sum").
 
@@ -24,7 +29,12 @@ def reasoning_gym_score(
     """
     entries = zip(completions, answer, question, task, metadata, strict=True)
     return [
-        float(_task(name).score_answer(completion.strip(), {"question": asked, "answer": expected, "metadata": json.loads(extra)}))
+        float(
+            _task(name).score_answer(
+                completion.strip(),
+                {"question": asked, "answer": expected, "metadata": json.loads(extra)},
+            )
+        )
         for completion, expected, asked, name, extra in entries
     ]
 

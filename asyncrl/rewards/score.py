@@ -29,20 +29,37 @@ from asyncrl.types import (
     reward_parts_type,
 )
 
-__all__ = ["attach_reference", "attach_rewards", "group_call", "group_rows", "score_completions", "score_table"]
+__all__ = [
+    "attach_reference",
+    "attach_rewards",
+    "group_call",
+    "group_rows",
+    "score_completions",
+    "score_table",
+]
 
 
 def group_call(row: Mapping[str, Any], columns: Sequence[str]) -> GroupCall:
     """What reward functions are asked about a group's row; `columns` are the dataset's own."""
     n, reasons = len(row["completion_ids"]), row["finish_reason"]
     mine = {name: row[name] for name in columns}
-    return GroupCall([row["prompt_text"]] * n, row["completion_text"], row["completion_ids"], mine, reasons, [reason in TRUNCATED for reason in reasons])
+    return GroupCall(
+        [row["prompt_text"]] * n,
+        row["completion_text"],
+        row["completion_ids"],
+        mine,
+        reasons,
+        [reason in TRUNCATED for reason in reasons],
+    )
 
 
 def attach_rewards(group: pa.Table, rewards: GroupRewards) -> pa.Table:
     """One group's one-row table with its raw rewards: columns reward_parts, failure, and token_rewards if there are any."""
     names = list(rewards.parts)
-    parts = [dict(zip(names, values, strict=True)) for values in zip(*rewards.parts.values(), strict=True)]
+    parts = [
+        dict(zip(names, values, strict=True))
+        for values in zip(*rewards.parts.values(), strict=True)
+    ]
     group = group.append_column("reward_parts", pa.array([parts], reward_parts_type(names)))
     if rewards.tokens is not None:
         group = group.append_column(TOKEN_REWARDS_COLUMN, pa.array([rewards.tokens], TOKEN_REWARDS))
@@ -57,7 +74,9 @@ def group_rows(group: pa.Table) -> list[tuple[list[int], list[int]]]:
 
 def attach_reference(group: pa.Table, logprobs: Sequence[Any]) -> pa.Table:
     """One group's one-row table with the reference policy's log-probs: one array for each trajectory."""
-    return group.append_column(REFERENCE_COLUMN, pa.array([[values.tolist() for values in logprobs]], REFERENCE_LOGPROBS))
+    return group.append_column(
+        REFERENCE_COLUMN, pa.array([[values.tolist() for values in logprobs]], REFERENCE_LOGPROBS)
+    )
 
 
 def score_table(table: pa.Table, config: Config) -> pa.Table:
@@ -78,13 +97,28 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
     for row in table.select(columns).to_pylist():
         parts = {name: [part[name] for part in row["reward_parts"]] for name in weights}
         longest = config.completion_room(len(row["prompt_ids"]))
-        lengths = [longest if reason == "repetition" else len(ids) for reason, ids in zip(row["finish_reason"], row["completion_ids"], strict=True)]
+        lengths = [
+            longest if reason == "repetition" else len(ids)
+            for reason, ids in zip(row["finish_reason"], row["completion_ids"], strict=True)
+        ]
         rewards = _shortened(total_rewards(parts, weights), lengths, longest, config.reward)
         if config.algorithm.kl_coef:
-            rewards = _held_to_reference(rewards, row["logprobs"], row[REFERENCE_COLUMN], config.algorithm)
-        logprobs = [ours + theirs for ours, theirs in zip(row["logprobs"], row.get(REFERENCE_COLUMN) or [[]] * len(rewards), strict=True)]
+            rewards = _held_to_reference(
+                rewards, row["logprobs"], row[REFERENCE_COLUMN], config.algorithm
+            )
+        logprobs = [
+            ours + theirs
+            for ours, theirs in zip(
+                row["logprobs"], row.get(REFERENCE_COLUMN) or [[]] * len(rewards), strict=True
+            )
+        ]
         places = zip(rewards, logprobs, row["loss_mask"], strict=True)
-        statuses = [trajectory_status(reward, known, len(row["prompt_ids"]), mask, config.longest_trajectory) for reward, known, mask in places]
+        statuses = [
+            trajectory_status(
+                reward, known, len(row["prompt_ids"]), mask, config.longest_trajectory
+            )
+            for reward, known, mask in places
+        ]
         scored["reward"].append(rewards)
         scored["status"].append(statuses)
         advantages, failure = _judged(row, rewards, statuses, config.algorithm)
@@ -93,11 +127,18 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
         scored["scored_at"].append(time.time())
     for name, values in scored.items():
         table = table.append_column(name, pa.array(values, SCORED_COLUMNS[name]))
-    return table.set_column(table.column_names.index("failure"), "failure", pa.array(failures, SCORED_COLUMNS["failure"]))
+    return table.set_column(
+        table.column_names.index("failure"),
+        "failure",
+        pa.array(failures, SCORED_COLUMNS["failure"]),
+    )
 
 
 def _judged(
-    row: Mapping[str, Any], rewards: Sequence[float | None], statuses: Sequence[str], algorithm: AlgorithmConfig
+    row: Mapping[str, Any],
+    rewards: Sequence[float | None],
+    statuses: Sequence[str],
+    algorithm: AlgorithmConfig,
 ) -> tuple[list[float | None], str | None]:
     """The advantages of a group, and why it is not trained: the user's own filter left it out, or a function of the user's own failed."""
     ok = [status == "ok" for status in statuses]
@@ -106,33 +147,63 @@ def _judged(
         kept = [index for index, use in enumerate(ok) if use]
         if algorithm.group_filter is None or len(kept) < (2 if algorithm.compares_siblings else 1):
             return advantages, None
-        known, lengths = [float(rewards[index] or 0.0) for index in kept], [len(row["completion_ids"][index]) for index in kept]
+        known, lengths = (
+            [float(rewards[index] or 0.0) for index in kept],
+            [len(row["completion_ids"][index]) for index in kept],
+        )
         truncated = [row["finish_reason"][index] in TRUNCATED for index in kept]
-        trained = own_verdict(algorithm.group_filter, known, [float(advantages[index] or 0.0) for index in kept], lengths, truncated)
+        trained = own_verdict(
+            algorithm.group_filter,
+            known,
+            [float(advantages[index] or 0.0) for index in kept],
+            lengths,
+            truncated,
+        )
         return advantages, None if trained else f"{FILTERED}{algorithm.group_filter} said False"
     except FunctionError as error:
         return [None] * len(ok), unforeseen("the group could not be scored", error)
 
 
-def _shortened(rewards: Sequence[float | None], lengths: Sequence[int], longest: int, reward: RewardConfig) -> list[float | None]:
+def _shortened(
+    rewards: Sequence[float | None], lengths: Sequence[int], longest: int, reward: RewardConfig
+) -> list[float | None]:
     """The rewards less the soft overlong penalty. `longest` is where these completions end at the latest; one that was ended in a loop counts as that
     long, since nothing else would have ended it."""
-    penalties = [soft_overlong_penalty(length, longest, reward.overlong_buffer, reward.overlong_penalty) for length in lengths]
-    return [None if total is None else total + penalty for total, penalty in zip(rewards, penalties, strict=True)]
+    penalties = [
+        soft_overlong_penalty(length, longest, reward.overlong_buffer, reward.overlong_penalty)
+        for length in lengths
+    ]
+    return [
+        None if total is None else total + penalty
+        for total, penalty in zip(rewards, penalties, strict=True)
+    ]
 
 
 def _held_to_reference(
-    rewards: Sequence[float | None], logprobs: Sequence[Sequence[float]], reference: Sequence[Sequence[float]], algorithm: AlgorithmConfig
+    rewards: Sequence[float | None],
+    logprobs: Sequence[Sequence[float]],
+    reference: Sequence[Sequence[float]],
+    algorithm: AlgorithmConfig,
 ) -> list[float | None]:
     """The rewards less kl_coef times the trajectory's KL divergence from the reference. Log-probs that are no numbers are left to the status."""
     held: list[float | None] = []
     for reward, ours, theirs in zip(rewards, logprobs, reference, strict=True):
         kl = reward_kl(ours, theirs)
-        held.append(None if reward is None else reward - algorithm.kl_coef * (kl if math.isfinite(kl) else 0.0))
+        held.append(
+            None
+            if reward is None
+            else reward - algorithm.kl_coef * (kl if math.isfinite(kl) else 0.0)
+        )
     return held
 
 
-def trajectory_status(reward: float | None, logprobs: Sequence[float], prompt_tokens: int, loss_mask: Sequence[int], longest: int) -> str:
+def trajectory_status(
+    reward: float | None,
+    logprobs: Sequence[float],
+    prompt_tokens: int,
+    loss_mask: Sequence[int],
+    longest: int,
+) -> str:
     """ok, or why the trajectory is masked. `logprobs` are the generator's and the reference's; `loss_mask` has one item per completion token."""
     if not any(loss_mask):
         return "no_token"
@@ -150,7 +221,9 @@ class ScoresGroups(Protocol):
         """Rewards of one group, under the policy. Raises RewardError under policy `fail`."""
 
 
-async def score_completions(pool: ScoresGroups, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[float | None]]:
+async def score_completions(
+    pool: ScoresGroups, prompt: Prompt, completions: Sequence[Completion]
+) -> dict[str, list[float | None]]:
     """Raw rewards of one prompt's completions outside the training stream (evaluation).
 
     Returns:

@@ -90,7 +90,12 @@ class RayScores:
             stacks: as of `stream_blocks`.
         """
         make_directory(groups_directory)
-        self._config, self._attempt, self._workers, self._rollouts = config, attempt, list(workers), rollouts
+        self._config, self._attempt, self._workers, self._rollouts = (
+            config,
+            attempt,
+            list(workers),
+            rollouts,
+        )
         self._directory, self._reference, self._stacks = groups_directory, reference, stacks
         self._loop = asyncio.get_running_loop()
         self._arrived: queue.Queue[pa.Table | BaseException | None] = queue.Queue()
@@ -99,7 +104,10 @@ class RayScores:
         """Ordinals that have come, those below `_ended_below` left out: they have all ended."""
         self._ended_below = 0
         self._closed = False
-        self._threads = [threading.Thread(target=target, name=target.__name__, daemon=True) for target in (self._read_stream, self._write_files)]
+        self._threads = [
+            threading.Thread(target=target, name=target.__name__, daemon=True)
+            for target in (self._read_stream, self._write_files)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -130,7 +138,9 @@ class RayScores:
         references = [scored.ref for scored in groups]
 
         def write() -> None:
-            write_groups(path, groups_at(references))  # asks the object store, which may take seconds
+            write_groups(
+                path, groups_at(references)
+            )  # asks the object store, which may take seconds
 
         await asyncio.to_thread(write)
 
@@ -141,12 +151,17 @@ class RayScores:
     def _load(self, path: Path) -> list[Scored]:
         groups = parquet.read_table(path)
         stream, rows = ray.put(table_to_ipc(groups)), enumerate(content_hashes(groups))
-        return [scored_summary(groups.slice(place, 1), (stream, place), content) for place, content in rows]
+        return [
+            scored_summary(groups.slice(place, 1), (stream, place), content)
+            for place, content in rows
+        ]
 
     async def begun(self) -> bool:
         """Whether the execution's task runs: it has asked a worker for groups. A stream that broke has begun: `next` raises its error."""
         reading = self._threads[0].is_alive()
-        return not reading or any(await asyncio.gather(*(worker.has_reader.remote() for worker in self._workers)))
+        return not reading or any(
+            await asyncio.gather(*(worker.has_reader.remote() for worker in self._workers))
+        )
 
     def lost(self, ordinal: int, error: BaseException) -> None:
         """A group that `next` waits for will never come: it gives it as lost, or, if it is not for want of an answer, raises the error."""
@@ -154,7 +169,16 @@ class RayScores:
             self._safe.put_nowait(error)
             return
         why = f"lost with its rollout worker, and not made again: {error}"
-        self._safe.put_nowait([(ordinal, Scored(ordinal, 0, None, 0, (), {}, usable=0, truncated=0, failure=why, lost=True))])
+        self._safe.put_nowait(
+            [
+                (
+                    ordinal,
+                    Scored(
+                        ordinal, 0, None, 0, (), {}, usable=0, truncated=0, failure=why, lost=True
+                    ),
+                )
+            ]
+        )
 
     async def close(self) -> None:
         """Close the workers' outboxes, which ends the execution; kill what rewards are still doing; merge the small files."""
@@ -179,8 +203,12 @@ class RayScores:
         end: BaseException | None = None
         while end is None and not self._closed:
             try:
-                source = partial(rewarded_groups, reward, uuid.uuid4().hex, self._workers, self._reference, least)
-                for block in stream_blocks(source, stage, 1, STREAM_BYTES, "scoring", self._stacks, tasks):
+                source = partial(
+                    rewarded_groups, reward, uuid.uuid4().hex, self._workers, self._reference, least
+                )
+                for block in stream_blocks(
+                    source, stage, 1, STREAM_BYTES, "scoring", self._stacks, tasks
+                ):
                     self._arrived.put(block)
                 end = RuntimeError("it ended though its rollout workers live")
             except Exception as error:
@@ -210,7 +238,9 @@ class RayScores:
         ordinals = [row["ordinal"][0].as_py() for row in rows]
         if self._config.reward.policy == "fail":
             for row, ordinal in zip(rows, ordinals, strict=True):
-                if (failure := row["failure"][0].as_py()) and not failure.startswith((UNFORESEEN, FILTERED)):
+                if (failure := row["failure"][0].as_py()) and not failure.startswith(
+                    (UNFORESEEN, FILTERED)
+                ):
                     raise RewardError(f"group {ordinal}: {failure}")
         new = {}
         for row, ordinal in zip(rows, ordinals, strict=True):
@@ -222,7 +252,10 @@ class RayScores:
             files.write(list(new.values()))
             rows_table = pa.concat_tables(new.values(), promote_options="permissive")
             table, contents = ray.put(table_to_ipc(rows_table)), content_hashes(rows_table)
-            scored = {ordinal: scored_summary(row, (table, place), contents[place]) for place, (ordinal, row) in enumerate(new.items())}
+            scored = {
+                ordinal: scored_summary(row, (table, place), contents[place])
+                for place, (ordinal, row) in enumerate(new.items())
+            }
         self._hand_over([(ordinal, scored.pop(ordinal, None)) for ordinal in ordinals])
 
     def _hand_over(self, item: list[tuple[int, Scored | None]] | BaseException) -> None:
@@ -234,7 +267,9 @@ class _End(Exception):
     """The stream ended because it was closed."""
 
 
-def _whatever_waits(arrived: queue.Queue[pa.Table | BaseException | None]) -> tuple[list[pa.Table], BaseException | None]:
+def _whatever_waits(
+    arrived: queue.Queue[pa.Table | BaseException | None],
+) -> tuple[list[pa.Table], BaseException | None]:
     """At least one table, and those that follow within FLUSH_LINGER_S; or the end."""
     tables: list[pa.Table] = []
     item = arrived.get()
@@ -271,7 +306,9 @@ def scored_summary(row: pa.Table, reference: Any, content: str = "") -> Scored:
         reward_parts=_part_means([group["reward_parts"][index] for index in usable]),
         usable=len(usable),
         truncated=sum(reason in TRUNCATED for reason in group["finish_reason"]),
-        logprob_sum=math.fsum(logprob for known in group["logprobs"] for logprob in known if math.isfinite(logprob)),
+        logprob_sum=math.fsum(
+            logprob for known in group["logprobs"] for logprob in known if math.isfinite(logprob)
+        ),
         looping=sum(map(has_loop, group["completion_ids"])),
         characters=sum(map(len, group["completion_text"])),
         unprintable=sum(map(unprintable, group["completion_text"])),
@@ -290,7 +327,10 @@ def scored_summary(row: pa.Table, reference: Any, content: str = "") -> Scored:
 
 def _shortened(text: str) -> str:
     """The text without secrets, and without its middle where it is longer than EXAMPLE_LENGTH."""
-    text, half = redact(text), EXAMPLE_LENGTH // 2  # before the cut: half a secret is not recognized
+    text, half = (
+        redact(text),
+        EXAMPLE_LENGTH // 2,
+    )  # before the cut: half a secret is not recognized
     return text if len(text) <= EXAMPLE_LENGTH else f"{text[:half]} … {text[-half:]}"
 
 

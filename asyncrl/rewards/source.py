@@ -35,7 +35,13 @@ LEASED_AHEAD = 2
 """Groups that a task leases for each that its processes run at once."""
 
 
-def rewarded_groups(config: RewardConfig, reader: str, workers: Sequence[Any], reference: Any = None, least: float | None = None) -> Iterator[pa.Table]:
+def rewarded_groups(
+    config: RewardConfig,
+    reader: str,
+    workers: Sequence[Any],
+    reference: Any = None,
+    least: float | None = None,
+) -> Iterator[pa.Table]:
     """One-row tables with raw rewards, in the order in which rewards are done; ends when every worker has closed its outbox.
 
     A slow group holds back no other. The task leases as many groups as its reward processes run at once, and as many again, so that none
@@ -48,13 +54,20 @@ def rewarded_groups(config: RewardConfig, reader: str, workers: Sequence[Any], r
         reference: the actor of the reference policy, whose log-probs are added; None = there is none.
         least: as of `RewardPool`.
     """
-    events: queue.Queue[Any] = queue.Queue()  # a leased group; what is known of one; an error; None at the end
+    events: queue.Queue[Any] = (
+        queue.Queue()
+    )  # a leased group; what is known of one; an error; None at the end
     places = LEASED_AHEAD * config.processes * config.concurrency
     room = threading.Semaphore(places)
     stop = threading.Event()
     share_settings(config.sandbox)
     with RewardPool(config, least) as pool:
-        threading.Thread(target=_lease, args=(workers, reader, places, room, stop, events), daemon=True, name="leases").start()
+        threading.Thread(
+            target=_lease,
+            args=(workers, reader, places, room, stop, events),
+            daemon=True,
+            name="leases",
+        ).start()
         try:
             submitted: Future[GroupRewards]
             while (event := events.get()) is not None:
@@ -64,14 +77,29 @@ def rewarded_groups(config: RewardConfig, reader: str, workers: Sequence[Any], r
                     room.release()
                 if isinstance(event, _Rewarded) and reference is not None:
                     asked = reference.logprobs.remote(group_rows(event.group))
-                    asked.future().add_done_callback(partial(_referred, events, attach_rewards(event.group, _result(config, event))))
+                    asked.future().add_done_callback(
+                        partial(
+                            _referred, events, attach_rewards(event.group, _result(config, event))
+                        )
+                    )
                     continue
                 if isinstance(event, _Rewarded | _Referred):
-                    yield attach_rewards(event.group, _result(config, event)) if isinstance(event, _Rewarded) else _with_reference(event)
+                    yield (
+                        attach_rewards(event.group, _result(config, event))
+                        if isinstance(event, _Rewarded)
+                        else _with_reference(event)
+                    )
                     continue
                 try:
-                    submitted = pool.submit(group_call(row_values(event)[0], [name for name in event.column_names if name not in COLUMNS]))
-                except Exception as error:  # a value that cannot be handed to a function: this one group's failure
+                    submitted = pool.submit(
+                        group_call(
+                            row_values(event)[0],
+                            [name for name in event.column_names if name not in COLUMNS],
+                        )
+                    )
+                except (
+                    Exception
+                ) as error:  # a value that cannot be handed to a function: this one group's failure
                     submitted = Future()
                     submitted.set_exception(error)
                 submitted.add_done_callback(partial(_done, events, event))
@@ -118,11 +146,24 @@ def _with_reference(event: _Referred) -> pa.Table:
         raise
     except Exception as error:
         failure = unforeseen("the reference policy failed", error)
-        group = event.group.set_column(event.group.column_names.index("failure"), "failure", pa.array([failure], SCORED_COLUMNS["failure"]))
-        return attach_reference(group, [np.full(len(ids), math.nan) for ids in group["completion_ids"][0].as_py()])
+        group = event.group.set_column(
+            event.group.column_names.index("failure"),
+            "failure",
+            pa.array([failure], SCORED_COLUMNS["failure"]),
+        )
+        return attach_reference(
+            group, [np.full(len(ids), math.nan) for ids in group["completion_ids"][0].as_py()]
+        )
 
 
-def _lease(workers: Sequence[Any], reader: str, places: int, room: threading.Semaphore, stop: threading.Event, events: queue.Queue[Any]) -> None:
+def _lease(
+    workers: Sequence[Any],
+    reader: str,
+    places: int,
+    room: threading.Semaphore,
+    stop: threading.Event,
+    events: queue.Queue[Any],
+) -> None:
     """Long-poll every worker; put one-row tables on the queue, and None when no worker is left."""
     try:
         left = list(workers)
@@ -130,7 +171,9 @@ def _lease(workers: Sequence[Any], reader: str, places: int, room: threading.Sem
         while left and not stop.is_set():
             for worker in left:
                 if worker not in asked.values():
-                    asked[worker.lease.remote(reader, max(1, places // len(workers)), LEASE_WAIT_S)] = worker
+                    asked[
+                        worker.lease.remote(reader, max(1, places // len(workers)), LEASE_WAIT_S)
+                    ] = worker
             done, _ = ray.wait(list(asked), num_returns=1, timeout=LEASE_WAIT_S)
             for reference in done:
                 worker = asked.pop(reference)

@@ -45,8 +45,13 @@ class _Worker:
 
 def start_rollouts(spec: WorkerSpec) -> RayRollouts:
     """Start config.rollout.num_workers actors. Call it on the event loop; `await rollouts.ready()` before use."""
-    remote = ray.remote(RolloutWorker).options(num_cpus=TASK_CPUS, max_concurrency=CALLS_AT_ONCE, max_restarts=-1, max_task_retries=0)
-    return RayRollouts([remote.remote(spec) for _ in range(spec.config.rollout.num_workers)], spec.config.deadline_s)
+    remote = ray.remote(RolloutWorker).options(
+        num_cpus=TASK_CPUS, max_concurrency=CALLS_AT_ONCE, max_restarts=-1, max_task_retries=0
+    )
+    return RayRollouts(
+        [remote.remote(spec) for _ in range(spec.config.rollout.num_workers)],
+        spec.config.deadline_s,
+    )
 
 
 class RayRollouts:
@@ -65,7 +70,9 @@ class RayRollouts:
         self.when_lost: Callable[[int, BaseException], None] = lambda ordinal, error: None
         """Called with the ordinal of a finished group that was lost with its worker and could not be made again, and why."""
         self._again: set[asyncio.Task[None]] = set()
-        self._watchers = [asyncio.create_task(self._watch(index)) for index in range(len(self._states))]
+        self._watchers = [
+            asyncio.create_task(self._watch(index)) for index in range(len(self._states))
+        ]
 
     async def ready(self) -> None:
         """Wait until every worker's constructor is done. Raises its error."""
@@ -129,8 +136,12 @@ class RayRollouts:
         except RolloutFailed as error:
             raise RolloutFailed(_message(error)) from None
         except TimeoutError:
-            raise RolloutFailed(f"group {ordinal}: no rollout worker was up within rollout.deadline_s = {self._deadline_s:g} s") from None
-        except Exception as error:  # an answer that cannot be read, or whatever else comes of this one call
+            raise RolloutFailed(
+                f"group {ordinal}: no rollout worker was up within rollout.deadline_s = {self._deadline_s:g} s"
+            ) from None
+        except (
+            Exception
+        ) as error:  # an answer that cannot be read, or whatever else comes of this one call
             raise RolloutFailed(unforeseen(f"group {ordinal}", error)) from None
 
     def _assign(self, held: _Held) -> int:
@@ -154,8 +165,15 @@ class RayRollouts:
                 await state.actor.until_dead.remote()
             except Exception as error:  # a death, or something else by which Ray loses the call: nobody would learn of a death after it
                 if not isinstance(error, DEATHS):
-                    logger.warning("rollout worker %d counts as died: %s: %s", index, type(error).__name__, error)
-                lost = [held for held in self._held.values() if held.worker == index and held.finished]
+                    logger.warning(
+                        "rollout worker %d counts as died: %s: %s",
+                        index,
+                        type(error).__name__,
+                        error,
+                    )
+                lost = [
+                    held for held in self._held.values() if held.worker == index and held.finished
+                ]
                 for held in lost:
                     held.finished = False
                     task = asyncio.create_task(self._make_again(held))

@@ -34,7 +34,9 @@ class LostRequests:
         if key in self._kept or len(self._kept) >= MOST:
             return
         self._kept.add(key)
-        said = (str(error).strip().splitlines() or [""])[-1]  # of an error that comes from another process, the cause
+        said = (str(error).strip().splitlines() or [""])[
+            -1
+        ]  # of an error that comes from another process, the cause
         row = {
             "time": time.time(),
             "error": f"{type(error).__name__}: {said}",

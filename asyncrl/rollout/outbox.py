@@ -55,11 +55,15 @@ class Outbox(Generic[Item]):
             self._announce(reader)
             try:
                 async with asyncio.timeout(wait_s):
-                    await self._changed.wait_for(lambda: self._waiting or self._closed or reader != self._reader)
+                    await self._changed.wait_for(
+                        lambda: self._waiting or self._closed or reader != self._reader
+                    )
             except TimeoutError:
                 return []
             if self._closed or reader != self._reader:
-                raise OutboxClosed("closed" if self._closed else f"reader {reader} was replaced by {self._reader}")
+                raise OutboxClosed(
+                    "closed" if self._closed else f"reader {reader} was replaced by {self._reader}"
+                )
             ordinals = list(self._waiting)[:most]
             for ordinal in ordinals:
                 self._leased[ordinal] = self._waiting.pop(ordinal)

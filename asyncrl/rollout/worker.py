@@ -12,7 +12,14 @@ import pyarrow as pa
 from asyncrl.config import Config
 from asyncrl.control.protocols import Finished, RolloutFailed, unforeseen
 from asyncrl.data.groups import DEATHS
-from asyncrl.generation.protocol import Generate, Generated, GenerateRequest, GenerationTimeout, StaleReplica, WeightsId
+from asyncrl.generation.protocol import (
+    Generate,
+    Generated,
+    GenerateRequest,
+    GenerationTimeout,
+    StaleReplica,
+    WeightsId,
+)
 from asyncrl.rollout.outbox import Outbox
 from asyncrl.types import Group, Prompt, Trajectory, groups_to_table, table_to_ipc
 
@@ -25,13 +32,17 @@ RETRIED = (StaleReplica, *DEATHS, ConnectionError)
 
 def rollout_seed(seed: int, ordinal: int) -> int:
     """Sampling seed of a group, below 2**48 (room for the engine to add a trajectory's index). The same in every process and attempt."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{ordinal}".encode(), digest_size=6).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed}:{ordinal}".encode(), digest_size=6).digest(), "big"
+    )
 
 
 class WorkerSpec:
     """What a worker needs to know: the run, and how to get a generator there."""
 
-    def __init__(self, config: Config, run_id: str, attempt: int, generate: Callable[[], Generate]) -> None:
+    def __init__(
+        self, config: Config, run_id: str, attempt: int, generate: Callable[[], Generate]
+    ) -> None:
         """
         Args:
             generate: makes the generator, in the worker.
@@ -82,7 +93,12 @@ class RolloutWorker:
             self._under_way -= 1
         await self._outbox.put(prompt.ordinal, groups_to_table([group]))
         tokens = sum(len(t.completion.token_ids) for t in group.trajectories)
-        return Finished(prompt.ordinal, committed if group.begun is None else group.begun, tokens, generated.load)
+        return Finished(
+            prompt.ordinal,
+            committed if group.begun is None else group.begun,
+            tokens,
+            generated.load,
+        )
 
     async def lease(self, reader: str, most: int, wait_s: float) -> pa.Buffer | None:
         """Up to `most` finished groups as one table (an IPC stream), one row each; None if there are none within `wait_s` seconds.
@@ -90,7 +106,9 @@ class RolloutWorker:
         Raises OutboxClosed.
         """
         tables = await self._outbox.lease(reader, most, wait_s)
-        return table_to_ipc(pa.concat_tables(tables, promote_options="permissive")) if tables else None
+        return (
+            table_to_ipc(pa.concat_tables(tables, promote_options="permissive")) if tables else None
+        )
 
     async def has_reader(self) -> bool:
         """Whether the scoring stream has asked for groups yet."""
@@ -118,7 +136,9 @@ class RolloutWorker:
             async with asyncio.timeout(deadline_s):
                 while True:
                     try:
-                        return await self._generate.generate(self._request(prompt, ends - time.monotonic()))
+                        return await self._generate.generate(
+                            self._request(prompt, ends - time.monotonic())
+                        )
                     except RETRIED as error:
                         reason = f"{type(error).__name__}: {_first_line(error)}"
                     await asyncio.sleep(pause)
@@ -146,9 +166,21 @@ class RolloutWorker:
     def _group(self, prompt: Prompt, generated: Generated) -> Group:
         wanted = self._config.rollout.n_samples_per_prompt
         if len(generated.completions) != wanted:
-            raise RuntimeError(f"replica {generated.replica} gave {len(generated.completions)} completions for group {prompt.ordinal}, not {wanted}")
-        trajectories = tuple(Trajectory(completion, (1,) * len(completion.token_ids)) for completion in generated.completions)
-        return Group(self._attempt, prompt, trajectories, generated.replica, generated.started_at, generated.finished_at)
+            raise RuntimeError(
+                f"replica {generated.replica} gave {len(generated.completions)} completions for group {prompt.ordinal}, not {wanted}"
+            )
+        trajectories = tuple(
+            Trajectory(completion, (1,) * len(completion.token_ids))
+            for completion in generated.completions
+        )
+        return Group(
+            self._attempt,
+            prompt,
+            trajectories,
+            generated.replica,
+            generated.started_at,
+            generated.finished_at,
+        )
 
 
 def _first_line(error: BaseException) -> str:

@@ -62,15 +62,27 @@ def read_rows(path: Path) -> list[Row]:
     table = parquet.read_table(path)
     for name, kind in {**COLUMNS, **SCORED_COLUMNS}.items():
         if name not in table.column_names:
-            raise ValueError(f"{path} is of an older asyncrl, or damaged: it has no column {name!r}")
+            raise ValueError(
+                f"{path} is of an older asyncrl, or damaged: it has no column {name!r}"
+            )
         if not table.schema.field(name).type.equals(kind):
-            raise ValueError(f"{path} is damaged: column {name!r} is of type {table.schema.field(name).type}, not {kind}")
+            raise ValueError(
+                f"{path} is damaged: column {name!r} is of type {table.schema.field(name).type}, not {kind}"
+            )
     if not table.num_rows:
         return []
     try:
         return list(_rows(table.combine_chunks()))
-    except (ValueError, IndexError, TypeError):  # lists of one row have different lengths, or a value is missing
-        return [one for number in range(table.num_rows) for one in _rows_or_none(table.slice(number, 1).combine_chunks())]
+    except (
+        ValueError,
+        IndexError,
+        TypeError,
+    ):  # lists of one row have different lengths, or a value is missing
+        return [
+            one
+            for number in range(table.num_rows)
+            for one in _rows_or_none(table.slice(number, 1).combine_chunks())
+        ]
 
 
 def _rows_or_none(table: pa.Table) -> list[Row]:
@@ -80,28 +92,61 @@ def _rows_or_none(table: pa.Table) -> list[Row]:
     except (ValueError, IndexError, TypeError):
         attempt, ordinal = (table[name][0].as_py() for name in ("attempt", "ordinal"))
         (content,) = content_hashes(table)
-        return [Row(attempt, ordinal, "", 0.0, 0.0, (), 0, None, None, False, content, content, (), (), (UNEVEN,))]
+        return [
+            Row(
+                attempt,
+                ordinal,
+                "",
+                0.0,
+                0.0,
+                (),
+                0,
+                None,
+                None,
+                False,
+                content,
+                content,
+                (),
+                (),
+                (UNEVEN,),
+            )
+        ]
 
 
 def _rows(table: pa.Table) -> Iterator[Row]:
     lengths = _token_counts(table, "completion_ids")
     bounds = np.concatenate([[0], np.cumsum(_trajectories(table))])
     _refuse_uneven(table)
-    alike = (lengths == _token_counts(table, "loss_mask")) & (lengths == _token_counts(table, "logprobs"))
+    alike = (lengths == _token_counts(table, "loss_mask")) & (
+        lengths == _token_counts(table, "logprobs")
+    )
     ends = np.cumsum(lengths)
     masks = np.concatenate([[0], np.cumsum(_flat(table, "loss_mask"))])
     loss = masks[ends] - masks[ends - lengths]
     bad = {name: find(table, lengths) for name, find in FAULTS.items()}
     hashes = zip(content_hashes(table), content_hashes(table.select(list(GENERATION))), strict=True)
-    names = ("attempt", "ordinal", "replica", "started_at", "finished_at", "versions", "status", "prompt_ids", "reward")
+    names = (
+        "attempt",
+        "ordinal",
+        "replica",
+        "started_at",
+        "finished_at",
+        "versions",
+        "status",
+        "prompt_ids",
+        "reward",
+    )
     columns = zip(*(table[name].to_pylist() for name in names), strict=True)
-    for number, ((attempt, ordinal, replica, started_at, finished_at, versions, status, prompt, rewards), (content, generation)) in enumerate(
-        zip(columns, hashes, strict=True)
-    ):
+    for number, (
+        (attempt, ordinal, replica, started_at, finished_at, versions, status, prompt, rewards),
+        (content, generation),
+    ) in enumerate(zip(columns, hashes, strict=True)):
         mine = slice(bounds[number], bounds[number + 1])
         spanned = [sum(span["end"] - span["start"] for span in spans) for spans in versions]
         seen = [span["version"] for spans in versions for span in spans]
-        usable = sum(int(tokens) for tokens, how in zip(loss[mine], status, strict=False) if how == "ok")
+        usable = sum(
+            int(tokens) for tokens, how in zip(loss[mine], status, strict=False) if how == "ok"
+        )
         yield Row(
             attempt,
             ordinal,
@@ -112,11 +157,17 @@ def _rows(table: pa.Table) -> Iterator[Row]:
             usable,
             min(seen, default=None),
             max(seen, default=None),
-            bool(alike[mine].all()) and spanned == lengths[mine].tolist() and len(status) == len(versions),
+            bool(alike[mine].all())
+            and spanned == lengths[mine].tolist()
+            and len(status) == len(versions),
             content,
             generation,
             tuple(prompt),
-            tuple(reward for reward, how in zip(rewards, status, strict=True) if how == "ok" and reward is not None),
+            tuple(
+                reward
+                for reward, how in zip(rewards, status, strict=True)
+                if how == "ok" and reward is not None
+            ),
             tuple(name for name, found in bad.items() if found[mine].any()),
         )
 
@@ -124,10 +175,24 @@ def _rows(table: pa.Table) -> Iterator[Row]:
 def _refuse_uneven(table: pa.Table) -> None:
     """Raise ValueError unless the lists of each row have one item for each of its trajectories, and no value is missing."""
     n = _trajectories(table)
-    for name in ("loss_mask", "logprobs", "versions", "status", "finish_reason", "completion_text", "reward", "advantage"):
-        if not np.array_equal(_column(table, name).value_lengths().to_numpy(zero_copy_only=False), n):
+    for name in (
+        "loss_mask",
+        "logprobs",
+        "versions",
+        "status",
+        "finish_reason",
+        "completion_text",
+        "reward",
+        "advantage",
+    ):
+        if not np.array_equal(
+            _column(table, name).value_lengths().to_numpy(zero_copy_only=False), n
+        ):
             raise ValueError(f"{name} has not one item for each trajectory")
-    if any(table[name].null_count for name in ("attempt", "ordinal", "replica", "started_at", "finished_at", "prompt_ids")):
+    if any(
+        table[name].null_count
+        for name in ("attempt", "ordinal", "replica", "started_at", "finished_at", "prompt_ids")
+    ):
         raise ValueError("a value is missing")
 
 
@@ -143,7 +208,9 @@ def _impossible_spans(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     """Spans that leave gaps, overlap, go beyond the tokens, or whose versions do not rise."""
     spans = _column(table, "versions").flatten()
     counts = spans.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    version, start, end = (part.to_numpy(zero_copy_only=False) for part in spans.flatten().flatten())
+    version, start, end = (
+        part.to_numpy(zero_copy_only=False) for part in spans.flatten().flatten()
+    )
     owner = np.repeat(np.arange(len(counts)), counts)
     first = np.ones(len(owner), bool)
     first[1:] = owner[1:] != owner[:-1]
@@ -151,14 +218,23 @@ def _impossible_spans(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     last[:-1] = first[1:]
     expected = np.where(first, 0, np.concatenate([[0], end[:-1]]) if len(end) else end)
     rises = first | (version > np.concatenate([[-1], version[:-1]])) if len(version) else first
-    wrong = (start != expected) | (end <= start) | (version < 0) | ~rises | (last & (end != lengths[owner]))
+    wrong = (
+        (start != expected)
+        | (end <= start)
+        | (version < 0)
+        | ~rises
+        | (last & (end != lengths[owner]))
+    )
     found = (counts == 0) & (lengths > 0)
     found[owner[wrong]] = True
     return found
 
 
 def _times_that_go_back(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
-    started, finished = (_column(table, name).to_numpy(zero_copy_only=False) for name in ("started_at", "finished_at"))
+    started, finished = (
+        _column(table, name).to_numpy(zero_copy_only=False)
+        for name in ("started_at", "finished_at")
+    )
     back = ~((started <= finished) & np.isfinite(started) & np.isfinite(finished))
     return np.repeat(back, _trajectories(table))
 
@@ -177,7 +253,9 @@ def _impossible_rewards(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     found = np.zeros(len(lengths), bool)
     for name in ("reward", "advantage"):
         values = _column(table, name).flatten()
-        found |= values.is_valid().to_numpy(zero_copy_only=False) & ~np.isfinite(values.fill_null(0).to_numpy(zero_copy_only=False))
+        found |= values.is_valid().to_numpy(zero_copy_only=False) & ~np.isfinite(
+            values.fill_null(0).to_numpy(zero_copy_only=False)
+        )
         if name == "reward":
             found |= values.is_null().to_numpy(zero_copy_only=False) & _ok(table)
     return found
@@ -185,18 +263,25 @@ def _impossible_rewards(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
 
 def _unknown_words(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     known = {"status": STATUSES, "finish_reason": FINISH_REASONS}
-    columns = [pc.is_in(_column(table, name).flatten(), pa.array(words)).to_numpy(zero_copy_only=False) for name, words in known.items()]
+    columns = [
+        pc.is_in(_column(table, name).flatten(), pa.array(words)).to_numpy(zero_copy_only=False)
+        for name, words in known.items()
+    ]
     return ~np.logical_and(*columns)
 
 
 def _negative_tokens(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     found = np.zeros(len(lengths), bool)
-    found[np.repeat(np.arange(len(lengths)), lengths)[~(_flat(table, "completion_ids") >= 0)]] = True
+    found[np.repeat(np.arange(len(lengths)), lengths)[~(_flat(table, "completion_ids") >= 0)]] = (
+        True
+    )
     return found
 
 
 def _ok(table: pa.Table) -> np.ndarray:
-    return pc.fill_null(pc.equal(_column(table, "status").flatten(), "ok"), False).to_numpy(zero_copy_only=False)
+    return pc.fill_null(pc.equal(_column(table, "status").flatten(), "ok"), False).to_numpy(
+        zero_copy_only=False
+    )
 
 
 FAULTS: Mapping[str, Callable[[pa.Table, np.ndarray], np.ndarray]] = {

@@ -13,7 +13,18 @@ from typing import IO, BinaryIO
 
 from asyncrl.confined import EscapesDirectory
 
-__all__ = ["DiskFull", "NotAFile", "append_to", "explain_disk_full", "make_directory", "open_regular", "read_text", "replace_text", "replacing", "sync_file"]
+__all__ = [
+    "DiskFull",
+    "NotAFile",
+    "append_to",
+    "explain_disk_full",
+    "make_directory",
+    "open_regular",
+    "read_text",
+    "replace_text",
+    "replacing",
+    "sync_file",
+]
 
 DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -53,7 +64,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             try:
                 with suppress(FileNotFoundError):  # of an earlier process with this number
                     os.unlink(temporary, dir_fd=parent)
-                descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=parent)
+                descriptor = os.open(
+                    temporary,
+                    os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+                    0o644,
+                    dir_fd=parent,
+                )
                 with os.fdopen(descriptor, "wb") as file:
                     yield file
                     file.flush()
@@ -84,7 +100,9 @@ def append_to(path: Path) -> IO[str]:
     parent = _directory(path.parent)
     try:
         _refuse_other_kinds(path, parent)
-        return os.fdopen(_open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, parent), "a", encoding="utf-8")
+        return os.fdopen(
+            _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, parent), "a", encoding="utf-8"
+        )
     finally:
         os.close(parent)
 
@@ -130,7 +148,10 @@ def explain_disk_full(path: Path) -> Iterator[None]:
             raise
         there = next(place for place in (path, *path.parents) if place.exists())
         free = shutil.disk_usage(there).free
-        raise DiskFull(error.errno, f"{path} cannot be written: {free:,} bytes are free on its file system; free some room, or use another one") from None
+        raise DiskFull(
+            error.errno,
+            f"{path} cannot be written: {free:,} bytes are free on its file system; free some room, or use another one",
+        ) from None
 
 
 def _directory(path: Path) -> int:
@@ -156,7 +177,11 @@ def _below(at: int, part: str, reached: Path) -> int:
                 os.mkdir(part, dir_fd=at)
             return os.open(part, DIRECTORY, dir_fd=at)
     except NotADirectoryError:
-        raise (_a_link(reached) if reached.is_symlink() else NotAFile(errno.ENOTDIR, f"{reached} is a file, not a directory; remove it")) from None
+        raise (
+            _a_link(reached)
+            if reached.is_symlink()
+            else NotAFile(errno.ENOTDIR, f"{reached} is a file, not a directory; remove it")
+        ) from None
 
 
 def _open(path: Path, flags: int, parent: int) -> int:
@@ -179,10 +204,16 @@ def _refuse_other_kinds(path: Path, parent: int) -> None:
 
 
 def _a_link(path: Path) -> EscapesDirectory:
-    return EscapesDirectory(f"{path} is a symbolic link, so what is written there would go elsewhere; put a real file or directory in its place")
+    return EscapesDirectory(
+        f"{path} is a symbolic link, so what is written there would go elsewhere; put a real file or directory in its place"
+    )
 
 
 def _not_a_file(path: Path) -> NotAFile:
-    kinds = ((path.is_dir, "a directory"), (path.is_fifo, "a named pipe"), (path.is_socket, "a socket"))
+    kinds = (
+        (path.is_dir, "a directory"),
+        (path.is_fifo, "a named pipe"),
+        (path.is_socket, "a socket"),
+    )
     kind = next((name for check, name in kinds if check()), "a device")
     return NotAFile(errno.EINVAL, f"{path} is {kind}, not a file; remove it")

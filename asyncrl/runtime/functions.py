@@ -8,7 +8,18 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["FUNCTION", "FunctionError", "call_function", "chosen_arguments", "import_function", "place_of", "refuse_main", "short", "text_of", "where"]
+__all__ = [
+    "FUNCTION",
+    "FunctionError",
+    "call_function",
+    "chosen_arguments",
+    "import_function",
+    "place_of",
+    "refuse_main",
+    "short",
+    "text_of",
+    "where",
+]
 
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 """What the name of a function looks like."""
@@ -37,7 +48,9 @@ def import_function(kind: str, function: str) -> Callable[..., Any]:
     except Exception as error:
         # Whatever a module raises while it is imported is reported under the function's name.
         said = f"{type(error).__name__}: {text_of(str, error)}{_place_in_module(error)}"
-        raise FunctionError(f"{kind} {function!r} cannot be imported ({said}); repair its module") from None
+        raise FunctionError(
+            f"{kind} {function!r} cannot be imported ({said}); repair its module"
+        ) from None
     if not callable(found):
         raise FunctionError(f"{kind} {function!r} is a {type(found).__name__}; name a function")
     return found  # type: ignore[no-any-return]
@@ -46,16 +59,26 @@ def import_function(kind: str, function: str) -> Callable[..., Any]:
 def _place_in_module(error: BaseException) -> str:
     """Where in a module's own code its import failed; nothing where that did not begin, as for a syntax error."""
     ours = (__file__, importlib.__file__)
-    return place_of([frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in ours and not frame.filename.startswith("<frozen ")])
+    return place_of(
+        [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename not in ours and not frame.filename.startswith("<frozen ")
+        ]
+    )
 
 
 def refuse_main(kind: str, function: str) -> None:
     """Raise FunctionError for a function of the script or notebook that runs: in every other process `__main__` is something else."""
     if function.startswith("__main__:"):
-        raise FunctionError(f"{kind} {function!r} stands in a script or notebook, which other processes do not have; put it into a module of its own")
+        raise FunctionError(
+            f"{kind} {function!r} stands in a script or notebook, which other processes do not have; put it into a module of its own"
+        )
 
 
-def chosen_arguments(function: Callable[..., Any], told: Mapping[str, Any], sources: str) -> dict[str, Any]:
+def chosen_arguments(
+    function: Callable[..., Any], told: Mapping[str, Any], sources: str
+) -> dict[str, Any]:
     """As much of `told` as the function's parameters take.
 
     Raises:
@@ -68,7 +91,11 @@ def chosen_arguments(function: Callable[..., Any], told: Mapping[str, Any], sour
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(told)
     named = {parameter.name for parameter in parameters}
-    needed = {parameter.name for parameter in parameters if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL}
+    needed = {
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
+    }
     if missing := sorted(needed - told.keys()):
         there = ", ".join(sorted(told)) or "nothing"
         raise TypeError(f"it takes {', '.join(missing)}, which {sources}; there are {there}")
@@ -86,8 +113,14 @@ def call_function(field: str, function: str, told: Mapping[str, Any]) -> tuple[A
     try:
         return found(**chosen_arguments(found, told, "it is not told")), name
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        raise FunctionError(f"{name} raised {type(error).__name__}: {text_of(str, error)}{place_of(frames)}; repair it") from error
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename != __file__
+        ]
+        raise FunctionError(
+            f"{name} raised {type(error).__name__}: {text_of(str, error)}{place_of(frames)}; repair it"
+        ) from error
 
 
 def where(function: Callable[..., Any]) -> str:

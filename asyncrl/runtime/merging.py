@@ -33,7 +33,10 @@ class Merging:
                 self._levels.append([])
             files = self._levels[level]
             files.append(path)
-            if len(files) < MERGE_EVERY and sum(file.stat().st_size for file in files) < MERGED_BYTES:
+            if (
+                len(files) < MERGE_EVERY
+                and sum(file.stat().st_size for file in files) < MERGED_BYTES
+            ):
                 return
             self._merge(files)
             path = files[-1]

@@ -41,7 +41,11 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tab
         pa.ArrowInvalid, OSError: the file is not whole, is no Parquet, or is no regular file.
     """
     with _opened(path) as file:
-        return pa.parquet.read_table(file, columns=list(columns) if columns is not None else None, page_checksum_verification=True)
+        return pa.parquet.read_table(
+            file,
+            columns=list(columns) if columns is not None else None,
+            page_checksum_verification=True,
+        )
 
 
 def read_schema(path: str | Path) -> pa.Schema:
@@ -65,7 +69,9 @@ def _opened(path: str | Path) -> BinaryIO:
     file = open_regular(Path(path))
     try:
         if _has_extension_type(_footer(file, path)):
-            raise ExtensionTypeError(f"{path} has a column of an Arrow extension type, which may run code when it is read; write it with plain types")
+            raise ExtensionTypeError(
+                f"{path} has a column of an Arrow extension type, which may run code when it is read; write it with plain types"
+            )
         file.seek(0)
     except BaseException:
         file.close()
@@ -81,7 +87,9 @@ def _footer(file: BinaryIO, path: str | Path) -> bytes:
     tail = file.read(TAIL)
     length = int.from_bytes(tail[:4], "little")
     if tail[4:] != MAGIC or length > min(size - TAIL, LARGEST_FOOTER):
-        raise pa.ArrowInvalid(f"{path} does not end as a Parquet file does: it is another kind of file, or was cut off")
+        raise pa.ArrowInvalid(
+            f"{path} does not end as a Parquet file does: it is another kind of file, or was cut off"
+        )
     file.seek(size - TAIL - length)
     return file.read(length)
 

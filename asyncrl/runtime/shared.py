@@ -14,7 +14,16 @@ from typing import IO, Any
 
 from asyncrl.runtime.files import make_directory, open_regular, replace_text, sync_file
 
-__all__ = ["NotShared", "Probe", "Written", "answer_probe", "size_and_checksum", "sync_directory", "wait_until_seen", "write_summed"]
+__all__ = [
+    "NotShared",
+    "Probe",
+    "Written",
+    "answer_probe",
+    "size_and_checksum",
+    "sync_directory",
+    "wait_until_seen",
+    "write_summed",
+]
 
 Written = tuple[int, int]
 """Bytes of a file, and zlib.crc32 of them."""
@@ -73,7 +82,9 @@ def size_and_checksum(path: Path) -> Written:
     return size, checksum
 
 
-def wait_until_seen(directory: Path, sizes: Mapping[str, int], way_out: str, within_s: float = SEEN_WITHIN_S) -> None:
+def wait_until_seen(
+    directory: Path, sizes: Mapping[str, int], way_out: str, within_s: float = SEEN_WITHIN_S
+) -> None:
     """Wait until this process sees each file, at its size. Blocks: call it in a thread.
 
     Args:
@@ -88,7 +99,9 @@ def wait_until_seen(directory: Path, sizes: Mapping[str, int], way_out: str, wit
         while (seen := _size(directory / name)) != size:
             if time.monotonic() > ends:
                 there = "nothing is there" if seen is None else f"{seen:,} bytes are there"
-                raise NotShared(f"{directory / name} was written with {size:,} bytes on another node, and here {there} after {within_s:g} s; {way_out}")
+                raise NotShared(
+                    f"{directory / name} was written with {size:,} bytes on another node, and here {there} after {within_s:g} s; {way_out}"
+                )
             time.sleep(LOOK_AGAIN_S)
 
 

@@ -40,7 +40,9 @@ def temporary_folder(kind: str, place: Path | None = None) -> tempfile.Temporary
     place = place or Path(tempfile.gettempdir())
     remove_left_behind(place)
     this = psutil.Process()
-    return tempfile.TemporaryDirectory(prefix=f"asyncrl_{kind}_{this.pid}_{int(this.create_time())}_", dir=place)
+    return tempfile.TemporaryDirectory(
+        prefix=f"asyncrl_{kind}_{this.pid}_{int(this.create_time())}_", dir=place
+    )
 
 
 @contextlib.contextmanager

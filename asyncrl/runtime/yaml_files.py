@@ -43,7 +43,13 @@ def parse_yaml(text: str) -> Any:
         _expanded(tree, {}, 0)
     try:
         return yaml.safe_load(text)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:  # such as an integer of 5,000 digits, or a day that no month has
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+    ) as error:  # such as an integer of 5,000 digits, or a day that no month has
         raise yaml.YAMLError(f"a value cannot be read ({error}); put it in quotes") from None
 
 
@@ -54,17 +60,27 @@ def _expanded(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
     if id(node) in known:
         count = known[id(node)]
         if count is None:
-            raise yaml.YAMLError("an alias stands inside what it names, so it would never end; write the value out")
+            raise yaml.YAMLError(
+                "an alias stands inside what it names, so it would never end; write the value out"
+            )
         return count
     known[id(node)] = None
     if isinstance(node, yaml.MappingNode):
         _refuse_repeated_key(node)
     elif isinstance(node, yaml.ScalarNode):
         _refuse_unusual(node)
-    parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value if isinstance(node, yaml.SequenceNode) else []
+    parts = (
+        [part for pair in node.value for part in pair]
+        if isinstance(node, yaml.MappingNode)
+        else node.value
+        if isinstance(node, yaml.SequenceNode)
+        else []
+    )
     total = 1 + sum(_expanded(part, known, depth + 1) for part in parts)
     if total > MOST_NODES:
-        raise yaml.YAMLError(f"its aliases stand for more than {MOST_NODES:,} values; write out what is needed")
+        raise yaml.YAMLError(
+            f"its aliases stand for more than {MOST_NODES:,} values; write out what is needed"
+        )
     known[id(node)] = total
     return total
 
@@ -77,7 +93,9 @@ def _refuse_repeated_key(mapping: yaml.MappingNode) -> None:
             continue
         line = key.start_mark.line + 1
         if (key.tag, key.value) in lines:
-            raise yaml.YAMLError(f"{key.value!r} stands twice, on lines {lines[key.tag, key.value]} and {line}; keep one, with the settings of both")
+            raise yaml.YAMLError(
+                f"{key.value!r} stands twice, on lines {lines[key.tag, key.value]} and {line}; keep one, with the settings of both"
+            )
         lines[key.tag, key.value] = line
 
 
@@ -87,8 +105,12 @@ def _refuse_unusual(scalar: yaml.ScalarNode) -> None:
     if any("\ud800" <= character <= "\udfff" for character in scalar.value):
         raise yaml.YAMLError(f"{line}: a text has half of a surrogate pair; write whole characters")
     if scalar.tag == INTEGER and len(scalar.value) > LONGEST_INTEGER:
-        raise yaml.YAMLError(f"{line}: a number has {len(scalar.value):,} digits, above {LONGEST_INTEGER}")
+        raise yaml.YAMLError(
+            f"{line}: a number has {len(scalar.value):,} digits, above {LONGEST_INTEGER}"
+        )
 
 
 def _too_deep() -> yaml.YAMLError:
-    return yaml.YAMLError(f"lists and mappings lie more than {DEEPEST} deep inside one another; use fewer levels")
+    return yaml.YAMLError(
+        f"lists and mappings lie more than {DEEPEST} deep inside one another; use fewer levels"
+    )

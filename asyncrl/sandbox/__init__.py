@@ -8,7 +8,15 @@
 
 from __future__ import annotations
 
-from asyncrl.sandbox.levels import Level, Limits, Program, Result, Sandbox, SandboxError, SandboxUnavailable
+from asyncrl.sandbox.levels import (
+    Level,
+    Limits,
+    Program,
+    Result,
+    Sandbox,
+    SandboxError,
+    SandboxUnavailable,
+)
 from asyncrl.sandbox.local import Levels, LocalSandbox, open_sandbox, probe, run, run_async
 
 __all__ = [

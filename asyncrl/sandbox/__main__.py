@@ -16,12 +16,30 @@ from asyncrl.sandbox.service import SandboxServer
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0 done; 1 nothing may be run here; 2 wrong arguments."""
-    parser = argparse.ArgumentParser(prog="python -m asyncrl.sandbox", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m asyncrl.sandbox",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("command", nargs="?", choices=["levels", "serve"], default="levels")
     parser.add_argument("--python", help="interpreter of the programs; default: this one")
-    parser.add_argument("--path", action="append", default=[], help="folder that programs may read and import from; may be repeated")
-    parser.add_argument("--level", choices=[Level.NAMESPACES, Level.LANDLOCK], default=Level.NAMESPACES, help="serve: at least this; default: namespaces")
-    parser.add_argument("--host", default="127.0.0.1", help="serve: address to listen on; default: this machine alone")
+    parser.add_argument(
+        "--path",
+        action="append",
+        default=[],
+        help="folder that programs may read and import from; may be repeated",
+    )
+    parser.add_argument(
+        "--level",
+        choices=[Level.NAMESPACES, Level.LANDLOCK],
+        default=Level.NAMESPACES,
+        help="serve: at least this; default: namespaces",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="serve: address to listen on; default: this machine alone",
+    )
     parser.add_argument("--port", type=int, default=8700, help="serve: port; 0: a free one")
     known = parser.parse_args(arguments)
     if known.command == "levels":

@@ -80,7 +80,10 @@ def run_child(job: Job, users: Users | None, folder: str, ends: Ends) -> NoRetur
         _into_landlock(job, users, folder, ends)
     except BaseException as error:
         # This process must never go on as the supervisor that it was forked from.
-        _report(ends.status, error=f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
+        _report(
+            ends.status,
+            error=f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}",
+        )
     finally:
         os._exit(126)
 
@@ -99,7 +102,11 @@ def _into_namespaces(job: Job, users: Users | None, ends: Ends) -> NoReturn:
     kernel.unshare()
     if users is None:
         # One who is not root may map himself, and nobody else.
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{PROGRAM_ID} {user} 1"), ("gid_map", f"{PROGRAM_ID} {group} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{PROGRAM_ID} {user} 1"),
+            ("gid_map", f"{PROGRAM_ID} {group} 1"),
+        ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     os.write(ends.ready, b"u")
@@ -124,7 +131,9 @@ def _first_process(job: Job, users: Users | None, ends: Ends) -> NoReturn:
     if program == 0:
         if users is not None:
             _become(PROGRAM_ID)
-        _start(job, OWN_FOLDER, ends, users is not None, job.limits.processes + (users is None), None)
+        _start(
+            job, OWN_FOLDER, ends, users is not None, job.limits.processes + (users is None), None
+        )
     ends.close_all_but_status()
     if users is not None:
         _become(WARDEN_ID)
@@ -189,7 +198,9 @@ def _show(path: str, *, devices: bool = False) -> None:
 def _into_landlock(job: Job, users: Users | None, folder: str, ends: Ends) -> NoReturn:
     version = kernel.landlock_version()
     if version < LEAST_LANDLOCK:
-        raise OSError(f"Landlock: the kernel has version {version}, and {LEAST_LANDLOCK} is needed (Linux 6.2)")
+        raise OSError(
+            f"Landlock: the kernel has version {version}, and {LEAST_LANDLOCK} is needed (Linux 6.2)"
+        )
     if users is None and version < SIGNALS_KEPT:
         raise OSError(
             f"Landlock: version {version} does not keep a program from signalling your processes; "
@@ -228,7 +239,9 @@ def _watch(program: int, status: int, job: Job, folder: str) -> None:
     next_look = 0.0
     while not _ended(program, status, os.WNOHANG):
         if time.monotonic() >= next_look:
-            exceeded = usage.folder_exceeds(folder, job.limits) or usage.deleted_exceed(os.getpid(), job.limits)
+            exceeded = usage.folder_exceeds(folder, job.limits) or usage.deleted_exceed(
+                os.getpid(), job.limits
+            )
             if exceeded:
                 _report(status, exceeded=exceeded)
                 return
@@ -249,7 +262,9 @@ def _kill_domain(status: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(-1, signal.SIGKILL)
     else:
-        _report(status, error="the warden could signal its supervisor, so it does not kill its domain")
+        _report(
+            status, error="the warden could signal its supervisor, so it does not kill its domain"
+        )
 
 
 # -- both ------------------------------------------------------------------------------------------
@@ -285,7 +300,14 @@ def _ended(program: int, status: int, options: int) -> bool:
     return True
 
 
-def _start(job: Job, folder: str, ends: Ends, own_user: bool, processes: int, paths: Mapping[str, int] | None) -> NoReturn:
+def _start(
+    job: Job,
+    folder: str,
+    ends: Ends,
+    own_user: bool,
+    processes: int,
+    paths: Mapping[str, int] | None,
+) -> NoReturn:
     """Become the program.
 
     Args:
@@ -313,7 +335,11 @@ def _start(job: Job, folder: str, ends: Ends, own_user: bool, processes: int, pa
     try:
         os.execvpe(job.argv[0], list(job.argv), environment)
     except OSError as error:
-        closed = "; put it, and the folders above it, where every user may read" if isinstance(error, PermissionError) else ""
+        closed = (
+            "; put it, and the folders above it, where every user may read"
+            if isinstance(error, PermissionError)
+            else ""
+        )
         raise OSError(f"cannot start {job.argv[0]!r}: {error.strerror}{closed}") from None
 
 

@@ -53,7 +53,15 @@ class Job:
         tree = json.loads(line)
         program, limits = program_from(tree), limits_from(tree["limits"])
         lists = {name: tuple(tree[name]) for name in ("paths", "imports")}
-        return Job(tree["level"], program.argv, program.stdin, program.files, limits, base=tree["base"], **lists)
+        return Job(
+            tree["level"],
+            program.argv,
+            program.stdin,
+            program.files,
+            limits,
+            base=tree["base"],
+            **lists,
+        )
 
 
 def program_to(program: Program) -> dict[str, Any]:

@@ -72,7 +72,18 @@ TCP_RIGHTS, SCOPES = 3, 3
 
 READ = EXECUTE | READ_FILE | READ_DIR
 USE_DEVICE = READ_FILE | WRITE_FILE
-OWN = READ | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | MAKE_FIFO | MAKE_SYM | REFER | TRUNCATE
+OWN = (
+    READ
+    | WRITE_FILE
+    | REMOVE_DIR
+    | REMOVE_FILE
+    | MAKE_DIR
+    | MAKE_REG
+    | MAKE_FIFO
+    | MAKE_SYM
+    | REFER
+    | TRUNCATE
+)
 """Everything in the sandbox's folder but devices and sockets."""
 ON_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
 """Rights that a rule for a file, not a folder, may have."""
@@ -211,7 +222,9 @@ def install_filter(instructions: bytes) -> None:
     """Hold this process and its descendants to a seccomp filter; needs `drop_privileges` before."""
     memory = ctypes.create_string_buffer(instructions, len(instructions))
     program = _FilterProgram(len(instructions) // 8, ctypes.addressof(memory))
-    result = _libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), ctypes.byref(program), 0, 0)
+    result = _libc.prctl(
+        PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), ctypes.byref(program), 0, 0
+    )
     _checked(result, "seccomp")
 
 

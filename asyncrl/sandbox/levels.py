@@ -9,9 +9,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
 
-__all__ = ["Level", "Limits", "Program", "Result", "Sandbox", "SandboxError", "SandboxUnavailable", "Status"]
+__all__ = [
+    "Level",
+    "Limits",
+    "Program",
+    "Result",
+    "Sandbox",
+    "SandboxError",
+    "SandboxUnavailable",
+    "Status",
+]
 
-Status = Literal["exited", "signaled", "wall", "cpu", "memory", "processes", "disk", "files", "output"]
+Status = Literal[
+    "exited", "signaled", "wall", "cpu", "memory", "processes", "disk", "files", "output"
+]
 """How a program ended: by itself, by a signal, or by the limit of that name."""
 
 
@@ -66,7 +77,12 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+            if (
+                not isinstance(value, int | float)
+                or isinstance(value, bool)
+                or not math.isfinite(value)
+                or value <= 0
+            ):
                 raise ValueError(f"sandbox limit {name} = {value!r} is not a number above 0")
 
 
@@ -86,16 +102,24 @@ class Program:
 
     def __post_init__(self) -> None:
         if not self.argv or not self.argv[0] or any("\0" in word for word in self.argv):
-            raise ValueError(f"argv = {self.argv!r} is not a command; give at least one word, without NUL")
+            raise ValueError(
+                f"argv = {self.argv!r} is not a command; give at least one word, without NUL"
+            )
         for name in self.files:
             if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
-                raise ValueError(f"file name {name!r} is not a plain relative path; use one such as 'data/a.txt'")
+                raise ValueError(
+                    f"file name {name!r} is not a plain relative path; use one such as 'data/a.txt'"
+                )
 
     @staticmethod
-    def python(source: str, stdin: bytes | str = b"", files: Mapping[str, bytes | str] | None = None) -> Program:
+    def python(
+        source: str, stdin: bytes | str = b"", files: Mapping[str, bytes | str] | None = None
+    ) -> Program:
         """Python source as `main.py`, which may import the other files."""
         given = {name: _bytes(content) for name, content in (files or {}).items()}
-        return Program(("python", "-s", "-B", "main.py"), _bytes(stdin), {"main.py": _bytes(source), **given})
+        return Program(
+            ("python", "-s", "-B", "main.py"), _bytes(stdin), {"main.py": _bytes(source), **given}
+        )
 
 
 def _bytes(text: bytes | str) -> bytes:

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.sandbox.job import Job, result_from
-from asyncrl.sandbox.levels import Level, Limits, Program, Result, Sandbox, SandboxError, SandboxUnavailable
+from asyncrl.sandbox.levels import (
+    Level,
+    Limits,
+    Program,
+    Result,
+    Sandbox,
+    SandboxError,
+    SandboxUnavailable,
+)
 
 __all__ = ["Levels", "LocalSandbox", "open_sandbox", "probe", "run", "run_async"]
 
@@ -66,13 +74,18 @@ class Levels:
     def text(self) -> str:
         """One line for each level that a machine can reach by itself, the strongest first."""
         local = (Level.NAMESPACES, Level.LANDLOCK)
-        return "\n".join(f"{level:<11} {'yes' if level in self.reached else 'no: ' + self.reasons[level]}" for level in local)
+        return "\n".join(
+            f"{level:<11} {'yes' if level in self.reached else 'no: ' + self.reasons[level]}"
+            for level in local
+        )
 
 
 class LocalSandbox:
     """`Sandbox` on this machine, at exactly one level. A program costs about 0.15 s of processor time beyond its own."""
 
-    def __init__(self, level: Level, *, python: str | None = None, paths: Sequence[str] = ()) -> None:
+    def __init__(
+        self, level: Level, *, python: str | None = None, paths: Sequence[str] = ()
+    ) -> None:
         """Make one without a proof that the level is reached; `open_sandbox` asks for it.
 
         Args:
@@ -83,7 +96,9 @@ class LocalSandbox:
             ValueError: a path does not exist, or shows too much.
         """
         if level == Level.CONTAINER:
-            raise ValueError("level 'container' is what an outside service gives: set sandbox.service")
+            raise ValueError(
+                "level 'container' is what an outside service gives: set sandbox.service"
+            )
         self.level = level
         self._python = os.path.realpath(python or sys.executable)
         self._imports = tuple(_checked_path(path) for path in paths)
@@ -110,7 +125,9 @@ class LocalSandbox:
         argv = (self._python, *program.argv[1:]) if program.argv[0] == "python" else program.argv
         paths = self._imports if prefix == "/" else (prefix, *self._imports)
         base = os.path.realpath(tempfile.gettempdir())
-        return Job(self.level, argv, program.stdin, program.files, limits, paths, self._imports, base)
+        return Job(
+            self.level, argv, program.stdin, program.files, limits, paths, self._imports, base
+        )
 
 
 class _Running:
@@ -142,8 +159,12 @@ class _Running:
         try:
             tree = json.loads(answer)
         except ValueError:
-            told = errors.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
-            raise SandboxError(f"the sandbox's supervisor ended without a result: {told[0]}") from None
+            told = errors.decode(errors="replace").strip().splitlines()[-1:] or [
+                f"exit code {process.returncode}"
+            ]
+            raise SandboxError(
+                f"the sandbox's supervisor ended without a result: {told[0]}"
+            ) from None
         return result_from(tree)
 
     def cancel(self) -> None:
@@ -158,7 +179,9 @@ class _Running:
     def _talk(self) -> tuple[bytes, bytes]:
         """Hand the job over, and read the answer and what is on standard error."""
         process, limits = self._process, self._job.limits
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert (
+            process.stdin is not None and process.stdout is not None and process.stderr is not None
+        )
         try:
             process.stdin.write(self._job.dump())
             process.stdin.flush()
@@ -173,12 +196,16 @@ class _Running:
         while waiting:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise SandboxError(f"the sandbox's supervisor gave no result in {limits.wall_s + GRACE_S:g} s")
+                raise SandboxError(
+                    f"the sandbox's supervisor gave no result in {limits.wall_s + GRACE_S:g} s"
+                )
             for descriptor, _ in poll.poll(1000 * left):
                 part = os.read(descriptor, 1 << 16)
                 parts[descriptor] += part
                 if len(parts[descriptor]) > most:
-                    raise SandboxError("the sandbox's supervisor answered with more than any result holds")
+                    raise SandboxError(
+                        "the sandbox's supervisor answered with more than any result holds"
+                    )
                 if not part:
                     poll.unregister(descriptor)
                     waiting.remove(descriptor)
@@ -191,9 +218,15 @@ def _checked_path(path: str) -> str:
     if not os.path.isdir(real):
         raise ValueError(f"sandbox path {path!r} is no folder here; name one that exists")
     if ":" in real:
-        raise ValueError(f"sandbox path {path!r} has a colon, which PYTHONPATH cannot hold; use another folder")
-    if real in NEVER_SHOWN or any(real.startswith(f"{other}/") for other in ("/proc", "/sys", "/dev")):
-        raise ValueError(f"sandbox path {path!r} would show programs far more than they need; name a folder below it")
+        raise ValueError(
+            f"sandbox path {path!r} has a colon, which PYTHONPATH cannot hold; use another folder"
+        )
+    if real in NEVER_SHOWN or any(
+        real.startswith(f"{other}/") for other in ("/proc", "/sys", "/dev")
+    ):
+        raise ValueError(
+            f"sandbox path {path!r} would show programs far more than they need; name a folder below it"
+        )
     return real
 
 
@@ -252,7 +285,9 @@ def open_sandbox(
 
         outside = ServiceSandbox(service)
         if not outside.level.reaches(asked):
-            raise SandboxUnavailable(f"sandbox level {asked.value!r} is asked for, and the service at {service} has {outside.level.value!r}")
+            raise SandboxUnavailable(
+                f"sandbox level {asked.value!r} is asked for, and the service at {service} has {outside.level.value!r}"
+            )
         return outside
     levels = probe(python, tuple(paths))
     best = levels.best
@@ -292,8 +327,18 @@ async def run_async(
     return await sandbox.run_async(_program(code, stdin, files), limits or Limits())
 
 
-def _program(code: str | Sequence[str], stdin: bytes | str, files: Mapping[str, bytes | str] | None) -> Program:
+def _program(
+    code: str | Sequence[str], stdin: bytes | str, files: Mapping[str, bytes | str] | None
+) -> Program:
     if isinstance(code, str):
         return Program.python(code, stdin, files)
     python = Program.python("", stdin, files)
-    return Program(tuple(code), python.stdin, {name: content for name, content in python.files.items() if name != "main.py" or "main.py" in (files or {})})
+    return Program(
+        tuple(code),
+        python.stdin,
+        {
+            name: content
+            for name, content in python.files.items()
+            if name != "main.py" or "main.py" in (files or {})
+        },
+    )

@@ -38,7 +38,9 @@ HELD_S = 30.0
 def _token() -> str:
     token = os.environ.get(TOKEN, "")
     if len(token) < LEAST_TOKEN:
-        raise SandboxError(f"{TOKEN} has {len(token)} characters; set it to the same secret of at least {LEAST_TOKEN} on both sides")
+        raise SandboxError(
+            f"{TOKEN} has {len(token)} characters; set it to the same secret of at least {LEAST_TOKEN} on both sides"
+        )
     return token
 
 
@@ -53,14 +55,20 @@ class ServiceSandbox:
             ValueError: this is no URL of one.
         """
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.path not in ("", "/")
+        ):
             raise ValueError(f"sandbox service {url!r} is no URL such as 'http://127.0.0.1:8700'")
         self._url, self._parts, self._token = url, parts, _token()
         answer = self._ask("GET", "/level", None, ANSWER_S, MOST_BODY)
         try:
             self.level = Level(answer["level"])
         except (KeyError, TypeError, ValueError):
-            raise SandboxError(f"the sandbox service at {url} named no level: {str(answer)[:200]}") from None
+            raise SandboxError(
+                f"the sandbox service at {url} named no level: {str(answer)[:200]}"
+            ) from None
 
     def run(self, program: Program, limits: Limits | None = None) -> Result:
         """Run the program there.
@@ -73,7 +81,9 @@ class ServiceSandbox:
         most = MOST_BODY + 12 * limits.output_bytes
         result = result_from(self._ask("POST", "/run", body, limits.wall_s + ANSWER_S, most))
         if not result.level.reaches(self.level):
-            raise SandboxError(f"the sandbox service at {self._url} ran a program at level {result.level.value!r} after it had said {self.level.value!r}")
+            raise SandboxError(
+                f"the sandbox service at {self._url} ran a program at level {result.level.value!r} after it had said {self.level.value!r}"
+            )
         return result
 
     async def run_async(self, program: Program, limits: Limits | None = None) -> Result:
@@ -81,7 +91,11 @@ class ServiceSandbox:
         return await asyncio.to_thread(self.run, program, limits)
 
     def _ask(self, method: str, path: str, body: Any, timeout_s: float, most: int) -> Any:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        kind = (
+            http.client.HTTPSConnection
+            if self._parts.scheme == "https"
+            else http.client.HTTPConnection
+        )
         assert self._parts.hostname is not None
         connection = kind(self._parts.hostname, self._parts.port, timeout=timeout_s)
         try:
@@ -91,7 +105,9 @@ class ServiceSandbox:
             response = connection.getresponse()
             answer = response.read(most + 1)
         except (OSError, http.client.HTTPException) as error:
-            raise SandboxError(f"the sandbox service at {self._url} does not answer ({type(error).__name__}: {error})") from None
+            raise SandboxError(
+                f"the sandbox service at {self._url} does not answer ({type(error).__name__}: {error})"
+            ) from None
         finally:
             connection.close()
         try:
@@ -99,23 +115,31 @@ class ServiceSandbox:
         except ValueError:
             tree = None
         if not isinstance(tree, dict):
-            raise SandboxError(f"the sandbox service at {self._url} answered {response.status} with what is no JSON object")
+            raise SandboxError(
+                f"the sandbox service at {self._url} answered {response.status} with what is no JSON object"
+            )
         if response.status != 200:
-            raise SandboxError(f"the sandbox service at {self._url}: {tree.get('error', response.status)}")
+            raise SandboxError(
+                f"the sandbox service at {self._url}: {tree.get('error', response.status)}"
+            )
         return tree
 
 
 class SandboxServer:
     """A service over any sandbox, a few programs at once. `serve` runs until `close`."""
 
-    def __init__(self, sandbox: Sandbox, host: str = "127.0.0.1", port: int = 0, at_once: int | None = None) -> None:
+    def __init__(
+        self, sandbox: Sandbox, host: str = "127.0.0.1", port: int = 0, at_once: int | None = None
+    ) -> None:
         """Listen, on a free port if it is 0.
 
         Raises:
             SandboxError: no token. OSError: the port is taken.
         """
         slots = threading.BoundedSemaphore(at_once or os.cpu_count() or 1)
-        handler = type("Handler", (_Handler,), {"sandbox": sandbox, "token": _token(), "slots": slots})
+        handler = type(
+            "Handler", (_Handler,), {"sandbox": sandbox, "token": _token(), "slots": slots}
+        )
         self._server = http.server.ThreadingHTTPServer((host, port), handler)
         self._server.daemon_threads = True
 
@@ -156,7 +180,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > MOST_BODY:
-            self._answer(413, {"error": f"the body needs a Content-Length of at most {MOST_BODY} bytes, not {length[:20]!r}"})
+            self._answer(
+                413,
+                {
+                    "error": f"the body needs a Content-Length of at most {MOST_BODY} bytes, not {length[:20]!r}"
+                },
+            )
             return
         try:
             tree = json.loads(self.rfile.read(int(length)))

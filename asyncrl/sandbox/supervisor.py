@@ -103,7 +103,9 @@ def _own_users() -> Users | None:
     elif mapped > SMALL_RANGE + SMALL_USERS:
         first = SMALL_RANGE + 2 * os.getpid() % SMALL_USERS
     elif any(inside == 0 and outside == 0 for inside, outside, _ in ranges):
-        raise Failed(f"root has {mapped} user ids here, and the sandbox needs its own from {SMALL_RANGE} on")
+        raise Failed(
+            f"root has {mapped} user ids here, and the sandbox needs its own from {SMALL_RANGE} on"
+        )
     else:
         return None
     return Users(warden=first, program=first + 1)
@@ -157,7 +159,9 @@ def _map_users(child: int, users: Users | None, ready: int, go: int) -> None:
     os.write(go, b"m")
 
 
-def _watch(job: Job, child: int, buffers: dict[int, bytearray], seen: _Seen, began: float, lifeline: int) -> None:
+def _watch(
+    job: Job, child: int, buffers: dict[int, bytearray], seen: _Seen, began: float, lifeline: int
+) -> None:
     """Collect output until the warden is gone or a limit is met, which is then the verdict."""
     poll = select.poll()
     for descriptor in (*buffers, lifeline):
@@ -173,7 +177,10 @@ def _watch(job: Job, child: int, buffers: dict[int, bytearray], seen: _Seen, beg
                 poll.unregister(descriptor)
                 if buffers[descriptor] is seen.report:
                     return
-            if buffers[descriptor] is not seen.report and len(buffers[descriptor]) > job.limits.output_bytes:
+            if (
+                buffers[descriptor] is not seen.report
+                and len(buffers[descriptor]) > job.limits.output_bytes
+            ):
                 seen.verdict = "output"
         now = time.monotonic()
         if now >= deadline:
@@ -189,7 +196,10 @@ def _exceeded(job: Job, child: int, seen: _Seen) -> str | None:
     # Ours: the warden, and under `namespaces` the process before it, its parent.
     ours = 2 if job.level == "namespaces" else 1
     used = usage.usage_of(processes[ours:] if processes[:1] == [child] else processes)
-    seen.memory_bytes, seen.cpu_s = max(seen.memory_bytes, used.memory_bytes), max(seen.cpu_s, used.cpu_s)
+    seen.memory_bytes, seen.cpu_s = (
+        max(seen.memory_bytes, used.memory_bytes),
+        max(seen.cpu_s, used.cpu_s),
+    )
     # Too many processes come first: they are why the memory and CPU time went up with them.
     if used.tasks > job.limits.processes:
         return "processes"
@@ -281,7 +291,11 @@ def _answer(job: Job, seen: _Seen, seconds: float) -> dict[str, Any]:
             raise Failed("the sandbox's own process ended before the program did")
         # Before Landlock version 6 a program may signal its warden, whose user it shares.
         code = -signal.SIGKILL
-    if verdict is None and code is not None and (code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits.cpu_s)):
+    if (
+        verdict is None
+        and code is not None
+        and (code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits.cpu_s))
+    ):
         verdict = "cpu"
     return {
         "status": verdict or ("exited" if code is not None and code >= 0 else "signaled"),

@@ -10,7 +10,16 @@ import platform
 import struct
 from collections.abc import Iterable, Sequence
 
-__all__ = ["ALLOWED", "ATTRIBUTES", "CHECKED", "MODES", "TIMES", "UnknownMachine", "numbers", "seccomp_filter"]
+__all__ = [
+    "ALLOWED",
+    "ATTRIBUTES",
+    "CHECKED",
+    "MODES",
+    "TIMES",
+    "UnknownMachine",
+    "numbers",
+    "seccomp_filter",
+]
 
 
 def _parse(text: str) -> dict[str, tuple[int | None, int | None]]:

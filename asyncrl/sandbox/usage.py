@@ -13,7 +13,15 @@ from dataclasses import dataclass
 
 from asyncrl.sandbox.levels import Limits
 
-__all__ = ["Usage", "children_known", "deleted_exceed", "descendants", "folder_exceeds", "tasks_of_user", "usage_of"]
+__all__ = [
+    "Usage",
+    "children_known",
+    "deleted_exceed",
+    "descendants",
+    "folder_exceeds",
+    "tasks_of_user",
+    "usage_of",
+]
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 DEEPEST = 64
@@ -75,7 +83,10 @@ def usage_of(processes: Iterable[int]) -> Usage:
         except (FileNotFoundError, ProcessLookupError):
             continue
         tasks += int(status.get("Threads", "1"))
-        memory += sum(int(status.get(name, "0 kB").split()[0]) << 10 for name in ("RssAnon", "RssShmem", "VmSwap"))
+        memory += sum(
+            int(status.get(name, "0 kB").split()[0]) << 10
+            for name in ("RssAnon", "RssShmem", "VmSwap")
+        )
         cpu += sum(map(int, times)) / TICKS_PER_S
     return Usage(tasks, memory, cpu)
 

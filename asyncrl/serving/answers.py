@@ -24,7 +24,9 @@ class Words(Protocol):
         """Token ids of a prompt; `rendered` if a chat template wrote its special tokens."""
         ...
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
         """A chat as text. Raises MessagesError."""
         ...
 
@@ -94,14 +96,22 @@ class Dialect(Protocol):
 
 def siblings(request: GenerateRequest, n: int) -> list[GenerateRequest]:
     """n choices for one prompt. With a seed each has the next one, as vLLM counts them."""
-    return [replace(request, n=1, seed=None if request.seed is None else request.seed + index) for index in range(n)]
+    return [
+        replace(request, n=1, seed=None if request.seed is None else request.seed + index)
+        for index in range(n)
+    ]
 
 
-async def ask(streamed: Streamed, words: Words, requests: Sequence[GenerateRequest], details: Details) -> AsyncGenerator[Told, None]:
+async def ask(
+    streamed: Streamed, words: Words, requests: Sequence[GenerateRequest], details: Details
+) -> AsyncGenerator[Told, None]:
     """The pieces of all choices as they come. The first that fails ends all; so does closing this."""
     # One place for each choice: an engine puts pieces together while a client reads slowly.
     pieces: asyncio.Queue[Told | Exception] = asyncio.Queue(len(requests))
-    choices = [asyncio.ensure_future(_follow(streamed, words, choice, request, details, pieces)) for choice, request in enumerate(requests)]
+    choices = [
+        asyncio.ensure_future(_follow(streamed, words, choice, request, details, pieces))
+        for choice, request in enumerate(requests)
+    ]
     unfinished = len(choices)
     try:
         while unfinished:
@@ -116,7 +126,14 @@ async def ask(streamed: Streamed, words: Words, requests: Sequence[GenerateReque
         await asyncio.gather(*choices, return_exceptions=True)
 
 
-async def _follow(streamed: Streamed, words: Words, choice: int, request: GenerateRequest, details: Details, pieces: asyncio.Queue[Told | Exception]) -> None:
+async def _follow(
+    streamed: Streamed,
+    words: Words,
+    choice: int,
+    request: GenerateRequest,
+    details: Details,
+    pieces: asyncio.Queue[Told | Exception],
+) -> None:
     try:
         async with contextlib.aclosing(streamed.stream(request, details)) as stream:  # type: ignore[type-var]
             async for piece in stream:
@@ -128,4 +145,8 @@ async def _follow(streamed: Streamed, words: Words, choice: int, request: Genera
 
 def _named(piece: Piece) -> set[int]:
     """Ids of all tokens that a piece names."""
-    return {token for tokens in (piece.tokens, piece.prompt or Tokens((), ())) for token in (*tokens.ids, *(one for best in tokens.top for one, _ in best))}
+    return {
+        token
+        for tokens in (piece.tokens, piece.prompt or Tokens((), ()))
+        for token in (*tokens.ids, *(one for best in tokens.top for one, _ in best))
+    }

@@ -22,7 +22,9 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """OpenAI's form of it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 def as_api_error(error: Exception) -> ApiError:

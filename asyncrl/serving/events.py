@@ -45,7 +45,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, objects: AsyncGenerator[dict[str, Any], None], source: AsyncGenerator[Any, None], failed: Callable[[Exception], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        objects: AsyncGenerator[dict[str, Any], None],
+        source: AsyncGenerator[Any, None],
+        failed: Callable[[Exception], dict[str, Any]],
+    ) -> None:
         """
         Args:
             source: what `objects` are made of. Closed with them, also if none of them was asked for.

@@ -33,15 +33,28 @@ class ServedModel:
     @property
     def largest_body(self) -> int:
         """Bytes of a request with the longest text in JSON, six for each character, or with the longest list of token ids."""
-        return OTHER_FIELDS + max(6 * self.most_characters, (len(str(self.vocabulary)) + 2) * self.max_model_len)
+        return OTHER_FIELDS + max(
+            6 * self.most_characters, (len(str(self.vocabulary)) + 2) * self.max_model_len
+        )
 
 
 def model_list(model: ServedModel, standing: Standing, created: int) -> dict[str, Any]:
     """The answer of /v1/models: the one model, and its weights."""
-    entry = {"id": model.name, "object": "model", "created": created, "owned_by": "asyncrl", "max_model_len": model.max_model_len, **weights(standing)}
+    entry = {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "asyncrl",
+        "max_model_len": model.max_model_len,
+        **weights(standing),
+    }
     return {"object": "list", "data": [entry]}
 
 
 def weights(standing: Standing) -> dict[str, Any]:
     """Whose weights answer, as every answer says it: identity (null: the checkpoint's), the job that has the lease (null: none), and both in words."""
-    return {"weights": asdict(standing.weights) if standing.weights is not None else None, "lease": standing.lease, "serving": standing.text}
+    return {
+        "weights": asdict(standing.weights) if standing.weights is not None else None,
+        "lease": standing.lease,
+        "serving": standing.text,
+    }

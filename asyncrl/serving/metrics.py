@@ -8,7 +8,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 __all__ = ["CONTENT_TYPE", "Counted", "Traffic", "exposition"]
@@ -49,7 +55,9 @@ class Traffic:
 class Counted:
     """In front of the routes: counts what they answer. Other paths are one: clients may make up any number of them."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], traffic: Traffic, paths: Sequence[str]) -> None:
+    def __init__(
+        self, app: Callable[..., Awaitable[None]], traffic: Traffic, paths: Sequence[str]
+    ) -> None:
         self.app, self.traffic, self.paths = app, traffic, paths
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -66,8 +74,12 @@ class Counted:
         try:
             await self.app(scope, receive, watched)
         finally:
-            path = scope["path"].removeprefix(scope.get("root_path", ""))  # of the application, where Serve has it below others
-            self.traffic.add(path if path in self.paths else "other", status, time.monotonic() - begun)
+            path = scope["path"].removeprefix(
+                scope.get("root_path", "")
+            )  # of the application, where Serve has it below others
+            self.traffic.add(
+                path if path in self.paths else "other", status, time.monotonic() - begun
+            )
 
 
 class _Collector:
@@ -75,9 +87,14 @@ class _Collector:
         self.model, self.statuses = model, statuses
 
     def collect(self) -> Iterable[Metric]:
-        yield from (self._family(CounterMetricFamily, name, text) for name, text in COUNTERS.items())
+        yield from (
+            self._family(CounterMetricFamily, name, text) for name, text in COUNTERS.items()
+        )
         yield from (self._family(GaugeMetricFamily, name, text) for name, text in GAUGES.items())
-        yield from (self._family(GaugeMetricFamily, f"update_{name}econds", text, name) for name, text in UPDATES.items())
+        yield from (
+            self._family(GaugeMetricFamily, f"update_{name}econds", text, name)
+            for name, text in UPDATES.items()
+        )
         yield self._lost()
         yield from self._weights()
         yield from self._http()
@@ -92,25 +109,47 @@ class _Collector:
 
     def _lost(self) -> Metric:
         family = CounterMetricFamily(
-            f"{PREFIX}_completions_aborted", "Completions that were given up under way, such as those of clients that left.", labels=["replica"]
+            f"{PREFIX}_completions_aborted",
+            "Completions that were given up under way, such as those of clients that left.",
+            labels=["replica"],
         )
         for status in self.statuses:
             family.add_metric([status["replica"]], sum(status["aborted"]))
         return family
 
     def _weights(self) -> Iterable[Metric]:
-        info = InfoMetricFamily(f"{PREFIX}_weights", "Whose weights a replica holds. Without a run they are the checkpoint's own.", labels=["replica"])
-        version = GaugeMetricFamily(f"{PREFIX}_weights_version", "Version of the weights in its run and attempt; 0: the checkpoint's own.", labels=["replica"])
+        info = InfoMetricFamily(
+            f"{PREFIX}_weights",
+            "Whose weights a replica holds. Without a run they are the checkpoint's own.",
+            labels=["replica"],
+        )
+        version = GaugeMetricFamily(
+            f"{PREFIX}_weights_version",
+            "Version of the weights in its run and attempt; 0: the checkpoint's own.",
+            labels=["replica"],
+        )
         for status in self.statuses:
             held = status["weights"]
-            run = {"run_id": held.run_id, "attempt": str(held.attempt)} if held is not None else {"run_id": "", "attempt": ""}
+            run = (
+                {"run_id": held.run_id, "attempt": str(held.attempt)}
+                if held is not None
+                else {"run_id": "", "attempt": ""}
+            )
             info.add_metric([status["replica"]], {"model": self.model, **run})
             version.add_metric([status["replica"]], held.version if held is not None else 0)
         return info, version
 
     def _http(self) -> Iterable[Metric]:
-        requests = CounterMetricFamily(f"{PREFIX}_http_requests", "HTTP requests. Status 499: the client left first.", labels=["replica", "path", "status"])
-        seconds = SummaryMetricFamily(f"{PREFIX}_http_request_seconds", "Seconds from a request to the end of its answer.", labels=["replica", "path"])
+        requests = CounterMetricFamily(
+            f"{PREFIX}_http_requests",
+            "HTTP requests. Status 499: the client left first.",
+            labels=["replica", "path", "status"],
+        )
+        seconds = SummaryMetricFamily(
+            f"{PREFIX}_http_request_seconds",
+            "Seconds from a request to the end of its answer.",
+            labels=["replica", "path"],
+        )
         for status in self.statuses:
             traffic: Traffic = status["traffic"]
             for (path, code), times in sorted(traffic.requests.items()):

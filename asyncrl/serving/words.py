@@ -24,9 +24,13 @@ class ModelWords:
         self._texts: dict[int, str] = {}
 
     async def encode(self, text: str, rendered: bool = False) -> list[int]:
-        return await asyncio.to_thread(lambda: encode_prompts(self._tokenizer, [text], rendered)[0][0])
+        return await asyncio.to_thread(
+            lambda: encode_prompts(self._tokenizer, [text], rendered)[0][0]
+        )
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
         return await asyncio.to_thread(render_messages, self._tokenizer, messages, variables)
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -43,6 +47,13 @@ class ModelWords:
         """Of one token, special or not."""
         if token not in self._texts:
             before = self._tokenizer.encode(BEFORE, add_special_tokens=False)
-            start, whole = decode_prompt(self._tokenizer, before), decode_prompt(self._tokenizer, [*before, token])
-            self._texts[token] = whole.removeprefix(start) if whole.startswith(start) else decode_prompt(self._tokenizer, [token])
+            start, whole = (
+                decode_prompt(self._tokenizer, before),
+                decode_prompt(self._tokenizer, [*before, token]),
+            )
+            self._texts[token] = (
+                whole.removeprefix(start)
+                if whole.startswith(start)
+                else decode_prompt(self._tokenizer, [token])
+            )
         return self._texts[token]

@@ -40,6 +40,8 @@ class _VirtualSelector(selectors.SelectSelector):
             raise Deadlock(f"nothing can happen any more at {self.loop.now:g} s")
         self.turns = 0 if timeout > 0 else self.turns + 1
         if self.turns > MOST_TURNS:
-            raise Deadlock(f"{MOST_TURNS} turns of the loop at {self.loop.now:g} s, and no time has passed")
+            raise Deadlock(
+                f"{MOST_TURNS} turns of the loop at {self.loop.now:g} s, and no time has passed"
+            )
         self.loop.now += timeout
         return super().select(0)

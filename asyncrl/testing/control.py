@@ -10,7 +10,19 @@ from pathlib import Path
 
 from asyncrl.control.checkpoint import State
 from asyncrl.control.fates import Fate
-from asyncrl.control.protocols import NOT_FINITE, EngineLoad, Example, Finished, Learner, Manifest, PushReport, RolloutFailed, Scored, Scores, StepResult
+from asyncrl.control.protocols import (
+    NOT_FINITE,
+    EngineLoad,
+    Example,
+    Finished,
+    Learner,
+    Manifest,
+    PushReport,
+    RolloutFailed,
+    Scored,
+    Scores,
+    StepResult,
+)
 from asyncrl.runtime.shared import Written, size_and_checksum
 from asyncrl.types import Prompt
 
@@ -88,7 +100,9 @@ class FakeReplicas:
     def apply(self, replica: int, version: int) -> None:
         """The replica holds at least this version from now on."""
         if replica == self.held and version > self.versions[replica]:
-            raise AssertionError(f"replica {replica} is held at version {self.versions[replica]}, and was given {version}")
+            raise AssertionError(
+                f"replica {replica} is held at version {self.versions[replica]}, and was given {version}"
+            )
         self.versions[replica] = max(self.versions[replica], version)
 
     def serve(self, replica: int, committed: int) -> int:
@@ -96,7 +110,9 @@ class FakeReplicas:
         if self.versions[replica] < committed:
             self.apply(replica, self.board)
         if self.versions[replica] < committed:
-            raise AssertionError(f"replica {replica} is at {self.versions[replica]} and the board at {self.board}, while {committed} is committed")
+            raise AssertionError(
+                f"replica {replica} is at {self.versions[replica]} and the board at {self.board}, while {committed} is committed"
+            )
         return self.versions[replica]
 
     def restart(self, replica: int) -> None:
@@ -123,7 +139,13 @@ class FakeRollouts:
         kv_use: Callable[[int], float] | None = None,
     ) -> None:
         self.kv_use = kv_use
-        self.latency, self.fails, self.tokens, self.dies, self.deadline_s = latency, fails, tokens, dies, deadline_s
+        self.latency, self.fails, self.tokens, self.dies, self.deadline_s = (
+            latency,
+            fails,
+            tokens,
+            dies,
+            deadline_s,
+        )
         self.replicas = replicas
         self.outbox: asyncio.Queue[Finished] = asyncio.Queue()
         self.unacked: set[int] = set()
@@ -134,7 +156,9 @@ class FakeRollouts:
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
         self.admitted.append(prompt.ordinal)
         if committed < 0 or committed != self.newest_committed:
-            raise AssertionError(f"asked for version {committed}, while {self.newest_committed} is committed")
+            raise AssertionError(
+                f"asked for version {committed}, while {self.newest_committed} is committed"
+            )
         finished = await self._generate(prompt.ordinal)
         self.unacked.add(prompt.ordinal)
         self.outbox.put_nowait(finished)
@@ -150,7 +174,11 @@ class FakeRollouts:
             self.replicas.restart(replica)
             replica, begun = self._serve(ordinal)
             await asyncio.sleep(latency)
-        load = None if self.kv_use is None else EngineLoad(f"fake {replica}", self.kv_use(ordinal), 0, 0)
+        load = (
+            None
+            if self.kv_use is None
+            else EngineLoad(f"fake {replica}", self.kv_use(ordinal), 0, 0)
+        )
         return Finished(ordinal, begun, self.tokens(ordinal), load)
 
     def _serve(self, ordinal: int) -> tuple[int, int]:
@@ -200,7 +228,9 @@ class FakeScores:
 
     def ended_below(self, ordinal: int) -> None:
         if ordinal < self.ended:
-            raise AssertionError(f"all groups below {self.ended} had ended, and now only those below {ordinal}")
+            raise AssertionError(
+                f"all groups below {self.ended} had ended, and now only those below {ordinal}"
+            )
         self.ended = ordinal
 
     async def save(self, groups: Sequence[Scored], path: Path) -> None:
@@ -208,7 +238,16 @@ class FakeScores:
 
     async def load(self, path: Path) -> list[Scored]:
         rows = json.loads(path.read_text())
-        return [Scored(**{**row, "rewards": tuple(row["rewards"]), "example": row["example"] and Example(**row["example"])}) for row in rows]
+        return [
+            Scored(
+                **{
+                    **row,
+                    "rewards": tuple(row["rewards"]),
+                    "example": row["example"] and Example(**row["example"]),
+                }
+            )
+            for row in rows
+        ]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -225,7 +264,18 @@ class FakeScores:
         ordinal, rewards = finished.ordinal, tuple(self.score(finished.ordinal))
         parts = {"fake": sum(rewards) / len(rewards)} if rewards else {}
         self._done.put_nowait(
-            Scored(ordinal, finished.begun, finished.begun, finished.tokens, rewards, parts, len(rewards), 0, finished.begun, failure=self.fails(ordinal))
+            Scored(
+                ordinal,
+                finished.begun,
+                finished.begun,
+                finished.tokens,
+                rewards,
+                parts,
+                len(rewards),
+                0,
+                finished.begun,
+                failure=self.fails(ordinal),
+            )
         )
 
 
@@ -244,26 +294,44 @@ class FakeLearner:
         max_staleness: int | None = None,
         reason: str = NOT_FINITE,
     ) -> None:
-        self.groups_per_step, self.latency, self.skips, self.version, self.max_staleness = groups_per_step, latency, skips, version, max_staleness
+        self.groups_per_step, self.latency, self.skips, self.version, self.max_staleness = (
+            groups_per_step,
+            latency,
+            skips,
+            version,
+            max_staleness,
+        )
         self.reason = reason
         self.batches: list[list[Scored]] = []
         self.gathered: list[int] = []
         self.busy = False
 
     async def step(self, batch: Sequence[Scored]) -> StepResult:
-        if len(batch) != self.groups_per_step or len({scored.ordinal for scored in batch}) != len(batch):
-            raise AssertionError(f"a batch of {[scored.ordinal for scored in batch]}, not {self.groups_per_step} distinct groups")
-        if self.max_staleness is not None and any(self.version - scored.ref > self.max_staleness for scored in batch):
-            raise AssertionError(f"groups begun at {[scored.ref for scored in batch]} were to be trained at {self.version}")
+        if len(batch) != self.groups_per_step or len({scored.ordinal for scored in batch}) != len(
+            batch
+        ):
+            raise AssertionError(
+                f"a batch of {[scored.ordinal for scored in batch]}, not {self.groups_per_step} distinct groups"
+            )
+        if self.max_staleness is not None and any(
+            self.version - scored.ref > self.max_staleness for scored in batch
+        ):
+            raise AssertionError(
+                f"groups begun at {[scored.ref for scored in batch]} were to be trained at {self.version}"
+            )
         await self._work()
         applied = not self.skips(len(self.batches))
         self.batches.append(list(batch))
         self.version += applied
-        return StepResult(applied, {"loss": 0.0}, *("", "") if applied else (self.reason, self.reason))
+        return StepResult(
+            applied, {"loss": 0.0}, *("", "") if applied else (self.reason, self.reason)
+        )
 
     async def gather(self, version: int) -> Manifest:
         if version != self.version:
-            raise AssertionError(f"version {version} was to be gathered, while the learner is at {self.version}")
+            raise AssertionError(
+                f"version {version} was to be gathered, while the learner is at {self.version}"
+            )
         await self._work()
         self.gathered.append(version)
         return Manifest("fake", 0, version, (), (), (), ())
@@ -278,7 +346,9 @@ class FakeLearner:
 
     async def _work(self) -> None:
         if self.busy:
-            raise AssertionError("the learner was called while it worked: its calls are collectives")
+            raise AssertionError(
+                "the learner was called while it worked: its calls are collectives"
+            )
         self.busy = True
         await asyncio.sleep(self.latency)
         self.busy = False
@@ -305,7 +375,9 @@ class FakeWeightSync:
         if self.applied and version <= self.applied[-1]:
             raise AssertionError(f"version {version} was pushed after {self.applied[-1]}")
         replicas.board = version
-        behind = [replica for replica in replicas.free[1:] if self.lags(replica, version)][: len(replicas.free) // 2]
+        behind = [replica for replica in replicas.free[1:] if self.lags(replica, version)][
+            : len(replicas.free) // 2
+        ]
         for replica in range(len(replicas.versions)):
             await asyncio.sleep(self.latency(version) / len(replicas.versions))
             attempt = self.attempts.get(version, 0) + 1
@@ -315,12 +387,18 @@ class FakeWeightSync:
             if replica not in behind and replica != replicas.held:
                 replicas.apply(replica, version)
         self.applied.append(version)
-        applied = {f"fake {replica}": {"pause_s": 0.0} for replica in replicas.free if replica not in behind}
+        applied = {
+            f"fake {replica}": {"pause_s": 0.0}
+            for replica in replicas.free
+            if replica not in behind
+        }
         return PushReport(version, applied, tuple(f"fake {replica}" for replica in behind))
 
     async def hold(self, version: int) -> str | None:
         if not self.applied or version != self.applied[-1]:
-            raise AssertionError(f"version {version} was to be held, and {self.applied} were applied")
+            raise AssertionError(
+                f"version {version} was to be held, and {self.applied} were applied"
+            )
         replica = self.replicas.hold(version)
         return None if replica is None else f"fake {replica}"
 
@@ -336,10 +414,14 @@ class FakeCheckpoints:
         self.waiting: list[list[Scored]] = []
         """For each state."""
 
-    async def write(self, state: State, waiting: Sequence[Scored], learner: Learner, scores: Scores) -> Path:
+    async def write(
+        self, state: State, waiting: Sequence[Scored], learner: Learner, scores: Scores
+    ) -> Path:
         await asyncio.sleep(0)
         if [scored.ordinal for scored in waiting] != [ordinal for _, ordinal in state.waiting]:
-            raise AssertionError(f"the state lists {state.waiting}, and {[scored.ordinal for scored in waiting]} wait")
+            raise AssertionError(
+                f"the state lists {state.waiting}, and {[scored.ordinal for scored in waiting]} wait"
+            )
         self.states.append(state)
         self.waiting.append(list(waiting))
         return Path(f"step_{state.version}")
@@ -352,7 +434,9 @@ class FakeRecorder:
         self.records: list[tuple[str, int, int, dict[str, float | str]]] = []
         self.all_fates: list[Fate] = []
 
-    def record(self, event: str, step: int, version: int, metrics: Mapping[str, float | str]) -> None:
+    def record(
+        self, event: str, step: int, version: int, metrics: Mapping[str, float | str]
+    ) -> None:
         self.records.append((event, step, version, dict(metrics)))
 
     def fates(self, fates: list[Fate], outstanding: list[int]) -> None:
@@ -377,7 +461,9 @@ class FakeLogprobCheck:
 
     async def after_commit(self, version: int) -> Mapping[str, float]:
         if version != self.learner_side[-1]:
-            raise AssertionError(f"generators were checked at {version}, the learner at {self.learner_side[-1]}")
+            raise AssertionError(
+                f"generators were checked at {version}, the learner at {self.learner_side[-1]}"
+            )
         self.generator_side.append(version)
         if version == self.fails_at:
             raise RuntimeError(f"log-probs differ at version {version}")

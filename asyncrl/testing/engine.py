@@ -45,7 +45,12 @@ class FakeEngine(FakeRollouts):
             kv_tokens: tokens that the cache holds.
         """
         super().__init__(replicas=FakeReplicas())
-        self.lengths, self.samples, self.kv_tokens, self.prompt_tokens = lengths, samples, kv_tokens, prompt_tokens
+        self.lengths, self.samples, self.kv_tokens, self.prompt_tokens = (
+            lengths,
+            samples,
+            kv_tokens,
+            prompt_tokens,
+        )
         self.step_s, self.sequence_s, self.prefill_s = step_s, sequence_s, prefill_s
         self.preemptions = 0
         self.generated_tokens = 0
@@ -63,7 +68,12 @@ class FakeEngine(FakeRollouts):
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._steps())
         await done.wait()
-        return Finished(ordinal, begun, sum(lengths), EngineLoad("fake", self._used() / self.kv_tokens, len(self._queue), self.preemptions))
+        return Finished(
+            ordinal,
+            begun,
+            sum(lengths),
+            EngineLoad("fake", self._used() / self.kv_tokens, len(self._queue), self.preemptions),
+        )
 
     def _used(self) -> int:
         return sum(completion.kv for completion in self._running)
@@ -88,7 +98,11 @@ class FakeEngine(FakeRollouts):
             self._queue.appendleft(victim)
             self.preemptions += 1
             preempted = True
-        while self._queue and not preempted and used + self._queue[0].kv + len(self._running) + 1 <= self.kv_tokens:
+        while (
+            self._queue
+            and not preempted
+            and used + self._queue[0].kv + len(self._running) + 1 <= self.kv_tokens
+        ):
             completion = self._queue.popleft()
             self._running.append(completion)
             used += completion.kv

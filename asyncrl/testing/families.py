@@ -71,11 +71,15 @@ class Family:
         from transformers import AutoModelForCausalLM
 
         with _seeded(seed):
-            model = AutoModelForCausalLM.from_config(self.config(**changes), dtype=torch.float32, trust_remote_code=False)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(
+                self.config(**changes), dtype=torch.float32, trust_remote_code=False
+            )  # type: ignore[no-untyped-call]
             _stir(model)
         return model.eval()
 
-    def save(self, path: str | Path, seed: int = 0, max_shard_size: str = "50GB", **changes: Any) -> Path:
+    def save(
+        self, path: str | Path, seed: int = 0, max_shard_size: str = "50GB", **changes: Any
+    ) -> Path:
         """Write config, safetensors, generation config and `byte_tokenizer()` to a folder; return it.
 
         Args:
@@ -110,11 +114,20 @@ def byte_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     special = ["<pad>", "<s>", "</s>", "<unk>"]
-    vocabulary = {token: index for index, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocabulary = {
+        token: index
+        for index, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )  # type: ignore[no-untyped-call]
 
 
 def _config(model_type: str, settings: Mapping[str, Any]) -> Any:
@@ -157,7 +170,14 @@ def _stir(model: Any) -> None:
                 raise ValueError(f"{type(model).__name__}: {name} is not finite")
 
 
-def _made(title: str, name: str, of: str = "", text: Mapping[str, Any] | None = None, published: Mapping[str, Any] | None = None, **settings: Any) -> Family:
+def _made(
+    title: str,
+    name: str,
+    of: str = "",
+    text: Mapping[str, Any] | None = None,
+    published: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Family:
     return Family(name, title, of or name, settings, text, published or {})
 
 
@@ -180,7 +200,14 @@ DEEPSEEK: dict[str, Any] = {
     "topk_group": 1,
     "routed_scaling_factor": 2.5,
 }
-MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 8}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
 DELTA: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 16,
@@ -190,8 +217,20 @@ DELTA: dict[str, Any] = {
     "layer_types": LINEAR,
     "head_dim": 32,
 }
-GRANITE: dict[str, Any] = {"embedding_multiplier": 2.0, "logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1}
-VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.1,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 GEMMA4: dict[str, Any] = {
     "head_dim": 32,
     "global_head_dim": 32,
@@ -217,8 +256,20 @@ FAMILIES: Mapping[str, Family] = {
         _made("Mixtral", "mixtral", num_local_experts=4, num_experts_per_tok=2, head_dim=32),
         _made("GPT-NeoX", "gpt_neox", num_key_value_heads=None),
         _made("GPT-2", "gpt2", intermediate_size=None, num_key_value_heads=None),
-        _made("StarCoder (GPT-BigCode)", "gpt_bigcode", intermediate_size=None, num_key_value_heads=None),
-        _made("OPT", "opt", intermediate_size=None, num_key_value_heads=None, ffn_dim=96, word_embed_proj_dim=64),
+        _made(
+            "StarCoder (GPT-BigCode)",
+            "gpt_bigcode",
+            intermediate_size=None,
+            num_key_value_heads=None,
+        ),
+        _made(
+            "OPT",
+            "opt",
+            intermediate_size=None,
+            num_key_value_heads=None,
+            ffn_dim=96,
+            word_embed_proj_dim=64,
+        ),
         _made("Seed-OSS", "seed_oss", head_dim=32),
         _made("Gemma", "gemma", head_dim=32),
         _made(
@@ -231,11 +282,23 @@ FAMILIES: Mapping[str, Family] = {
             attn_logit_softcapping=1.0,
             final_logit_softcapping=3.0,
         ),
-        _made("Gemma 3 (text)", "gemma3_text", head_dim=32, sliding_window=6, layer_types=SLIDING, query_pre_attn_scalar=32),
+        _made(
+            "Gemma 3 (text)",
+            "gemma3_text",
+            head_dim=32,
+            sliding_window=6,
+            layer_types=SLIDING,
+            query_pre_attn_scalar=32,
+        ),
         _made(
             "Gemma 3 (multimodal)",
             "gemma3",
-            text={"head_dim": 32, "sliding_window": 6, "layer_types": SLIDING, "query_pre_attn_scalar": 32},
+            text={
+                "head_dim": 32,
+                "sliding_window": 6,
+                "layer_types": SLIDING,
+                "query_pre_attn_scalar": 32,
+            },
             vision_config={"model_type": "siglip_vision_model", **VISION},
             mm_tokens_per_image=4,
             boi_token_index=280,
@@ -259,14 +322,28 @@ FAMILIES: Mapping[str, Family] = {
                 "original_max_position_embeddings": 64,
             },
         ),
-        _made("Phi-3.5-MoE", "phimoe", published={"architectures": ["PhiMoEForCausalLM"]}, num_local_experts=4, attention_bias=True, lm_head_bias=True),
+        _made(
+            "Phi-3.5-MoE",
+            "phimoe",
+            published={"architectures": ["PhiMoEForCausalLM"]},
+            num_local_experts=4,
+            attention_bias=True,
+            lm_head_bias=True,
+        ),
         _made("OLMo", "olmo", clip_qkv=1.0),
         _made("OLMo 2", "olmo2"),
         _made("OLMo 3", "olmo3", sliding_window=6, layer_types=SLIDING),
         _made("OLMoE", "olmoe", num_experts=4, num_experts_per_tok=2),
         _made("Granite", "granite", **GRANITE),
         _made("GraniteMoE", "granitemoe", **GRANITE, num_local_experts=4, num_experts_per_tok=2),
-        _made("GraniteMoE with shared experts", "granitemoeshared", **GRANITE, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48),
+        _made(
+            "GraniteMoE with shared experts",
+            "granitemoeshared",
+            **GRANITE,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=48,
+        ),
         _made(
             "Granite 4 (hybrid)",
             "granitemoehybrid",
@@ -278,8 +355,16 @@ FAMILIES: Mapping[str, Family] = {
             layer_types=LINEAR,
         ),
         _made("Cohere Command R", "cohere", use_qk_norm=True, logit_scale=0.25),
-        _made("Cohere Command R7B", "cohere2", sliding_window=6, layer_types=SLIDING, logit_scale=0.25),
-        _made("StarCoder2", "starcoder2", sliding_window=6, residual_dropout=0.1, embedding_dropout=0.1),
+        _made(
+            "Cohere Command R7B", "cohere2", sliding_window=6, layer_types=SLIDING, logit_scale=0.25
+        ),
+        _made(
+            "StarCoder2",
+            "starcoder2",
+            sliding_window=6,
+            residual_dropout=0.1,
+            embedding_dropout=0.1,
+        ),
         _made("StableLM", "stablelm", use_qkv_bias=True, hidden_dropout=0.1),
         _made("GLM", "glm", head_dim=32),
         _made("GLM-4", "glm4", head_dim=32, attention_bias=True),
@@ -299,7 +384,14 @@ FAMILIES: Mapping[str, Family] = {
         _made("Arcee", "arcee", head_dim=32),
         _made("SmolLM3", "smollm3", no_rope_layers=[1, 0]),
         _made("Ernie 4.5", "ernie4_5", head_dim=32, use_bias=True),
-        _made("Ernie 4.5 (MoE)", "ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_num_shared_experts=1, moe_intermediate_size=48),
+        _made(
+            "Ernie 4.5 (MoE)",
+            "ernie4_5_moe",
+            moe_num_experts=4,
+            moe_k=2,
+            moe_num_shared_experts=1,
+            moe_intermediate_size=48,
+        ),
         _made("EXAONE 4", "exaone4", sliding_window=6, layer_types=SLIDING),
         _made("Hunyuan", "hunyuan_v1_dense", head_dim=32),
         _made("Nemotron", "nemotron", head_dim=32),
@@ -308,14 +400,25 @@ FAMILIES: Mapping[str, Family] = {
         _made(
             "MiniMax-M2",
             "minimax_m2",
-            published={"rotary_dim": 32, "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
+            published={
+                "rotary_dim": 32,
+                "scoring_func": "sigmoid",
+                "use_qk_norm": True,
+                "use_routing_bias": True,
+            },
             head_dim=32,
             num_local_experts=4,
             num_experts_per_tok=2,
         ),
         _made("Qwen3-Next", "qwen3_next", **DELTA, **MIXTURE, shared_expert_intermediate_size=48),
         _made("Qwen3.5 (text)", "qwen3_5_text", **DELTA),
-        _made("LFM2", "lfm2", published={"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64}, layer_types=["conv", "full_attention"], block_multiple_of=16),
+        _made(
+            "LFM2",
+            "lfm2",
+            published={"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64},
+            layer_types=["conv", "full_attention"],
+            block_multiple_of=16,
+        ),
         _made(
             "Nemotron-H",
             "nemotron_h",
@@ -341,7 +444,15 @@ FAMILIES: Mapping[str, Family] = {
             key_multiplier=0.5,
             attention_out_multiplier=0.5,
         ),
-        _made("GPT-OSS", "gpt_oss", head_dim=32, sliding_window=6, layer_types=SLIDING, num_local_experts=4, num_experts_per_tok=2),
+        _made(
+            "GPT-OSS",
+            "gpt_oss",
+            head_dim=32,
+            sliding_window=6,
+            layer_types=SLIDING,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
         _made("Bamba", "bamba", **MAMBA, attn_layer_indices=[1]),
         _made(
             "Jamba",

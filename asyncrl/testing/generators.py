@@ -9,7 +9,15 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.control.protocols import Manifest, PushReport
-from asyncrl.generation.protocol import Details, Generated, GenerateRequest, Piece, Standing, Tokens, WeightsId
+from asyncrl.generation.protocol import (
+    Details,
+    Generated,
+    GenerateRequest,
+    Piece,
+    Standing,
+    Tokens,
+    WeightsId,
+)
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import Traffic
 from asyncrl.text.template import MessagesError
@@ -26,21 +34,43 @@ class FakeGenerate:
 
     async def generate(self, request: GenerateRequest) -> Generated:
         if request.min_weights is not None and request.min_weights.version > self.version:
-            raise AssertionError(f"version {request.min_weights.version} was asked for, and {self.version} is there")
+            raise AssertionError(
+                f"version {request.min_weights.version} was asked for, and {self.version} is there"
+            )
         started_at = time.time()
         await asyncio.sleep(self.latency)
-        return Generated(tuple(self._completion(request, index) for index in range(request.n)), "fake", started_at, time.time())
+        return Generated(
+            tuple(self._completion(request, index) for index in range(request.n)),
+            "fake",
+            started_at,
+            time.time(),
+        )
 
-    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
-        return {"fake": [tuple(-random.Random(f"{token}").random() for token in completion) for _, completion in rows]}
+    async def logprobs(
+        self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None
+    ) -> dict[str, list[tuple[float, ...]]]:
+        return {
+            "fake": [
+                tuple(-random.Random(f"{token}").random() for token in completion)
+                for _, completion in rows
+            ]
+        }
 
     def _completion(self, request: GenerateRequest, index: int) -> Completion:
         random_ = random.Random(f"{request.seed}/{request.prompt_ids}/{index}")
-        length = request.max_tokens if request.ignore_eos else random_.randint(1, request.max_tokens)
+        length = (
+            request.max_tokens if request.ignore_eos else random_.randint(1, request.max_tokens)
+        )
         ids = tuple(random_.randrange(3, self.vocabulary) for _ in range(length))
         logprobs = tuple(-random_.random() for _ in ids)
         reason = "length" if length == request.max_tokens else "stop"
-        return Completion(ids, logprobs, (VersionSpan(self.version, 0, length),), reason, text=" ".join(map(str, ids)))
+        return Completion(
+            ids,
+            logprobs,
+            (VersionSpan(self.version, 0, length),),
+            reason,
+            text=" ".join(map(str, ids)),
+        )
 
 
 class FakeWords:
@@ -52,7 +82,9 @@ class FakeWords:
     async def encode(self, text: str, rendered: bool = False) -> list[int]:
         return [min(ord(character), self.vocabulary - 1) for character in text]
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
         if "chat_template" in variables:
             raise MessagesError("chat_template is not a variable of a template")
         roles = [message["role"] for message in messages if message["role"] != "system"]
@@ -87,7 +119,10 @@ class FakeServed(FakeGenerate):
         return self._model
 
     async def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
-        if len(request.prompt_ids) + max(request.max_tokens, 1) > self._model.max_model_len or max(request.prompt_ids) >= self._model.vocabulary:
+        if (
+            len(request.prompt_ids) + max(request.max_tokens, 1) > self._model.max_model_len
+            or max(request.prompt_ids) >= self._model.vocabulary
+        ):
             raise AssertionError(f"an engine would not take {request}")
         if self.failure is not None and self.fails_after is None:
             raise self.failure
@@ -103,22 +138,51 @@ class FakeServed(FakeGenerate):
                 raise self.failure
             await asyncio.sleep(self.latency)
             ids, last = whole.token_ids[start : start + size], start + size >= len(whole.token_ids)
-            ending: dict[str, Any] = {"finish_reason": whole.finish_reason, "versions": whole.versions} if last else {}
+            ending: dict[str, Any] = (
+                {"finish_reason": whole.finish_reason, "versions": whole.versions} if last else {}
+            )
             text = "".join(map(chr, ids))
-            yield Piece(self._told(ids, details, first=False), text, prompt=prompt if not start else None, **ending)
+            yield Piece(
+                self._told(ids, details, first=False),
+                text,
+                prompt=prompt if not start else None,
+                **ending,
+            )
 
     def _told(self, ids: Sequence[int], details: Details, first: bool) -> Tokens:
         """Log-prob of a token at any place: -id / 100; the most probable tokens are 3, 4, …"""
         logprobs = tuple(-token / 100 for token in ids)
-        best = tuple(tuple((3 + rank, -(3 + rank) / 100) for rank in range(details.top)) for _ in ids)
-        return Tokens(tuple(ids), (None, *logprobs[1:]) if first else logprobs, (((), *best[1:]) if first else best) if details.top else ())
+        best = tuple(
+            tuple((3 + rank, -(3 + rank) / 100) for rank in range(details.top)) for _ in ids
+        )
+        return Tokens(
+            tuple(ids),
+            (None, *logprobs[1:]) if first else logprobs,
+            (((), *best[1:]) if first else best) if details.top else (),
+        )
 
     async def standing(self) -> Standing:
         return self.held
 
     async def statuses(self) -> list[dict[str, Any]]:
-        told = {"tokens_generated": 12, "preemptions": 0, "kv_use": 0.5, "kv_cache_tokens": 128, "waiting": 1, "max_model_len": self._model.max_model_len}
-        return [{"replica": "fake", "weights": self.held.weights, "applied": {"pause_s": 0.04}, "aborted": (0, 2), "traffic": self.traffic, **told}]
+        told = {
+            "tokens_generated": 12,
+            "preemptions": 0,
+            "kv_use": 0.5,
+            "kv_cache_tokens": 128,
+            "waiting": 1,
+            "max_model_len": self._model.max_model_len,
+        }
+        return [
+            {
+                "replica": "fake",
+                "weights": self.held.weights,
+                "applied": {"pause_s": 0.04},
+                "aborted": (0, 2),
+                "traffic": self.traffic,
+                **told,
+            }
+        ]
 
     async def check_health(self) -> None:
         if self.failure is not None:
@@ -136,16 +200,31 @@ class SeededGenerator:
 
     async def generate(self, request: GenerateRequest) -> Generated:
         started_at = time.time()
-        return Generated(tuple(self._sample(request, index) for index in range(request.n)), "seeded", started_at, time.time())
+        return Generated(
+            tuple(self._sample(request, index) for index in range(request.n)),
+            "seeded",
+            started_at,
+            time.time(),
+        )
 
-    async def logprobs(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None) -> dict[str, list[tuple[float, ...]]]:
+    async def logprobs(
+        self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None
+    ) -> dict[str, list[tuple[float, ...]]]:
         import torch
 
         scored = []
         with torch.no_grad():
             for prompt, completion in rows:
-                logits = self.model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-                scored.append(tuple(logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0].tolist()))
+                logits = self.model(torch.tensor([[*prompt, *completion]])).logits[
+                    0, len(prompt) - 1 : -1
+                ]
+                scored.append(
+                    tuple(
+                        logits.log_softmax(-1)
+                        .gather(-1, torch.tensor(completion)[:, None])[:, 0]
+                        .tolist()
+                    )
+                )
         return {"seeded": scored}
 
     async def push(self, manifest: Manifest) -> PushReport:
@@ -155,10 +234,15 @@ class SeededGenerator:
         buckets = await asyncio.gather(*manifest.buckets)
         parameters = dict(self.model.named_parameters())
         if set(parameters) != {entry.name for entry in manifest.tensors}:
-            raise AssertionError(f"the manifest has not the model's parameters: {set(parameters) ^ {entry.name for entry in manifest.tensors}}")
+            raise AssertionError(
+                f"the manifest has not the model's parameters: {set(parameters) ^ {entry.name for entry in manifest.tensors}}"
+            )
         with torch.no_grad():
             for entry in manifest.tensors:
-                data = torch.frombuffer(bytearray(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]), dtype=getattr(torch, entry.dtype))
+                data = torch.frombuffer(
+                    bytearray(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]),
+                    dtype=getattr(torch, entry.dtype),
+                )
                 parameters[entry.name].copy_(data.view(entry.shape))
         self.version = manifest.version
         return PushReport(manifest.version, {"seeded": {"pause_s": 0.0}})
@@ -170,10 +254,14 @@ class SeededGenerator:
         ids: list[int] = []
         logprobs: list[float] = []
         with torch.no_grad():
-            while len(ids) < request.max_tokens and (request.ignore_eos or self.eos_token_id not in ids):
+            while len(ids) < request.max_tokens and (
+                request.ignore_eos or self.eos_token_id not in ids
+            ):
                 logits = self.model(torch.tensor([[*request.prompt_ids, *ids]])).logits[0, -1]
                 distribution = (logits / request.temperature).log_softmax(-1)
                 ids.append(int(torch.multinomial(distribution.exp(), 1, generator=generator)))
                 logprobs.append(float(distribution[ids[-1]]))
         reason = "stop" if ids[-1] == self.eos_token_id else "length"
-        return Completion(tuple(ids), tuple(logprobs), (VersionSpan(self.version, 0, len(ids)),), reason)
+        return Completion(
+            tuple(ids), tuple(logprobs), (VersionSpan(self.version, 0, len(ids)),), reason
+        )

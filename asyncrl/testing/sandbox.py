@@ -10,7 +10,9 @@ from asyncrl.sandbox.levels import Level, Limits, Program, Result
 __all__ = ["FakeSandbox", "ended"]
 
 
-def ended(stdout: str = "", exit_code: int = 0, stderr: str = "", level: Level = Level.NAMESPACES) -> Result:
+def ended(
+    stdout: str = "", exit_code: int = 0, stderr: str = "", level: Level = Level.NAMESPACES
+) -> Result:
     """The result of a program that exited by itself."""
     return Result("exited", exit_code, stdout, stderr, 0.1, 0.1, 1 << 20, level)
 
@@ -18,7 +20,9 @@ def ended(stdout: str = "", exit_code: int = 0, stderr: str = "", level: Level =
 class FakeSandbox:
     """`Sandbox` that asks a function what a program would have done, and keeps what it was given."""
 
-    def __init__(self, answer: Callable[[Program], Result], level: Level = Level.NAMESPACES) -> None:
+    def __init__(
+        self, answer: Callable[[Program], Result], level: Level = Level.NAMESPACES
+    ) -> None:
         self.level = level
         self.programs: list[Program] = []
         self.limits: list[Limits] = []
@@ -30,7 +34,9 @@ class FakeSandbox:
         self.limits.append(limits or Limits())
         result = self._answer(program)
         if result.level != self.level:
-            raise ValueError(f"a result of level {result.level.value!r} from a sandbox of level {self.level.value!r}")
+            raise ValueError(
+                f"a result of level {result.level.value!r} from a sandbox of level {self.level.value!r}"
+            )
         return result
 
     async def run_async(self, program: Program, limits: Limits | None = None) -> Result:

@@ -33,7 +33,12 @@ class Stops:
     """Stop strings: looked for in the text, however many tokens spell them."""
 
 
-def load_stops(model: str | Path, tokenizer: Any, rollout_stop: Sequence[str] = (), rollout_stop_token_ids: Sequence[int] = ()) -> Stops:
+def load_stops(
+    model: str | Path,
+    tokenizer: Any,
+    rollout_stop: Sequence[str] = (),
+    rollout_stop_token_ids: Sequence[int] = (),
+) -> Stops:
     """`make_stops` with the EOS ids of the checkpoint's generation_config.json, if it has one."""
     path = Path(model) / "generation_config.json"
     eos = _eos_of(path) if path.exists() else None
@@ -50,7 +55,12 @@ def _eos_of(path: Path) -> Any:
         raise ValueError(f"{path} is no JSON object ({error}); repair it, or remove it") from None
 
 
-def make_stops(tokenizer: Any, generation_eos: Sequence[int], rollout_stop: Sequence[str] = (), rollout_stop_token_ids: Sequence[int] = ()) -> Stops:
+def make_stops(
+    tokenizer: Any,
+    generation_eos: Sequence[int],
+    rollout_stop: Sequence[str] = (),
+    rollout_stop_token_ids: Sequence[int] = (),
+) -> Stops:
     """The stop tokens of model and settings, and the stop strings. A string that is one special token becomes that token, since no text shows it.
 
     Raises:
@@ -61,13 +71,18 @@ def make_stops(tokenizer: Any, generation_eos: Sequence[int], rollout_stop: Sequ
         if token is None:
             _refuse_unseen(tokenizer, text)
     found: list[tuple[int | None, str]] = [(token, "generation config") for token in generation_eos]
-    found += [(tokenizer.eos_token_id, "tokenizer EOS"), (chat_end_token(tokenizer), "chat end token")]
+    found += [
+        (tokenizer.eos_token_id, "tokenizer EOS"),
+        (chat_end_token(tokenizer), "chat end token"),
+    ]
     found += [(token, f"rollout_stop {text!r}") for text, token in special.items()]
     found += [(token, "rollout_stop_token_ids") for token in rollout_stop_token_ids]
     sources: dict[int, tuple[str, ...]] = {}
     for token, source in sorted((t, s) for t, s in found if t is not None):
         if not 0 <= token < len(tokenizer):
-            raise ValueError(f"stop token id {token} ({source}) is outside the vocabulary of {len(tokenizer)} tokens; remove it")
+            raise ValueError(
+                f"stop token id {token} ({source}) is outside the vocabulary of {len(tokenizer)} tokens; remove it"
+            )
         sources[token] = (*sources.get(token, ()), source)
     return Stops(sources, tuple(text for text, token in special.items() if token is None))
 
@@ -89,7 +104,9 @@ def chat_end_token(tokenizer: Any) -> int | None:
 
 def text_before(text: str, strings: Sequence[str]) -> str:
     """The text up to the first of the stop strings; the whole of it without one."""
-    return text[: min((place for one in strings if (place := text.find(one)) >= 0), default=len(text))]
+    return text[
+        : min((place for one in strings if (place := text.find(one)) >= 0), default=len(text))
+    ]
 
 
 def special_token(tokenizer: Any, text: str) -> int | None:
@@ -100,7 +117,9 @@ def special_token(tokenizer: Any, text: str) -> int | None:
 
 def _refuse_unseen(tokenizer: Any, text: str) -> None:
     if not text:
-        raise ValueError("rollout.rollout_stop holds an empty string, which would stop at once; remove it")
+        raise ValueError(
+            "rollout.rollout_stop holds an empty string, which would stop at once; remove it"
+        )
     if text not in decode(tokenizer, tokenizer.encode(MARKER + text, add_special_tokens=False)):
         tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode(text, add_special_tokens=False))
         raise ValueError(

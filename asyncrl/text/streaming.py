@@ -64,4 +64,11 @@ class TextStream:
     def _may_begin_a_stop(self) -> int:
         """Characters at the end of `_held` that some stop string begins with."""
         longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
-        return next((size for size in range(longest, 0, -1) if any(stop.startswith(self._held[-size:]) for stop in self._stops)), 0)
+        return next(
+            (
+                size
+                for size in range(longest, 0, -1)
+                if any(stop.startswith(self._held[-size:]) for stop in self._stops)
+            ),
+            0,
+        )

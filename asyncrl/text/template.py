@@ -49,7 +49,9 @@ class Template:
     tools: Tools | None = None
     """JSON schemas of functions, for every prompt that brings none."""
 
-    def render(self, values: Sequence[Any], tools: Sequence[Any] | None = None, first_row: int = 0) -> Rendered:
+    def render(
+        self, values: Sequence[Any], tools: Sequence[Any] | None = None, first_row: int = 0
+    ) -> Rendered:
         """Texts and token ids of prompts.
 
         Args:
@@ -75,7 +77,10 @@ class Template:
             self._refuse_without_chat(each)
         self._refuse_rendered(tokenizer, values, first_row)
         texts = [
-            self._text(tokenizer, value, own, row) if chat else value for row, (value, own, chat) in enumerate(zip(values, each, chats, strict=True), first_row)
+            self._text(tokenizer, value, own, row) if chat else value
+            for row, (value, own, chat) in enumerate(
+                zip(values, each, chats, strict=True), first_row
+            )
         ]
         ids: list[list[int]] = [[] for _ in texts]
         own_bos = 0
@@ -94,18 +99,24 @@ class Template:
             TemplateError: the template ignores one of them, so that it would do nothing.
         """
         each = tools or [None] * len(values)
-        chats = [(value, own) for value, own in zip(values, each, strict=True) if self._is_chat(value)]
+        chats = [
+            (value, own) for value, own in zip(values, each, strict=True) if self._is_chat(value)
+        ]
         if not chats:
             return []
         tokenizer = load_tokenizer(self.model)
         value, own = next(((value, own) for value, own in chats if own), chats[0])
         if taken := _not_of_a_template(tokenizer, self.kwargs):
-            raise TemplateError(f"data.chat_template_kwargs = {dict(self.kwargs)!r}: {taken[0]} is not a variable of a template; leave it out")
+            raise TemplateError(
+                f"data.chat_template_kwargs = {dict(self.kwargs)!r}: {taken[0]} is not a variable of a template; leave it out"
+            )
         whole = self._text(tokenizer, value, own, 0)
         notes = []
         if self.system_prompt is not None:
             if whole == replace(self, system_prompt=None)._text(tokenizer, value, own, 0):
-                raise TemplateError(f"data.system_prompt: the chat template of model.path = {self.model!r} leaves system messages out; remove it")
+                raise TemplateError(
+                    f"data.system_prompt: the chat template of model.path = {self.model!r} leaves system messages out; remove it"
+                )
             notes.append(f"system prompt of {len(self.system_prompt)} characters")
         schemas = self._tools(own, 0)
         if schemas:
@@ -116,13 +127,20 @@ class Template:
                 )
             notes.append(f"{len(schemas)} {'tool' if len(schemas) == 1 else 'tools'}")
         for name, setting in self.kwargs.items():
-            alone = replace(self, kwargs={key: kept for key, kept in self.kwargs.items() if key != name})
+            alone = replace(
+                self, kwargs={key: kept for key, kept in self.kwargs.items() if key != name}
+            )
             acts = whole != alone._text(tokenizer, value, own, 0)
-            if not acts and not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template(tools=schemas)):
+            if not acts and not re.search(
+                rf"\b{re.escape(name)}\b", tokenizer.get_chat_template(tools=schemas)
+            ):
                 raise TemplateError(
                     f"data.chat_template_kwargs: the chat template of model.path = {self.model!r} knows no {name}, so it would do nothing; remove it"
                 )
-            notes.append(f"{name} = {setting!r}" + ("" if acts else " (which changes nothing in this prompt)"))
+            notes.append(
+                f"{name} = {setting!r}"
+                + ("" if acts else " (which changes nothing in this prompt)")
+            )
         another_day = replace(self, kwargs={**self.kwargs, "strftime_now": lambda form: form})
         if whole != another_day._text(tokenizer, value, own, 0):
             notes.append(
@@ -142,7 +160,9 @@ class Template:
             "data.tools_column": any(tools),
         }
         if given := [name for name, setting in settings.items() if setting]:
-            raise TemplateError(f"{given[0]} acts on chats, and these prompts are plain strings; set data.apply_chat_template: true, or leave it out")
+            raise TemplateError(
+                f"{given[0]} acts on chats, and these prompts are plain strings; set data.apply_chat_template: true, or leave it out"
+            )
 
     def _refuse_rendered(self, tokenizer: Any, values: Sequence[Any], first_row: int) -> None:
         """Refuse string prompts that a template has rendered already: they begin with the special token that a rendering begins with."""
@@ -163,17 +183,29 @@ class Template:
         try:
             return _rendered(tokenizer, messages, self.kwargs, self._tools(own_tools, row))
         except MessagesError as error:
-            way_out = "correct the messages" + (", or leave out data.system_prompt" if self.system_prompt is not None else "")
-            raise TemplateError(f"row {row}: the chat template of model.path = {self.model!r} refuses the chat ({error}); {way_out}") from None
+            way_out = "correct the messages" + (
+                ", or leave out data.system_prompt" if self.system_prompt is not None else ""
+            )
+            raise TemplateError(
+                f"row {row}: the chat template of model.path = {self.model!r} refuses the chat ({error}); {way_out}"
+            ) from None
 
     def _messages(self, value: Any, row: int) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
-            raise TemplateError(f"row {row} holds {str(value)[:80]!r}: neither a string nor chat messages with role and content")
+        if (
+            not isinstance(messages, list)
+            or not messages
+            or not all(_is_message(message) for message in messages)
+        ):
+            raise TemplateError(
+                f"row {row} holds {str(value)[:80]!r}: neither a string nor chat messages with role and content"
+            )
         if self.system_prompt is None:
             return messages
         if messages[0]["role"] == "system":
-            raise TemplateError(f"row {row} has a system message of its own, and data.system_prompt is set; remove one of them")
+            raise TemplateError(
+                f"row {row} has a system message of its own, and data.system_prompt is set; remove one of them"
+            )
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def _tools(self, own: Any, row: int) -> list[Any] | None:
@@ -181,14 +213,22 @@ class Template:
         try:
             schemas = json.loads(own) if isinstance(own, str) else own
         except ValueError as error:
-            raise TemplateError(f"row {row}: its tools are no JSON ({error}); give a list of JSON schemas") from None
+            raise TemplateError(
+                f"row {row}: its tools are no JSON ({error}); give a list of JSON schemas"
+            ) from None
         schemas = schemas or self.tools
-        if schemas is not None and not (isinstance(schemas, Sequence) and all(isinstance(schema, Mapping) for schema in schemas)):
-            raise TemplateError(f"row {row}: its tools are {str(schemas)[:80]!r}; give a list of JSON schemas")
+        if schemas is not None and not (
+            isinstance(schemas, Sequence) and all(isinstance(schema, Mapping) for schema in schemas)
+        ):
+            raise TemplateError(
+                f"row {row}: its tools are {str(schemas)[:80]!r}; give a list of JSON schemas"
+            )
         return list(schemas) if schemas else None
 
 
-def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+def render_messages(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> str:
     """The prompt of one chat, up to where the assistant's turn begins. For chats that do not come from a run's data.
 
     Raises:
@@ -203,16 +243,32 @@ def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], varia
 
 def _not_of_a_template(tokenizer: Any, variables: Mapping[str, Any]) -> list[str]:
     """Names that would not reach the template: those of the tokenizer's own arguments, another template among them."""
-    return sorted(set(variables) & set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"})
+    return sorted(
+        set(variables)
+        & set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"}
+    )
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], tools: Sequence[Any] | None) -> str:
+def _rendered(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    tools: Sequence[Any] | None,
+) -> str:
     try:
-        text: str = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables)
-    except Exception as error:  # a template may divide, index, recurse: whatever its expressions raise
+        text: str = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
+        )
+    except (
+        Exception
+    ) as error:  # a template may divide, index, recurse: whatever its expressions raise
         raise MessagesError(" ".join(str(error).split())[:200] or type(error).__name__) from None
     return text
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str) and ("content" in message or "tool_calls" in message)
+    return (
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and ("content" in message or "tool_calls" in message)
+    )

@@ -9,9 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from asyncrl.weights.direct_copies import DirectCopies
@@ -45,7 +52,9 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     def start_weight_update(self) -> None:
         self._received: list[tuple[str, torch.Tensor]] = []
-        self._mixtures = _without_kernels(self.model) if torch.device(self.device).type == "cpu" else []
+        self._mixtures = (
+            _without_kernels(self.model) if torch.device(self.device).type == "cpu" else []
+        )
         _name_loaders(self.model)
         with torch.device(self.device):
             initialize_layerwise_reload(self.model)
@@ -80,7 +89,12 @@ def _name_loaders(model: torch.nn.Module) -> None:
     """Name the loaders that are partial functions (MiniMax-M2's): vLLM's reload asks each loader for its name, which those do not have."""
     for layer in model.modules():
         kept = get_layerwise_info(layer).restore_metadata
-        for tensor in (*layer._parameters.values(), *layer._buffers.values(), *kept[0].values(), *kept[1].values()):
+        for tensor in (
+            *layer._parameters.values(),
+            *layer._buffers.values(),
+            *kept[0].values(),
+            *kept[1].values(),
+        ):
             loader = getattr(tensor, "weight_loader", None)
             if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
                 loader.__name__ = getattr(loader.func, "__name__", "partial")  # type: ignore[attr-defined]
@@ -100,8 +114,14 @@ def _without_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 def _tied_heads(model: torch.nn.Module) -> list[Any]:
     """Output heads whose weight is another module's as well; in a model with vision they lie deeper."""
-    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    return [module for module in model.modules() if isinstance(module, ParallelLMHead) and owners[id(module.weight)] > 1]
+    owners = Counter(
+        id(parameter) for module in model.modules() for parameter in module._parameters.values()
+    )
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, ParallelLMHead) and owners[id(module.weight)] > 1
+    ]
 
 
 def map_tensors(update: StagedUpdate) -> list[tuple[str, torch.Tensor]]:
@@ -112,9 +132,14 @@ def map_tensors(update: StagedUpdate) -> list[tuple[str, torch.Tensor]]:
     """
     size = os.path.getsize(update.path)
     if size != update.nbytes:
-        raise ValueError(f"staging file {update.path} has {size} bytes, its layout says {update.nbytes}; publish the version again")
+        raise ValueError(
+            f"staging file {update.path} has {size} bytes, its layout says {update.nbytes}; publish the version again"
+        )
     flat = torch.from_file(update.path, shared=False, size=update.nbytes, dtype=torch.uint8)
-    return [(name, _view(flat, shape, getattr(torch, dtype), offset)) for name, shape, dtype, offset in update.tensors]
+    return [
+        (name, _view(flat, shape, getattr(torch, dtype), offset))
+        for name, shape, dtype, offset in update.tensors
+    ]
 
 
 def _view(flat: torch.Tensor, shape: list[int], dtype: torch.dtype, offset: int) -> torch.Tensor:

@@ -14,7 +14,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.control.protocols import Manifest
 
-__all__ = ["BOARD_NAMESPACE", "LeaseHeld", "VersionBoard", "find_board", "lease_holder", "open_board", "take_lease"]
+__all__ = [
+    "BOARD_NAMESPACE",
+    "LeaseHeld",
+    "VersionBoard",
+    "find_board",
+    "lease_holder",
+    "open_board",
+    "take_lease",
+]
 
 BOARD_NAMESPACE = "asyncrl"
 
@@ -46,8 +54,14 @@ class VersionBoard:
             ValueError: an older version of the same run and attempt.
         """
         before = self._manifest
-        if before is not None and (before.run_id, before.attempt) == (manifest.run_id, manifest.attempt) and manifest.version < before.version:
-            raise ValueError(f"version {manifest.version} was announced after version {before.version} of the same attempt")
+        if (
+            before is not None
+            and (before.run_id, before.attempt) == (manifest.run_id, manifest.attempt)
+            and manifest.version < before.version
+        ):
+            raise ValueError(
+                f"version {manifest.version} was announced after version {before.version} of the same attempt"
+            )
         self._manifest = manifest
 
     def withdraw(self) -> None:
@@ -60,7 +74,11 @@ class VersionBoard:
 
     def newest(self) -> tuple[str, int, int] | None:
         """Run, attempt and version of the newest manifest, or None before the first."""
-        return None if self._manifest is None else (self._manifest.run_id, self._manifest.attempt, self._manifest.version)
+        return (
+            None
+            if self._manifest is None
+            else (self._manifest.run_id, self._manifest.attempt, self._manifest.version)
+        )
 
     def holder(self) -> str:
         """Whose board it is."""
@@ -75,7 +93,14 @@ def open_board(name: str, holder: str = "a job") -> Any:
         ValueError: a board of that name is there already.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(VersionBoard).options(name=name, namespace=BOARD_NAMESPACE, num_cpus=0, scheduling_strategy=here, max_restarts=-1, max_task_retries=-1)
+    actor = ray.remote(VersionBoard).options(
+        name=name,
+        namespace=BOARD_NAMESPACE,
+        num_cpus=0,
+        scheduling_strategy=here,
+        max_restarts=-1,
+        max_task_retries=-1,
+    )
     return actor.remote(holder)
 
 
@@ -103,7 +128,9 @@ async def take_lease(name: str, holder: str, application: str, release_s: float 
         except ValueError:
             other = await lease_holder(name) or "a job that is ending"
         if time.monotonic() > deadline:
-            raise LeaseHeld(f"generators {application!r} are leased by {other}; wait for its end, or use another application")
+            raise LeaseHeld(
+                f"generators {application!r} are leased by {other}; wait for its end, or use another application"
+            )
         await asyncio.sleep(LOOK_EVERY_S)
 
 

@@ -49,7 +49,12 @@ class ProbeCheck:
             first: the first version that `after_commit` is called with.
         """
         self.generate, self.learner = generate, learner
-        self.prompts, self.tokens, self.tolerance, self.statistic = prompts, tokens, tolerance, statistic
+        self.prompts, self.tokens, self.tolerance, self.statistic = (
+            prompts,
+            tokens,
+            tolerance,
+            statistic,
+        )
         self.first, self.temperature, self.explain = first, temperature, explain
         self.probes: list[Row] = []
         self._learner_side: list[Any] = []
@@ -67,7 +72,9 @@ class ProbeCheck:
         """
         weights = WeightsId(self.first.run_id, self.first.attempt, version)
         if self.probes:
-            generators_side: list[Sequence[Any]] = list((await self.generate.logprobs(self.probes, weights)).values())
+            generators_side: list[Sequence[Any]] = list(
+                (await self.generate.logprobs(self.probes, weights)).values()
+            )
         else:
             generators_side = [await self._sample(weights)]
             self._learner_side = await self.learner.logprobs(self.probes, self.temperature)
@@ -93,12 +100,23 @@ class ProbeCheck:
 
     async def _sample(self, weights: WeightsId) -> list[tuple[float, ...]]:
         requests = [
-            GenerateRequest(tuple(prompt), 1, self.tokens, self.temperature, seed=seed, min_weights=weights, ignore_eos=True)
+            GenerateRequest(
+                tuple(prompt),
+                1,
+                self.tokens,
+                self.temperature,
+                seed=seed,
+                min_weights=weights,
+                ignore_eos=True,
+            )
             for seed, prompt in enumerate(self.prompts)
         ]
         generated = await asyncio.gather(*(self.generate.generate(request) for request in requests))
         completions = [one.completions[0] for one in generated]
-        self.probes = [(request.prompt_ids, completion.token_ids) for request, completion in zip(requests, completions, strict=True)]
+        self.probes = [
+            (request.prompt_ids, completion.token_ids)
+            for request, completion in zip(requests, completions, strict=True)
+        ]
         return [completion.logprobs for completion in completions]
 
 
@@ -111,7 +129,9 @@ def compare(learner: Sequence[Any], generators: Sequence[Sequence[Any]]) -> dict
         generators: for each replica, log-probs of each row.
     """
     ours = np.concatenate([np.asarray(row, dtype=np.float64) for row in learner])
-    theirs = np.stack([np.concatenate([np.asarray(row, dtype=np.float64) for row in rows]) for rows in generators])
+    theirs = np.stack(
+        [np.concatenate([np.asarray(row, dtype=np.float64) for row in rows]) for rows in generators]
+    )
     difference = np.nan_to_num(np.abs(ours - theirs), nan=np.inf)
     return {
         "check/logprob_max_diff": float(difference.max()),

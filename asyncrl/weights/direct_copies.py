@@ -30,7 +30,9 @@ class _Copy:
     source: torch.Tensor
 
     def make(self, layer: torch.nn.Module) -> None:
-        torch.as_strided(getattr(layer, self.parameter).data, self.size, self.stride, self.offset).copy_(self.source)
+        torch.as_strided(
+            getattr(layer, self.parameter).data, self.size, self.stride, self.offset
+        ).copy_(self.source)
 
 
 class DirectCopies(TorchDispatchMode):
@@ -46,7 +48,9 @@ class DirectCopies(TorchDispatchMode):
                 if tensor is not None and tensor.is_meta:
                     self._places[_storage(tensor)] = layer, name
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
             self._keep(args[0], args[1])
         return function(*args, **(kwargs or {}))
@@ -59,7 +63,15 @@ class DirectCopies(TorchDispatchMode):
         if not info.can_load() or any(name == loaded for loaded, _ in info.loaded_weights):
             return  # a loader of vLLM's counts what it will load
         kept = self._pending[layer]
-        kept.append(_Copy(name, tuple(target.size()), target.stride(), target.storage_offset(), source.expand_as(target)))
+        kept.append(
+            _Copy(
+                name,
+                tuple(target.size()),
+                target.stride(),
+                target.storage_offset(),
+                source.expand_as(target),
+            )
+        )
         assert info.load_numel_total is not None
         if info.load_numel + sum(copy.source.numel() for copy in kept) >= info.load_numel_total:
             self._process(layer)
@@ -76,7 +88,9 @@ class DirectCopies(TorchDispatchMode):
         for held in info.kernel_tensors or ():
             for name, tensor in held.items():
                 if name not in come and getattr(layer, name).shape == tensor.shape:
-                    getattr(layer, name).data.copy_(tensor)  # nothing came for it: it keeps what it has
+                    getattr(layer, name).data.copy_(
+                        tensor
+                    )  # nothing came for it: it keeps what it has
         for copy in copies:
             copy.make(layer)
         _layerwise_process(layer, info)

@@ -23,7 +23,9 @@ def register() -> None:
     from vllm.tokenizers.registry import TokenizerRegistry
 
     try:
-        WeightTransferEngineFactory.register_engine(BACKEND, "asyncrl.weights.apply", "StagedWeights")
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "asyncrl.weights.apply", "StagedWeights"
+        )
     except ValueError:
         # vLLM loads its plugins more than once in one process, and refuses a name that it knows.
         return
@@ -44,7 +46,9 @@ def _register_stacks(folder: str) -> None:
 
     from asyncrl.runtime.files import append_to
 
-    faulthandler.register(signal.SIGUSR2, append_to(Path(folder).resolve() / f"{os.getpid()}.txt"), all_threads=True)  # the handler keeps the file
+    faulthandler.register(
+        signal.SIGUSR2, append_to(Path(folder).resolve() / f"{os.getpid()}.txt"), all_threads=True
+    )  # the handler keeps the file
 
 
 def _bars_without_semaphore() -> None:

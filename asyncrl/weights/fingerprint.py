@@ -14,7 +14,14 @@ import numpy as np
 
 from asyncrl.control.protocols import Manifest, TensorEntry
 
-__all__ = ["Fingerprint", "difference_text", "fingerprint", "published_fingerprints", "row_products", "signs"]
+__all__ = [
+    "Fingerprint",
+    "difference_text",
+    "fingerprint",
+    "published_fingerprints",
+    "row_products",
+    "signs",
+]
 
 Fingerprint = Sequence[float]
 """Sum of the rows' products with signs, sum of their absolute values."""
@@ -37,7 +44,12 @@ def row_products(tensor: np.ndarray) -> np.ndarray:
     matrix = tensor.reshape(tensor.shape[0], -1)
     step = max(1, CHUNK_ELEMENTS // max(1, matrix.shape[1]))
     by = signs(matrix.shape[1])
-    return np.concatenate([matrix[start : start + step].astype(np.float64) @ by for start in range(0, len(matrix), step)])
+    return np.concatenate(
+        [
+            matrix[start : start + step].astype(np.float64) @ by
+            for start in range(0, len(matrix), step)
+        ]
+    )
 
 
 def fingerprint(products: np.ndarray) -> Fingerprint:
@@ -47,10 +59,15 @@ def fingerprint(products: np.ndarray) -> Fingerprint:
 
 def published_fingerprints(manifest: Manifest, buckets: Sequence[Any]) -> dict[str, Fingerprint]:
     """Name → fingerprint of every tensor of a version; `buckets` are the bytes that manifest.buckets refer to."""
-    return {entry.name: fingerprint(row_products(_tensor(entry, buckets[entry.bucket]))) for entry in manifest.tensors}
+    return {
+        entry.name: fingerprint(row_products(_tensor(entry, buckets[entry.bucket])))
+        for entry in manifest.tensors
+    }
 
 
-def difference_text(published: Mapping[str, Fingerprint], held: Mapping[str, Mapping[str, Fingerprint]], dtype: str) -> str:
+def difference_text(
+    published: Mapping[str, Fingerprint], held: Mapping[str, Mapping[str, Fingerprint]], dtype: str
+) -> str:
     """Which published tensor differs most from what a replica holds, in half a sentence.
 
     Args:
@@ -84,12 +101,20 @@ def _apart(ours: Fingerprint, theirs: Fingerprint) -> float:
 def _published_name(name: str, published: Mapping[str, Fingerprint]) -> str | None:
     if name in published:
         return name
-    return next((other for other in published if other.endswith("embed_tokens.weight")), None) if name.endswith("lm_head.weight") else None
+    return (
+        next((other for other in published if other.endswith("embed_tokens.weight")), None)
+        if name.endswith("lm_head.weight")
+        else None
+    )
 
 
 def _tensor(entry: TensorEntry, bucket: Any) -> np.ndarray:
     stored = memoryview(bucket).cast("B")[entry.offset : entry.offset + entry.nbytes]
     if entry.dtype == "bfloat16":
         # The upper half of a float32.
-        return (np.frombuffer(stored, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(entry.shape)
+        return (
+            (np.frombuffer(stored, dtype=np.uint16).astype(np.uint32) << 16)
+            .view(np.float32)
+            .reshape(entry.shape)
+        )
     return np.frombuffer(stored, dtype=entry.dtype).reshape(entry.shape)

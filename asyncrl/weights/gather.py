@@ -28,9 +28,14 @@ PART_SHARE = 16
 filled, stay far below two buckets, however large a parameter is."""
 
 
-def weight_layout(table: VersionTable, dtype: str, bucket_bytes: int) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
+def weight_layout(
+    table: VersionTable, dtype: str, bucket_bytes: int
+) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
     """Entries and bucket sizes of a version, its parameters published as `dtype`."""
-    return plan_buckets([(tensor.name, tensor.stored.shape, tensor.dtype(dtype)) for tensor in table.tensors], bucket_bytes)
+    return plan_buckets(
+        [(tensor.name, tensor.stored.shape, tensor.dtype(dtype)) for tensor in table.tensors],
+        bucket_bytes,
+    )
 
 
 @torch.no_grad()
@@ -49,7 +54,9 @@ def gather_buckets(
     """
     limit = max(sizes) // PART_SHARE
     if rank == 0:
-        fill_buckets(table, entries, sizes, lambda tensor: _parts(parameters, tensor, rank, limit), sink)
+        fill_buckets(
+            table, entries, sizes, lambda tensor: _parts(parameters, tensor, rank, limit), sink
+        )
         return
     tensors = {tensor.name: tensor for tensor in table.tensors}
     for entry in entries:
@@ -73,9 +80,13 @@ def fill_buckets(
     for number, of_bucket in groupby(entries, key=lambda entry: entry.bucket):
         for entry in of_bucket:
             tensor = tensors[entry.name]
-            target = torch.from_numpy(buffer[entry.offset : entry.offset + entry.nbytes]).view(TORCH_DTYPES[entry.dtype])
+            target = torch.from_numpy(buffer[entry.offset : entry.offset + entry.nbytes]).view(
+                TORCH_DTYPES[entry.dtype]
+            )
             for part, values in parts_of(tensor):
-                place = target.as_strided(part.shape, part.to_strides, target.storage_offset() + part.to)
+                place = target.as_strided(
+                    part.shape, part.to_strides, target.storage_offset() + part.to
+                )
                 place.copy_(values.as_strided(part.shape, part.strides, values.storage_offset()))
             if not tensor.pieces:
                 _read(tensor, target)
@@ -93,7 +104,9 @@ def _opened(file: Path) -> Any:
     return safe_open(file, framework="pt")
 
 
-def _parts(parameters: Mapping[str, torch.nn.Parameter], tensor: PublishedTensor, rank: int, limit: int) -> Iterator[tuple[Piece, torch.Tensor]]:
+def _parts(
+    parameters: Mapping[str, torch.nn.Parameter], tensor: PublishedTensor, rank: int, limit: int
+) -> Iterator[tuple[Piece, torch.Tensor]]:
     """On rank 0 each part with the parameter's elements that it spans, from its first on; the other ranks send theirs and get nothing. A part spans at
     most `limit` bytes, or an element."""
     for piece in tensor.pieces:
@@ -111,7 +124,9 @@ def _spanned(parameter: torch.nn.Parameter, part: Piece, rank: int) -> torch.Ten
     first, end = part.start, part.start + part.span
     if rank == 0 and end <= each:
         return shard[first:end]
-    whole = torch.empty(part.span, dtype=shard.dtype, device=parameter.device) if rank == 0 else None
+    whole = (
+        torch.empty(part.span, dtype=shard.dtype, device=parameter.device) if rank == 0 else None
+    )
     for owner in range(first // each, -(-end // each)):
         low, high = max(first, owner * each), min(end, (owner + 1) * each)
         if owner == rank:

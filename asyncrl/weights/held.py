@@ -46,7 +46,9 @@ def _names(model: torch.nn.Module, held: str) -> Iterator[str]:
     """The name in the engine's model, and those of the checkpoint that vLLM makes it from by another prefix, as for a model with vision. A name that
     the checkpoint does not have is not compared."""
     yield held
-    prefixes: Mapping[str, str | None] = getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", {})
+    prefixes: Mapping[str, str | None] = getattr(
+        getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", {}
+    )
     for theirs, ours in prefixes.items():
         if ours and held.startswith(ours):
             yield theirs + held.removeprefix(ours)
@@ -56,20 +58,30 @@ def _products(module: torch.nn.Module, head: type) -> Iterator[tuple[str, np.nda
     """Name and rows' products of each of the module's own parameters. On CPU a linear layer keeps its weight only in its kernel's packed form, and a
     head computes with such a copy of the weight: both are asked for the products."""
     for name, parameter in module.named_parameters(recurse=False):
-        if name == "weight" and hasattr(module, "cpu_linear") and (not parameter.numel() or isinstance(module, head)):
+        if (
+            name == "weight"
+            and hasattr(module, "cpu_linear")
+            and (not parameter.numel() or isinstance(module, head))
+        ):
             yield name, _through_kernel(module, parameter)
         elif parameter.numel():
             yield name, row_products(parameter.detach().float().cpu().numpy())
 
 
 def _through_kernel(module: Any, weight: torch.Tensor) -> np.ndarray:
-    columns = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None) or module.embedding_dim
+    columns = (
+        getattr(module, "input_size_per_partition", None)
+        or getattr(module, "input_size", None)
+        or module.embedding_dim
+    )
     by = torch.from_numpy(signs(columns)).to(weight.dtype).to(weight.device)
     products: torch.Tensor = module.quant_method.apply(module, by[None])[0]
     return products.double().cpu().numpy()
 
 
-def _apart(leaf: str, module: Any, products: np.ndarray, packed: dict[str, list[str]]) -> Iterator[tuple[str, np.ndarray]]:
+def _apart(
+    leaf: str, module: Any, products: np.ndarray, packed: dict[str, list[str]]
+) -> Iterator[tuple[str, np.ndarray]]:
     """The products of each of the checkpoint's layers that this one is made of."""
     sizes = getattr(module, "output_sizes", None)
     parts = packed.get(leaf, [leaf])

@@ -27,7 +27,9 @@ ALIGNMENT = 64
 """Every parameter starts at a multiple of so many bytes in its bucket, so that it can be viewed in place as any dtype."""
 
 
-def plan_buckets(shapes: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
+def plan_buckets(
+    shapes: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int
+) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
     """Lay out parameters `(name, shape, dtype)` in the order given; return their entries and the bytes of each bucket.
 
     No parameter straddles buckets. A bucket holds at most `bucket_bytes`, or the largest parameter if that is larger.
@@ -50,11 +52,15 @@ def plan_buckets(shapes: Sequence[tuple[str, tuple[int, ...], str]], bucket_byte
         sizes[-1] = offset + nbytes
     names = [entry.name for entry in entries]
     if len(set(names)) != len(names):
-        raise ValueError(f"parameter {next(n for n in names if names.count(n) > 1)!r} comes twice; publish each once")
+        raise ValueError(
+            f"parameter {next(n for n in names if names.count(n) > 1)!r} comes twice; publish each once"
+        )
     return tuple(entries), tuple(sizes)
 
 
 def _nbytes(name: str, shape: tuple[int, ...], dtype: str) -> int:
     if dtype not in ITEM_BYTES:
-        raise ValueError(f"parameter {name!r} has dtype {dtype!r}; publish it as one of {sorted(ITEM_BYTES)}")
+        raise ValueError(
+            f"parameter {name!r} has dtype {dtype!r}; publish it as one of {sorted(ITEM_BYTES)}"
+        )
     return math.prod(shape) * ITEM_BYTES[dtype]

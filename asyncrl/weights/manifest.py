@@ -34,12 +34,17 @@ def expected_tensors(model_path: str | Path, dtype: str) -> dict[str, Expected]:
     Raises:
         CheckpointFilesError: the files cannot be read.
     """
-    return {name: Expected(stored.shape, (dtype, stored.dtype)) for name, stored in stored_tensors(model_path).items()}
+    return {
+        name: Expected(stored.shape, (dtype, stored.dtype))
+        for name, stored in stored_tensors(model_path).items()
+    }
 
 
 def fingerprint(expected: Mapping[str, Expected]) -> int:
     """A checksum of `expected_tensors`: equal where versions of one model fit the other."""
-    return zlib.crc32(repr(sorted((name, one.shape, one.dtypes[0]) for name, one in expected.items())).encode())
+    return zlib.crc32(
+        repr(sorted((name, one.shape, one.dtypes[0]) for name, one in expected.items())).encode()
+    )
 
 
 def check_manifest(manifest: Manifest, expected: Mapping[str, Expected]) -> None:
@@ -47,7 +52,9 @@ def check_manifest(manifest: Manifest, expected: Mapping[str, Expected]) -> None
     its bucket."""
     title = f"version {manifest.version} of run {manifest.run_id!r}"
     if not len(manifest.buckets) == len(manifest.sizes) == len(manifest.checksums):
-        raise ManifestError(f"{title} has {len(manifest.buckets)} buckets, {len(manifest.sizes)} sizes and {len(manifest.checksums)} checksums")
+        raise ManifestError(
+            f"{title} has {len(manifest.buckets)} buckets, {len(manifest.sizes)} sizes and {len(manifest.checksums)} checksums"
+        )
     counts = Counter(entry.name for entry in manifest.tensors)
     counts.update(manifest.left_out)
     for names, what in (
@@ -56,28 +63,51 @@ def check_manifest(manifest: Manifest, expected: Mapping[str, Expected]) -> None
         ([name for name, count in counts.items() if count > 1], "repeats"),
     ):
         if names:
-            raise ManifestError(f"{title} {what} {len(names)} tensors, first {sorted(names)[0]!r}; publish each tensor of the model once")
+            raise ManifestError(
+                f"{title} {what} {len(names)} tensors, first {sorted(names)[0]!r}; publish each tensor of the model once"
+            )
     for entry in manifest.tensors:
         _check_entry(entry, expected[entry.name], manifest.sizes, title)
     _check_overlap(manifest, title)
 
 
-def _check_entry(entry: TensorEntry, expected: Expected, sizes: tuple[int, ...], title: str) -> None:
+def _check_entry(
+    entry: TensorEntry, expected: Expected, sizes: tuple[int, ...], title: str
+) -> None:
     shape, dtypes = expected
     if tuple(entry.shape) != shape:
-        raise ManifestError(f"{title}: {entry.name!r} has shape {tuple(entry.shape)}, the model has {shape}")
+        raise ManifestError(
+            f"{title}: {entry.name!r} has shape {tuple(entry.shape)}, the model has {shape}"
+        )
     if entry.dtype not in dtypes or entry.dtype not in ITEM_BYTES:
-        raise ManifestError(f"{title}: {entry.name!r} is {entry.dtype}, the generators hold {dtypes[0]}; publish in model.dtype")
+        raise ManifestError(
+            f"{title}: {entry.name!r} is {entry.dtype}, the generators hold {dtypes[0]}; publish in model.dtype"
+        )
     item = ITEM_BYTES[entry.dtype]
     if entry.nbytes != math.prod(shape) * item:
-        raise ManifestError(f"{title}: {entry.name!r} has {entry.nbytes} bytes, its shape needs {math.prod(shape) * item}")
-    if not 0 <= entry.bucket < len(sizes) or entry.offset < 0 or entry.offset + entry.nbytes > sizes[entry.bucket] or entry.offset % item:
-        raise ManifestError(f"{title}: {entry.name!r} lies outside bucket {entry.bucket}, at {entry.offset}")
+        raise ManifestError(
+            f"{title}: {entry.name!r} has {entry.nbytes} bytes, its shape needs {math.prod(shape) * item}"
+        )
+    if (
+        not 0 <= entry.bucket < len(sizes)
+        or entry.offset < 0
+        or entry.offset + entry.nbytes > sizes[entry.bucket]
+        or entry.offset % item
+    ):
+        raise ManifestError(
+            f"{title}: {entry.name!r} lies outside bucket {entry.bucket}, at {entry.offset}"
+        )
 
 
 def _check_overlap(manifest: Manifest, title: str) -> None:
     before: TensorEntry | None = None
     for entry in sorted(manifest.tensors, key=lambda e: (e.bucket, e.offset)):
-        if before is not None and before.bucket == entry.bucket and before.offset + before.nbytes > entry.offset:
-            raise ManifestError(f"{title}: {entry.name!r} overlaps {before.name!r} in bucket {entry.bucket}")
+        if (
+            before is not None
+            and before.bucket == entry.bucket
+            and before.offset + before.nbytes > entry.offset
+        ):
+            raise ManifestError(
+                f"{title}: {entry.name!r} overlaps {before.name!r} in bucket {entry.bucket}"
+            )
         before = entry

@@ -43,14 +43,18 @@ class Piece:
     @property
     def span(self) -> int:
         """Elements of the parameter from the piece's first to its last."""
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return 1 + sum(
+            (size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)
+        )
 
     def parts(self, limit: int) -> Iterator[Piece]:
         """The piece in parts that span at most `limit` elements of the parameter each, or one element."""
         if self.span <= max(1, limit):
             yield self
             return
-        widest = max(range(len(self.shape)), key=lambda dim: (self.shape[dim] - 1) * self.strides[dim])
+        widest = max(
+            range(len(self.shape)), key=lambda dim: (self.shape[dim] - 1) * self.strides[dim]
+        )
         rest = self.span - (self.shape[widest] - 1) * self.strides[widest]
         rows = max(1, (limit - rest) // self.strides[widest] + 1)
         for first in range(0, self.shape[widest], rows):
@@ -58,7 +62,12 @@ class Piece:
 
     def _rows(self, dim: int, first: int, count: int) -> Piece:
         shape = (*self.shape[:dim], count, *self.shape[dim + 1 :])
-        return replace(self, shape=shape, start=self.start + first * self.strides[dim], to=self.to + first * self.to_strides[dim])
+        return replace(
+            self,
+            shape=shape,
+            start=self.start + first * self.strides[dim],
+            to=self.to + first * self.to_strides[dim],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,10 @@ class Selection:
         """The whole parameter."""
         shape = tuple(shape)
         strides = _row_major(shape)
-        dims = tuple(((size, stride),) if size > 1 else () for size, stride in zip(shape, strides, strict=True))
+        dims = tuple(
+            ((size, stride),) if size > 1 else ()
+            for size, stride in zip(shape, strides, strict=True)
+        )
         return cls(shape, (Block(parameter, 0, (0,) * len(shape), dims),))
 
     def pieces(self) -> tuple[Piece, ...]:
@@ -125,18 +137,31 @@ class Selection:
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Selection, ...]:
         size = self.shape[dim]
         each = -(-size // chunks)
-        return tuple(self.narrow(dim, first, min(each, size - first)) for first in range(0, size, each))
+        return tuple(
+            self.narrow(dim, first, min(each, size - first)) for first in range(0, size, each)
+        )
 
     def unbind(self, dim: int = 0) -> tuple[Selection, ...]:
         return tuple(self.narrow(dim, index, 1).squeeze(dim) for index in range(self.shape[dim]))
 
     def squeeze(self, dim: int | None = None) -> Selection:
-        away = {index for index, size in enumerate(self.shape) if size == 1 and dim in (None, index, index - self.ndim)}
+        away = {
+            index
+            for index, size in enumerate(self.shape)
+            if size == 1 and dim in (None, index, index - self.ndim)
+        }
         return self._permuted([index for index in range(self.ndim) if index not in away])
 
     def unsqueeze(self, dim: int) -> Selection:
         dim %= self.ndim + 1
-        blocks = (replace(b, corner=(*b.corner[:dim], 0, *b.corner[dim:]), dims=(*b.dims[:dim], (), *b.dims[dim:])) for b in self.blocks)
+        blocks = (
+            replace(
+                b,
+                corner=(*b.corner[:dim], 0, *b.corner[dim:]),
+                dims=(*b.dims[:dim], (), *b.dims[dim:]),
+            )
+            for b in self.blocks
+        )
         return Selection((*self.shape[:dim], 1, *self.shape[dim:]), tuple(blocks))
 
     def transpose(self, dim0: int, dim1: int) -> Selection:
@@ -154,7 +179,10 @@ class Selection:
         if len(self.blocks) != 1:
             raise NotExpressible("reshapes what it has joined")
         (block,) = self.blocks
-        return Selection(wanted, (replace(block, corner=(0,) * len(wanted), dims=_regrouped(block.dims, wanted)),))
+        return Selection(
+            wanted,
+            (replace(block, corner=(0,) * len(wanted), dims=_regrouped(block.dims, wanted)),),
+        )
 
     view = reshape
 
@@ -162,18 +190,41 @@ class Selection:
         def ordered(values: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(values[index] for index in order)
 
-        return Selection(ordered(self.shape), tuple(replace(b, corner=ordered(b.corner), dims=ordered(b.dims)) for b in self.blocks))
+        return Selection(
+            ordered(self.shape),
+            tuple(replace(b, corner=ordered(b.corner), dims=ordered(b.dims)) for b in self.blocks),
+        )
 
     @classmethod
-    def __torch_function__(cls, function: Callable[..., Any], types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+    ) -> Any:
         name = getattr(function, "__name__", str(function))
-        known = {"cat": cat, "concat": cat, "stack": stack}.get(name) or (getattr(cls, name, None) if name in METHODS else None)
+        known = {"cat": cat, "concat": cat, "stack": stack}.get(name) or (
+            getattr(cls, name, None) if name in METHODS else None
+        )
         if known is None:
             raise NotExpressible(f"calls torch.{name}")
         return known(*arguments, **(keywords or {}))
 
 
-METHODS = frozenset({"chunk", "clone", "narrow", "permute", "reshape", "squeeze", "transpose", "unbind", "unsqueeze"})
+METHODS = frozenset(
+    {
+        "chunk",
+        "clone",
+        "narrow",
+        "permute",
+        "reshape",
+        "squeeze",
+        "transpose",
+        "unbind",
+        "unsqueeze",
+    }
+)
 """Of a selection, by which torch's functions of the same names work on it."""
 
 
@@ -186,7 +237,10 @@ def cat(selections: Sequence[Selection], dim: int = 0) -> Selection:
     for one in selections:
         if one.shape[:dim] + one.shape[dim + 1 :] != first.shape[:dim] + first.shape[dim + 1 :]:
             raise NotExpressible(f"joins {first.shape} and {one.shape}")
-        blocks.extend(replace(b, corner=(*b.corner[:dim], b.corner[dim] + at, *b.corner[dim + 1 :])) for b in one.blocks)
+        blocks.extend(
+            replace(b, corner=(*b.corner[:dim], b.corner[dim] + at, *b.corner[dim + 1 :]))
+            for b in one.blocks
+        )
         at += one.shape[dim]
     return Selection((*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(blocks))
 

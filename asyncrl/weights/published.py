@@ -25,7 +25,14 @@ from asyncrl.weights.stored import CheckpointFilesError, StoredTensor, stored_te
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CannotPublish", "Outline", "PublishedTensor", "VersionTable", "outline", "version_table"]
+__all__ = [
+    "CannotPublish",
+    "Outline",
+    "PublishedTensor",
+    "VersionTable",
+    "outline",
+    "version_table",
+]
 
 TABLE_TIMEOUT_S = 300.0
 
@@ -94,23 +101,42 @@ def version_table(model_path: str | Path) -> VersionTable:
     try:
         reverted = _revert(model, selections)
     except NotExpressible as error:
-        raise CannotPublish(f"{type(model).__name__}: transformers {error} to write this model's weights back, which cannot be done from shards") from error
+        raise CannotPublish(
+            f"{type(model).__name__}: transformers {error} to write this model's weights back, which cannot be done from shards"
+        ) from error
     first_of = _first_names(model)
     found: dict[str, tuple[Piece, ...]] = {}
     for name, selection in reverted.items():
         if (at := _stored_name(name, stored, model.base_model_prefix)) is not None:
             found[at] = _fitting(at, selection, stored[at])
     _check_covered(selections, found, reverted, first_of, missing, type(model).__name__)
-    renamed = {name: tuple(_renamed(piece, first_of) for piece in pieces) for name, pieces in found.items()}
+    renamed = {
+        name: tuple(_renamed(piece, first_of) for piece in pieces) for name, pieces in found.items()
+    }
     rest = sorted(set(stored) - set(found))
     # vLLM makes a module new as soon as one of its tensors comes, and then needs them all.
     modules = {name.rpartition(".")[0] for name in found}
-    left_out = [name for name in rest if _not_loaded(name, model) and name.rpartition(".")[0] not in modules]
-    if whole := next((name for name in sorted(found) if stored[name].dtype not in TRAINED_TYPES), None):
-        raise CannotPublish(f"{whole!r} of the checkpoint has type {stored[whole].dtype}: it is quantized, and cannot be trained")
-    if unknown := next((name for name in rest if name not in left_out and stored[name].dtype not in ITEM_BYTES), None):
-        raise CannotPublish(f"{unknown!r} of the checkpoint has type {stored[unknown].dtype}: it is quantized, and cannot be trained")
-    tensors = [PublishedTensor(name, stored[name], renamed.get(name, ())) for name in stored if name not in left_out]
+    left_out = [
+        name for name in rest if _not_loaded(name, model) and name.rpartition(".")[0] not in modules
+    ]
+    if whole := next(
+        (name for name in sorted(found) if stored[name].dtype not in TRAINED_TYPES), None
+    ):
+        raise CannotPublish(
+            f"{whole!r} of the checkpoint has type {stored[whole].dtype}: it is quantized, and cannot be trained"
+        )
+    if unknown := next(
+        (name for name in rest if name not in left_out and stored[name].dtype not in ITEM_BYTES),
+        None,
+    ):
+        raise CannotPublish(
+            f"{unknown!r} of the checkpoint has type {stored[unknown].dtype}: it is quantized, and cannot be trained"
+        )
+    tensors = [
+        PublishedTensor(name, stored[name], renamed.get(name, ()))
+        for name in stored
+        if name not in left_out
+    ]
     # One layer after the other: vLLM puts each together as soon as all of it has come.
     tensors.sort(key=lambda tensor: _natural(tensor.name))
     shapes = {name: selections[name].shape for name in dict.fromkeys(first_of.values())}
@@ -127,7 +153,9 @@ def _outline(model_path: str, state: tuple[Any, ...]) -> Outline:
     if "torch" in sys.modules:
         return _outline_here(model_path)
     command = [sys.executable, "-m", "asyncrl.weights.published", model_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TABLE_TIMEOUT_S, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TABLE_TIMEOUT_S, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
     return Outline(**json.loads(done.stdout.splitlines()[-1]))
@@ -139,16 +167,24 @@ def _outline_here(model_path: str) -> Outline:
     except (CannotPublish, CheckpointFilesError) as error:
         return Outline(0, 0, {}, (), {}, str(error))
     trained = [tensor.stored.elements for tensor in table.tensors if tensor.pieces]
-    as_stored = {tensor.name: tensor.stored.elements * ITEM_BYTES[tensor.stored.dtype] for tensor in table.tensors if not tensor.pieces}
+    as_stored = {
+        tensor.name: tensor.stored.elements * ITEM_BYTES[tensor.stored.dtype]
+        for tensor in table.tensors
+        if not tensor.pieces
+    }
     return Outline(sum(trained), max(trained), as_stored, table.left_out, table.parameters)
 
 
 def _state(directory: Path) -> tuple[Any, ...]:
     files = [*sorted(directory.glob("*.safetensors*")), directory / "config.json"]
-    return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists())
+    return tuple(
+        (file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists()
+    )
 
 
-def _empty_model(model_path: str | Path, stored: Mapping[str, StoredTensor]) -> tuple[PreTrainedModel, set[str]]:
+def _empty_model(
+    model_path: str | Path, stored: Mapping[str, StoredTensor]
+) -> tuple[PreTrainedModel, set[str]]:
     """The model as `from_pretrained` makes it of tensors that have a shape and no memory, and the parameters and buffers that were not in them. The
     model remembers which conversions the checkpoint's names needed."""
     import torch
@@ -158,17 +194,27 @@ def _empty_model(model_path: str | Path, stored: Mapping[str, StoredTensor]) -> 
     from transformers.utils import logging
 
     if is_deepspeed_zero3_enabled():
-        raise RuntimeError("a version's table is made before an HfDeepSpeedConfig: while one lives, transformers makes every model sharded")
+        raise RuntimeError(
+            "a version's table is made before an HfDeepSpeedConfig: while one lives, transformers makes every model sharded"
+        )
     try:
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-    except Exception as error:  # a setting of another type than its class expects raises whatever it likes
-        raise CannotPublish(f"transformers cannot read its config.json ({_first_line(error)}); repair it") from error
+    except (
+        Exception
+    ) as error:  # a setting of another type than its class expects raises whatever it likes
+        raise CannotPublish(
+            f"transformers cannot read its config.json ({_first_line(error)}); repair it"
+        ) from error
     if getattr(config, "quantization_config", None) is not None:
-        raise CannotPublish("config.json has a quantization_config: quantized weights cannot be trained; name the checkpoint without it")
+        raise CannotPublish(
+            "config.json has a quantization_config: quantized weights cannot be trained; name the checkpoint without it"
+        )
     try:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
-        raise CannotPublish(f"transformers has no causal language model for model_type {config.model_type!r}") from None
+        raise CannotPublish(
+            f"transformers has no causal language model for model_type {config.model_type!r}"
+        ) from None
     if isinstance(model_class, (tuple, list)):
         named = [one for one in model_class if one.__name__ in (config.architectures or ())]
         model_class = (named or model_class)[0]
@@ -178,7 +224,12 @@ def _empty_model(model_path: str | Path, stored: Mapping[str, StoredTensor]) -> 
     logging.disable_progress_bar()
     try:
         model, loading = model_class.from_pretrained(
-            None, config=config, state_dict=empty, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
+            None,
+            config=config,
+            state_dict=empty,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except (ValueError, RuntimeError) as error:
         raise CannotPublish(
@@ -191,8 +242,12 @@ def _empty_model(model_path: str | Path, stored: Mapping[str, StoredTensor]) -> 
             logging.enable_progress_bar()
     for name, there, here in sorted(loading["mismatched_keys"]):
         if len(there) == len(here) == 3 and there[1:] == here[1:]:  # experts, put together
-            raise CannotPublish(f"the checkpoint has tensors of {there[0]} experts for {name!r}, and {model_class.__name__} has {here[0]}; complete it")
-        raise CannotPublish(f"{name!r} has shape {tuple(there)} in the checkpoint, and {tuple(here)} in {model_class.__name__}; save it with its own config")
+            raise CannotPublish(
+                f"the checkpoint has tensors of {there[0]} experts for {name!r}, and {model_class.__name__} has {here[0]}; complete it"
+            )
+        raise CannotPublish(
+            f"{name!r} has shape {tuple(there)} in the checkpoint, and {tuple(here)} in {model_class.__name__}; save it with its own config"
+        )
     return model, set(loading["missing_keys"])
 
 
@@ -205,7 +260,10 @@ def _revert(model: PreTrainedModel, selections: Mapping[str, Selection]) -> dict
 
 def _selections(model: PreTrainedModel) -> dict[str, Selection]:
     """Every parameter under each of its names."""
-    return {name: Selection.of(name, parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: Selection.of(name, parameter.shape)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def _first_names(model: PreTrainedModel) -> dict[str, str]:
@@ -224,13 +282,24 @@ def _first_line(error: BaseException) -> str:
 
 def _stored_name(name: str, stored: Mapping[str, StoredTensor], prefix: str) -> str | None:
     """The name in the file: as transformers would write it, or with or without the prefix of a model without its head."""
-    return next((other for other in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if other in stored), None)
+    return next(
+        (
+            other
+            for other in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+            if other in stored
+        ),
+        None,
+    )
 
 
 def _fitting(name: str, selection: Selection, stored: StoredTensor) -> tuple[Piece, ...]:
     """The pieces of the tensor in the shape that the file has: transformers drops dimensions of size 1 where it takes experts apart."""
-    if [size for size in selection.shape if size != 1] != [size for size in stored.shape if size != 1]:
-        raise CannotPublish(f"{name!r} has shape {stored.shape} in the checkpoint, and {selection.shape} made of the model's parameters")
+    if [size for size in selection.shape if size != 1] != [
+        size for size in stored.shape if size != 1
+    ]:
+        raise CannotPublish(
+            f"{name!r} has shape {stored.shape} in the checkpoint, and {selection.shape} made of the model's parameters"
+        )
     return selection.pieces()
 
 
@@ -247,18 +316,38 @@ def _check_covered(
     for pieces in found.values():
         for piece in pieces:
             covered[piece.parameter] += piece.elements
-    whole = {first_of[name] for name, elements in covered.items() if elements == selections[name].numel()}
+    whole = {
+        first_of[name] for name, elements in covered.items() if elements == selections[name].numel()
+    }
     lost = next((name for name in selections if first_of[name] not in whole), None)
     if lost is None:
         return
     if lost in missing:
-        raise CannotPublish(f"the checkpoint lacks {lost!r} of {model}, which would begin with random numbers; complete it")
-    wanted = next((name for name, selection in reverted.items() if any(piece.parameter == lost for piece in selection.pieces())), None)
-    raise CannotPublish(f"{lost!r} of {model} has no place among the checkpoint's tensors (transformers would write {wanted!r}); save it with transformers")
+        raise CannotPublish(
+            f"the checkpoint lacks {lost!r} of {model}, which would begin with random numbers; complete it"
+        )
+    wanted = next(
+        (
+            name
+            for name, selection in reverted.items()
+            if any(piece.parameter == lost for piece in selection.pieces())
+        ),
+        None,
+    )
+    raise CannotPublish(
+        f"{lost!r} of {model} has no place among the checkpoint's tensors (transformers would write {wanted!r}); save it with transformers"
+    )
 
 
 def _renamed(piece: Piece, first_of: Mapping[str, str]) -> Piece:
-    return Piece(first_of[piece.parameter], piece.shape, piece.start, piece.strides, piece.to, piece.to_strides)
+    return Piece(
+        first_of[piece.parameter],
+        piece.shape,
+        piece.start,
+        piece.strides,
+        piece.to,
+        piece.to_strides,
+    )
 
 
 def _not_loaded(name: str, model: PreTrainedModel) -> bool:

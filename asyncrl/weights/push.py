@@ -63,13 +63,24 @@ class Survey:
     def commits(self, known: Counter[str], graced: bool) -> bool:
         """Whether the version is committed: at least half of the live replicas have it, and no other one is waited for. Before the grace is over, only
         those `known` to stay behind are not."""
-        return bool(self.at) and 2 * len(self.at) >= self.live and (graced or Counter(self.behind) <= known)
+        return (
+            bool(self.at)
+            and 2 * len(self.at) >= self.live
+            and (graced or Counter(self.behind) <= known)
+        )
 
 
 class ServeWeightSync:
     """`WeightSync` over a Serve handle and the job's version board."""
 
-    def __init__(self, handle: Any, board: Any, push_timeout_s: float, commit_grace_s: float = 60.0, drains: bool = False) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        board: Any,
+        push_timeout_s: float,
+        commit_grace_s: float = 60.0,
+        drains: bool = False,
+    ) -> None:
         """
         Args:
             push_timeout_s, commit_grace_s: as in `WeightsConfig`.
@@ -101,16 +112,25 @@ class ServeWeightSync:
         found, tokens = Survey(), -1
         reason = "no replica answered"
         while (remaining := deadline - time.monotonic()) > 0:
-            errors = await self._broadcast(manifest, min(ROUND_S, remaining), max(grace_ends - time.monotonic(), 0.0))
+            errors = await self._broadcast(
+                manifest, min(ROUND_S, remaining), max(grace_ends - time.monotonic(), 0.0)
+            )
             for error in errors:
                 if isinstance(error, ManifestError):
-                    raise RuntimeError(f"version {manifest.version} was refused: {error}") from error
+                    raise RuntimeError(
+                        f"version {manifest.version} was refused: {error}"
+                    ) from error
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
             survey = await self._survey(manifest, max(grace_ends - time.monotonic(), ANSWER_S))
             found = survey or found
             if survey and survey.commits(self._behind, graced=time.monotonic() >= grace_ends):
                 break
-            if survey and self._drains and survey.tokens > tokens and all(isinstance(error, TimeoutError) for error in errors):
+            if (
+                survey
+                and self._drains
+                and survey.tokens > tokens
+                and all(isinstance(error, TimeoutError) for error in errors)
+            ):
                 tokens, deadline = survey.tokens, time.monotonic() + self._timeout_s
             await asyncio.sleep(BETWEEN_ROUNDS_S)
         if found.commits(self._behind, graced=True):
@@ -128,10 +148,16 @@ class ServeWeightSync:
         weights = WeightsId(self._last.run_id, self._last.attempt, version)
         with contextlib.suppress(*NO_ANSWER):
             answers = await ask_all(self._handle, "status", timeout_s=STATUS_S)
-            able = sorted(answer["replica"] for answer in answers if not isinstance(answer, BaseException) and answer["weights"] == weights)
+            able = sorted(
+                answer["replica"]
+                for answer in answers
+                if not isinstance(answer, BaseException) and answer["weights"] == weights
+            )
             if len(able) > 1:
                 self._holding = able[-1]
-                if True in await ask_all(self._handle, "hold", self._holding, weights, timeout_s=STATUS_S):
+                if True in await ask_all(
+                    self._handle, "hold", self._holding, weights, timeout_s=STATUS_S
+                ):
                     return self._holding
         self._holding = None
         return None
@@ -149,7 +175,9 @@ class ServeWeightSync:
         while True:
             await asyncio.sleep(ANNOUNCE_EVERY_S)
             if self._last is not None:
-                with contextlib.suppress(ray.exceptions.RayError):  # a board that is just starting; one that has a newer version by now
+                with contextlib.suppress(
+                    ray.exceptions.RayError
+                ):  # a board that is just starting; one that has a newer version by now
                     await self._board.announce.remote(self._last)
 
     async def _announce(self, manifest: Manifest) -> None:
@@ -159,7 +187,9 @@ class ServeWeightSync:
         try:
             await asyncio.wait_for(announced(), self._timeout_s)
         except TimeoutError:
-            raise RuntimeError(f"the version board did not take version {manifest.version} within weights.push_timeout_s = {self._timeout_s:g}") from None
+            raise RuntimeError(
+                f"the version board did not take version {manifest.version} within weights.push_timeout_s = {self._timeout_s:g}"
+            ) from None
 
     async def differing_tensor(self) -> str:
         """Which tensor of the version pushed last differs most between what was published and what a replica holds: half a sentence.
@@ -170,9 +200,15 @@ class ServeWeightSync:
         if self._last is None:
             raise RuntimeError("no version has been pushed yet")
         answers = await ask_all(self._handle, "fingerprints", timeout_s=FINGERPRINTS_S)
-        held = dict(answer for answer in answers if not isinstance(answer, BaseException) and answer[0] != self._holding)
+        held = dict(
+            answer
+            for answer in answers
+            if not isinstance(answer, BaseException) and answer[0] != self._holding
+        )
         if not held:
-            raise RuntimeError(f"no replica said what it holds: {answers[0] if answers else 'none is up'}")
+            raise RuntimeError(
+                f"no replica said what it holds: {answers[0] if answers else 'none is up'}"
+            )
         buckets = await asyncio.to_thread(ray.get, list(self._last.buckets))
         published = await asyncio.to_thread(published_fingerprints, self._last, buckets)
         return difference_text(published, held, self._last.tensors[0].dtype)
@@ -184,16 +220,28 @@ class ServeWeightSync:
         survey = await self._survey(self._last, ANSWER_S, spare=0)
         return self._behind & Counter(survey.behind) if survey else self._behind
 
-    async def _broadcast(self, manifest: Manifest, timeout_s: float, grace_s: float) -> list[BaseException]:
+    async def _broadcast(
+        self, manifest: Manifest, timeout_s: float, grace_s: float
+    ) -> list[BaseException]:
         """Ask every live replica to apply the version; return what went wrong. After the grace the answers of half of them are enough."""
         spare = self._behind.total()
         try:
-            answers = await ask_all(self._handle, "apply_version", manifest, self._holding, timeout_s=timeout_s, spare=spare, grace_s=grace_s)
+            answers = await ask_all(
+                self._handle,
+                "apply_version",
+                manifest,
+                self._holding,
+                timeout_s=timeout_s,
+                spare=spare,
+                grace_s=grace_s,
+            )
         except NO_ANSWER as error:
             return [error]
         return [answer for answer in answers if isinstance(answer, BaseException)]
 
-    async def _survey(self, manifest: Manifest, grace_s: float, spare: int | None = None) -> Survey | None:
+    async def _survey(
+        self, manifest: Manifest, grace_s: float, spare: int | None = None
+    ) -> Survey | None:
         """Where the live replicas are; the one that is held is left out. None if none is up just now: what was known before stands.
 
         Args:
@@ -202,15 +250,33 @@ class ServeWeightSync:
         """
         spare = self._behind.total() if spare is None else spare
         try:
-            answers = await ask_all(self._handle, "status", timeout_s=STATUS_S, spare=spare, grace_s=grace_s)
+            answers = await ask_all(
+                self._handle, "status", timeout_s=STATUS_S, spare=spare, grace_s=grace_s
+            )
         except NO_ANSWER:
             return None
-        live = [answer for answer in answers if not isinstance(answer, BaseException) and answer["replica"] != self._holding]
-        at = {answer["replica"]: answer["applied"] for answer in live if _has(answer["weights"], manifest)}
+        live = [
+            answer
+            for answer in answers
+            if not isinstance(answer, BaseException) and answer["replica"] != self._holding
+        ]
+        at = {
+            answer["replica"]: answer["applied"]
+            for answer in live
+            if _has(answer["weights"], manifest)
+        }
         silent = [SILENT for answer in answers if isinstance(answer, TimeoutError)]
         behind = [answer for answer in live if answer["replica"] not in at]
-        return Survey(at, [*(answer["replica"] for answer in behind), *silent], sum(answer.get("tokens_generated", 0) for answer in behind))
+        return Survey(
+            at,
+            [*(answer["replica"] for answer in behind), *silent],
+            sum(answer.get("tokens_generated", 0) for answer in behind),
+        )
 
 
 def _has(weights: Any, manifest: Manifest) -> bool:
-    return weights is not None and (weights.run_id, weights.attempt) == (manifest.run_id, manifest.attempt) and weights.version >= manifest.version
+    return (
+        weights is not None
+        and (weights.run_id, weights.attempt) == (manifest.run_id, manifest.attempt)
+        and weights.version >= manifest.version
+    )

@@ -55,19 +55,31 @@ def stored_files(model_path: str | Path) -> list[Path]:
     directory = Path(model_path)
     if not (directory / INDEX).exists():
         if not (directory / SINGLE).exists():
-            raise CheckpointFilesError(f"{str(directory)!r} holds neither {SINGLE} nor {INDEX}; give a Hugging Face checkpoint directory with safetensors")
-        if more := sorted(file.name for file in directory.glob("*.safetensors") if file.name != SINGLE):
+            raise CheckpointFilesError(
+                f"{str(directory)!r} holds neither {SINGLE} nor {INDEX}; give a Hugging Face checkpoint directory with safetensors"
+            )
+        if more := sorted(
+            file.name for file in directory.glob("*.safetensors") if file.name != SINGLE
+        ):
             # vLLM would load every one of them.
-            raise CheckpointFilesError(f"{str(directory)!r} holds {more[0]} beside {SINGLE} and no {INDEX} that says which to read; move it elsewhere")
+            raise CheckpointFilesError(
+                f"{str(directory)!r} holds {more[0]} beside {SINGLE} and no {INDEX} that says which to read; move it elsewhere"
+            )
         return [directory / SINGLE]
     if (directory / SINGLE).exists() and set(_weight_map(directory).values()) != {SINGLE}:
-        raise CheckpointFilesError(f"{str(directory)!r} holds {SINGLE} and an {INDEX} that names other files; remove one of the two")
+        raise CheckpointFilesError(
+            f"{str(directory)!r} holds {SINGLE} and an {INDEX} that names other files; remove one of the two"
+        )
     names = sorted(set(_weight_map(directory).values()))
     for name in names:
         if Path(name).name != name:
-            raise CheckpointFilesError(f"{str(directory / INDEX)!r} names {name!r}, which is no file of that directory; write the index again")
+            raise CheckpointFilesError(
+                f"{str(directory / INDEX)!r} names {name!r}, which is no file of that directory; write the index again"
+            )
         if not (directory / name).exists():
-            raise CheckpointFilesError(f"{str(directory / INDEX)!r} names {name!r}, which is not there; complete the download")
+            raise CheckpointFilesError(
+                f"{str(directory / INDEX)!r} names {name!r}, which is not there; complete the download"
+            )
     return [directory / name for name in names]
 
 
@@ -85,12 +97,18 @@ def stored_tensors(model_path: str | Path) -> dict[str, StoredTensor]:
             with safe_open(file, framework="np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - a safetensors file is no mapping
                     if name in found:
-                        raise CheckpointFilesError(f"{found[name].file} and {file} both hold {name!r}; keep one of them")
+                        raise CheckpointFilesError(
+                            f"{found[name].file} and {file} both hold {name!r}; keep one of them"
+                        )
                     view = tensors.get_slice(name)
                     dtype = str(view.get_dtype())
-                    found[name] = StoredTensor(file, tuple(view.get_shape()), TORCH_NAMES.get(dtype, dtype))
+                    found[name] = StoredTensor(
+                        file, tuple(view.get_shape()), TORCH_NAMES.get(dtype, dtype)
+                    )
         except (SafetensorError, OSError) as error:
-            raise CheckpointFilesError(f"{file} cannot be read ({error}); download it again") from None
+            raise CheckpointFilesError(
+                f"{file} cannot be read ({error}); download it again"
+            ) from None
     return found
 
 
@@ -98,7 +116,15 @@ def _weight_map(directory: Path) -> dict[str, str]:
     try:
         weight_map = json.loads((directory / INDEX).read_text())["weight_map"]
     except (ValueError, KeyError, TypeError):
-        raise CheckpointFilesError(f"{str(directory / INDEX)!r} is not JSON with a weight_map; download it again") from None
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointFilesError(f"{str(directory / INDEX)!r} has a weight_map without files; download it again")
+        raise CheckpointFilesError(
+            f"{str(directory / INDEX)!r} is not JSON with a weight_map; download it again"
+        ) from None
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
+        raise CheckpointFilesError(
+            f"{str(directory / INDEX)!r} has a weight_map without files; download it again"
+        )
     return weight_map

@@ -6,25 +6,39 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.advantages import batch_normalised, group_advantages, moments_over_ranks, soft_overlong_penalty, standardised
+from asyncrl.algorithms.advantages import (
+    batch_normalised,
+    group_advantages,
+    moments_over_ranks,
+    soft_overlong_penalty,
+    standardised,
+)
 
 
 def test_grpo_on_hand_computed_numbers() -> None:
     # mean 1, deviations -1, 0, 1, 0; population std sqrt(2 / 4)
     std = math.sqrt(0.5)
-    assert group_advantages([0.0, 1.0, 2.0, 1.0], [True] * 4, "grpo") == pytest.approx([-1 / (std + 1e-6), 0, 1 / (std + 1e-6), 0])
+    assert group_advantages([0.0, 1.0, 2.0, 1.0], [True] * 4, "grpo") == pytest.approx(
+        [-1 / (std + 1e-6), 0, 1 / (std + 1e-6), 0]
+    )
 
 
 def test_dr_grpo_on_hand_computed_numbers() -> None:
-    assert group_advantages([0.0, 1.0, 2.0, 2.0], [True] * 4, "dr_grpo") == pytest.approx([-1.25, -0.25, 0.75, 0.75])
+    assert group_advantages([0.0, 1.0, 2.0, 2.0], [True] * 4, "dr_grpo") == pytest.approx(
+        [-1.25, -0.25, 0.75, 0.75]
+    )
 
 
 def test_rloo_compares_with_the_mean_of_the_others() -> None:
-    assert group_advantages([0.0, 1.0, 5.0], [True] * 3, "rloo") == pytest.approx([0 - 3, 1 - 2.5, 5 - 0.5])
+    assert group_advantages([0.0, 1.0, 5.0], [True] * 3, "rloo") == pytest.approx(
+        [0 - 3, 1 - 2.5, 5 - 0.5]
+    )
 
 
 def test_maxrl_divides_by_the_mean() -> None:
-    assert group_advantages([1.0, 0.0, 0.0, 0.0], [True] * 4, "maxrl") == pytest.approx([3.0, -1.0, -1.0, -1.0], rel=1e-5)
+    assert group_advantages([1.0, 0.0, 0.0, 0.0], [True] * 4, "maxrl") == pytest.approx(
+        [3.0, -1.0, -1.0, -1.0], rel=1e-5
+    )
     assert group_advantages([0.0, 0.0], [True] * 2, "maxrl") == [0.0, 0.0]
     with pytest.raises(ValueError, match="0 and above"):
         group_advantages([1.0, -1.0], [True] * 2, "maxrl")
@@ -35,7 +49,9 @@ def test_reinforce_plus_plus_is_normalised_over_the_step() -> None:
     assert group_advantages([1.0, 3.0], [True] * 2, "reinforce_plus_plus_baseline") == [-1.0, 1.0]
     # Over tokens: 1 once, 4 three times (mean 3.25, variance (2.25² + 3 · 0.75²) / 4).
     std = math.sqrt((2.25**2 + 3 * 0.75**2) / 4)
-    assert batch_normalised([1.0, 4.0], [1, 3]) == pytest.approx([-2.25 / std, 0.75 / std], rel=1e-5)
+    assert batch_normalised([1.0, 4.0], [1, 3]) == pytest.approx(
+        [-2.25 / std, 0.75 / std], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4, 1e9])
@@ -54,7 +70,9 @@ def test_advantages_far_from_zero_are_standardised_over_ranks(offset: float, dty
             waiting.wait(30)
             return total
 
-        return standardised(parts[index].astype(np.float64), *moments_over_ranks(parts[index], summed))
+        return standardised(
+            parts[index].astype(np.float64), *moments_over_ranks(parts[index], summed)
+        )
 
     with ThreadPoolExecutor(len(parts)) as threads:
         found = np.concatenate(list(threads.map(rank, range(len(parts)))))
@@ -72,12 +90,22 @@ def test_grpo_divides_by_the_std_of_the_population(n: int) -> None:
 
 
 def test_soft_overlong_penalty_falls_linearly() -> None:
-    assert [soft_overlong_penalty(tokens, 100, 20, 0.5) for tokens in (10, 80, 90, 100)] == [0.0, 0.0, -0.25, -0.5]
+    assert [soft_overlong_penalty(tokens, 100, 20, 0.5) for tokens in (10, 80, 90, 100)] == [
+        0.0,
+        0.0,
+        -0.25,
+        -0.5,
+    ]
     assert soft_overlong_penalty(100, 100, 0, 1.0) == 0.0
 
 
 def test_masked_trajectories_have_no_part_in_the_statistics() -> None:
-    assert group_advantages([1.0, None, 0.0, 100.0], [True, False, True, False], "dr_grpo") == [0.5, None, -0.5, None]
+    assert group_advantages([1.0, None, 0.0, 100.0], [True, False, True, False], "dr_grpo") == [
+        0.5,
+        None,
+        -0.5,
+        None,
+    ]
 
 
 def test_equal_rewards_give_zero() -> None:
@@ -91,8 +119,12 @@ def test_no_usable_trajectory() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_against_numpy(seed: int) -> None:
     rewards = np.random.default_rng(seed).standard_normal(8)
-    expected = (rewards - np.mean(rewards)) / (np.sqrt(np.mean((rewards - np.mean(rewards)) ** 2)) + 1e-6)
-    np.testing.assert_allclose(group_advantages(rewards.tolist(), [True] * 8, "grpo"), expected, rtol=1e-12)
+    expected = (rewards - np.mean(rewards)) / (
+        np.sqrt(np.mean((rewards - np.mean(rewards)) ** 2)) + 1e-6
+    )
+    np.testing.assert_allclose(
+        group_advantages(rewards.tolist(), [True] * 8, "grpo"), expected, rtol=1e-12
+    )
 
 
 def test_what_cannot_be_used_is_refused() -> None:

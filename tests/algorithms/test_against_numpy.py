@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.advantages import Advantage, batch_normalised, group_advantages, moments_over_ranks, soft_overlong_penalty, standardised
+from asyncrl.algorithms.advantages import (
+    Advantage,
+    batch_normalised,
+    group_advantages,
+    moments_over_ranks,
+    soft_overlong_penalty,
+    standardised,
+)
 from asyncrl.algorithms.losses import PolicyTokens, policy_loss, token_weights
 from asyncrl.config import AlgorithmConfig
 
@@ -47,28 +54,59 @@ def drawn(seed: int) -> dict[str, np.ndarray]:
     ages = np.concatenate([np.sort(generator.integers(0, 4, length))[::-1] for length in LENGTHS])
     advantages = np.repeat(generator.standard_normal(len(LENGTHS)), LENGTHS)
     behaviour = learner + 0.5 * generator.standard_normal(count)
-    return {"learner": learner, "behaviour": behaviour, "advantages": advantages, "ages": ages.astype(float), "reference": learner - generator.random(count)}
+    return {
+        "learner": learner,
+        "behaviour": behaviour,
+        "advantages": advantages,
+        "ages": ages.astype(float),
+        "reference": learner - generator.random(count),
+    }
 
 
-def numpy_loss(known: dict[str, np.ndarray], weights: np.ndarray, a: AlgorithmConfig, mean_weight: float) -> tuple[float, np.ndarray]:
+def numpy_loss(
+    known: dict[str, np.ndarray], weights: np.ndarray, a: AlgorithmConfig, mean_weight: float
+) -> tuple[float, np.ndarray]:
     """The step's loss, and which tokens are masked. Written from the papers' formulas, a trajectory at a time."""
     total, dropped, start = 0.0, [], 0
     c = a.correction
     for length in LENGTHS:
         part = slice(start, start + length)
         start += length
-        pi, mu, adv, age, ref, w = (x[part] for x in (known["learner"], known["behaviour"], known["advantages"], known["ages"], known["reference"], weights))
+        pi, mu, adv, age, ref, w = (
+            x[part]
+            for x in (
+                known["learner"],
+                known["behaviour"],
+                known["advantages"],
+                known["ages"],
+                known["reference"],
+                weights,
+            )
+        )
         old = {
             "behaviour": mu,
             "learner": pi,
-            "log_linear": np.array([p if t == 0 else m + (t - 1) / t * (p - m) for p, m, t in zip(pi, mu, age, strict=True)]),
+            "log_linear": np.array(
+                [
+                    p if t == 0 else m + (t - 1) / t * (p - m)
+                    for p, m, t in zip(pi, mu, age, strict=True)
+                ]
+            ),
         }[a.old_policy]
         r = np.exp(pi - old)
-        high, low = 1 + a.eps_clip_high, {"cispo": 0.0}.get(a.loss, 0.8) if a.eps_clip is None else 1 - a.eps_clip
+        high, low = (
+            1 + a.eps_clip_high,
+            {"cispo": 0.0}.get(a.loss, 0.8) if a.eps_clip is None else 1 - a.eps_clip,
+        )
         if a.loss == "ppo":
-            objective = [min(x * y, min(max(x, low), high) * y) for x, y in zip(r, adv, strict=True)]
+            objective = [
+                min(x * y, min(max(x, low), high) * y) for x, y in zip(r, adv, strict=True)
+            ]
             if a.dual_clip is not None:
-                objective = [max(o, a.dual_clip * y) if y < 0 else o for o, y in zip(objective, adv, strict=True)]
+                objective = [
+                    max(o, a.dual_clip * y) if y < 0 else o
+                    for o, y in zip(objective, adv, strict=True)
+                ]
         elif a.loss == "gspo":
             s = np.exp(np.mean(pi - old))
             objective = [min(s * y, min(max(s, low), high) * y) for y in adv]
@@ -81,11 +119,20 @@ def numpy_loss(known: dict[str, np.ndarray], weights: np.ndarray, a: AlgorithmCo
                 objective.append(4 / tau / (1 + np.exp(-tau * (x - 1))) * y)
         elif a.loss == "dppo":
             moved = np.exp(pi) - np.exp(mu)
-            objective = [0.0 if (y > 0 and m > a.dppo_threshold) or (y < 0 and m < -a.dppo_threshold) else x * y for x, y, m in zip(r, adv, moved, strict=True)]
+            objective = [
+                0.0
+                if (y > 0 and m > a.dppo_threshold) or (y < 0 and m < -a.dppo_threshold)
+                else x * y
+                for x, y, m in zip(r, adv, moved, strict=True)
+            ]
         else:
             objective = list(adv * pi)
         way = old - mu
-        truncated = {"none": np.ones(length), "token": np.minimum(np.exp(way), c.cap), "sequence": np.full(length, min(np.exp(way.sum()), c.cap))}[c.truncation]
+        truncated = {
+            "none": np.ones(length),
+            "token": np.minimum(np.exp(way), c.cap),
+            "sequence": np.full(length, min(np.exp(way.sum()), c.cap)),
+        }[c.truncation]
         log_ratio = pi - mu
         keep = np.ones(length, dtype=bool)
         if c.mask_below is not None:
@@ -93,35 +140,72 @@ def numpy_loss(known: dict[str, np.ndarray], weights: np.ndarray, a: AlgorithmCo
         if c.mask_above is not None:
             keep &= np.exp(log_ratio) <= c.mask_above
         if c.reject_above is not None:
-            k = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": np.exp(log_ratio) - 1 - log_ratio}[c.reject_estimator]
-            judged = {"token": np.abs(k), "sequence_sum": abs(k.sum()), "sequence_mean": abs(k.mean()), "sequence_max": np.abs(k).max()}[c.reject_level]
+            k = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": np.exp(log_ratio) - 1 - log_ratio}[
+                c.reject_estimator
+            ]
+            judged = {
+                "token": np.abs(k),
+                "sequence_sum": abs(k.sum()),
+                "sequence_mean": abs(k.mean()),
+                "sequence_max": np.abs(k).max(),
+            }[c.reject_level]
             keep &= judged <= c.reject_above
         if c.sequence_mask_above is not None:
             keep &= (adv >= 0) | (np.mean(-log_ratio) <= c.sequence_mask_above)
         total -= float(np.sum(w * keep * truncated / mean_weight * np.array(objective)))
         if a.kl_loss_coef:
             x = ref - pi
-            k = {"k1": -x, "k2": x**2 / 2, "k3": np.exp(x) - 1 - x, "low_var": np.minimum(np.exp(x) - 1 - x, 10)}[a.kl_estimator]
+            k = {
+                "k1": -x,
+                "k2": x**2 / 2,
+                "k3": np.exp(x) - 1 - x,
+                "low_var": np.minimum(np.exp(x) - 1 - x, 10),
+            }[a.kl_estimator]
             total += a.kl_loss_coef * float(np.sum(w * np.minimum(np.exp(log_ratio), c.cap) * k))
         dropped.append(~keep)
     return total, np.concatenate(dropped)
 
 
-def torch_tokens(known: dict[str, np.ndarray], weights: np.ndarray, reference: bool, which: range = range(len(LENGTHS))) -> PolicyTokens:
+def torch_tokens(
+    known: dict[str, np.ndarray],
+    weights: np.ndarray,
+    reference: bool,
+    which: range = range(len(LENGTHS)),
+) -> PolicyTokens:
     """The tokens of some of the trajectories."""
     begins = np.concatenate([[0], np.cumsum(LENGTHS)])
     places = np.concatenate([np.arange(begins[one], begins[one + 1]) for one in which])
-    sequence = torch.repeat_interleave(torch.arange(len(which)), torch.tensor([LENGTHS[one] for one in which]))
-    pi, mu, adv, age, ref, w = (torch.tensor(x[places]) for x in (*(known[k] for k in ("learner", "behaviour", "advantages", "ages", "reference")), weights))
-    return PolicyTokens(pi.requires_grad_(), mu, adv, w, sequence, len(which), age, ref if reference else None)
+    sequence = torch.repeat_interleave(
+        torch.arange(len(which)), torch.tensor([LENGTHS[one] for one in which])
+    )
+    pi, mu, adv, age, ref, w = (
+        torch.tensor(x[places])
+        for x in (
+            *(known[k] for k in ("learner", "behaviour", "advantages", "ages", "reference")),
+            weights,
+        )
+    )
+    return PolicyTokens(
+        pi.requires_grad_(), mu, adv, w, sequence, len(which), age, ref if reference else None
+    )
 
 
-@pytest.mark.parametrize(("settings", "masks"), list(itertools.product(LOSSES, MASKS)), ids=lambda value: "-".join(map(str, value.values())) or "none")
+@pytest.mark.parametrize(
+    ("settings", "masks"),
+    list(itertools.product(LOSSES, MASKS)),
+    ids=lambda value: "-".join(map(str, value.values())) or "none",
+)
 def test_policy_losses(settings: dict[str, Any], masks: dict[str, Any]) -> None:
-    truncations = ["none"] if settings.get("old_policy", "behaviour") == "behaviour" else ["none", "token", "sequence"]
+    truncations = (
+        ["none"]
+        if settings.get("old_policy", "behaviour") == "behaviour"
+        else ["none", "token", "sequence"]
+    )
     any_dropped = False
     for seed, truncation in itertools.product(range(3), truncations):
-        algorithm = AlgorithmConfig.model_validate({**settings, "correction": {**masks, "truncation": truncation, "cap": 1.2}})
+        algorithm = AlgorithmConfig.model_validate(
+            {**settings, "correction": {**masks, "truncation": truncation, "cap": 1.2}}
+        )
         known = drawn(seed)
         weights = np.repeat(token_weights(LENGTHS, "sequence_mean_token_mean", 1), LENGTHS)
         loss, sums = policy_loss(torch_tokens(known, weights, reference=False), algorithm)
@@ -136,21 +220,39 @@ def test_policy_losses(settings: dict[str, Any], masks: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mean_weight", [1.0, 0.7])
 def test_kl_in_the_loss_and_normalised_weights(estimator: str, mean_weight: float) -> None:
     algorithm = AlgorithmConfig.model_validate(
-        {"loss": "reinforce", "old_policy": "learner", "kl_loss_coef": 0.3, "kl_estimator": estimator, "correction": {"truncation": "token", "cap": 1.4}}
+        {
+            "loss": "reinforce",
+            "old_policy": "learner",
+            "kl_loss_coef": 0.3,
+            "kl_estimator": estimator,
+            "correction": {"truncation": "token", "cap": 1.4},
+        }
     )
     known, weights = drawn(5), np.random.default_rng(1).random(sum(LENGTHS))
-    loss, sums = policy_loss(torch_tokens(known, weights, reference=True), algorithm, mean_weight=mean_weight)
-    assert loss.item() == pytest.approx(numpy_loss(known, weights, algorithm, mean_weight)[0], rel=1e-9)
+    loss, sums = policy_loss(
+        torch_tokens(known, weights, reference=True), algorithm, mean_weight=mean_weight
+    )
+    assert loss.item() == pytest.approx(
+        numpy_loss(known, weights, algorithm, mean_weight)[0], rel=1e-9
+    )
     assert float(sums.capped) == (np.exp(known["learner"] - known["behaviour"]) > 1.4).sum() > 0
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "fixed"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "fixed"]
+)
 @pytest.mark.parametrize("settings", LOSSES, ids=lambda value: "-".join(map(str, value.values())))
-def test_any_split_into_micro_batches_and_ranks_has_the_loss_and_gradient_of_the_whole(aggregation: Any, settings: dict[str, Any]) -> None:
+def test_any_split_into_micro_batches_and_ranks_has_the_loss_and_gradient_of_the_whole(
+    aggregation: Any, settings: dict[str, Any]
+) -> None:
     """Weights come from the whole step, so sums over micro-batches and ranks are exact, whatever is masked."""
     truncation = "none" if settings.get("old_policy", "behaviour") == "behaviour" else "sequence"
     algorithm = AlgorithmConfig.model_validate(
-        {**settings, "kl_loss_coef": 0.1, "correction": {"truncation": truncation, "mask_below": 0.5, "sequence_mask_above": 0.1}}
+        {
+            **settings,
+            "kl_loss_coef": 0.1,
+            "correction": {"truncation": truncation, "mask_below": 0.5, "sequence_mask_above": 0.1},
+        }
     )
     known = drawn(3)
     weights = np.repeat(token_weights(LENGTHS, aggregation, 32), LENGTHS)
@@ -178,7 +280,15 @@ def test_any_split_into_micro_batches_and_ranks_has_the_loss_and_gradient_of_the
     np.testing.assert_allclose(split_gradient, whole_gradient, rtol=1e-12, atol=1e-15)
 
 
-METHODS: tuple[Advantage, ...] = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+METHODS: tuple[Advantage, ...] = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "maxrl",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "gae",
+)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -199,7 +309,9 @@ def test_advantages_with_masked_members(method: Advantage, seed: int) -> None:
     given = [float(reward) if use else None for reward, use in zip(rewards, usable, strict=True)]
     found = group_advantages(given, usable.tolist(), method)
     assert [value is None for value in found] == [not use for use in usable]
-    np.testing.assert_allclose([value for value in found if value is not None], [expected(x) for x in kept], rtol=1e-9)
+    np.testing.assert_allclose(
+        [value for value in found if value is not None], [expected(x) for x in kept], rtol=1e-9
+    )
 
 
 def test_normalisation_over_the_step_and_the_overlong_penalty() -> None:
@@ -207,8 +319,12 @@ def test_normalisation_over_the_step_and_the_overlong_penalty() -> None:
     advantages, tokens = generator.standard_normal(6), np.array([1, 4, 2, 9, 3, 1])
     every = np.repeat(advantages, tokens)
     expected = (advantages - every.mean()) / (every.std() + 1e-6)
-    np.testing.assert_allclose(batch_normalised(advantages.tolist(), tokens.tolist()), expected, rtol=1e-9)
-    np.testing.assert_allclose(standardised(advantages, *moments_over_ranks(every, lambda sums: sums)), expected, rtol=1e-9)
+    np.testing.assert_allclose(
+        batch_normalised(advantages.tolist(), tokens.tolist()), expected, rtol=1e-9
+    )
+    np.testing.assert_allclose(
+        standardised(advantages, *moments_over_ranks(every, lambda sums: sums)), expected, rtol=1e-9
+    )
     for length in range(1, 21):
         by_hand = 0.0 if length <= 15 else -0.5 * (length - 15) / 5
         assert soft_overlong_penalty(length, 20, 5, 0.5) == pytest.approx(by_hand)

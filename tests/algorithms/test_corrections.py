@@ -29,9 +29,15 @@ def test_sums_means_and_maxima_over_trajectories() -> None:
 
 
 def test_importance_weights() -> None:
-    assert importance_weights(LOG_RATIO, SEQUENCE, 2, "token").clamp(max=2.5).tolist() == pytest.approx([2.0, 0.5, 2.5])
-    assert importance_weights(LOG_RATIO, SEQUENCE, 2, "sequence").clamp(max=2.5).tolist() == pytest.approx([1.0, 1.0, 2.5])
-    assert importance_weights(torch.tensor([1000.0]), torch.tensor([0]), 1, "token").isfinite().all()
+    assert importance_weights(LOG_RATIO, SEQUENCE, 2, "token").clamp(
+        max=2.5
+    ).tolist() == pytest.approx([2.0, 0.5, 2.5])
+    assert importance_weights(LOG_RATIO, SEQUENCE, 2, "sequence").clamp(
+        max=2.5
+    ).tolist() == pytest.approx([1.0, 1.0, 2.5])
+    assert (
+        importance_weights(torch.tensor([1000.0]), torch.tensor([0]), 1, "token").isfinite().all()
+    )
 
 
 @pytest.mark.parametrize("log_ratio", [1e-3, 3e-4, -1e-4])
@@ -45,9 +51,15 @@ def test_band_mask_is_two_sided() -> None:
 
 
 def test_kl_estimates() -> None:
-    assert kl_estimate(LOG_RATIO, "k1").tolist() == pytest.approx([-math.log(2), math.log(2), -math.log(3)])
-    assert kl_estimate(LOG_RATIO, "k2").tolist() == pytest.approx([math.log(2) ** 2 / 2, math.log(2) ** 2 / 2, math.log(3) ** 2 / 2])
-    assert kl_estimate(LOG_RATIO, "k3").tolist() == pytest.approx([1 - math.log(2), -0.5 + math.log(2), 2 - math.log(3)])
+    assert kl_estimate(LOG_RATIO, "k1").tolist() == pytest.approx(
+        [-math.log(2), math.log(2), -math.log(3)]
+    )
+    assert kl_estimate(LOG_RATIO, "k2").tolist() == pytest.approx(
+        [math.log(2) ** 2 / 2, math.log(2) ** 2 / 2, math.log(3) ** 2 / 2]
+    )
+    assert kl_estimate(LOG_RATIO, "k3").tolist() == pytest.approx(
+        [1 - math.log(2), -0.5 + math.log(2), 2 - math.log(3)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,5 +80,9 @@ def test_rejection(estimator: str, level: str, above: float, kept: list[bool]) -
 
 def test_off_policy_sequence_mask_spares_good_answers() -> None:
     far = torch.tensor([-1.0, -3.0, -3.0])
-    assert off_policy_sequence_mask(far, torch.tensor([-1.0, -1.0, 1.0]), SEQUENCE, 2, 1.5).tolist() == [False, False, True]
-    assert off_policy_sequence_mask(far, torch.tensor([-1.0, -1.0, -1.0]), SEQUENCE, 2, 2.5).tolist() == [True, True, False]
+    assert off_policy_sequence_mask(
+        far, torch.tensor([-1.0, -1.0, 1.0]), SEQUENCE, 2, 1.5
+    ).tolist() == [False, False, True]
+    assert off_policy_sequence_mask(
+        far, torch.tensor([-1.0, -1.0, -1.0]), SEQUENCE, 2, 2.5
+    ).tolist() == [True, True, False]

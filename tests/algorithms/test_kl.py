@@ -52,7 +52,9 @@ def gradients(seed: int, estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
     divergence = (whole.exp() * (whole - theirs.sum(1))).sum()
     (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
     if estimator == "reward_kl":
-        penalty = torch.tensor([reward_kl(a.tolist(), b.tolist()) for a, b in zip(ours, theirs, strict=True)])
+        penalty = torch.tensor(
+            [reward_kl(a.tolist(), b.tolist()) for a, b in zip(ours, theirs, strict=True)]
+        )
     else:
         penalty = kl_estimate(theirs - ours.detach(), estimator).sum(1)
     (as_reward,) = torch.autograd.grad((whole.exp().detach() * penalty * whole).sum(), logits)
@@ -67,5 +69,8 @@ def test_as_a_reward_it_has_the_gradient_of_the_divergence(seed: int) -> None:
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "low_var"])
 def test_the_other_estimators_have_another_one(estimator: str) -> None:
-    cosines = [float(torch.cosine_similarity(*(g.flatten() for g in gradients(seed, estimator)), dim=0)) for seed in range(5)]
+    cosines = [
+        float(torch.cosine_similarity(*(g.flatten() for g in gradients(seed, estimator)), dim=0))
+        for seed in range(5)
+    ]
     assert min(cosines) < 0 and max(cosines) < 0.9

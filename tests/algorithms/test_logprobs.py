@@ -11,16 +11,23 @@ from asyncrl.algorithms.logprobs import LogitMap, greedy_tokens, token_logprobs
 
 def test_entropy_has_a_gradient_only_if_asked_for() -> None:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(6, 4, generator=generator, requires_grad=True), torch.randn(9, 4, generator=generator)
+    hidden, weight = (
+        torch.randn(6, 4, generator=generator, requires_grad=True),
+        torch.randn(9, 4, generator=generator),
+    )
     targets = torch.arange(6)
     assert not token_logprobs(hidden, weight, targets, 1.0)[1].requires_grad
     whole = token_logprobs(hidden, weight, targets, 1.0, entropy_gradient=True)[1]
-    chunked = token_logprobs(hidden, weight, targets, 1.0, chunk_elements=18, entropy_gradient=True)[1]
+    chunked = token_logprobs(
+        hidden, weight, targets, 1.0, chunk_elements=18, entropy_gradient=True
+    )[1]
     expected = torch.distributions.Categorical(logits=hidden @ weight.T).entropy()
     wanted = torch.autograd.grad(expected.sum(), hidden, retain_graph=True)[0]
     for found in (whole, chunked):
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(torch.autograd.grad(found.sum(), hidden, retain_graph=True)[0], wanted)
+        torch.testing.assert_close(
+            torch.autograd.grad(found.sum(), hidden, retain_graph=True)[0], wanted
+        )
 
 
 def test_hand_computed_numbers() -> None:
@@ -29,20 +36,32 @@ def test_hand_computed_numbers() -> None:
     logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([1]), 1.0)
     assert logprobs.item() == pytest.approx(math.log(0.75))
     assert entropy.item() == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
-    assert token_logprobs(hidden, weight, torch.tensor([1]), 0.5)[0].item() == pytest.approx(math.log(0.9))
+    assert token_logprobs(hidden, weight, torch.tensor([1]), 0.5)[0].item() == pytest.approx(
+        math.log(0.9)
+    )
     assert greedy_tokens(hidden, weight).tolist() == [1]
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 40, 10_000])
 def test_chunks_against_numpy(chunk_elements: int) -> None:
     generator = np.random.default_rng(0)
-    hidden, weight, bias = generator.standard_normal((7, 5)), generator.standard_normal((13, 5)), generator.standard_normal(13)
+    hidden, weight, bias = (
+        generator.standard_normal((7, 5)),
+        generator.standard_normal((13, 5)),
+        generator.standard_normal(13),
+    )
     targets = generator.integers(0, 13, 7)
     logits = (hidden @ weight.T + bias) / 0.7
     expected = logits - logits.max(1, keepdims=True)
     expected = expected - np.log(np.exp(expected).sum(1, keepdims=True))
     as_tensors = [torch.tensor(array, dtype=torch.float32) for array in (hidden, weight)]
-    logprobs, entropy = token_logprobs(*as_tensors, torch.tensor(targets), 0.7, torch.tensor(bias, dtype=torch.float32), chunk_elements)
+    logprobs, entropy = token_logprobs(
+        *as_tensors,
+        torch.tensor(targets),
+        0.7,
+        torch.tensor(bias, dtype=torch.float32),
+        chunk_elements,
+    )
     np.testing.assert_allclose(logprobs, expected[np.arange(7), targets], atol=2e-6)
     np.testing.assert_allclose(entropy, -(np.exp(expected) * expected).sum(1), atol=2e-6)
     greedy = greedy_tokens(*as_tensors, torch.tensor(bias, dtype=torch.float32), chunk_elements)
@@ -55,9 +74,17 @@ def test_chunks_are_exact_to_one_in_a_million(entropy_gradient: bool) -> None:
     found = []
     for chunk_elements in (3 * vocabulary, rows * vocabulary):
         torch.manual_seed(0)
-        hidden, weight = torch.randn(rows, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
-        bias, targets = torch.randn(vocabulary, requires_grad=True), torch.randint(0, vocabulary, (rows,))
-        logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, bias, chunk_elements, entropy_gradient)
+        hidden, weight = (
+            torch.randn(rows, width, requires_grad=True),
+            torch.randn(vocabulary, width, requires_grad=True),
+        )
+        bias, targets = (
+            torch.randn(vocabulary, requires_grad=True),
+            torch.randint(0, vocabulary, (rows,)),
+        )
+        logprobs, entropy = token_logprobs(
+            hidden, weight, targets, 0.7, bias, chunk_elements, entropy_gradient
+        )
         loss = logprobs.mean() + (entropy.mean() if entropy_gradient else 0.0)
         found.append((logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight, bias))))
     for chunked, whole in zip(*found, strict=True):
@@ -71,14 +98,23 @@ def test_the_heads_gradient_adds_up_in_float32_over_many_chunks(chunks: int) -> 
     torch.manual_seed(0)
     # All rows pull the head the same way, as a policy gradient does: the sum grows far beyond any one part.
     hidden = (1 + 0.1 * torch.randn(chunks * rows, width)).bfloat16()
-    weight, bias, targets = torch.randn(vocabulary, width).bfloat16(), torch.randn(vocabulary).bfloat16(), torch.zeros(chunks * rows, dtype=torch.int64)
+    weight, bias, targets = (
+        torch.randn(vocabulary, width).bfloat16(),
+        torch.randn(vocabulary).bfloat16(),
+        torch.zeros(chunks * rows, dtype=torch.int64),
+    )
 
     def gradients(dtype: torch.dtype, chunk_elements: int) -> tuple[torch.Tensor, ...]:
         inputs = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight, bias)]
         logprobs, _ = token_logprobs(inputs[0], inputs[1], targets, 1.0, inputs[2], chunk_elements)
         return torch.autograd.grad(logprobs.sum(), inputs)
 
-    for name, found, exact in zip(("hidden", "weight", "bias"), gradients(torch.bfloat16, rows * vocabulary), gradients(torch.float64, 1 << 30), strict=True):
+    for name, found, exact in zip(
+        ("hidden", "weight", "bias"),
+        gradients(torch.bfloat16, rows * vocabulary),
+        gradients(torch.float64, 1 << 30),
+        strict=True,
+    ):
         assert found.dtype == torch.bfloat16
         # Half a unit of bfloat16's last place is 0.002; each chunk's logits are rounded as well.
         assert float((found.double() - exact).norm() / exact.norm()) < 0.01, name
@@ -98,11 +134,15 @@ class LargestOutput(TorchDispatchMode):
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize(("chunk_rows", "largest"), [(3, 3 * 500), (64, 64 * 500)])
-def test_the_logits_never_exist_whole(chunk_rows: int, largest: int, entropy_gradient: bool) -> None:
+def test_the_logits_never_exist_whole(
+    chunk_rows: int, largest: int, entropy_gradient: bool
+) -> None:
     """Rows 64, vocabulary 500: with chunks of 3 rows nothing is larger than a chunk; with one chunk of all rows the logits are seen, so they would be."""
     hidden, weight = torch.randn(64, 2, requires_grad=True), torch.randn(500, 2, requires_grad=True)
     with LargestOutput() as seen:
-        logprobs, entropy = token_logprobs(hidden, weight, torch.arange(64), 1.0, None, chunk_rows * 500, entropy_gradient)
+        logprobs, entropy = token_logprobs(
+            hidden, weight, torch.arange(64), 1.0, None, chunk_rows * 500, entropy_gradient
+        )
         forward, seen.elements = seen.elements, 0
         (logprobs.sum() + entropy.sum()).backward()
     assert (forward, seen.elements) == (largest, largest)
@@ -114,16 +154,28 @@ def test_chunks_do_not_change_gradients() -> None:
     gradients = []
     for chunk_elements in (1, 10_000):
         torch.manual_seed(1)
-        hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(13, 5, requires_grad=True)
-        token_logprobs(hidden, weight, targets, 0.7, chunk_elements=chunk_elements)[0].sum().backward()
+        hidden, weight = (
+            torch.randn(7, 5, requires_grad=True),
+            torch.randn(13, 5, requires_grad=True),
+        )
+        token_logprobs(hidden, weight, targets, 0.7, chunk_elements=chunk_elements)[
+            0
+        ].sum().backward()
         gradients.append((hidden.grad, weight.grad))
     for whole, chunked in zip(*gradients, strict=True):
         torch.testing.assert_close(whole, chunked)
 
 
 def test_no_rows() -> None:
-    logprobs, entropy = token_logprobs(torch.zeros(0, 5), torch.zeros(13, 5), torch.zeros(0, dtype=torch.int64), 1.0)
-    assert logprobs.shape == entropy.shape == greedy_tokens(torch.zeros(0, 5), torch.zeros(13, 5)).shape == (0,)
+    logprobs, entropy = token_logprobs(
+        torch.zeros(0, 5), torch.zeros(13, 5), torch.zeros(0, dtype=torch.int64), 1.0
+    )
+    assert (
+        logprobs.shape
+        == entropy.shape
+        == greedy_tokens(torch.zeros(0, 5), torch.zeros(13, 5)).shape
+        == (0,)
+    )
 
 
 def test_temperature_zero_is_refused() -> None:
@@ -131,12 +183,19 @@ def test_temperature_zero_is_refused() -> None:
         token_logprobs(torch.zeros(1, 5), torch.zeros(13, 5), torch.zeros(1, dtype=torch.int64), 0)
 
 
-MAPS = {"granite": LogitMap(scale=1 / 8), "cohere": LogitMap(scale=0.0625), "gemma 2": LogitMap(softcap=3.0), "both": LogitMap(2.5, 3.0)}
+MAPS = {
+    "granite": LogitMap(scale=1 / 8),
+    "cohere": LogitMap(scale=0.0625),
+    "gemma 2": LogitMap(softcap=3.0),
+    "both": LogitMap(2.5, 3.0),
+}
 
 
 @pytest.mark.parametrize("chunk_elements", [30, 10_000], ids=["chunked", "whole"])
 @pytest.mark.parametrize("name", MAPS)
-def test_mapped_logits_have_the_log_probs_and_gradients_of_plain_autograd_in_float64(name: str, chunk_elements: int) -> None:
+def test_mapped_logits_have_the_log_probs_and_gradients_of_plain_autograd_in_float64(
+    name: str, chunk_elements: int
+) -> None:
     """Logits reach 12, far into the soft cap of 3. The gradient is of log-probs and entropies together."""
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(7, 5), 2 * torch.randn(13, 5), torch.randn(13)
@@ -151,14 +210,25 @@ def test_mapped_logits_have_the_log_probs_and_gradients_of_plain_autograd_in_flo
     wanted = torch.autograd.grad((direction * (expected[0] + 0.1 * expected[1])).sum(), exact)
 
     inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-    found = token_logprobs(inputs[0], inputs[1], targets, 0.7, inputs[2], chunk_elements, True, logit_map)
+    found = token_logprobs(
+        inputs[0], inputs[1], targets, 0.7, inputs[2], chunk_elements, True, logit_map
+    )
     gradients = torch.autograd.grad((direction * (found[0] + 0.1 * found[1])).sum(), inputs)
     for one, other in zip((*found, *gradients), (*expected, *wanted), strict=True):
         assert float((one - other).abs().max() / other.abs().max()) < 2e-6
-    assert greedy_tokens(hidden, weight, bias, chunk_elements, logit_map).tolist() == logits.argmax(-1).tolist()
+    assert (
+        greedy_tokens(hidden, weight, bias, chunk_elements, logit_map).tolist()
+        == logits.argmax(-1).tolist()
+    )
 
 
 def test_a_soft_cap_by_hand() -> None:
     """Head 0 and 4 capped at 2: 2 tanh 2 = 1.92806; log-prob of the second: -log(1 + e^-1.92806)."""
-    found, _ = token_logprobs(torch.ones(1, 1), torch.tensor([[0.0], [4.0]]), torch.tensor([1]), 1.0, logit_map=LogitMap(softcap=2.0))
+    found, _ = token_logprobs(
+        torch.ones(1, 1),
+        torch.tensor([[0.0], [4.0]]),
+        torch.tensor([1]),
+        1.0,
+        logit_map=LogitMap(softcap=2.0),
+    )
     assert found.item() == pytest.approx(-math.log1p(math.exp(-2 * math.tanh(2))))

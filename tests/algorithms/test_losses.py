@@ -37,7 +37,15 @@ def tokens(logprobs, behaviour, advantages, lengths=None, ages=None, weights=Non
     lengths = lengths or [count]
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     zero, one = torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.float64)
-    return PolicyTokens(logprobs, behaviour, advantages, one if weights is None else weights, sequence, len(lengths), zero if ages is None else ages)
+    return PolicyTokens(
+        logprobs,
+        behaviour,
+        advantages,
+        one if weights is None else weights,
+        sequence,
+        len(lengths),
+        zero if ages is None else ages,
+    )
 
 
 def algorithm(**settings) -> AlgorithmConfig:
@@ -51,12 +59,17 @@ def gradient(loss: torch.Tensor, logprobs: torch.Tensor) -> list[float]:
 
 def test_ppo_on_hand_computed_numbers() -> None:
     # ratios 1.5, 0.5, 1.5, 0.5, 1.1 with clip range [0.8, 1.28]
-    learner, behaviour = log(0.75, 0.25, 0.75, 0.25, 0.55).requires_grad_(), log(0.5, 0.5, 0.5, 0.5, 0.5)
+    learner, behaviour = (
+        log(0.75, 0.25, 0.75, 0.25, 0.55).requires_grad_(),
+        log(0.5, 0.5, 0.5, 0.5, 0.5),
+    )
     # min(1.5, 1.28), min(0.5, 0.8), min(-1.5, -1.28), min(-0.5, -0.8), min(2.2, 2.2)
     loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, 1, -1, -1, 2)), algorithm())
     assert loss.item() == pytest.approx(-(1.28 + 0.5 - 1.5 - 0.8 + 2.2))
     assert (sums.clipped.item(), sums.masked.item()) == (2, 0)
-    assert (sums.ratio.item(), sums.ratio_max.item(), sums.ratio_squared.item()) == pytest.approx((5.1, 1.5, 2 * 2.25 + 2 * 0.25 + 1.21))
+    assert (sums.ratio.item(), sums.ratio_max.item(), sums.ratio_squared.item()) == pytest.approx(
+        (5.1, 1.5, 2 * 2.25 + 2 * 0.25 + 1.21)
+    )
     # A clipped token has no gradient; another has -r·A.
     assert gradient(loss, learner) == pytest.approx([0.0, -0.5, 1.5, 0.0, -2.2])
 
@@ -71,43 +84,76 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
 def test_gspo_has_one_ratio_for_a_trajectory() -> None:
     # Two trajectories: mean log-ratios (log 4 + log 1) / 2 = log 2, and log 1.1.
     learner, behaviour = log(0.8, 0.5, 0.55).requires_grad_(), log(0.2, 0.5, 0.5)
-    loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, 1, 1), lengths=[2, 1]), algorithm(loss="gspo"))
+    loss, sums = policy_loss(
+        tokens(learner, behaviour, tensor(1, 1, 1), lengths=[2, 1]), algorithm(loss="gspo")
+    )
     assert loss.item() == pytest.approx(-(1.28 + 1.28 + 1.1))
     assert sums.clipped.item() == 2
     assert gradient(loss, learner) == pytest.approx([0.0, 0.0, -1.1])
-    loss, _ = policy_loss(tokens(learner, behaviour, tensor(-1, -1, 1), lengths=[2, 1]), algorithm(loss="gspo"))
+    loss, _ = policy_loss(
+        tokens(learner, behaviour, tensor(-1, -1, 1), lengths=[2, 1]), algorithm(loss="gspo")
+    )
     assert gradient(loss, learner) == pytest.approx([2.0, 2.0, -1.1])
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     logprobs = log(0.75, 0.25).requires_grad_()
     loss, stopped = cispo(logprobs, logprobs - log(0.5, 0.5), tensor(2, -1), 0.2, 0.28)
-    assert loss.tolist() == pytest.approx([-1.28 * 2 * math.log(0.75), 0.8 * math.log(0.25)]) and stopped.all()
+    assert (
+        loss.tolist() == pytest.approx([-1.28 * 2 * math.log(0.75), 0.8 * math.log(0.25)])
+        and stopped.all()
+    )
     assert gradient(loss.sum(), logprobs) == pytest.approx([-2.56, 0.8])
 
 
 def test_cispo_has_no_lower_clip_unless_it_is_set() -> None:
     behaviour, learner = log(0.9), log(0.0009).requires_grad_()
     for settings, weight in (({}, 0.001), ({"eps_clip": 0.2}, 0.8)):
-        loss, sums = policy_loss(tokens(learner, behaviour, tensor(1.0)), algorithm(loss="cispo", **settings))
-        assert gradient(loss, learner) == pytest.approx([-weight]) and sums.clipped.item() == len(settings)
+        loss, sums = policy_loss(
+            tokens(learner, behaviour, tensor(1.0)), algorithm(loss="cispo", **settings)
+        )
+        assert gradient(loss, learner) == pytest.approx([-weight]) and sums.clipped.item() == len(
+            settings
+        )
 
 
 def test_what_an_update_in_mid_generation_does_is_told_from_staleness() -> None:
     """Tokens of the learner's own version in trajectories begun earlier: without an old KV cache they would have its log-probs."""
     learner = tensor(-1.0, -1.0, -1.0, -1.0, -1.0)
-    given = tokens(learner, learner + tensor(0.5, 0.25, 0.125, 0.5, 0.5), tensor(1, 1, 1, 1, 1), lengths=[3, 2], ages=tensor(1, 0, 0, 0, 0))
+    given = tokens(
+        learner,
+        learner + tensor(0.5, 0.25, 0.125, 0.5, 0.5),
+        tensor(1, 1, 1, 1, 1),
+        lengths=[3, 2],
+        ages=tensor(1, 0, 0, 0, 0),
+    )
     _, sums = policy_loss(given, algorithm())
     assert (float(sums.drift), float(sums.drift_tokens)) == (0.375, 2)
 
 
 def test_masks_are_counted_by_reason() -> None:
-    settings = {"mask_above": 1.9, "reject_above": 0.6, "reject_estimator": "k1", "sequence_mask_above": 0.3}
+    settings = {
+        "mask_above": 1.9,
+        "reject_above": 0.6,
+        "reject_estimator": "k1",
+        "sequence_mask_above": 0.3,
+    }
     learner, behaviour = log(0.9, 0.25, 0.5, 0.5), log(0.45, 0.5, 0.5, 0.7)
-    _, sums = policy_loss(tokens(learner, behaviour, tensor(1, 1, -1, -1), lengths=[2, 2]), algorithm(correction=settings))
+    _, sums = policy_loss(
+        tokens(learner, behaviour, tensor(1, 1, -1, -1), lengths=[2, 2]),
+        algorithm(correction=settings),
+    )
     # ratios 2, 0.5, 1, 0.714: the first leaves the band, |k1| 0.69 of the first two is rejected, mean -l 0.168 of the second trajectory is not
-    assert (float(sums.masked_band), float(sums.masked_rejected), float(sums.masked_sequence), float(sums.masked)) == (1, 2, 0, 2)
-    _, sums = policy_loss(tokens(learner, behaviour, tensor(1, 1, -1, -1), lengths=[2, 2]), algorithm(correction={**settings, "sequence_mask_above": 0.1}))
+    assert (
+        float(sums.masked_band),
+        float(sums.masked_rejected),
+        float(sums.masked_sequence),
+        float(sums.masked),
+    ) == (1, 2, 0, 2)
+    _, sums = policy_loss(
+        tokens(learner, behaviour, tensor(1, 1, -1, -1), lengths=[2, 2]),
+        algorithm(correction={**settings, "sequence_mask_above": 0.1}),
+    )
     assert (float(sums.masked_sequence), float(sums.masked)) == (2, 4)
 
 
@@ -120,7 +166,10 @@ def test_sapo_is_the_policy_gradient_on_policy_and_fades_away_from_it() -> None:
 
 
 def test_dppo_stops_only_what_moves_further_away() -> None:
-    logprobs, behaviour = log(0.7, 0.7, 0.3, 0.3, 0.02).requires_grad_(), log(0.5, 0.5, 0.5, 0.5, 0.01)
+    logprobs, behaviour = (
+        log(0.7, 0.7, 0.3, 0.3, 0.02).requires_grad_(),
+        log(0.5, 0.5, 0.5, 0.5, 0.01),
+    )
     loss, stopped = dppo(logprobs, behaviour, tensor(1, -1, 1, -1, 1), 0.15)
     assert stopped.tolist() == [True, False, False, True, False]
     assert gradient(loss.sum(), logprobs) == pytest.approx([0.0, 1.4, -0.6, 0.0, -2.0])
@@ -128,13 +177,17 @@ def test_dppo_stops_only_what_moves_further_away() -> None:
 
 def test_reinforce_with_truncated_weights() -> None:
     learner, behaviour = log(0.9, 0.4).requires_grad_(), log(0.3, 0.5)
-    settings = algorithm(loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 2.0})
+    settings = algorithm(
+        loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 2.0}
+    )
     loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, -3)), settings)
     assert gradient(loss, learner) == pytest.approx([-2.0, 0.8 * 3])
     assert sums.weight.item() == pytest.approx(2.8)
 
 
-def test_decoupled_ppo_is_the_weighted_policy_gradient_when_the_proximal_policy_is_the_learner() -> None:
+def test_decoupled_ppo_is_the_weighted_policy_gradient_when_the_proximal_policy_is_the_learner() -> (
+    None
+):
     learner, behaviour = log(0.9, 0.4).requires_grad_(), log(0.3, 0.5)
     settings = algorithm(old_policy="learner", correction={"truncation": "token", "cap": 5.0})
     loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, -3)), settings)
@@ -144,13 +197,17 @@ def test_decoupled_ppo_is_the_weighted_policy_gradient_when_the_proximal_policy_
 
 def test_the_log_linear_proximal_policy_lies_one_version_before() -> None:
     logprobs, behaviour = tensor(-1, -1, -1, -1), tensor(-3, -3, -3, -3)
-    assert log_linear_proximal(logprobs, behaviour, tensor(0, 1, 2, 4)).tolist() == pytest.approx([-1, -3, -2, -1.5])
+    assert log_linear_proximal(logprobs, behaviour, tensor(0, 1, 2, 4)).tolist() == pytest.approx(
+        [-1, -3, -2, -1.5]
+    )
 
 
 def test_decoupled_ppo_with_the_log_linear_policy() -> None:
     # Age 2: proximal log-prob half-way, ratio to it exp(0.5), weight to it exp(0.5).
     learner, behaviour = tensor(-1.0).requires_grad_(), tensor(-2.0)
-    settings = algorithm(old_policy="log_linear", eps_clip_high=1.0, correction={"truncation": "token", "cap": 10.0})
+    settings = algorithm(
+        old_policy="log_linear", eps_clip_high=1.0, correction={"truncation": "token", "cap": 10.0}
+    )
     loss, _ = policy_loss(tokens(learner, behaviour, tensor(1.0), ages=tensor(2.0)), settings)
     assert loss.item() == pytest.approx(-math.e)
     assert gradient(loss, learner) == pytest.approx([-math.e])
@@ -166,7 +223,10 @@ def test_at_the_behaviour_policy_every_loss_gives_the_policy_gradient() -> None:
         ("reinforce", "learner"),
     ]:
         logprobs = tensor(-1.0, -2.0, -0.5).requires_grad_()
-        loss, sums = policy_loss(tokens(logprobs, logprobs.detach(), tensor(0.5, -2.0, 1.0), lengths=[2, 1]), algorithm(loss=name, old_policy=old))
+        loss, sums = policy_loss(
+            tokens(logprobs, logprobs.detach(), tensor(0.5, -2.0, 1.0), lengths=[2, 1]),
+            algorithm(loss=name, old_policy=old),
+        )
         assert gradient(loss, logprobs) == pytest.approx([-0.5, 2.0, -1.0]), name
         assert sums.kl_k1.item() == sums.kl_k3.item() == 0.0
 
@@ -183,9 +243,20 @@ def test_policy_loss_against_numpy(seed: int, truncation: str) -> None:
     settings = algorithm(
         old_policy=old_policy,
         eps_clip_high=0.3,
-        correction={"truncation": truncation, "cap": 1.5, "mask_below": 0.3, "mask_above": 4.0, "reject_above": 1.0, "reject_level": "sequence_mean"},
+        correction={
+            "truncation": truncation,
+            "cap": 1.5,
+            "mask_below": 0.3,
+            "mask_above": 4.0,
+            "reject_above": 1.0,
+            "reject_level": "sequence_mean",
+        },
     )
-    given = tokens(*(torch.tensor(x) for x in (learner, behaviour, advantages)), lengths=lengths, weights=torch.tensor(weights))
+    given = tokens(
+        *(torch.tensor(x) for x in (learner, behaviour, advantages)),
+        lengths=lengths,
+        weights=torch.tensor(weights),
+    )
     loss, sums = policy_loss(given, settings)
 
     expected, masked, at = 0.0, 0, 0
@@ -193,10 +264,16 @@ def test_policy_loss_against_numpy(seed: int, truncation: str) -> None:
         part = slice(at, at + length)
         log_ratio, a = learner[part] - behaviour[part], advantages[part]
         ratio = np.exp(log_ratio) if old_policy == "behaviour" else np.ones(length)
-        weight = {"none": np.ones(length), "token": np.minimum(np.exp(log_ratio), 1.5), "sequence": np.full(length, min(np.exp(log_ratio.sum()), 1.5))}[
-            truncation
-        ]
-        keep = (np.exp(log_ratio) >= 0.3) & (np.exp(log_ratio) <= 4.0) & (np.mean(np.exp(log_ratio) - 1 - log_ratio) <= 1.0)
+        weight = {
+            "none": np.ones(length),
+            "token": np.minimum(np.exp(log_ratio), 1.5),
+            "sequence": np.full(length, min(np.exp(log_ratio.sum()), 1.5)),
+        }[truncation]
+        keep = (
+            (np.exp(log_ratio) >= 0.3)
+            & (np.exp(log_ratio) <= 4.0)
+            & (np.mean(np.exp(log_ratio) - 1 - log_ratio) <= 1.0)
+        )
         objective = np.where(a >= 0, np.minimum(ratio, 1.3) * a, np.maximum(ratio, 0.8) * a)
         expected -= (weights[part] * keep * weight * objective).sum()
         masked += (~keep).sum()
@@ -212,15 +289,34 @@ def test_policy_loss_against_numpy(seed: int, truncation: str) -> None:
 def test_the_gradient_does_not_depend_on_how_trajectories_are_split(loss: str) -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = [5, 1, 9, 4]
-    weights = torch.repeat_interleave(torch.tensor(token_weights(lengths, "sequence_mean_token_mean", 1)), torch.tensor(lengths)).double()
-    logprobs, behaviour, advantages = (torch.randn(19, generator=generator, dtype=torch.float64) * 0.5 for _ in range(3))
+    weights = torch.repeat_interleave(
+        torch.tensor(token_weights(lengths, "sequence_mean_token_mean", 1)), torch.tensor(lengths)
+    ).double()
+    logprobs, behaviour, advantages = (
+        torch.randn(19, generator=generator, dtype=torch.float64) * 0.5 for _ in range(3)
+    )
     logprobs.requires_grad_()
-    settings = algorithm(loss=loss, correction={"reject_above": 0.5, "reject_level": "sequence_mean"})
-    whole, _ = policy_loss(tokens(logprobs, behaviour, advantages, lengths=lengths, weights=weights), settings)
+    settings = algorithm(
+        loss=loss, correction={"reject_above": 0.5, "reject_level": "sequence_mean"}
+    )
+    whole, _ = policy_loss(
+        tokens(logprobs, behaviour, advantages, lengths=lengths, weights=weights), settings
+    )
     parts, at = [], 0
     for some in ([5, 1], [9], [4]):
         cut = slice(at, at + sum(some))
-        parts.append(policy_loss(tokens(logprobs[cut], behaviour[cut], advantages[cut], lengths=some, weights=weights[cut]), settings)[0])
+        parts.append(
+            policy_loss(
+                tokens(
+                    logprobs[cut],
+                    behaviour[cut],
+                    advantages[cut],
+                    lengths=some,
+                    weights=weights[cut],
+                ),
+                settings,
+            )[0]
+        )
         at = cut.stop
     assert gradient(sum(parts), logprobs) == pytest.approx(gradient(whole, logprobs), abs=1e-12)
 
@@ -245,7 +341,12 @@ def test_aggregations_on_hand_computed_numbers() -> None:
 
 @pytest.mark.parametrize("aggregation", get_args(get_type_hints(token_weights)["aggregation"]))
 def test_a_trajectory_without_a_loss_token_changes_no_weight(aggregation) -> None:
-    assert token_weights([0, 2, 0, 6], aggregation, 10) == [0.0, *token_weights([2, 6], aggregation, 10)[:1], 0.0, *token_weights([2, 6], aggregation, 10)[1:]]
+    assert token_weights([0, 2, 0, 6], aggregation, 10) == [
+        0.0,
+        *token_weights([2, 6], aggregation, 10)[:1],
+        0.0,
+        *token_weights([2, 6], aggregation, 10)[1:],
+    ]
     assert token_weights([0, 0], aggregation, 10) == [0.0, 0.0]
 
 
@@ -262,9 +363,27 @@ def test_a_huge_log_ratio_stays_finite_and_nan_does_not_hide() -> None:
 
 def test_an_empty_micro_batch_has_a_loss_of_zero() -> None:
     logprobs = torch.zeros(0, requires_grad=True)
-    empty = PolicyTokens(logprobs, torch.zeros(0), torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0, torch.zeros(0))
+    empty = PolicyTokens(
+        logprobs,
+        torch.zeros(0),
+        torch.zeros(0),
+        torch.zeros(0),
+        torch.zeros(0, dtype=torch.int64),
+        0,
+        torch.zeros(0),
+    )
     for name in ("ppo", "gspo", "cispo", "sapo", "dppo"):
-        loss, sums = policy_loss(empty, algorithm(loss=name, correction={"reject_above": 1.0, "reject_level": "sequence_max", "sequence_mask_above": 1.0}))
+        loss, sums = policy_loss(
+            empty,
+            algorithm(
+                loss=name,
+                correction={
+                    "reject_above": 1.0,
+                    "reject_level": "sequence_max",
+                    "sequence_mask_above": 1.0,
+                },
+            ),
+        )
         loss.backward()
         assert loss.item() == sums.ratio_max.item() == 0.0
 
@@ -281,25 +400,39 @@ def test_shapes_must_agree() -> None:
 
 def test_normalised_weights_have_mean_one() -> None:
     learner, behaviour = log(0.75, 0.25, 0.9).requires_grad_(), log(0.5, 0.5, 0.3)
-    chosen = algorithm(loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 2.0, "normalise": True})
+    chosen = algorithm(
+        loss="reinforce",
+        old_policy="learner",
+        correction={"truncation": "token", "cap": 2.0, "normalise": True},
+    )
     weights = truncated_weights(tokens(learner, behaviour, tensor(1, 1, 1)), chosen)
     assert weights.tolist() == pytest.approx([1.5, 0.5, 2.0]) and not weights.requires_grad
-    loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, 1, 1)), chosen, mean_weight=weights.mean().item())
+    loss, sums = policy_loss(
+        tokens(learner, behaviour, tensor(1, 1, 1)), chosen, mean_weight=weights.mean().item()
+    )
     assert sums.weight.item() == pytest.approx(3.0)
     assert gradient(loss, learner) == pytest.approx([-1.5 * 0.75, -0.5 * 0.75, -2.0 * 0.75])
 
 
 @pytest.mark.parametrize("mean_weight", [0.3 + 0.1 * part for part in range(30)])
 def test_every_weight_that_the_cap_cuts_is_counted_whatever_the_mean_is(mean_weight) -> None:
-    chosen = algorithm(loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 1.7, "normalise": True})
+    chosen = algorithm(
+        loss="reinforce",
+        old_policy="learner",
+        correction={"truncation": "token", "cap": 1.7, "normalise": True},
+    )
     learner, behaviour = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-2.0, -1.0, -2.7])
     ones = torch.ones(3)
-    given = PolicyTokens(learner, behaviour, ones, ones, torch.zeros(3, dtype=torch.int64), 1, torch.zeros(3))
+    given = PolicyTokens(
+        learner, behaviour, ones, ones, torch.zeros(3, dtype=torch.int64), 1, torch.zeros(3)
+    )
     assert policy_loss(given, chosen, mean_weight=mean_weight)[1].capped == 2
 
 
 def test_a_weight_that_the_cap_leaves_whole_is_not_counted() -> None:
-    chosen = algorithm(loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 1.0})
+    chosen = algorithm(
+        loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 1.0}
+    )
     known = tokens(log(0.5, 0.5), log(0.5, 0.4), tensor(1, 1))
     assert policy_loss(known, chosen)[1].capped == 1
 
@@ -310,8 +443,13 @@ def test_kl_in_the_loss_has_the_gradient_of_the_divergence_from_the_reference(es
     logits = torch.tensor([0.5, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
     reference, behaviour = log(0.2, 0.2, 0.6), log(0.3, 0.5, 0.2)
     learner = logits.log_softmax(-1)
-    known = replace(tokens(learner, behaviour, tensor(0, 0, 0), weights=behaviour.exp()), reference_logprobs=reference)
-    loss, sums = policy_loss(known, algorithm(kl_loss_coef=0.1, kl_estimator=estimator, correction={"cap": 100.0}))
+    known = replace(
+        tokens(learner, behaviour, tensor(0, 0, 0), weights=behaviour.exp()),
+        reference_logprobs=reference,
+    )
+    loss, sums = policy_loss(
+        known, algorithm(kl_loss_coef=0.1, kl_estimator=estimator, correction={"cap": 100.0})
+    )
     (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
     exact = 0.1 * (learner.exp() * (learner - reference)).sum()
     (wanted,) = torch.autograd.grad(exact, logits)

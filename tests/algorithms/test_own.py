@@ -85,19 +85,28 @@ def test_the_examples_loss_is_the_built_in_one(old_policy):
         clipped.append(int(sums.clipped))
     assert losses[0] == losses[1] and torch.equal(*gradients) and clipped[0] == clipped[1]
     assert clipped[0] > 0
-    assert own_metrics(algorithm(loss="jobs.own_algorithm:clipped")) == ("ratio_below_half",) and own_metrics(algorithm()) == ()
+    assert (
+        own_metrics(algorithm(loss="jobs.own_algorithm:clipped")) == ("ratio_below_half",)
+        and own_metrics(algorithm()) == ()
+    )
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.5], [1.0, 1.0], [3.0, None, -2.0, 7.5]])
 def test_the_examples_advantage_is_the_built_in_one(rewards):
     usable = [reward is not None for reward in rewards]
-    assert group_advantages(rewards, usable, "jobs.own_algorithm:standardised") == group_advantages(rewards, usable, "grpo")
-    assert group_advantages([1.0, None], [True, False], "wrong_own:scalar") == [0.0, None], "one has nothing to compare with"
+    assert group_advantages(rewards, usable, "jobs.own_algorithm:standardised") == group_advantages(
+        rewards, usable, "grpo"
+    )
+    assert group_advantages([1.0, None], [True, False], "wrong_own:scalar") == [0.0, None], (
+        "one has nothing to compare with"
+    )
 
 
 def test_the_example_filter_and_what_a_filter_is_told():
     assert own_verdict("jobs.own_algorithm:mixed", [0.0, 1.0], [-1.0, 1.0], [2, 2], [False, False])
-    assert not own_verdict("jobs.own_algorithm:mixed", [1.0, 1.0], [0.0, 0.0], [2, 2], [False, False])
+    assert not own_verdict(
+        "jobs.own_algorithm:mixed", [1.0, 1.0], [0.0, 0.0], [2, 2], [False, False]
+    )
     assert own_verdict("wrong_own:by_all", [0.0, 1.0], [-1.0, 1.0], [2, 8], [False, False])
     assert not own_verdict("wrong_own:by_all", [0.0, 1.0], [-1.0, 1.0], [2, 8], [False, True])
 
@@ -105,11 +114,19 @@ def test_the_example_filter_and_what_a_filter_is_told():
 @pytest.mark.parametrize(
     ("name", "line", "message"),
     [
-        ("summed", 4, r"returned loss of shape \[\]; return shape \[12\], one value for each token"),
+        (
+            "summed",
+            4,
+            r"returned loss of shape \[\]; return shape \[12\], one value for each token",
+        ),
         ("column", 12, r"returned loss of shape \[12, 1\]; return shape \[12\]"),
         ("detached", 5, "returned a loss without a gradient"),
         ("number", 6, "returned loss as float; return a tensor"),
-        ("other", 7, "raised TypeError: it takes rewards, which it is not told; there are advantages, "),
+        (
+            "other",
+            7,
+            "raised TypeError: it takes rewards, which it is not told; there are advantages, ",
+        ),
         ("raises", 8, r"raised KeyError: 'loss' at .*wrong_own\.py:9, in raises"),
         ("infinite", 10, "as loss of token 0 from finite arguments"),
         ("constant", 11, "has the gradient"),
@@ -119,7 +136,10 @@ def test_the_example_filter_and_what_a_filter_is_told():
     ],
 )
 def test_a_wrong_loss_is_named_with_its_line(name, line, message):
-    with pytest.raises(FunctionError, match=rf"^algorithm\.loss = 'wrong_own:{name}' \(.*wrong_own\.py:{line}\).*{message}"):
+    with pytest.raises(
+        FunctionError,
+        match=rf"^algorithm\.loss = 'wrong_own:{name}' \(.*wrong_own\.py:{line}\).*{message}",
+    ):
         own_metrics(algorithm(loss=f"wrong_own:{name}"))
 
 
@@ -131,7 +151,10 @@ def test_a_wrong_loss_is_named_with_its_line(name, line, message):
         ("words", "returned list of <U1; return 2 floats"),
         ("imaginary", "returned ndarray of complex128; return 2 floats"),
         ("digits", "returned list of <U1; return 2 floats"),
-        ("odd", r"raised Odd: \(a Odd whose text cannot be had: ValueError\) at .*, in odd; repair it"),
+        (
+            "odd",
+            r"raised Odd: \(a Odd whose text cannot be had: ValueError\) at .*, in odd; repair it",
+        ),
         ("tensor", "returned Tensor; return 2 floats"),
         ("huge", "returned list of object; return 2 floats"),
         ("nowhere", "cannot be imported"),
@@ -139,7 +162,9 @@ def test_a_wrong_loss_is_named_with_its_line(name, line, message):
 )
 @pytest.mark.filterwarnings("ignore:divide by zero")
 def test_a_wrong_advantage_is_named(name, message):
-    with pytest.raises(FunctionError, match=rf"algorithm\.advantage = 'wrong_own:{name}'.*{message}"):
+    with pytest.raises(
+        FunctionError, match=rf"algorithm\.advantage = 'wrong_own:{name}'.*{message}"
+    ):
         group_advantages([2.0, 2.0], [True, True], f"wrong_own:{name}")
 
 
@@ -157,32 +182,56 @@ def test_a_loss_cannot_change_the_tensors_it_is_told():
 
 
 def test_a_function_of_a_script_or_notebook_is_refused_with_the_way_out():
-    with pytest.raises(FunctionError, match=r"'__main__:mine' stands in a script or notebook, .*; put it into a module of its own"):
+    with pytest.raises(
+        FunctionError,
+        match=r"'__main__:mine' stands in a script or notebook, .*; put it into a module of its own",
+    ):
         own_metrics(algorithm(loss="__main__:mine"))
-    with pytest.raises(RewardError, match="reward function '__main__:mine' stands in a script or notebook"):
+    with pytest.raises(
+        RewardError, match="reward function '__main__:mine' stands in a script or notebook"
+    ):
         find_reward("__main__:mine")
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("def f(:", r"\(SyntaxError: invalid syntax \(broken_own\.py, line 1\)\); repair its module"),
-        ("\nimport no_such_package", r"\(No module named 'no_such_package' at .*broken_own\.py:2, in <module>\); check its name"),
-        ("\nimport sys\nsys.nothing", r".*has no attribute 'nothing' at .*broken_own\.py:3, in <module>\); check its name"),
-        ("\n1 / 0", r"\(ZeroDivisionError: division by zero at .*broken_own\.py:2, in <module>\); repair its module"),
+        (
+            "def f(:",
+            r"\(SyntaxError: invalid syntax \(broken_own\.py, line 1\)\); repair its module",
+        ),
+        (
+            "\nimport no_such_package",
+            r"\(No module named 'no_such_package' at .*broken_own\.py:2, in <module>\); check its name",
+        ),
+        (
+            "\nimport sys\nsys.nothing",
+            r".*has no attribute 'nothing' at .*broken_own\.py:3, in <module>\); check its name",
+        ),
+        (
+            "\n1 / 0",
+            r"\(ZeroDivisionError: division by zero at .*broken_own\.py:2, in <module>\); repair its module",
+        ),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_named_with_its_own_line(tmp_path, monkeypatch, code, message):
+def test_a_module_that_cannot_be_imported_is_named_with_its_own_line(
+    tmp_path, monkeypatch, code, message
+):
     (tmp_path / "broken_own.py").write_text(code)
     monkeypatch.delitem(sys.modules, "broken_own", raising=False)
     importlib.invalidate_caches()
-    with pytest.raises(FunctionError, match=rf"algorithm\.loss = 'broken_own:f' cannot be imported {message}"):
+    with pytest.raises(
+        FunctionError, match=rf"algorithm\.loss = 'broken_own:f' cannot be imported {message}"
+    ):
         own_metrics(algorithm(loss="broken_own:f"))
 
 
 @pytest.mark.parametrize("name", ["one", "listed"])
 def test_a_filter_says_true_or_false(name):
-    with pytest.raises(FunctionError, match=rf"algorithm\.group_filter = 'wrong_own:{name}' .*; return True to train the group"):
+    with pytest.raises(
+        FunctionError,
+        match=rf"algorithm\.group_filter = 'wrong_own:{name}' .*; return True to train the group",
+    ):
         own_verdict(f"wrong_own:{name}", [1.0, 0.0], [0.5, -0.5], [1, 1], [False, False])
 
 
@@ -195,5 +244,7 @@ def test_log_probs_that_are_no_numbers_are_left_to_the_step():
 
 @pytest.mark.parametrize("setting", [{"loss": "ppoo"}, {"advantage": "a2c"}, {"loss": "mine:f.g"}])
 def test_an_unknown_name_is_answered_with_all_of_them(setting):
-    with pytest.raises(ValueError, match=r"use one of .*, or a function of your own as package\.module:function"):
+    with pytest.raises(
+        ValueError, match=r"use one of .*, or a function of your own as package\.module:function"
+    ):
         algorithm(**setting)

@@ -40,7 +40,9 @@ def test_many_samples_of_few_that_pass_lose_nothing_to_rounding():
     assert pass_at_k(1000, 999, 1) == 0.999
 
 
-@pytest.mark.parametrize(("n", "passed", "k"), [(4, 1, 0), (4, 1, 5), (0, 0, 1), (4, 5, 1), (4, -1, 1)])
+@pytest.mark.parametrize(
+    ("n", "passed", "k"), [(4, 1, 0), (4, 1, 5), (0, 0, 1), (4, 5, 1), (4, -1, 1)]
+)
 def test_what_has_no_estimate_is_refused(n, passed, k):
     with pytest.raises(ValueError, match="samples"):
         pass_at_k(n, passed, k)

@@ -9,9 +9,13 @@ from asyncrl.algorithms.values import gae, value_loss
 
 def test_gae_on_hand_computed_numbers() -> None:
     # δ = 0.5 - 0.2, 0.4 - 0.5, 1 - 0.4 with γ = 1; λ = 0.5
-    assert gae(1.0, np.array([0.2, 0.5, 0.4]), 1.0, 0.5).tolist() == pytest.approx([0.3 + 0.5 * (-0.1 + 0.5 * 0.6), -0.1 + 0.5 * 0.6, 0.6])
+    assert gae(1.0, np.array([0.2, 0.5, 0.4]), 1.0, 0.5).tolist() == pytest.approx(
+        [0.3 + 0.5 * (-0.1 + 0.5 * 0.6), -0.1 + 0.5 * 0.6, 0.6]
+    )
     # γ = 0.5, λ = 0: the one-step errors
-    assert gae(1.0, np.array([0.2, 0.5, 0.4]), 0.5, 0.0).tolist() == pytest.approx([0.25 - 0.2, 0.2 - 0.5, 1 - 0.4])
+    assert gae(1.0, np.array([0.2, 0.5, 0.4]), 0.5, 0.0).tolist() == pytest.approx(
+        [0.25 - 0.2, 0.2 - 0.5, 1 - 0.4]
+    )
 
 
 def test_a_reward_of_a_token_comes_with_it_and_the_rest_with_the_last() -> None:
@@ -30,8 +34,13 @@ def test_gae_with_lambda_one_is_the_return_less_the_value() -> None:
 
 def test_gae_against_the_sum_of_the_paper() -> None:
     values, gamma, lam, reward = np.random.default_rng(1).random(5), 0.97, 0.8, -1.5
-    deltas = [(reward if t == 4 else 0.0) + (gamma * values[t + 1] if t < 4 else 0.0) - values[t] for t in range(5)]
-    expected = [sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, 5)) for t in range(5)]
+    deltas = [
+        (reward if t == 4 else 0.0) + (gamma * values[t + 1] if t < 4 else 0.0) - values[t]
+        for t in range(5)
+    ]
+    expected = [
+        sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, 5)) for t in range(5)
+    ]
     np.testing.assert_allclose(gae(reward, values, gamma, lam), expected)
 
 

@@ -15,14 +15,26 @@ def group(ordinal, **columns):
     whole = Completion((8, 2), (-0.1, NAN), (VersionSpan(3, 0, 2),), "stop", "né\0")
     empty = Completion((), (), (), "stop", "")
     trajectories = (
-        Trajectory(whole, (1, 0), reward=1.0, reward_parts={"exact": 1.0, "judge": None}, advantage=0.5),
-        Trajectory(empty, (), reward=None, reward_parts={"exact": None, "judge": None}, advantage=None, status="no_token"),
+        Trajectory(
+            whole, (1, 0), reward=1.0, reward_parts={"exact": 1.0, "judge": None}, advantage=0.5
+        ),
+        Trajectory(
+            empty,
+            (),
+            reward=None,
+            reward_parts={"exact": None, "judge": None},
+            advantage=None,
+            status="no_token",
+        ),
     )
     prompt = Prompt(ordinal, 0, f"{ordinal} + 1 =", (5, 6, 7), columns)
     return Group(0, prompt, trajectories, "replica-1", 10.0, 11.0, scored_at=12.0)
 
 
-GROUPS = [group(ordinal, answer=str(ordinal), number=ordinal, chat=[{"role": "user", "content": "x"}]) for ordinal in range(6)]
+GROUPS = [
+    group(ordinal, answer=str(ordinal), number=ordinal, chat=[{"role": "user", "content": "x"}])
+    for ordinal in range(6)
+]
 TABLE = groups_to_table(GROUPS)
 HASHES = content_hashes(TABLE)
 
@@ -34,7 +46,10 @@ def test_each_row_has_its_own():
 def test_slices_orders_and_chunks_do_not_matter():
     assert [content_hashes(TABLE.slice(row, 1))[0] for row in range(6)] == HASHES
     assert content_hashes(TABLE.select(sorted(TABLE.column_names, reverse=True))) == HASHES
-    assert content_hashes(pa.concat_tables([TABLE.slice(3, 3), TABLE.slice(0, 3)])) == HASHES[3:] + HASHES[:3]
+    assert (
+        content_hashes(pa.concat_tables([TABLE.slice(3, 3), TABLE.slice(0, 3)]))
+        == HASHES[3:] + HASHES[:3]
+    )
     assert content_hashes(TABLE.slice(0, 0)) == []
 
 
@@ -49,27 +64,60 @@ def test_parquet_and_compaction_do_not_matter(tmp_path):
 
 def test_what_a_merge_makes_of_a_datasets_columns_does_not_matter():
     """A column that is empty in one file takes its type from another, whole numbers become floats, and structs get each other's fields."""
-    one, other = group(0, hint=None, number=3, extra={"a": 1}), group(1, hint="x", number=2.5, extra={"a": 1, "b": "y"})
+    one, other = (
+        group(0, hint=None, number=3, extra={"a": 1}),
+        group(1, hint="x", number=2.5, extra={"a": 1, "b": "y"}),
+    )
     apart = [content_hashes(groups_to_table([each]))[0] for each in (one, other)]
-    merged = pa.concat_tables([groups_to_table([one]), groups_to_table([other])], promote_options="permissive")
+    merged = pa.concat_tables(
+        [groups_to_table([one]), groups_to_table([other])], promote_options="permissive"
+    )
     assert merged.schema.field("number").type == pa.float64() and content_hashes(merged) == apart
 
 
-@pytest.mark.parametrize("column", ["reward", "advantage", "reward_parts", "logprobs", "completion_ids", "versions", "failure", "token_rewards"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        "reward",
+        "advantage",
+        "reward_parts",
+        "logprobs",
+        "completion_ids",
+        "versions",
+        "failure",
+        "token_rewards",
+    ],
+)
 def test_a_value_that_is_missing_in_one_row_does_not_show_in_another(column):
     """Flushes of one group each are merged: one with an unscored trajectory may lie beside others."""
     whole = [row | {"token_rewards": [[0.5, 0.0], []]} for row in TABLE.to_pylist()]
     schema = TABLE.schema.append(pa.field("token_rewards", pa.list_(pa.list_(pa.float32()))))
     for row in whole:
-        row |= {"reward": [1.0, 0.0], "advantage": [0.5, -0.5], "failure": "why", "reward_parts": [{"exact": 1.0, "judge": 0.5}] * 2}
-    torn = [row | ({column: None if row["ordinal"] == 2 else row[column]} if column == "failure" else {}) for row in whole]
+        row |= {
+            "reward": [1.0, 0.0],
+            "advantage": [0.5, -0.5],
+            "failure": "why",
+            "reward_parts": [{"exact": 1.0, "judge": 0.5}] * 2,
+        }
+    torn = [
+        row
+        | ({column: None if row["ordinal"] == 2 else row[column]} if column == "failure" else {})
+        for row in whole
+    ]
     if column != "failure":
         torn[2] = {**whole[2], column: [None, *whole[2][column][1:]]}
     apart = [content_hashes(pa.Table.from_pylist([row], schema))[0] for row in torn]
     together = pa.Table.from_pylist(torn, schema)
-    assert content_hashes(together) == apart == content_hashes(pa.concat_tables([together.slice(0, 4), together.slice(4)]))
+    assert (
+        content_hashes(together)
+        == apart
+        == content_hashes(pa.concat_tables([together.slice(0, 4), together.slice(4)]))
+    )
     assert [content_hashes(together.slice(row, 1))[0] for row in range(6)] == apart
-    assert [a == b for a, b in zip(apart, content_hashes(pa.Table.from_pylist(whole, schema)), strict=True)] == [True, True, False, True, True, True]
+    assert [
+        a == b
+        for a, b in zip(apart, content_hashes(pa.Table.from_pylist(whole, schema)), strict=True)
+    ] == [True, True, False, True, True, True]
 
 
 @pytest.mark.parametrize("name", TABLE.column_names)
@@ -80,13 +128,26 @@ def test_a_change_in_any_column_is_seen(name):
     table = pa.Table.from_pylist(rows, TABLE.schema)
     assert table["ordinal"].to_pylist()[1] == 1
     found = content_hashes(table)
-    assert [a == b for a, b in zip(found, HASHES, strict=True)] == [True, True, False, True, True, True]
+    assert [a == b for a, b in zip(found, HASHES, strict=True)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def changed(value):
     """Another value of the same type."""
     if isinstance(value, list):
-        return [*value[:-1], changed(value[-1])] if value and value[-1] else [changed(value[0]), *value[1:]] if value else [1]
+        return (
+            [*value[:-1], changed(value[-1])]
+            if value and value[-1]
+            else [changed(value[0]), *value[1:]]
+            if value
+            else [1]
+        )
     if isinstance(value, dict):
         name = sorted(value)[-1]
         return {**value, name: 0.25 if value[name] is None else changed(value[name])}
@@ -99,9 +160,22 @@ def changed(value):
 
 def test_values_do_not_run_into_one_another():
     def hash_of(ids, texts):
-        completions = [Completion(tuple(one), (-1.0,) * len(one), (VersionSpan(0, 0, len(one)),), "stop", text) for one, text in zip(ids, texts, strict=True)]
-        trajectories = tuple(Trajectory(one, (1,) * len(one.token_ids), 1.0, {"a": 1.0}, 0.0) for one in completions)
-        return content_hashes(groups_to_table([Group(0, Prompt(0, 0, "p", (1,)), trajectories, "r", 1.0, 2.0, scored_at=3.0)]))[0]
+        completions = [
+            Completion(tuple(one), (-1.0,) * len(one), (VersionSpan(0, 0, len(one)),), "stop", text)
+            for one, text in zip(ids, texts, strict=True)
+        ]
+        trajectories = tuple(
+            Trajectory(one, (1,) * len(one.token_ids), 1.0, {"a": 1.0}, 0.0) for one in completions
+        )
+        return content_hashes(
+            groups_to_table(
+                [Group(0, Prompt(0, 0, "p", (1,)), trajectories, "r", 1.0, 2.0, scored_at=3.0)]
+            )
+        )[0]
 
-    made = {hash_of(ids, texts) for ids in ([[1, 2], [3]], [[1], [2, 3]]) for texts in (["ab", "c"], ["a", "bc"])}
+    made = {
+        hash_of(ids, texts)
+        for ids in ([[1, 2], [3]], [[1], [2, 3]])
+        for texts in (["ab", "c"], ["a", "bc"])
+    }
     assert len(made) == 4

@@ -27,59 +27,206 @@ class Mutant:
     new: str
 
 
-COORDINATOR, BUFFER, STALENESS = "asyncrl/control/coordinator.py", "asyncrl/control/buffer.py", "asyncrl/control/staleness.py"
+COORDINATOR, BUFFER, STALENESS = (
+    "asyncrl/control/coordinator.py",
+    "asyncrl/control/buffer.py",
+    "asyncrl/control/staleness.py",
+)
 CONCURRENCY = "asyncrl/control/concurrency.py"
 MUTANTS = [
     Mutant("bound off by one", STALENESS, "> self.max_staleness\n", "> self.max_staleness + 1\n"),
-    Mutant("pace off by one version", STALENESS, "outstanding < (self.max_staleness + 1 - lag)", "outstanding < (self.max_staleness + 2 - lag)"),
+    Mutant(
+        "pace off by one version",
+        STALENESS,
+        "outstanding < (self.max_staleness + 1 - lag)",
+        "outstanding < (self.max_staleness + 2 - lag)",
+    ),
     Mutant("pace off by one group", STALENESS, "and outstanding < (", "and outstanding <= ("),
     Mutant("pace ignores the lag", STALENESS, "+ 1 - lag) * self", "+ 1) * self"),
     Mutant("cut off by one", STALENESS, "begun <= oldest + j for", "begun < oldest + j for"),
     Mutant("cut never waits", STALENESS, 'if self.on_stale == "drop":', "if True:"),
-    Mutant("slot lost on filter", COORDINATOR, 'self._end(scored.ordinal, "filtered", "zero variance")', "pass"),
-    Mutant("slot lost on skip", COORDINATOR, 'self._end(scored.ordinal, "skipped", result.reason)', "pass"),
-    Mutant("slot lost on failure", COORDINATOR, "self._fail(ordinal, why)", "pass"),
-    Mutant("slot lost on drop", COORDINATOR, 'self._end(scored.ordinal, "dropped", scored.failure)', "pass"),
-    Mutant("newest first", BUFFER, "key=lambda group: (group.begun, group.ordinal)", "key=lambda group: (-group.begun, group.ordinal)"),
     Mutant(
-        "asks for the learner's version", COORDINATOR, "rollouts.rollout(prompt, self.progress.committed)", "rollouts.rollout(prompt, self.progress.version)"
+        "slot lost on filter",
+        COORDINATOR,
+        'self._end(scored.ordinal, "filtered", "zero variance")',
+        "pass",
     ),
-    Mutant("admits at the learner's version", COORDINATOR, "admit(prompt.ordinal, self.progress.committed)", "admit(prompt.ordinal, self.progress.version)"),
-    Mutant("admits before the first commit", COORDINATOR, "progress.committed < self.first_version or ", ""),
+    Mutant(
+        "slot lost on skip",
+        COORDINATOR,
+        'self._end(scored.ordinal, "skipped", result.reason)',
+        "pass",
+    ),
+    Mutant("slot lost on failure", COORDINATOR, "self._fail(ordinal, why)", "pass"),
+    Mutant(
+        "slot lost on drop",
+        COORDINATOR,
+        'self._end(scored.ordinal, "dropped", scored.failure)',
+        "pass",
+    ),
+    Mutant(
+        "newest first",
+        BUFFER,
+        "key=lambda group: (group.begun, group.ordinal)",
+        "key=lambda group: (-group.begun, group.ordinal)",
+    ),
+    Mutant(
+        "asks for the learner's version",
+        COORDINATOR,
+        "rollouts.rollout(prompt, self.progress.committed)",
+        "rollouts.rollout(prompt, self.progress.version)",
+    ),
+    Mutant(
+        "admits at the learner's version",
+        COORDINATOR,
+        "admit(prompt.ordinal, self.progress.committed)",
+        "admit(prompt.ordinal, self.progress.version)",
+    ),
+    Mutant(
+        "admits before the first commit",
+        COORDINATOR,
+        "progress.committed < self.first_version or ",
+        "",
+    ),
     Mutant(
         "acknowledges before the buffer has it",
         COORDINATOR,
         "arrived = await self.parts.scores.next()\n",
         "arrived = await self.parts.scores.next()\n            await self.parts.rollouts.ack([scored.ordinal for scored in arrived])\n",
     ),
-    Mutant("gathers during a publication", COORDINATOR, "return self.in_publication is None and ", "return "),
-    Mutant("a skipped step counts as a version", COORDINATOR, "if result.applied:\n            progress.version", "if True:\n            progress.version"),
-    Mutant("a filtered group is trained", COORDINATOR, "elif self.schedule.filter_zero_variance and", "elif False and"),
+    Mutant(
+        "gathers during a publication",
+        COORDINATOR,
+        "return self.in_publication is None and ",
+        "return ",
+    ),
+    Mutant(
+        "a skipped step counts as a version",
+        COORDINATOR,
+        "if result.applied:\n            progress.version",
+        "if True:\n            progress.version",
+    ),
+    Mutant(
+        "a filtered group is trained",
+        COORDINATOR,
+        "elif self.schedule.filter_zero_variance and",
+        "elif False and",
+    ),
     Mutant("over-sampling is not used", STALENESS, " + self.over_sampling", ""),
-    Mutant("a dropped rollout goes on", COORDINATOR, "            task.cancel()\n        self._count_idle()", "            pass\n        self._count_idle()"),
-    Mutant("nothing is acknowledged", COORDINATOR, "await self.parts.rollouts.ack([scored.ordinal for scored in arrived])", "pass"),
-    Mutant("a group that is scored may still fail", COORDINATOR, "if group is not None and group.scored is None:", "if group is not None:"),
-    Mutant("the limit on running groups is ignored", COORDINATOR, "and not self.parts.concurrency.may_run(self.buffer.running)", "and False"),
-    Mutant("one group more than the limit runs", CONCURRENCY, "return running < int(self.limit)", "return running <= int(self.limit)"),
-    Mutant("publishes during an evaluation", COORDINATOR, "lambda: not self.flips_held and (self.in_publication", "lambda: (self.in_publication"),
-    Mutant("an evaluation takes no replica of its own", COORDINATOR, "else await self.parts.weights.hold(version)", "else None"),
-    Mutant("the last evaluation takes a replica of its own", COORDINATOR, "None if in_flight or last or", "None if in_flight or"),
-    Mutant("publishing waits although a replica keeps the version", COORDINATOR, "holds_flips=replica is None and not in_flight", "holds_flips=not in_flight"),
-    Mutant("publishing waits for an evaluation in flight", COORDINATOR, "holds_flips=replica is None and not in_flight", "holds_flips=replica is None"),
-    Mutant("the replica of an evaluation is never let go", COORDINATOR, "await self.parts.weights.release(replica)", "pass"),
+    Mutant(
+        "a dropped rollout goes on",
+        COORDINATOR,
+        "            task.cancel()\n        self._count_idle()",
+        "            pass\n        self._count_idle()",
+    ),
+    Mutant(
+        "nothing is acknowledged",
+        COORDINATOR,
+        "await self.parts.rollouts.ack([scored.ordinal for scored in arrived])",
+        "pass",
+    ),
+    Mutant(
+        "a group that is scored may still fail",
+        COORDINATOR,
+        "if group is not None and group.scored is None:",
+        "if group is not None:",
+    ),
+    Mutant(
+        "the limit on running groups is ignored",
+        COORDINATOR,
+        "and not self.parts.concurrency.may_run(self.buffer.running)",
+        "and False",
+    ),
+    Mutant(
+        "one group more than the limit runs",
+        CONCURRENCY,
+        "return running < int(self.limit)",
+        "return running <= int(self.limit)",
+    ),
+    Mutant(
+        "publishes during an evaluation",
+        COORDINATOR,
+        "lambda: not self.flips_held and (self.in_publication",
+        "lambda: (self.in_publication",
+    ),
+    Mutant(
+        "an evaluation takes no replica of its own",
+        COORDINATOR,
+        "else await self.parts.weights.hold(version)",
+        "else None",
+    ),
+    Mutant(
+        "the last evaluation takes a replica of its own",
+        COORDINATOR,
+        "None if in_flight or last or",
+        "None if in_flight or",
+    ),
+    Mutant(
+        "publishing waits although a replica keeps the version",
+        COORDINATOR,
+        "holds_flips=replica is None and not in_flight",
+        "holds_flips=not in_flight",
+    ),
+    Mutant(
+        "publishing waits for an evaluation in flight",
+        COORDINATOR,
+        "holds_flips=replica is None and not in_flight",
+        "holds_flips=replica is None",
+    ),
+    Mutant(
+        "the replica of an evaluation is never let go",
+        COORDINATOR,
+        "await self.parts.weights.release(replica)",
+        "pass",
+    ),
     Mutant(
         "an evaluation under way is not due",
         COORDINATOR,
         "                self.evaluation = UnderEvaluation(version)\n",
         "                self.evaluation = UnderEvaluation(version)\n                self.evaluations_due = set()\n",
     ),
-    Mutant("a lost evaluation is not done again", COORDINATOR, "if due > version or lost", "if due > version"),
-    Mutant("a lost evaluation takes a replica again", COORDINATOR, "or last or self.evaluation_lost else", "or last else"),
-    Mutant("an evaluation's load moves the limit on groups", COORDINATOR, "and not self._shared(finished.load.replica)", "and True"),
-    Mutant("a second copy is scored again", COORDINATOR, "if scored.ordinal not in self.buffer:\n            return", "if False:\n            return"),
-    Mutant("a second copy changes a scored group", BUFFER, "if group is not None and group.scored is None:", "if group is not None:"),
-    Mutant("a checkpoint counts on unwritten fates", COORDINATOR, "self._flush_fates()  # the checkpoint", "pass  # the checkpoint"),
-    Mutant("running groups are not dropped", BUFFER, 'if self.staleness.on_stale == "wait" else', "if True else"),
+    Mutant(
+        "a lost evaluation is not done again",
+        COORDINATOR,
+        "if due > version or lost",
+        "if due > version",
+    ),
+    Mutant(
+        "a lost evaluation takes a replica again",
+        COORDINATOR,
+        "or last or self.evaluation_lost else",
+        "or last else",
+    ),
+    Mutant(
+        "an evaluation's load moves the limit on groups",
+        COORDINATOR,
+        "and not self._shared(finished.load.replica)",
+        "and True",
+    ),
+    Mutant(
+        "a second copy is scored again",
+        COORDINATOR,
+        "if scored.ordinal not in self.buffer:\n            return",
+        "if False:\n            return",
+    ),
+    Mutant(
+        "a second copy changes a scored group",
+        BUFFER,
+        "if group is not None and group.scored is None:",
+        "if group is not None:",
+    ),
+    Mutant(
+        "a checkpoint counts on unwritten fates",
+        COORDINATOR,
+        "self._flush_fates()  # the checkpoint",
+        "pass  # the checkpoint",
+    ),
+    Mutant(
+        "running groups are not dropped",
+        BUFFER,
+        'if self.staleness.on_stale == "wait" else',
+        "if True else",
+    ),
 ]
 
 
@@ -91,18 +238,38 @@ def survives(mutant: Mutant, folder: Path) -> bool:
     file = folder / mutant.file
     text = file.read_text()
     if text.count(mutant.old) != 1:
-        raise SystemExit(f"mutant {mutant.name!r}: {mutant.old!r} stands {text.count(mutant.old)} times in {mutant.file}; it must stand once")
+        raise SystemExit(
+            f"mutant {mutant.name!r}: {mutant.old!r} stands {text.count(mutant.old)} times in {mutant.file}; it must stand once"
+        )
     file.write_text(text.replace(mutant.old, mutant.new))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--hypothesis-profile=mutants", "--timeout=120", "-p", "no:cacheprovider", *TESTS]
-    code = subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "--hypothesis-profile=mutants",
+        "--timeout=120",
+        "-p",
+        "no:cacheprovider",
+        *TESTS,
+    ]
+    code = subprocess.run(
+        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ).returncode
     if code not in (0, 1):
-        raise SystemExit(f"mutant {mutant.name!r}: pytest ended with {code}, neither passed nor failed")
+        raise SystemExit(
+            f"mutant {mutant.name!r}: pytest ended with {code}, neither passed nor failed"
+        )
     return code == 0
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="asyncrl_mutant_") as folder:
-        if not survives(Mutant("nothing", STALENESS, '"""The staleness rule', '"""The staleness rule'), Path(folder)):
+        if not survives(
+            Mutant("nothing", STALENESS, '"""The staleness rule', '"""The staleness rule'),
+            Path(folder),
+        ):
             raise SystemExit("the tests fail without any mutant; repair that first")
     survivors = []
     for mutant in MUTANTS:

@@ -25,8 +25,18 @@ class Learner(FakeLearner):
 
 
 def write(checkpoints, version, learner=None, waiting=()):
-    state = State("run", 0, version, version, 8, (10, 12), waiting=tuple((0, group.ordinal) for group in waiting))
-    return asyncio.run(checkpoints.write(state, waiting, learner or Learner(1), FakeScores(FakeRollouts())))
+    state = State(
+        "run",
+        0,
+        version,
+        version,
+        8,
+        (10, 12),
+        waiting=tuple((0, group.ordinal) for group in waiting),
+    )
+    return asyncio.run(
+        checkpoints.write(state, waiting, learner or Learner(1), FakeScores(FakeRollouts()))
+    )
 
 
 def flip(path, place=0):
@@ -45,7 +55,12 @@ def test_round_trip_and_the_last_k(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "step_000002", "step_000003"]
     assert (tmp_path / "LATEST").read_text().startswith("step_000003 ")
     assert asyncio.run(FakeScores(FakeRollouts()).load(path / "buffer.parquet")) == [GROUP]
-    assert set(json.loads((path / "MANIFEST").read_text())) == {"learner/weights", "buffer.parquet", "config.yaml", "state.json"}
+    assert set(json.loads((path / "MANIFEST").read_text())) == {
+        "learner/weights",
+        "buffer.parquet",
+        "config.yaml",
+        "state.json",
+    }
 
 
 def test_none_is_not_unreadable(tmp_path):
@@ -61,7 +76,9 @@ def test_none_is_not_unreadable(tmp_path):
         checkpoints.find()
 
 
-@pytest.mark.parametrize("file", ["learner/weights", "buffer.parquet", "state.json", "MANIFEST", "COMMITTED"])
+@pytest.mark.parametrize(
+    "file", ["learner/weights", "buffer.parquet", "state.json", "MANIFEST", "COMMITTED"]
+)
 def test_the_one_before_is_taken_if_a_bit_has_flipped_and_it_is_said(tmp_path, file):
     checkpoints = Checkpoints(tmp_path, keep=3)
     for version in (1, 2):
@@ -69,7 +86,11 @@ def test_the_one_before_is_taken_if_a_bit_has_flipped_and_it_is_said(tmp_path, f
     for place in (0, (path / file).stat().st_size // 2):
         flip(path / file, place)
         found, state, passed_over = checkpoints.find()
-        assert (found.name, state.version) == ("step_000001", 1) and len(passed_over) == 1 and "step_000002" in passed_over[0]
+        assert (
+            (found.name, state.version) == ("step_000001", 1)
+            and len(passed_over) == 1
+            and "step_000002" in passed_over[0]
+        )
         flip(path / file, place)
     assert checkpoints.find()[1].version == 2
 
@@ -92,7 +113,10 @@ def test_a_flipped_bit_in_latest_costs_nothing_and_is_said(tmp_path):
 
     def is_said():
         _, state, said = checkpoints.find()
-        assert state.version == 2 and "LATEST is missing or damaged; the newest committed one is taken" in said[0]
+        assert (
+            state.version == 2
+            and "LATEST is missing or damaged; the newest committed one is taken" in said[0]
+        )
 
     for place in range((tmp_path / "LATEST").stat().st_size):
         flip(tmp_path / "LATEST", place)
@@ -136,7 +160,9 @@ def test_after_going_back_the_way_that_was_left_does_not_count(tmp_path):
     path, state, _ = checkpoints.find()
     assert state.version == 2
     flip(path / "learner" / "weights")
-    assert checkpoints.find()[1].version == 1, "the one that was left is newer by number, and of another lineage"
+    assert checkpoints.find()[1].version == 1, (
+        "the one that was left is newer by number, and of another lineage"
+    )
 
 
 def test_a_save_that_failed_leaves_the_one_before(tmp_path):
@@ -163,7 +189,10 @@ def test_a_disk_that_takes_no_more_keeps_the_one_before_and_nothing_half(tmp_pat
     (tmp_path / ".step_000002.77").mkdir()  # a process that was killed has left this
     with full_disk(50_000), pytest.raises(OSError, match="File too large"):
         write(checkpoints, 2, Large(1))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step_000001"] and checkpoints.find()[1].version == 1
+    assert (
+        sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step_000001"]
+        and checkpoints.find()[1].version == 1
+    )
     write(checkpoints, 2, Large(1))
     assert checkpoints.find()[1].version == 2
 
@@ -181,17 +210,33 @@ def test_the_event_loop_is_free_while_a_checkpoint_is_written(tmp_path, monkeypa
     monkeypatch.setattr(checkpoints, "_commit", commit_when_told)
 
     async def both():
-        writing = asyncio.create_task(checkpoints.write(State("run", 0, 1, 1, 8, ()), [], Learner(1), FakeScores(FakeRollouts())))
+        writing = asyncio.create_task(
+            checkpoints.write(
+                State("run", 0, 1, 1, 8, ()), [], Learner(1), FakeScores(FakeRollouts())
+            )
+        )
         await asyncio.to_thread(asked.wait, 10)
         go_on.set()
         return await writing
 
-    assert asyncio.run(both()).name == "step_000001" and told == [True], "the loop told it to go on while it wrote"
+    assert asyncio.run(both()).name == "step_000001" and told == [True], (
+        "the loop told it to go on while it wrote"
+    )
 
 
 def test_rotation_deletes_checkpoints_and_nothing_else(tmp_path):
     """Whatever else lies there is somebody else's, also under a name that begins alike."""
-    others = ["step_backup", "step_1x", ".step_000001.copy", ".step_000009", ".replaced.by_hand", "step_000001_kept", "step_²", "step_٠", ".step_٠.٠"]
+    others = [
+        "step_backup",
+        "step_1x",
+        ".step_000001.copy",
+        ".step_000009",
+        ".replaced.by_hand",
+        "step_000001_kept",
+        "step_²",
+        "step_٠",
+        ".step_٠.٠",
+    ]
     checkpoints = Checkpoints(tmp_path, keep=1)
     for name in others:
         (tmp_path / name).mkdir()
@@ -199,7 +244,9 @@ def test_rotation_deletes_checkpoints_and_nothing_else(tmp_path):
     (tmp_path / ".step_000001.4711").mkdir()
     for version in (1, 2, 3):
         write(checkpoints, version)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, "LATEST", "step_000003"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [*others, "LATEST", "step_000003"]
+    )
     assert checkpoints.versions() == [3]
 
 
@@ -240,10 +287,21 @@ def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path, monkeypatch, part):
         monkeypatch.setattr(FakeScores, "save", full)
     if part == "MANIFEST":
         sync = os.fsync
-        monkeypatch.setattr(os, "fsync", lambda file: full() if "MANIFEST" in os.readlink(f"/proc/self/fd/{file}") else sync(file))
-    with pytest.raises(DiskFull, match=r"step_000002.* cannot be written: [\d,]+ bytes are free on its file system"):
+        monkeypatch.setattr(
+            os,
+            "fsync",
+            lambda file: (
+                full() if "MANIFEST" in os.readlink(f"/proc/self/fd/{file}") else sync(file)
+            ),
+        )
+    with pytest.raises(
+        DiskFull, match=r"step_000002.* cannot be written: [\d,]+ bytes are free on its file system"
+    ):
         write(checkpoints, 2, Full(1), waiting=[GROUP])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step_000001"] and checkpoints.find()[1].version == 1
+    assert (
+        sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step_000001"]
+        and checkpoints.find()[1].version == 1
+    )
 
 
 def test_a_pipe_in_place_of_a_file_is_damage_and_nobody_waits_for_it(tmp_path):
@@ -266,13 +324,21 @@ class Elsewhere(Learner):
         return {"weights": (4, zlib.crc32(b"1234"))}
 
 
-def test_what_the_driver_does_not_see_is_not_committed_and_nothing_older_goes(tmp_path, monkeypatch):
+def test_what_the_driver_does_not_see_is_not_committed_and_nothing_older_goes(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(wait_until_seen, "__defaults__", (0.2,))
     checkpoints = Checkpoints(tmp_path, keep=1)
     write(checkpoints, 1)
-    with pytest.raises(NotShared, match=r"learner/weights was written with 4 bytes on another node, and here nothing is there .* storage that every node"):
+    with pytest.raises(
+        NotShared,
+        match=r"learner/weights was written with 4 bytes on another node, and here nothing is there .* storage that every node",
+    ):
         write(checkpoints, 2, Elsewhere(1))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step_000001"] and checkpoints.find()[1].version == 1
+    assert (
+        sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step_000001"]
+        and checkpoints.find()[1].version == 1
+    )
 
 
 def test_a_file_of_which_only_a_part_is_seen_is_not_committed(tmp_path, monkeypatch):
@@ -288,7 +354,9 @@ def test_a_file_of_which_only_a_part_is_seen_is_not_committed(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_manifest_holds_what_the_ranks_summed_and_a_bit_that_flipped_on_the_way_is_found(tmp_path):
+def test_the_manifest_holds_what_the_ranks_summed_and_a_bit_that_flipped_on_the_way_is_found(
+    tmp_path,
+):
     class Flipped(Learner):
         async def save(self, directory):
             (directory / "weights").write_bytes(b"1235")
@@ -298,7 +366,10 @@ def test_the_manifest_holds_what_the_ranks_summed_and_a_bit_that_flipped_on_the_
     write(checkpoints, 1)
     write(checkpoints, 2, Flipped(1))
     found, _, passed_over = checkpoints.find()
-    assert found.name == "step_000001" and "learner/weights is not what its MANIFEST says" in passed_over[0]
+    assert (
+        found.name == "step_000001"
+        and "learner/weights is not what its MANIFEST says" in passed_over[0]
+    )
 
 
 def test_the_names_of_the_ranks_files_are_on_the_disk_before_committed(tmp_path, monkeypatch):
@@ -322,7 +393,9 @@ def test_the_names_of_the_ranks_files_are_on_the_disk_before_committed(tmp_path,
     assert {"learner", "zero3"} <= set(synced[:committed])
 
 
-def test_a_folder_that_a_network_file_system_still_has_as_it_was_is_looked_at_again(tmp_path, monkeypatch):
+def test_a_folder_that_a_network_file_system_still_has_as_it_was_is_looked_at_again(
+    tmp_path, monkeypatch
+):
     looks, stat = iter([errno.ESTALE, errno.ENOTDIR, errno.ENOENT]), os.stat
     (tmp_path / "weights").write_bytes(b"1234")
 

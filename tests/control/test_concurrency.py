@@ -12,7 +12,16 @@ from asyncrl.control.concurrency import Concurrency, first_limit
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.protocols import EngineLoad
 from asyncrl.control.staleness import Staleness
-from asyncrl.testing import FakeEngine, FakeLearner, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
+from asyncrl.testing import (
+    FakeEngine,
+    FakeLearner,
+    FakePrompts,
+    FakeRecorder,
+    FakeRollouts,
+    FakeScores,
+    FakeWeightSync,
+    VirtualTimeLoop,
+)
 
 
 def load(kv_use=0.5, waiting=0, preemptions=0, replica="one"):
@@ -27,7 +36,9 @@ def test_grows_by_one_for_each_group_until_an_engine_was_full_and_then_slowly():
     assert (concurrency.limit, concurrency.may_run(4)) == (4, False)
     for _ in range(4):
         concurrency.observe(load(), running=4)
-    assert concurrency.limit == pytest.approx(4 + 1 / 4 + 1 / 4.25 + 1 / 4.485 + 1 / 4.708, rel=1e-3)
+    assert concurrency.limit == pytest.approx(
+        4 + 1 / 4 + 1 / 4.25 + 1 / 4.485 + 1 / 4.708, rel=1e-3
+    )
     assert concurrency.decisions == {"grow": 5, "trim": 1}
 
 
@@ -58,8 +69,15 @@ def test_what_engines_have_lost_is_summed_and_a_replaced_one_keeps_its_part():
     concurrency.observe(EngineLoad("two", 0.87, 0, 0, (1,)), running=18)
     concurrency.observe(EngineLoad("two", 0.5, 1, 0, (1, 4)), running=18)
     metrics = concurrency.metrics()
-    assert (metrics["control/preemptions"], metrics["control/kv_use"], metrics["control/engine_waiting"]) == (3, 0.5, 1)
-    assert (metrics["control/aborted_completions"], metrics["control/aborted_by_length"]) == (7, [1, 4, 2])
+    assert (
+        metrics["control/preemptions"],
+        metrics["control/kv_use"],
+        metrics["control/engine_waiting"],
+    ) == (3, 0.5, 1)
+    assert (metrics["control/aborted_completions"], metrics["control/aborted_by_length"]) == (
+        7,
+        [1, 4, 2],
+    )
     assert concurrency.decisions == {"cut": 1, "trim": 1}
 
 
@@ -82,7 +100,9 @@ def lengths(seed, spread, drift=0.0):
 
     def length(ordinal, index):
         mean = MEAN * (1 + drift * ordinal / (GROUPS_PER_STEP * STEPS))
-        drawn = random.Random(f"{seed}/{ordinal}/{index}").lognormvariate(math.log(mean) - spread**2 / 2, spread)
+        drawn = random.Random(f"{seed}/{ordinal}/{index}").lognormvariate(
+            math.log(mean) - spread**2 / 2, spread
+        )
         return max(1, min(int(drawn), LONGEST))
 
     return length
@@ -92,23 +112,49 @@ def train(concurrency, lengths, kv_tokens):
     """Tokens per second of the virtual clock, preemptions per group, and the records."""
     engine = FakeEngine(lengths, SAMPLES, kv_tokens, PROMPT)
     recorder = FakeRecorder()
-    parts = Parts(FakePrompts(), engine, FakeScores(engine), FakeLearner(GROUPS_PER_STEP), FakeWeightSync(replicas=engine.replicas), recorder)
+    parts = Parts(
+        FakePrompts(),
+        engine,
+        FakeScores(engine),
+        FakeLearner(GROUPS_PER_STEP),
+        FakeWeightSync(replicas=engine.replicas),
+        recorder,
+    )
     parts.concurrency = concurrency
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(Coordinator(parts, Schedule(STEPS, Staleness(7, GROUPS_PER_STEP)), State("run", 0, 0, 0, 0, ())).run())
-        return engine.generated_tokens / runner.get_loop().time(), engine.preemptions / len(engine.admitted), recorder.records
+        runner.run(
+            Coordinator(
+                parts, Schedule(STEPS, Staleness(7, GROUPS_PER_STEP)), State("run", 0, 0, 0, 0, ())
+            ).run()
+        )
+        return (
+            engine.generated_tokens / runner.get_loop().time(),
+            engine.preemptions / len(engine.admitted),
+            recorder.records,
+        )
 
 
-@pytest.mark.parametrize(("kv_tokens", "spread", "drift"), [(8192, 0.6, 0.0), (4096, 0.3, 0.0), (8192, 1.0, 0.0), (8192, 0.6, 1.0)])
+@pytest.mark.parametrize(
+    ("kv_tokens", "spread", "drift"),
+    [(8192, 0.6, 0.0), (4096, 0.3, 0.0), (8192, 1.0, 0.0), (8192, 0.6, 1.0)],
+)
 def test_as_good_as_the_best_fixed_limit(kv_tokens, spread, drift):
     """At least 95% of the best throughput that a sweep over fixed limits finds, at most 0.05 preemptions for each group, the start included."""
     most = Staleness(7, GROUPS_PER_STEP).max_staleness * GROUPS_PER_STEP
     made = lengths(0, spread, drift)
-    sweep = {limit: train(Concurrency(limit, limit, adaptive=False), made, kv_tokens)[:2] for limit in [*range(6, 72, 3), most]}
+    sweep = {
+        limit: train(Concurrency(limit, limit, adaptive=False), made, kv_tokens)[:2]
+        for limit in [*range(6, 72, 3), most]
+    }
     best = max(sweep, key=lambda limit: sweep[limit][0])
-    throughput, preemptions, records = train(Concurrency(first_limit(kv_tokens, 1000, SAMPLES, PROMPT + LONGEST), most), made, kv_tokens)
+    throughput, preemptions, records = train(
+        Concurrency(first_limit(kv_tokens, 1000, SAMPLES, PROMPT + LONGEST), most), made, kv_tokens
+    )
     found = f"{throughput / sweep[best][0]:.3f} of the best fixed limit's ({best}), {preemptions:.3f} preemptions per group"
-    print(found, f"(best fixed: {sweep[best][1]:.2f}; no limit: {sweep[most][0] / sweep[best][0]:.3f}, {sweep[most][1]:.2f})")
+    print(
+        found,
+        f"(best fixed: {sweep[best][1]:.2f}; no limit: {sweep[most][0] / sweep[best][0]:.3f}, {sweep[most][1]:.2f})",
+    )
     assert sweep[most][0] < 0.9 * sweep[best][0], "the engine has no cliff"
     assert throughput >= 0.95 * sweep[best][0] and preemptions <= 0.05, found
     last = [metrics for event, _, _, metrics in records if event == "step"][-1]
@@ -133,8 +179,20 @@ def test_what_engines_say_during_an_evaluation_moves_nothing():
         rollouts.evaluating = False
         return {}
 
-    parts = Parts(FakePrompts(), rollouts, FakeScores(rollouts), FakeLearner(4, latency=0.1), FakeWeightSync(), FakeRecorder(), evaluate=evaluate)
+    parts = Parts(
+        FakePrompts(),
+        rollouts,
+        FakeScores(rollouts),
+        FakeLearner(4, latency=0.1),
+        FakeWeightSync(),
+        FakeRecorder(),
+        evaluate=evaluate,
+    )
     parts.concurrency = Concurrency(2, 12)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(Coordinator(parts, Schedule(30, Staleness(2, 4), evaluate_every=5), State("run", 0, 0, 0, 0, ())).run())
+        runner.run(
+            Coordinator(
+                parts, Schedule(30, Staleness(2, 4), evaluate_every=5), State("run", 0, 0, 0, 0, ())
+            ).run()
+        )
     assert parts.concurrency.decisions["trim"] == 0 and parts.concurrency.limit > 8

@@ -29,19 +29,47 @@ from asyncrl.testing import (
 NEW = State("run", 0, 0, 0, 0, ())
 
 
-def make(steps=6, max_staleness=2, groups=4, state=NEW, *, rollouts=None, learner=None, weights=None, scores=None, restored=(), on_stale="wait", **others):
+def make(
+    steps=6,
+    max_staleness=2,
+    groups=4,
+    state=NEW,
+    *,
+    rollouts=None,
+    learner=None,
+    weights=None,
+    scores=None,
+    restored=(),
+    on_stale="wait",
+    **others,
+):
     rollouts = rollouts or FakeRollouts()
     parts = Parts(
-        prompts=FakePrompts(state.frontier, [*state.finished_above, *(scored.ordinal for scored in restored)]),
+        prompts=FakePrompts(
+            state.frontier, [*state.finished_above, *(scored.ordinal for scored in restored)]
+        ),
         rollouts=rollouts,
         scores=scores(rollouts) if scores else FakeScores(rollouts),
         learner=learner or FakeLearner(groups, version=state.version),
         weights=weights or FakeWeightSync(),
         recorder=FakeRecorder(),
-        **{name: value for name, value in others.items() if name in ("checkpoints", "evaluate", "check")},
+        **{
+            name: value
+            for name, value in others.items()
+            if name in ("checkpoints", "evaluate", "check")
+        },
     )
-    options = {name: value for name, value in others.items() if name not in ("checkpoints", "evaluate", "check")}
-    return Coordinator(parts, Schedule(steps, Staleness(max_staleness, groups, on_stale), **options), state, restored)
+    options = {
+        name: value
+        for name, value in others.items()
+        if name not in ("checkpoints", "evaluate", "check")
+    }
+    return Coordinator(
+        parts,
+        Schedule(steps, Staleness(max_staleness, groups, on_stale), **options),
+        state,
+        restored,
+    )
 
 
 def run(coordinator):
@@ -81,7 +109,9 @@ def test_staleness_zero_is_synchronous():
     coordinator = make(steps=5, max_staleness=0)
     run(coordinator)
     assert coordinator.parts.weights.applied == [0, 1, 2, 3, 4, 5]
-    assert [[scored.ordinal for scored in batch] for batch in coordinator.parts.learner.batches] == [list(range(i, i + 4)) for i in range(0, 20, 4)]
+    assert [
+        [scored.ordinal for scored in batch] for batch in coordinator.parts.learner.batches
+    ] == [list(range(i, i + 4)) for i in range(0, 20, 4)]
     assert all(fate.staleness == 0 for fate in coordinator.parts.recorder.all_fates)
 
 
@@ -97,8 +127,13 @@ def test_staleness_zero_trains_the_same_batches_whatever_takes_long(seed):
         weights=FakeWeightSync(latency=lambda _: random_.random()),
     )
     on_virtual_time(coordinator)
-    batches = [[(scored.ordinal, scored.begun, scored.rewards) for scored in batch] for batch in coordinator.parts.learner.batches]
-    assert batches == [[(4 * step + place, step, (0.0, 1.0)) for place in range(4)] for step in range(12)]
+    batches = [
+        [(scored.ordinal, scored.begun, scored.rewards) for scored in batch]
+        for batch in coordinator.parts.learner.batches
+    ]
+    assert batches == [
+        [(4 * step + place, step, (0.0, 1.0)) for place in range(4)] for step in range(12)
+    ]
 
 
 def on_virtual_time(coordinator):
@@ -107,7 +142,9 @@ def on_virtual_time(coordinator):
 
 
 def under_drop(staleness, **parts):
-    coordinator = make(max_staleness=staleness.max_staleness, learner=FakeLearner(4, latency=0.1), **parts)
+    coordinator = make(
+        max_staleness=staleness.max_staleness, learner=FakeLearner(4, latency=0.1), **parts
+    )
     coordinator.schedule = replace(coordinator.schedule, staleness=staleness)
     coordinator.buffer.staleness = staleness
     return coordinator
@@ -125,7 +162,11 @@ def test_over_sampling_admits_more_and_the_fastest_win():
     coordinator = under_drop(Staleness(0, 4, "drop", over_sampling=3), steps=5, rollouts=rollouts)
     progress = on_virtual_time(coordinator)
     assert progress.ended["trained"] == 20 and progress.ended["dropped"] > 0 and rollouts.most == 7
-    assert not any(fate.ordinal % 3 == 0 for fate in coordinator.parts.recorder.all_fates if fate.outcome == "trained")
+    assert not any(
+        fate.ordinal % 3 == 0
+        for fate in coordinator.parts.recorder.all_fates
+        if fate.outcome == "trained"
+    )
 
 
 def test_a_dropped_rollout_is_cancelled_and_everything_scored_is_acknowledged():
@@ -143,7 +184,9 @@ def test_a_dropped_rollout_is_cancelled_and_everything_scored_is_acknowledged():
     coordinator = under_drop(Staleness(1, 4, "drop"), steps=10, rollouts=rollouts)
     progress = on_virtual_time(coordinator)
     assert rollouts.cancelled == progress.ended["dropped"] > 0
-    waiting = {fate.ordinal for fate in coordinator.parts.recorder.all_fates if fate.outcome == "waiting"}
+    waiting = {
+        fate.ordinal for fate in coordinator.parts.recorder.all_fates if fate.outcome == "waiting"
+    }
     assert rollouts.unacked <= waiting
 
 
@@ -158,7 +201,9 @@ def test_a_group_that_was_scored_before_its_retry_failed_is_trained():
                 raise RolloutFailed("the retry was too late")
             return finished
 
-    coordinator = make(steps=2, max_staleness=0, rollouts=Lost(), learner=FakeLearner(4, latency=1.0))
+    coordinator = make(
+        steps=2, max_staleness=0, rollouts=Lost(), learner=FakeLearner(4, latency=1.0)
+    )
     assert on_virtual_time(coordinator).ended == {"trained": 8}
 
 
@@ -173,28 +218,47 @@ def test_a_second_copy_of_a_scored_group_changes_nothing():
                 return replace(finished, begun=finished.begun + 1, tokens=99)
             return finished
 
-    coordinator = make(steps=2, max_staleness=1, rollouts=Twice(), learner=FakeLearner(4, latency=1.0))
+    coordinator = make(
+        steps=2, max_staleness=1, rollouts=Twice(), learner=FakeLearner(4, latency=1.0)
+    )
     assert on_virtual_time(coordinator).ended == {"trained": 8}
-    assert {fate.completion_tokens for fate in coordinator.parts.recorder.all_fates if fate.outcome == "trained"} == {4}
+    assert {
+        fate.completion_tokens
+        for fate in coordinator.parts.recorder.all_fates
+        if fate.outcome == "trained"
+    } == {4}
 
 
 def test_a_run_that_finds_nothing_to_train_on_ends_and_says_so():
-    coordinator = make(scores=lambda rollouts: FakeScores(rollouts, score=lambda ordinal: (1.0, 1.0)), filter_zero_variance=True)
-    with pytest.raises(RuntimeError, match=r"no step since 401 groups ended \(401 filtered; last: zero variance\)"):
+    coordinator = make(
+        scores=lambda rollouts: FakeScores(rollouts, score=lambda ordinal: (1.0, 1.0)),
+        filter_zero_variance=True,
+    )
+    with pytest.raises(
+        RuntimeError, match=r"no step since 401 groups ended \(401 filtered; last: zero variance\)"
+    ):
         on_virtual_time(coordinator)
     assert len(coordinator.parts.recorder.all_fates) >= 401
 
 
 def test_a_group_that_the_users_own_filter_left_out_is_filtered_and_another_is_made():
-    coordinator = make(scores=lambda rollouts: FakeScores(rollouts, fails=lambda ordinal: "filtered: m:f said False" if ordinal == 1 else None))
+    coordinator = make(
+        scores=lambda rollouts: FakeScores(
+            rollouts, fails=lambda ordinal: "filtered: m:f said False" if ordinal == 1 else None
+        )
+    )
     progress = on_virtual_time(coordinator)
     assert progress.ended["filtered"] == 1 and "dropped" not in progress.ended
-    assert {fate.reason for fate in coordinator.parts.recorder.all_fates if fate.outcome == "filtered"} == {"m:f said False"}
+    assert {
+        fate.reason for fate in coordinator.parts.recorder.all_fates if fate.outcome == "filtered"
+    } == {"m:f said False"}
 
 
 def test_wait_loses_no_slow_group():
     slow = {3, 17}
-    coordinator = make(steps=20, rollouts=FakeRollouts(latency=lambda ordinal: 0.2 if ordinal in slow else 0.0))
+    coordinator = make(
+        steps=20, rollouts=FakeRollouts(latency=lambda ordinal: 0.2 if ordinal in slow else 0.0)
+    )
     progress = run(coordinator)
     assert progress.ended == {"trained": 80}
     assert slow <= {fate.ordinal for fate in coordinator.parts.recorder.all_fates}
@@ -226,17 +290,37 @@ def test_a_group_lost_with_its_worker_fails_and_frees_its_slot():
             if finished.ordinal % 5:
                 await super()._score(finished)
             else:
-                self._done.put_nowait(Scored(finished.ordinal, 0, None, 0, (), {}, usable=0, truncated=0, failure="lost", lost=True))
+                self._done.put_nowait(
+                    Scored(
+                        finished.ordinal,
+                        0,
+                        None,
+                        0,
+                        (),
+                        {},
+                        usable=0,
+                        truncated=0,
+                        failure="lost",
+                        lost=True,
+                    )
+                )
 
     coordinator = make(steps=10, scores=Losing)
     progress = run(coordinator)
     lost = [fate for fate in coordinator.parts.recorder.all_fates if fate.outcome == "failed"]
     assert progress.ended["trained"] == 40 and len(lost) >= 8
-    assert {(fate.ordinal % 5, fate.reason, fate.completion_tokens) for fate in lost} == {(0, "lost", 4)}
+    assert {(fate.ordinal % 5, fate.reason, fate.completion_tokens) for fate in lost} == {
+        (0, "lost", 4)
+    }
 
 
 def test_groups_open_when_the_run_is_interrupted_are_waiting():
-    coordinator = make(steps=1000, rollouts=FakeRollouts(latency=lambda ordinal: 0.001 * (ordinal % 5) if ordinal < 20 else 1e6))
+    coordinator = make(
+        steps=1000,
+        rollouts=FakeRollouts(
+            latency=lambda ordinal: 0.001 * (ordinal % 5) if ordinal < 20 else 1e6
+        ),
+    )
 
     async def interrupted():
         running = asyncio.create_task(coordinator.run())
@@ -250,41 +334,68 @@ def test_groups_open_when_the_run_is_interrupted_are_waiting():
     assert sorted(fate.ordinal for fate in fates) == sorted(coordinator.parts.rollouts.admitted)
     assert {fate.outcome for fate in fates} == {"trained", "waiting"}
     # Theirs is no outcome to resume from: they are made again.
-    assert coordinator.state().frontier == min(fate.ordinal for fate in fates if fate.outcome == "waiting")
+    assert coordinator.state().frontier == min(
+        fate.ordinal for fate in fates if fate.outcome == "waiting"
+    )
 
 
 def test_a_reward_that_some_groups_do_not_have_is_averaged_over_the_others():
     class Scores(FakeScores):
         async def next(self):
             groups = await super().next()
-            return [replace(group, reward_parts={"even": float(group.ordinal)} if group.ordinal % 2 == 0 else {}) for group in groups]
+            return [
+                replace(
+                    group,
+                    reward_parts={"even": float(group.ordinal)} if group.ordinal % 2 == 0 else {},
+                )
+                for group in groups
+            ]
 
     coordinator = make(steps=1, max_staleness=0, scores=Scores)
     run(coordinator)
-    [metrics] = [metrics for kind, _, _, metrics in coordinator.parts.recorder.records if kind == "step"]
+    [metrics] = [
+        metrics for kind, _, _, metrics in coordinator.parts.recorder.records if kind == "step"
+    ]
     assert metrics["reward/even"] == 1.0
 
 
 @pytest.mark.parametrize(("reason", "way_out"), WAYS_OUT.items())
 def test_skipped_steps_in_a_row_end_the_run_with_their_reason(reason, way_out):
-    coordinator = make(learner=FakeLearner(4, skips=lambda step: step >= 1, reason=reason), max_skipped_steps=3)
-    with pytest.raises(RuntimeError, match=f"^3 steps in a row were skipped, the last: {reason}; {way_out}$"):
+    coordinator = make(
+        learner=FakeLearner(4, skips=lambda step: step >= 1, reason=reason), max_skipped_steps=3
+    )
+    with pytest.raises(
+        RuntimeError, match=f"^3 steps in a row were skipped, the last: {reason}; {way_out}$"
+    ):
         run(coordinator)
-    skipped = {fate.reason for fate in coordinator.parts.recorder.all_fates if fate.outcome == "skipped"}
+    skipped = {
+        fate.reason for fate in coordinator.parts.recorder.all_fates if fate.outcome == "skipped"
+    }
     assert skipped == {reason}
 
 
 def test_slow_publication_passes_versions_over():
-    coordinator = make(steps=12, max_staleness=4, weights=FakeWeightSync(latency=lambda _: 0.02), learner=FakeLearner(4, latency=0.003))
+    coordinator = make(
+        steps=12,
+        max_staleness=4,
+        weights=FakeWeightSync(latency=lambda _: 0.02),
+        learner=FakeLearner(4, latency=0.003),
+    )
     run(coordinator)
     applied = coordinator.parts.weights.applied
     assert applied == sorted(applied) and applied[-1] == 12 and len(applied) < 13
-    passed = sum(metrics["weights/versions_passed_over"] for kind, _, _, metrics in coordinator.parts.recorder.records if kind == "gather")
+    passed = sum(
+        metrics["weights/versions_passed_over"]
+        for kind, _, _, metrics in coordinator.parts.recorder.records
+        if kind == "gather"
+    )
     assert passed == 13 - len(applied)
 
 
 def test_a_failed_push_is_retried_once():
-    coordinator = make(weights=FakeWeightSync(fails=lambda version, attempt: version == 0 and attempt == 1))
+    coordinator = make(
+        weights=FakeWeightSync(fails=lambda version, attempt: version == 0 and attempt == 1)
+    )
     assert run(coordinator).version == 6
 
 
@@ -371,7 +482,11 @@ def test_the_replica_of_an_evaluation_is_let_go_when_that_fails():
         raise RuntimeError("a reward failed")
 
     replicas = FakeReplicas(2)
-    coordinator = make(weights=FakeWeightSync(replicas=replicas), rollouts=FakeRollouts(replicas=replicas), evaluate=evaluate)
+    coordinator = make(
+        weights=FakeWeightSync(replicas=replicas),
+        rollouts=FakeRollouts(replicas=replicas),
+        evaluate=evaluate,
+    )
     with pytest.raises(RuntimeError, match="a reward failed"):
         run(coordinator)
     assert replicas.held is None
@@ -388,13 +503,29 @@ def test_an_evaluation_whose_replica_is_gone_is_done_again_on_all_of_them():
         return {"eval/accuracy": 0.5}
 
     replicas = FakeReplicas(2)
-    parts = {"weights": FakeWeightSync(replicas=replicas), "rollouts": FakeRollouts(replicas=replicas), "learner": FakeLearner(4, latency=0.5)}
+    parts = {
+        "weights": FakeWeightSync(replicas=replicas),
+        "rollouts": FakeRollouts(replicas=replicas),
+        "learner": FakeLearner(4, latency=0.5),
+    }
     coordinator = make(steps=40, evaluate=evaluate, evaluate_every=20, **parts)
     on_virtual_time(coordinator)
-    assert seen[0] == (0, "fake 1") and seen[1][0] > 0 and seen[1][1] is None and seen[2][1] == "fake 1" and seen[-1] == (40, None)
-    [lost] = [record for record in coordinator.parts.recorder.records if record[0] == "evaluation_lost"]
+    assert (
+        seen[0] == (0, "fake 1")
+        and seen[1][0] > 0
+        and seen[1][1] is None
+        and seen[2][1] == "fake 1"
+        and seen[-1] == (40, None)
+    )
+    [lost] = [
+        record for record in coordinator.parts.recorder.records if record[0] == "evaluation_lost"
+    ]
     assert lost[2:] == (0, {"reason": "its engine died"})
-    evaluated = [version for event, _, version, _ in coordinator.parts.recorder.records if event == "evaluation"]
+    evaluated = [
+        version
+        for event, _, version, _ in coordinator.parts.recorder.records
+        if event == "evaluation"
+    ]
     assert evaluated == [version for version, _ in seen[1:]]
 
 
@@ -405,8 +536,19 @@ def test_an_evaluation_under_way_is_due_in_a_checkpoint():
 
     checkpoints, replicas = FakeCheckpoints(), FakeReplicas(2)
     learner = FakeLearner(4, latency=0.2)
-    parts = {"weights": FakeWeightSync(replicas=replicas), "rollouts": FakeRollouts(replicas=replicas), "learner": learner}
-    coordinator = make(steps=12, evaluate=evaluate, evaluate_every=3, checkpoints=checkpoints, checkpoint_every=1, **parts)
+    parts = {
+        "weights": FakeWeightSync(replicas=replicas),
+        "rollouts": FakeRollouts(replicas=replicas),
+        "learner": learner,
+    }
+    coordinator = make(
+        steps=12,
+        evaluate=evaluate,
+        evaluate_every=3,
+        checkpoints=checkpoints,
+        checkpoint_every=1,
+        **parts,
+    )
     on_virtual_time(coordinator)
     due = {state.version: state.evaluations_due for state in checkpoints.states}
     assert 3 in due[5] and 3 not in due[11]
@@ -438,10 +580,17 @@ def test_resume_goes_on_from_the_frontier(tmp_path):
     first = make(steps=4, checkpoints=Checkpoints(tmp_path, keep=2), checkpoint_every=2)
     run(first)
     path, state, _ = Checkpoints(tmp_path, keep=2).find()
-    assert (path.name, state.version, state.frontier, state.finished_above) == ("step_000004", 4, 16, ())
+    assert (path.name, state.version, state.frontier, state.finished_above) == (
+        "step_000004",
+        4,
+        16,
+        (),
+    )
     second = make(steps=7, state=state)
     progress = run(second)
-    assert progress.version == 7 and [fate.ordinal for fate in second.parts.recorder.all_fates] == list(range(16, 28))
+    assert progress.version == 7 and [
+        fate.ordinal for fate in second.parts.recorder.all_fates
+    ] == list(range(16, 28))
     assert second.parts.weights.applied[0] == 4
 
 
@@ -453,10 +602,18 @@ def test_what_waited_in_the_checkpoint_is_trained_first_and_belongs_to_the_attem
     state = State("run", 3, 5, 5, 20, (21,), waiting=((1, 20), (2, 24)))
     coordinator = make(steps=6, groups=2, state=state, restored=[scored(20, 3), scored(24, 4)])
     run(coordinator)
-    assert [[one.ordinal for one in batch] for batch in coordinator.parts.learner.batches] == [[20, 24]]
+    assert [[one.ordinal for one in batch] for batch in coordinator.parts.learner.batches] == [
+        [20, 24]
+    ]
     trained = [fate for fate in coordinator.parts.recorder.all_fates if fate.outcome == "trained"]
-    assert [(fate.attempt, fate.ordinal, fate.staleness) for fate in trained] == [(1, 20, 2), (2, 24, 1)]
-    assert coordinator.parts.rollouts.admitted[:2] == [22, 23][: len(coordinator.parts.rollouts.admitted)]
+    assert [(fate.attempt, fate.ordinal, fate.staleness) for fate in trained] == [
+        (1, 20, 2),
+        (2, 24, 1),
+    ]
+    assert (
+        coordinator.parts.rollouts.admitted[:2]
+        == [22, 23][: len(coordinator.parts.rollouts.admitted)]
+    )
 
 
 def test_what_waited_is_trained_after_the_first_check_which_asks_the_learner_at_that_version():
@@ -468,20 +625,36 @@ def test_what_waited_is_trained_after_the_first_check_which_asks_the_learner_at_
 
     asked_at = []
     state = State("run", 1, 5, 5, 20, (), waiting=((0, 20), (0, 21)))
-    coordinator = make(steps=7, groups=2, state=state, restored=[scored(20, 4), scored(21, 4)], check=AsksTheLearner())
+    coordinator = make(
+        steps=7,
+        groups=2,
+        state=state,
+        restored=[scored(20, 4), scored(21, 4)],
+        check=AsksTheLearner(),
+    )
     run(coordinator)
     assert asked_at[0] == (5, 0) and len(coordinator.parts.learner.batches) == 2
 
 
 @pytest.mark.parametrize(("max_staleness", "groups"), [(0, 2), (1, 2), (1, 1), (4, 1)])
-def test_a_smaller_bound_or_batch_drops_what_cannot_be_trained_in_time_and_goes_on(max_staleness, groups):
+def test_a_smaller_bound_or_batch_drops_what_cannot_be_trained_in_time_and_goes_on(
+    max_staleness, groups
+):
     begun = [1, 2, 2, 3, 3, 3, 4, 4, 5, 5]
     restored = [scored(ordinal, version) for ordinal, version in enumerate(begun)]
-    state = State("run", 1, 5, 5, 0, (), waiting=tuple((0, ordinal) for ordinal in range(len(begun))))
-    coordinator = make(steps=12, max_staleness=max_staleness, groups=groups, state=state, restored=restored)
+    state = State(
+        "run", 1, 5, 5, 0, (), waiting=tuple((0, ordinal) for ordinal in range(len(begun)))
+    )
+    coordinator = make(
+        steps=12, max_staleness=max_staleness, groups=groups, state=state, restored=restored
+    )
     assert run(coordinator).version == 12
-    dropped = {fate.ordinal for fate in coordinator.parts.recorder.all_fates if fate.outcome == "dropped"}
-    assert {ordinal for ordinal, version in enumerate(begun) if 5 - version > max_staleness} <= dropped
+    dropped = {
+        fate.ordinal for fate in coordinator.parts.recorder.all_fates if fate.outcome == "dropped"
+    }
+    assert {
+        ordinal for ordinal, version in enumerate(begun) if 5 - version > max_staleness
+    } <= dropped
 
 
 def test_an_evaluation_that_was_due_and_not_done_is_done_by_the_next_attempt():
@@ -491,7 +664,11 @@ def test_an_evaluation_that_was_due_and_not_done_is_done_by_the_next_attempt():
     state = State("run", 1, 4, 4, 16, (), evaluations_due=(), last_marked=3)
     coordinator = make(steps=7, state=state, evaluate=evaluate, evaluate_every=4)
     run(coordinator)
-    assert [version for event, _, version, _ in coordinator.parts.recorder.records if event == "evaluation"] == [4, 7]
+    assert [
+        version
+        for event, _, version, _ in coordinator.parts.recorder.records
+        if event == "evaluation"
+    ] == [4, 7]
 
 
 class Weights(FakeLearner):
@@ -504,16 +681,25 @@ class Weights(FakeLearner):
     async def step(self, batch):
         result = await super().step(batch)
         if result.applied:
-            self.weights = hashlib.sha256(f"{self.weights} {[(one.ordinal, one.rewards, one.tokens) for one in batch]}".encode()).hexdigest()
+            self.weights = hashlib.sha256(
+                f"{self.weights} {[(one.ordinal, one.rewards, one.tokens) for one in batch]}".encode()
+            ).hexdigest()
         return result
 
     async def save(self, directory):
         (directory / "weights").write_text(self.weights)
-        return {**await super().save(directory), "weights": size_and_checksum(directory / "weights")}
+        return {
+            **await super().save(directory),
+            "weights": size_and_checksum(directory / "weights"),
+        }
 
 
-@pytest.mark.parametrize(("max_staleness", "on_stale", "moments"), [(0, "wait", 20), (2, "wait", 20), (1, "drop", 20)])
-def test_a_run_killed_at_random_moments_ends_with_the_same_weights(tmp_path, monkeypatch, max_staleness, on_stale, moments):
+@pytest.mark.parametrize(
+    ("max_staleness", "on_stale", "moments"), [(0, "wait", 20), (2, "wait", 20), (1, "drop", 20)]
+)
+def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
+    tmp_path, monkeypatch, max_staleness, on_stale, moments
+):
     """At staleness 0 every batch is given by seed and data, so the weights are those of the run that nobody killed. Beyond, every ordinal has still
     exactly one outcome in what survives."""
 
@@ -525,11 +711,29 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(tmp_path, mon
     latency = [random_.random() for _ in range(97)]
 
     def attempt(state, restored, weights):
-        rollouts = FakeRollouts(latency=lambda ordinal: latency[ordinal % 97], fails=lambda ordinal: "broken" if ordinal % 13 == 5 else None)
-        learner = Weights(4, latency=0.3, version=state.version, skips=lambda step: False, weights=weights)
+        rollouts = FakeRollouts(
+            latency=lambda ordinal: latency[ordinal % 97],
+            fails=lambda ordinal: "broken" if ordinal % 13 == 5 else None,
+        )
+        learner = Weights(
+            4, latency=0.3, version=state.version, skips=lambda step: False, weights=weights
+        )
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
-        parts = {"rollouts": rollouts, "learner": learner, "restored": restored, "checkpoints": checkpoints}
-        return make(steps, max_staleness, 4, state, **parts, on_stale=on_stale, checkpoint_every=1 + random_.randrange(3))
+        parts = {
+            "rollouts": rollouts,
+            "learner": learner,
+            "restored": restored,
+            "checkpoints": checkpoints,
+        }
+        return make(
+            steps,
+            max_staleness,
+            4,
+            state,
+            **parts,
+            on_stale=on_stale,
+            checkpoint_every=1 + random_.randrange(3),
+        )
 
     def finish(coordinator, after=None):
         """Run to the end, or until it is killed after so many virtual seconds: then nothing more is written."""
@@ -555,7 +759,11 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(tmp_path, mon
     outcomes, killed, coordinator = {}, 0, attempt(NEW, [], "")
     while not finish(coordinator, random_.uniform(1.5, 6) if killed < moments else None):
         killed += 1
-        path, state, said = coordinator.parts.checkpoints.find() if (tmp_path / "checkpoints").exists() else (None, NEW, [])
+        path, state, said = (
+            coordinator.parts.checkpoints.find()
+            if (tmp_path / "checkpoints").exists()
+            else (None, NEW, [])
+        )
         assert not said
         for fate in coordinator.parts.recorder.all_fates:
             finished = fate.ordinal < state.frontier or fate.ordinal in state.finished_above
@@ -563,8 +771,16 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(tmp_path, mon
                 assert fate.ordinal not in outcomes
                 outcomes[fate.ordinal] = fate.outcome
         assert set(range(state.frontier)) | {*state.finished_above} == {*outcomes}
-        waiting = asyncio.run(coordinator.parts.scores.load(path / "buffer.parquet")) if state.waiting else []
-        coordinator = attempt(replace(state, attempt=killed), waiting, (path / "learner" / "weights").read_text() if path else "")
+        waiting = (
+            asyncio.run(coordinator.parts.scores.load(path / "buffer.parquet"))
+            if state.waiting
+            else []
+        )
+        coordinator = attempt(
+            replace(state, attempt=killed),
+            waiting,
+            (path / "learner" / "weights").read_text() if path else "",
+        )
     assert killed >= moments, "the run was over before it was killed often enough"
     for fate in coordinator.parts.recorder.all_fates:
         if fate.outcome != "waiting":
@@ -576,28 +792,49 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(tmp_path, mon
 
 
 def test_what_nobody_foresaw_ends_one_group_and_its_stack_is_kept():
-    odd = {3: "not foreseen: group 3: KeyError: 'x'\nTraceback\n  line 1", 5: "not foreseen: group 5: OSError: y\nTraceback"}
+    odd = {
+        3: "not foreseen: group 3: KeyError: 'x'\nTraceback\n  line 1",
+        5: "not foreseen: group 5: OSError: y\nTraceback",
+    }
     rollouts = FakeRollouts(fails=odd.get)
     coordinator = make(rollouts=rollouts, max_errors=2)
     run(coordinator)
     recorder = coordinator.parts.recorder
-    assert coordinator.progress.errors == 2 and coordinator.progress.version == coordinator.schedule.max_steps
+    assert (
+        coordinator.progress.errors == 2
+        and coordinator.progress.version == coordinator.schedule.max_steps
+    )
     errors = [metrics for event, _, _, metrics in recorder.records if event == "error"]
-    assert [one["reason"] for one in errors] == ["not foreseen: group 3: KeyError: 'x'", "not foreseen: group 5: OSError: y"]
+    assert [one["reason"] for one in errors] == [
+        "not foreseen: group 3: KeyError: 'x'",
+        "not foreseen: group 5: OSError: y",
+    ]
     assert errors[0]["stack"] == "Traceback\n  line 1"
     fates = {fate.ordinal: (fate.outcome, fate.reason) for fate in recorder.all_fates}
     assert fates[3] == ("failed", "not foreseen: group 3: KeyError: 'x'")
 
 
 def test_too_many_of_them_end_the_run_with_the_last_one():
-    rollouts = FakeRollouts(fails=lambda ordinal: f"not foreseen: group {ordinal}: KeyError: 'x'\nTraceback" if ordinal % 2 else None)
-    with pytest.raises(RuntimeError, match=r"errors = 3, above rollout.max_errors = 2; the last: not foreseen: group \d: KeyError: 'x'; its stack is in"):
+    rollouts = FakeRollouts(
+        fails=lambda ordinal: (
+            f"not foreseen: group {ordinal}: KeyError: 'x'\nTraceback" if ordinal % 2 else None
+        )
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=r"errors = 3, above rollout.max_errors = 2; the last: not foreseen: group \d: KeyError: 'x'; its stack is in",
+    ):
         run(make(rollouts=rollouts, max_errors=2))
 
 
 def test_a_group_whose_scoring_broke_is_one_of_them():
     why = "not foreseen: the reference policy failed: ValueError: z\nTraceback"
-    coordinator = make(scores=lambda rollouts: FakeScores(rollouts, fails=lambda ordinal: why if ordinal == 4 else None), max_errors=1)
+    coordinator = make(
+        scores=lambda rollouts: FakeScores(
+            rollouts, fails=lambda ordinal: why if ordinal == 4 else None
+        ),
+        max_errors=1,
+    )
     run(coordinator)
     assert coordinator.progress.errors == 1 and coordinator.progress.ended["failed"] == 1
 
@@ -637,7 +874,9 @@ def test_what_a_part_cancels_by_itself_is_one_groups_failure():
 
     coordinator = make(steps=3, rollouts=Cancels())
     assert run(coordinator).version == 3 and coordinator.progress.errors == 1
-    fates = {fate.ordinal: (fate.outcome, fate.reason) for fate in coordinator.parts.recorder.all_fates}
+    fates = {
+        fate.ordinal: (fate.outcome, fate.reason) for fate in coordinator.parts.recorder.all_fates
+    }
     assert fates[3] == ("failed", "not foreseen: group 3: CancelledError: ")
 
 
@@ -646,5 +885,8 @@ def test_a_loop_that_a_part_cancels_is_an_error_and_no_interruption():
         async def push(self, manifest):
             raise asyncio.CancelledError
 
-    with pytest.raises(RuntimeError, match="the publishing loop ended: a part of the run cancelled what it waited for"):
+    with pytest.raises(
+        RuntimeError,
+        match="the publishing loop ended: a part of the run cancelled what it waited for",
+    ):
         run(make(weights=Cancels()))

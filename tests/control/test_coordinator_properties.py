@@ -89,7 +89,27 @@ def worlds(draw):
         tokens=draw(cycle(st.integers(0, 1000))),
         score_latency=draw(cycle(st.sampled_from(LATENCIES))),
         # One usable group in each cycle at least, so that a run can end at all.
-        outcomes=["ok", *draw(st.lists(st.sampled_from(["ok", "ok", "ok", "equal", "unusable", "unscored", "fails", "never", "dies"]), max_size=6))],
+        outcomes=[
+            "ok",
+            *draw(
+                st.lists(
+                    st.sampled_from(
+                        [
+                            "ok",
+                            "ok",
+                            "ok",
+                            "equal",
+                            "unusable",
+                            "unscored",
+                            "fails",
+                            "never",
+                            "dies",
+                        ]
+                    ),
+                    max_size=6,
+                )
+            ),
+        ],
         learner_latency=draw(st.sampled_from(LATENCIES)),
         skipped=[False, *draw(st.lists(st.booleans(), max_size=2))],
         push_latency=draw(cycle(st.sampled_from(LATENCIES))),
@@ -118,16 +138,29 @@ class Rollouts(FakeRollouts):
         outstanding = len(self.admitted) + 1 - sum(progress.ended.values())
         lag = progress.version - committed
         if staleness.on_stale == "drop":
-            left = [group for group in self.coordinator.buffer.groups.values() if not group.training]
-            assert all(progress.version - group.begun <= staleness.max_staleness for group in left), "too old, and not dropped"
+            left = [
+                group for group in self.coordinator.buffer.groups.values() if not group.training
+            ]
+            assert all(
+                progress.version - group.begun <= staleness.max_staleness for group in left
+            ), "too old, and not dropped"
         concurrency = self.coordinator.parts.concurrency
-        assert concurrency is None or self.coordinator.buffer.running <= concurrency.limit <= MOST_RUNNING
-        assert outstanding <= (staleness.max_staleness + 1 - lag) * staleness.groups_per_step + staleness.over_sampling
+        assert (
+            concurrency is None
+            or self.coordinator.buffer.running <= concurrency.limit <= MOST_RUNNING
+        )
+        assert (
+            outstanding
+            <= (staleness.max_staleness + 1 - lag) * staleness.groups_per_step
+            + staleness.over_sampling
+        )
         return await super().rollout(prompt, committed)
 
     async def ack(self, ordinals):
         groups = self.coordinator.buffer.groups
-        assert all(ordinal not in groups or groups[ordinal].scored is not None for ordinal in ordinals), "acknowledged before it was in the buffer"
+        assert all(
+            ordinal not in groups or groups[ordinal].scored is not None for ordinal in ordinals
+        ), "acknowledged before it was in the buffer"
         await super().ack(ordinals)
 
 
@@ -167,8 +200,15 @@ class Weights(FakeWeightSync):
             held = replicas.held
             assert replica == (None if held is None else f"fake {held}")
             able = sum(its == version for its in replicas.versions)
-            spared = able > 1 and version < schedule.max_steps and not schedule.evaluate_in_flight and not self.coordinator.evaluation_lost
-            assert spared == (held is not None), "a replica was held that is needed, or one that could be spared was not"
+            spared = (
+                able > 1
+                and version < schedule.max_steps
+                and not schedule.evaluate_in_flight
+                and not self.coordinator.evaluation_lost
+            )
+            assert spared == (held is not None), (
+                "a replica was held that is needed, or one that could be spared was not"
+            )
             self.alone = held is None and not schedule.evaluate_in_flight
             await asyncio.sleep(seconds(version))
             self.alone = False
@@ -192,7 +232,9 @@ def attempt(world, state, restored=()):
 
     replicas = FakeReplicas(world.replicas)
     rollouts = Rollouts(
-        latency=lambda ordinal: NEVER if outcome(ordinal) == "never" else world.latency[ordinal % len(world.latency)],
+        latency=lambda ordinal: (
+            NEVER if outcome(ordinal) == "never" else world.latency[ordinal % len(world.latency)]
+        ),
         fails=lambda ordinal: "failed" if outcome(ordinal) == "fails" else None,
         dies=lambda ordinal: outcome(ordinal) == "dies",
         deadline_s=100.0,
@@ -209,12 +251,16 @@ def attempt(world, state, restored=()):
     )
     weights = Weights(
         latency=lambda version: world.push_latency[version % len(world.push_latency)],
-        fails=lambda version, tries: tries == 1 and world.push_fails[version % len(world.push_fails)],
+        fails=lambda version, tries: (
+            tries == 1 and world.push_fails[version % len(world.push_fails)]
+        ),
         replicas=replicas,
         lags=lambda replica, version: world.lags[(replica + version) % len(world.lags)],
     )
     parts = Parts(
-        prompts=FakePrompts(state.frontier, [*state.finished_above, *(scored.ordinal for scored in restored)]),
+        prompts=FakePrompts(
+            state.frontier, [*state.finished_above, *(scored.ordinal for scored in restored)]
+        ),
         rollouts=rollouts,
         scores=scores,
         learner=FakeLearner(
@@ -227,7 +273,9 @@ def attempt(world, state, restored=()):
         weights=weights,
         recorder=FakeRecorder(),
         checkpoints=FakeCheckpoints(),
-        evaluate=weights.evaluation(lambda version: world.evaluation_s[version % len(world.evaluation_s)]),
+        evaluate=weights.evaluation(
+            lambda version: world.evaluation_s[version % len(world.evaluation_s)]
+        ),
         check=FakeLogprobCheck(),
         concurrency=Concurrency(world.concurrency, MOST_RUNNING) if world.concurrency else None,
     )
@@ -242,7 +290,10 @@ def attempt(world, state, restored=()):
         evaluate_every=world.evaluate_every,
         evaluate_in_flight=world.evaluate_in_flight,
     )
-    rollouts.coordinator, rollouts.recorder = Coordinator(parts, schedule, state, restored), parts.recorder
+    rollouts.coordinator, rollouts.recorder = (
+        Coordinator(parts, schedule, state, restored),
+        parts.recorder,
+    )
     weights.coordinator = rollouts.coordinator
     return rollouts.coordinator
 
@@ -268,23 +319,48 @@ def check_attempt(coordinator, first):
     fates = coordinator.parts.recorder.all_fates
     rollouts = coordinator.parts.rollouts
     outcomes = Counter(fate.outcome for fate in fates)
-    left = (ordinal for ordinal in itertools.count(first.frontier) if ordinal not in {*first.finished_above, *restored})
+    left = (
+        ordinal
+        for ordinal in itertools.count(first.frontier)
+        if ordinal not in {*first.finished_above, *restored}
+    )
     to_do = [*restored, *itertools.islice(left, len(fates) - len(restored))]
-    assert sorted(fate.ordinal for fate in fates) == sorted(to_do), "an admitted group has no outcome, or two, or was not the next"
+    assert sorted(fate.ordinal for fate in fates) == sorted(to_do), (
+        "an admitted group has no outcome, or two, or was not the next"
+    )
     made_before = {(fate.attempt, fate.ordinal) for fate in fates if fate.attempt != first.attempt}
-    assert made_before == {*first.waiting} and not restored & {*rollouts.admitted}, "what waited in the checkpoint was not taken up as it was"
-    assert rollouts.admitted == sorted(rollouts.admitted) and {*rollouts.admitted} <= {fate.ordinal for fate in fates}
+    assert made_before == {*first.waiting} and not restored & {*rollouts.admitted}, (
+        "what waited in the checkpoint was not taken up as it was"
+    )
+    assert rollouts.admitted == sorted(rollouts.admitted) and {*rollouts.admitted} <= {
+        fate.ordinal for fate in fates
+    }
     assert outcomes["waiting"] == len(coordinator.buffer)
-    assert all(0 <= fate.staleness <= coordinator.schedule.staleness.max_staleness for fate in fates if fate.outcome == "trained")
-    finished = {fate.ordinal for fate in fates if fate.outcome != "waiting"} | set(range(first.frontier)) | set(first.finished_above)
+    assert all(
+        0 <= fate.staleness <= coordinator.schedule.staleness.max_staleness
+        for fate in fates
+        if fate.outcome == "trained"
+    )
+    finished = (
+        {fate.ordinal for fate in fates if fate.outcome != "waiting"}
+        | set(range(first.frontier))
+        | set(first.finished_above)
+    )
     frontier = coordinator.state().frontier
     assert set(range(frontier)) <= finished and frontier not in finished
-    assert set(coordinator.state().finished_above) == {ordinal for ordinal in finished if ordinal >= frontier}
+    assert set(coordinator.state().finished_above) == {
+        ordinal for ordinal in finished if ordinal >= frontier
+    }
     assert coordinator.parts.weights.applied == sorted(set(coordinator.parts.weights.applied))
     assert coordinator.parts.weights.replicas.held is None, "a replica was not let go"
 
 
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(worlds())
 def test_whatever_happens(world):
     state, restored = State("run", 0, 0, 0, 0, ()), []
@@ -295,25 +371,55 @@ def test_whatever_happens(world):
         if ended:
             break
         checkpoints = coordinator.parts.checkpoints
-        state, restored = (checkpoints.states[-1], checkpoints.waiting[-1]) if checkpoints.states else (state, restored)
+        state, restored = (
+            (checkpoints.states[-1], checkpoints.waiting[-1])
+            if checkpoints.states
+            else (state, restored)
+        )
         state = replace(state, attempt=state.attempt + 1)
     coordinator = attempt(world, state, restored)
     assert run(coordinator)
     check_attempt(coordinator, state)
 
-    progress, outcomes = coordinator.progress, Counter(fate.outcome for fate in coordinator.parts.recorder.all_fates)
+    progress, outcomes = (
+        coordinator.progress,
+        Counter(fate.outcome for fate in coordinator.parts.recorder.all_fates),
+    )
     assert progress.version == progress.committed == world.steps
-    evaluated = [version for event, _, version, _ in coordinator.parts.recorder.records if event == "evaluation"]
+    evaluated = [
+        version
+        for event, _, version, _ in coordinator.parts.recorder.records
+        if event == "evaluation"
+    ]
     assert evaluated == sorted(set(evaluated)) and evaluated[-1] == world.steps
     assert coordinator.parts.check.generator_side[0] == state.version
     assert outcomes["trained"] == (world.steps - state.version) * world.groups
     if world.on_stale == "wait":
-        reasons = {fate.reason for fate in coordinator.parts.recorder.all_fates if fate.outcome == "dropped"}
-        assert reasons <= {"reward raised", "usable trajectories: 1, fewer than 2; masked: none"}, "`wait` loses nothing"
-    lengths = {fate.ordinal: fate.completion_tokens for fate in coordinator.parts.recorder.all_fates}
-    assert all(length is None or length == world.tokens[ordinal % len(world.tokens)] for ordinal, length in lengths.items())
+        reasons = {
+            fate.reason
+            for fate in coordinator.parts.recorder.all_fates
+            if fate.outcome == "dropped"
+        }
+        assert reasons <= {"reward raised", "usable trajectories: 1, fewer than 2; masked: none"}, (
+            "`wait` loses nothing"
+        )
+    lengths = {
+        fate.ordinal: fate.completion_tokens for fate in coordinator.parts.recorder.all_fates
+    }
+    assert all(
+        length is None or length == world.tokens[ordinal % len(world.tokens)]
+        for ordinal, length in lengths.items()
+    )
     trained = [fate for fate in coordinator.parts.recorder.all_fates if fate.outcome == "trained"]
-    assert progress.trained_tokens == sum(world.tokens[fate.ordinal % len(world.tokens)] for fate in trained)
-    equal = [fate for fate in coordinator.parts.recorder.all_fates if world.outcomes[fate.ordinal % len(world.outcomes)] == "equal"]
+    assert progress.trained_tokens == sum(
+        world.tokens[fate.ordinal % len(world.tokens)] for fate in trained
+    )
+    equal = [
+        fate
+        for fate in coordinator.parts.recorder.all_fates
+        if world.outcomes[fate.ordinal % len(world.outcomes)] == "equal"
+    ]
     assert world.filter_zero_variance or not outcomes["filtered"]
-    assert not world.filter_zero_variance or all(fate.outcome in ("filtered", "waiting", "dropped") for fate in equal)
+    assert not world.filter_zero_variance or all(
+        fate.outcome in ("filtered", "waiting", "dropped") for fate in equal
+    )

@@ -10,29 +10,77 @@ from asyncrl.control.protocols import Scored
 
 def test_hand_computed():
     first = Scored(0, 3, None, 8, (0.0, 1.0), {"a": 0.5}, 2, 1, newest=4)
-    second = Scored(1, 5, None, 6, (1.0, 1.0, 1.0), {"a": 1.0, "b": 2.0}, 3, 0, newest=5, masked={"bad_logprob": 1})
+    second = Scored(
+        1,
+        5,
+        None,
+        6,
+        (1.0, 1.0, 1.0),
+        {"a": 1.0, "b": 2.0},
+        3,
+        0,
+        newest=5,
+        masked={"bad_logprob": 1},
+    )
     metrics = batch_metrics([first, second], version=5, max_staleness=2)
     assert metrics["staleness/histogram"] == [1, 0, 1]
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2)
     assert (metrics["staleness/in_flight_mean"], metrics["staleness/in_buffer_mean"]) == (0.5, 0.5)
     assert metrics["reward/mean"] == pytest.approx(0.8)
     assert (metrics["reward/a"], metrics["reward/b"]) == (0.75, 2.0)
-    assert metrics["rollout/completion_tokens"] == pytest.approx(14 / 6) and metrics["rollout/truncated_ratio"] == pytest.approx(1 / 6)
+    assert metrics["rollout/completion_tokens"] == pytest.approx(14 / 6) and metrics[
+        "rollout/truncated_ratio"
+    ] == pytest.approx(1 / 6)
 
 
 def test_each_source_has_its_share_and_its_reward():
     batch = [
-        Scored(n, 3, None, 8, rewards, {}, 2, 0, source=source) for n, (source, rewards) in enumerate((("a", (0.0, 1.0)), ("b", ()), ("a", (1.0,)), ("a", ())))
+        Scored(n, 3, None, 8, rewards, {}, 2, 0, source=source)
+        for n, (source, rewards) in enumerate(
+            (("a", (0.0, 1.0)), ("b", ()), ("a", (1.0,)), ("a", ()))
+        )
     ]
     metrics = batch_metrics(batch, version=5, max_staleness=2)
     assert (metrics["source/a_share"], metrics["source/b_share"]) == (0.75, 0.25)
-    assert metrics["source/a_reward"] == pytest.approx(2 / 3) and math.isnan(metrics["source/b_reward"])
-    assert not any(name.startswith("source/") for name in batch_metrics([Scored(0, 3, None, 8, (1.0,), {}, 2, 0)], version=5, max_staleness=2))
+    assert metrics["source/a_reward"] == pytest.approx(2 / 3) and math.isnan(
+        metrics["source/b_reward"]
+    )
+    assert not any(
+        name.startswith("source/")
+        for name in batch_metrics(
+            [Scored(0, 3, None, 8, (1.0,), {}, 2, 0)], version=5, max_staleness=2
+        )
+    )
 
 
 def test_what_was_scored_counts_whatever_became_of_it():
-    equal = Scored(0, 3, None, 8, (1.0, 1.0), {}, 2, 0, logprob_sum=-12.0, looping=1, characters=30, unprintable=1)
-    mixed = Scored(1, 3, None, 8, (0.0, 1.0), {}, 2, 0, masked={"over_long": 1, "unscored": 1}, logprob_sum=-6.0, characters=10)
+    equal = Scored(
+        0,
+        3,
+        None,
+        8,
+        (1.0, 1.0),
+        {},
+        2,
+        0,
+        logprob_sum=-12.0,
+        looping=1,
+        characters=30,
+        unprintable=1,
+    )
+    mixed = Scored(
+        1,
+        3,
+        None,
+        8,
+        (0.0, 1.0),
+        {},
+        2,
+        0,
+        masked={"over_long": 1, "unscored": 1},
+        logprob_sum=-6.0,
+        characters=10,
+    )
     broken = Scored(2, 3, None, 8, (), {}, 0, 0, masked={"bad_logprob": 4})
     assert scoring_metrics([equal, mixed, broken]) == {
         "rollout/unscored_ratio": 0.1,
@@ -44,8 +92,16 @@ def test_what_was_scored_counts_whatever_became_of_it():
         "rollout/loop_ratio": 0.1,
         "rollout/unprintable_ratio": 0.025,
     }
-    first = Scored(0, 3, None, 8, (1.0,), {}, 1, 0, masked={"unscored": 3}, unscored={"judge": 3, "exact": 0})
+    first = Scored(
+        0, 3, None, 8, (1.0,), {}, 1, 0, masked={"unscored": 3}, unscored={"judge": 3, "exact": 0}
+    )
     second = Scored(1, 3, None, 8, (1.0,) * 4, {}, 4, 0, unscored={"judge": 1, "exact": 0})
     shares = scoring_metrics([first, second])
-    assert (shares["reward/judge/unscored_ratio"], shares["reward/exact/unscored_ratio"], shares["reward/unscored_ratio"]) == (0.5, 0.0, 0.5)
-    assert all(value != value for value in scoring_metrics([]).values()), "nothing scored: not a number, and no alarm"
+    assert (
+        shares["reward/judge/unscored_ratio"],
+        shares["reward/exact/unscored_ratio"],
+        shares["reward/unscored_ratio"],
+    ) == (0.5, 0.0, 0.5)
+    assert all(value != value for value in scoring_metrics([]).values()), (
+        "nothing scored: not a number, and no alarm"
+    )

@@ -14,7 +14,15 @@ from asyncrl.control.checkpoint import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.fates import FatesWriter, read_fates
 from asyncrl.control.staleness import Staleness
-from asyncrl.testing import FakeLearner, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
+from asyncrl.testing import (
+    FakeLearner,
+    FakePrompts,
+    FakeRecorder,
+    FakeRollouts,
+    FakeScores,
+    FakeWeightSync,
+    VirtualTimeLoop,
+)
 
 GROUPS_PER_STEP = 50
 
@@ -33,7 +41,13 @@ class OnDisk(FakeRecorder):
             self.rollouts.admitted.clear()  # the fake's own memory
             gc.collect()
             self.writer.flush()
-            self.seen.append((tracemalloc.get_traced_memory()[0], len(os.listdir(self.writer.directory)), time.process_time()))
+            self.seen.append(
+                (
+                    tracemalloc.get_traced_memory()[0],
+                    len(os.listdir(self.writer.directory)),
+                    time.process_time(),
+                )
+            )
 
     def fates(self, fates, outstanding):
         self.writer.write(fates, outstanding)
@@ -54,9 +68,19 @@ class Forgetful(FakeLearner):
 def train(directory: Path, groups: int) -> OnDisk:
     recorder = OnDisk(directory)
     recorder.steps = groups // GROUPS_PER_STEP
-    rollouts = FakeRollouts(latency=lambda ordinal: 0.01 * (ordinal % 7), fails=lambda ordinal: "deadline" if ordinal % 97 == 0 else None)
+    rollouts = FakeRollouts(
+        latency=lambda ordinal: 0.01 * (ordinal % 7),
+        fails=lambda ordinal: "deadline" if ordinal % 97 == 0 else None,
+    )
     recorder.rollouts = rollouts
-    parts = Parts(FakePrompts(), rollouts, FakeScores(rollouts), Forgetful(GROUPS_PER_STEP, latency=0.1), FakeWeightSync(), recorder)
+    parts = Parts(
+        FakePrompts(),
+        rollouts,
+        FakeScores(rollouts),
+        Forgetful(GROUPS_PER_STEP, latency=0.1),
+        FakeWeightSync(),
+        recorder,
+    )
     schedule = Schedule(recorder.steps, Staleness(2, GROUPS_PER_STEP, "wait"))
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(Coordinator(parts, schedule, State("run", 0, 0, 0, 0, ())).run())
@@ -73,8 +97,16 @@ def test_what_a_group_costs_does_not_grow(tmp_path, groups):
         tracemalloc.stop()
     memory, files, seconds = zip(*recorder.seen, strict=True)
     lasted = [later - before for before, later in pairwise(seconds)]
-    print(f"\n{groups:,} groups: memory {memory[1]:,} → {memory[-1]:,} bytes, at most {max(files)} files, {lasted[0]:.2f} → {lasted[-1]:.2f} s for each tenth")
-    assert max(memory) < memory[1] + 800_000 + groups, "about a byte a group, and what modules load on the way"
+    print(
+        f"\n{groups:,} groups: memory {memory[1]:,} → {memory[-1]:,} bytes, at most {max(files)} files, {lasted[0]:.2f} → {lasted[-1]:.2f} s for each tenth"
+    )
+    assert max(memory) < memory[1] + 800_000 + groups, (
+        "about a byte a group, and what modules load on the way"
+    )
     assert max(files) <= 2 * 64
-    outcomes = [row for path in sorted((tmp_path / "fates").iterdir()) for row in read_fates(path)[0]["ordinal"].to_pylist()]
+    outcomes = [
+        row
+        for path in sorted((tmp_path / "fates").iterdir())
+        for row in read_fates(path)[0]["ordinal"].to_pylist()
+    ]
     assert len(outcomes) == len(set(outcomes)) >= groups

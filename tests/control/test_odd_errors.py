@@ -17,7 +17,11 @@ def test_what_nobody_foresaw_fits_a_column_and_a_line(message):
     except ValueError as error:
         said = unforeseen("group 3", error)
     first, _, stack = said.partition("\n")
-    assert first.startswith(f"{UNFORESEEN}group 3: ValueError: ") and "raise ValueError(message)" in stack and len(said) < 25_000
+    assert (
+        first.startswith(f"{UNFORESEEN}group 3: ValueError: ")
+        and "raise ValueError(message)" in stack
+        and len(said) < 25_000
+    )
     assert pa.array([said], SCORED_COLUMNS["failure"])[0].as_py() == said
 
 
@@ -28,4 +32,8 @@ def test_a_fate_is_written_whatever_its_reason_says(tmp_path, reason):
     writer.flush()
     [path] = tmp_path.glob("*.parquet")
     [kept] = read_fates(path)[0].to_pylist()
-    assert kept["ordinal"] == 5 and kept["reason"][:3] == reason[:3].encode("utf-8", "backslashreplace").decode()[:3] and len(kept["reason"]) < 2000
+    assert (
+        kept["ordinal"] == 5
+        and kept["reason"][:3] == reason[:3].encode("utf-8", "backslashreplace").decode()[:3]
+        and len(kept["reason"]) < 2000
+    )

@@ -13,7 +13,16 @@ def scored(ordinal, begun):
 
 @pytest.mark.parametrize(
     ("outstanding", "learner", "committed", "admitted"),
-    [(0, 0, 0, True), (11, 0, 0, True), (12, 0, 0, False), (7, 5, 4, True), (8, 5, 4, False), (3, 6, 4, True), (4, 6, 4, False), (0, 7, 4, False)],
+    [
+        (0, 0, 0, True),
+        (11, 0, 0, True),
+        (12, 0, 0, False),
+        (7, 5, 4, True),
+        (8, 5, 4, False),
+        (3, 6, 4, True),
+        (4, 6, 4, False),
+        (0, 7, 4, False),
+    ],
 )
 def test_pace(outstanding, learner, committed, admitted):
     assert Staleness(2, 4).may_admit(outstanding, learner, committed) is admitted
@@ -26,7 +35,16 @@ def test_bound():
 
 @pytest.mark.parametrize(
     ("left", "cut"),
-    [([], True), ([3], False), ([4] * 4, True), ([4] * 5, False), ([4] * 4 + [5] * 4, True), ([4] * 4 + [5] * 5, False), ([5] * 8, True), ([5] * 9, False)],
+    [
+        ([], True),
+        ([3], False),
+        ([4] * 4, True),
+        ([4] * 5, False),
+        ([4] * 4 + [5] * 4, True),
+        ([4] * 4 + [5] * 5, False),
+        ([5] * 8, True),
+        ([5] * 9, False),
+    ],
 )
 def test_wait_cuts_only_what_can_still_be_trained(left, cut):
     assert Staleness(2, 4).may_cut(left, learner_version=5) is cut

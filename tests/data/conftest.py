@@ -20,7 +20,9 @@ def prompt_config(tiny_model, tmp_path):
                 "model": {"path": str(tiny_model)},
                 "data": {"train": str(path), "max_prompt_length": 16, **data},
                 "rollout": {"max_completion_length": 8},
-                "reward": {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}},
+                "reward": {
+                    "functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}
+                },
                 **(sections or {}),
             }
         )

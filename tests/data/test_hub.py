@@ -73,14 +73,37 @@ class Handler(BaseHTTPRequestHandler):
         path, files = urlparse(self.path).path, self.server.files
         api = "/api/datasets/someone/sums"
         if path in (api, f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
-            return self.send(json.dumps({"id": "someone/sums", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files], "tags": []}).encode())
+            return self.send(
+                json.dumps(
+                    {
+                        "id": "someone/sums",
+                        "sha": COMMIT,
+                        "siblings": [{"rfilename": name} for name in files],
+                        "tags": [],
+                    }
+                ).encode()
+            )
         if path == f"{api}/tree/{COMMIT}":
-            return self.send(json.dumps([{"type": "file", "path": name, "size": len(body), "oid": name} for name, body in files.items()]).encode())
+            return self.send(
+                json.dumps(
+                    [
+                        {"type": "file", "path": name, "size": len(body), "oid": name}
+                        for name, body in files.items()
+                    ]
+                ).encode()
+            )
         name = path.removeprefix(f"/datasets/someone/sums/resolve/{COMMIT}/")
         if name not in files:
-            return self.send(b'{"error": "Repository not found"}', 404, with_body, {"X-Error-Code": "RepoNotFound"})
+            return self.send(
+                b'{"error": "Repository not found"}',
+                404,
+                with_body,
+                {"X-Error-Code": "RepoNotFound"},
+            )
         self.server.got[name] += with_body
-        return self.send(files[name], 200, with_body, {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT})
+        return self.send(
+            files[name], 200, with_body, {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT}
+        )
 
     def send(self, body, code=200, with_body=True, headers=None):
         self.send_response(code)
@@ -97,10 +120,22 @@ class Handler(BaseHTTPRequestHandler):
 def fetch(served, home, *splits, offline=False):
     """What a process that fetches these splits prints: a line for each."""
     endpoint = f"http://127.0.0.1:{served.server_port}"
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": str(int(offline)), "HF_HUB_DISABLE_XET": "1"}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": str(int(offline)),
+        "HF_HUB_DISABLE_XET": "1",
+    }
     for name in ("HF_HUB_CACHE", "HF_TOKEN"):
         environment.pop(name, None)
-    done = subprocess.run([sys.executable, "-c", FETCH, *splits], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", FETCH, *splits],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()
 
@@ -109,11 +144,18 @@ def test_only_the_files_of_the_split_are_fetched_and_need_no_network_afterwards(
     home = tmp_path / "home"
     (train,) = fetch(served, home, "train")
     assert train.endswith(f"datasets--someone--sums/snapshots/{COMMIT} ['train 0', 'train 1']")
-    assert set(served.got) == {"README.md", "main/train-00000-of-00002.parquet", "main/train-00001-of-00002.parquet"}
+    assert set(served.got) == {
+        "README.md",
+        "main/train-00000-of-00002.parquet",
+        "main/train-00001-of-00002.parquet",
+    }
     before = served.got.copy()
     again, test = fetch(served, home, "train", "test", offline=True)
     assert again == train and served.got == before
-    assert "main/test-00000-of-00002.parquet" in test and "hf download --repo-type dataset someone/sums" in test
+    assert (
+        "main/test-00000-of-00002.parquet" in test
+        and "hf download --repo-type dataset someone/sums" in test
+    )
 
 
 def cached(cache, files, name="someone--sums"):
@@ -141,14 +183,27 @@ def offline(monkeypatch):
 
 
 def test_without_the_hub_its_cache_is_read(tmp_path, offline):
-    folder = cached(tmp_path, {"test.jsonl": b'{"prompt": "1"}\n', "train.jsonl": b'{"prompt": "2"}\n'})
+    folder = cached(
+        tmp_path, {"test.jsonl": b'{"prompt": "1"}\n', "train.jsonl": b'{"prompt": "2"}\n'}
+    )
     assert fetch_dataset("someone/sums", "test", cache=tmp_path) == folder
-    assert read_sources((Source(path=str(folder), split="test"),)).table["prompt"].to_pylist() == ["1"]
-    with pytest.raises(ConfigError, match=r"data.train = 'someone/sums' holds no split 'dev'; it has \['test', 'train'\]"):
+    assert read_sources((Source(path=str(folder), split="test"),)).table["prompt"].to_pylist() == [
+        "1"
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"data.train = 'someone/sums' holds no split 'dev'; it has \['test', 'train'\]",
+    ):
         fetch_dataset("someone/sums", "dev", cache=tmp_path)
-    with pytest.raises(ConfigError, match=r"no dataset of the hub at revision 'v2' that can be fetched .*hf download --repo-type dataset someone/sums"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no dataset of the hub at revision 'v2' that can be fetched .*hf download --repo-type dataset someone/sums",
+    ):
         fetch_dataset("someone/sums", "test", revision="v2", cache=tmp_path)
-    with pytest.raises(ConfigError, match=r"eval.data = 'someone/other': no such file or folder, and no dataset of the hub that can be fetched"):
+    with pytest.raises(
+        ConfigError,
+        match=r"eval.data = 'someone/other': no such file or folder, and no dataset of the hub that can be fetched",
+    ):
         fetch_dataset("someone/other", "test", cache=tmp_path, field="eval.data")
 
 
@@ -158,10 +213,14 @@ def test_a_fetch_that_lacks_a_shard_is_not_taken_for_whole(tmp_path, offline):
         fetch_dataset("someone/sums", "train", cache=tmp_path)
 
 
-def test_every_setting_that_names_data_may_name_a_dataset_and_a_run_that_goes_on_keeps_its_commits(tmp_path, offline, monkeypatch):
+def test_every_setting_that_names_data_may_name_a_dataset_and_a_run_that_goes_on_keeps_its_commits(
+    tmp_path, offline, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    folder = str(cached(tmp_path, {"test.jsonl": b'{"prompt": "1"}\n', "train.jsonl": b'{"prompt": "2"}\n'}))
+    folder = str(
+        cached(tmp_path, {"test.jsonl": b'{"prompt": "1"}\n', "train.jsonl": b'{"prompt": "2"}\n'})
+    )
     named = {"path": "someone/sums", "split": "test"}
     sections = {
         "data": {"train": ["mine.jsonl", "someone/sums"], "max_prompt_length": 8},
@@ -170,12 +229,23 @@ def test_every_setting_that_names_data_may_name_a_dataset_and_a_run_that_goes_on
     }
     config = small_config(runs_root=str(tmp_path / "runs"), **sections)
     found = resolve_data(config)
-    assert [(one.path, one.split) for one in found.data.train] == [(str(tmp_path / "mine.jsonl"), None), (folder, "train")]
+    assert [(one.path, one.split) for one in found.data.train] == [
+        (str(tmp_path / "mine.jsonl"), None),
+        (folder, "train"),
+    ]
     assert [one.label for one in found.data.train] == ["mine", "sums.train"]
-    for value, split in ((found.eval.data, "test"), (found.eval.sets["more"].data, "test"), (found.warm_start.data, "train")):
+    for value, split in (
+        (found.eval.data, "test"),
+        (found.eval.sets["more"].data, "test"),
+        (found.warm_start.data, "train"),
+    ):
         assert [(one.path, one.split) for one in sources_of(value)] == [(folder, split)]
     asked = []
-    monkeypatch.setattr(hub, "fetch_dataset", lambda name, split, subset, revision, field: asked.append(revision) or tmp_path)
+    monkeypatch.setattr(
+        hub,
+        "fetch_dataset",
+        lambda name, split, subset, revision, field: asked.append(revision) or tmp_path,
+    )
     config.run_directory.mkdir(parents=True)
     (config.run_directory / "config.yaml").write_text(json.dumps(found.dump()))
     for resume in ("must", "never"):
@@ -183,15 +253,28 @@ def test_every_setting_that_names_data_may_name_a_dataset_and_a_run_that_goes_on
     assert asked == [COMMIT] * 4 + [None] * 4
 
 
-def test_a_config_of_the_run_before_that_is_damaged_matters_to_names_of_the_hub_alone(tmp_path, monkeypatch):
+def test_a_config_of_the_run_before_that_is_damaged_matters_to_names_of_the_hub_alone(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(hub, "fetch_dataset", lambda name, split, subset, revision, field: tmp_path)
-    local, named = (small_config(runs_root=str(tmp_path), resume="auto", data={"train": data, "max_prompt_length": 8}) for data in ("a.jsonl", "someone/sums"))
+    local, named = (
+        small_config(
+            runs_root=str(tmp_path), resume="auto", data={"train": data, "max_prompt_length": 8}
+        )
+        for data in ("a.jsonl", "someone/sums")
+    )
     local.run_directory.mkdir()
     (local.run_directory / "config.yaml").write_text("data: [")
     assert resolve_models(local).data == local.data
-    with pytest.raises(ConfigError, match=r"config.yaml cannot be read \(.*only it says which commits of the hub"):
+    with pytest.raises(
+        ConfigError, match=r"config.yaml cannot be read \(.*only it says which commits of the hub"
+    ):
         resolve_data(named)
     with pytest.raises(ConfigError, match=r"config\.yaml cannot be read"):
-        resolve_models(local.model_copy(update={"model": local.model.model_copy(update={"path": "someone/model"})}))
+        resolve_models(
+            local.model_copy(
+                update={"model": local.model.model_copy(update={"path": "someone/model"})}
+            )
+        )
     (local.run_directory / "config.yaml").write_text("[model]")
     resolve_data(named)

@@ -13,24 +13,42 @@ def drawn(order, ordinals):
     ends = np.cumsum(order.rows)
     rows = [order.place(ordinal)[1] for ordinal in ordinals]
     sources = np.searchsorted(ends, rows, side="right")
-    return [(int(source), int(row - (ends - order.rows)[source])) for source, row in zip(sources, rows, strict=True)]
+    return [
+        (int(source), int(row - (ends - order.rows)[source]))
+        for source, row in zip(sources, rows, strict=True)
+    ]
 
 
 def test_without_weights_sources_are_one_dataset():
     order = Order((7, 3), None, seed=5)
-    assert [order.place(ordinal) for ordinal in range(25)] == [ordinal_to_row(ordinal, 10, 5) for ordinal in range(25)]
+    assert [order.place(ordinal) for ordinal in range(25)] == [
+        ordinal_to_row(ordinal, 10, 5) for ordinal in range(25)
+    ]
     assert order.shares == (0.7, 0.3)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize(("rows", "weights"), [((100, 10), (0.5, 0.5)), ((3, 5000, 40), (1, 2, 7)), ((1, 1), (1, 10_000)), ((900, 300), (3, 1))])
-def test_shares_are_those_of_the_weights_and_no_row_comes_twice_before_all_have(rows, weights, shuffle):
+@pytest.mark.parametrize(
+    ("rows", "weights"),
+    [
+        ((100, 10), (0.5, 0.5)),
+        ((3, 5000, 40), (1, 2, 7)),
+        ((1, 1), (1, 10_000)),
+        ((900, 300), (3, 1)),
+    ],
+)
+def test_shares_are_those_of_the_weights_and_no_row_comes_twice_before_all_have(
+    rows, weights, shuffle
+):
     order = Order(rows, weights, 3, shuffle)
     count = 2 * order.epoch + 17
     places = drawn(order, range(count))
     whole = Counter(source for source, _ in places[: order.epoch])
     for source, share in enumerate(np.array(weights) / sum(weights)):
-        assert whole[source] == order.counts[source] and abs(whole[source] / order.epoch - share) <= 1 / order.epoch
+        assert (
+            whole[source] == order.counts[source]
+            and abs(whole[source] / order.epoch - share) <= 1 / order.epoch
+        )
         theirs = [row for one, row in places if one == source]
         for start in range(0, len(theirs), rows[source]):
             part = theirs[start : start + rows[source]]
@@ -42,7 +60,9 @@ def test_shares_are_those_of_the_weights_and_no_row_comes_twice_before_all_have(
 def test_any_ordinal_can_be_asked_for_first():
     """A resume asks from its frontier on, and a new process has no memory of what came before."""
     forward = [Order((50, 20), (1, 4), 9).place(ordinal) for ordinal in range(3000)]
-    backward = [Order((50, 20), (1, 4), 9).place(ordinal) for ordinal in reversed(range(2900, 3000))]
+    backward = [
+        Order((50, 20), (1, 4), 9).place(ordinal) for ordinal in reversed(range(2900, 3000))
+    ]
     assert forward[2900:] == backward[::-1]
     assert [epoch for epoch, _ in forward] == [ordinal // 1000 for ordinal in range(3000)]
 
@@ -58,4 +78,17 @@ def test_seeds_and_epochs_differ_and_sources_are_mixed_within_an_epoch():
 
 def test_an_order_does_not_change_from_release_to_release():
     """Checkpoints count on it."""
-    assert [Order((5, 3), (1, 1), 0).place(ordinal)[1] for ordinal in range(12)] == [2, 0, 4, 3, 6, 7, 1, 5, 5, 2, 7, 6]
+    assert [Order((5, 3), (1, 1), 0).place(ordinal)[1] for ordinal in range(12)] == [
+        2,
+        0,
+        4,
+        3,
+        6,
+        7,
+        1,
+        5,
+        5,
+        2,
+        7,
+        6,
+    ]

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from asyncrl.data.packing import Pieces, Strategy, _fills, best_fit_decreasing, pack, pack_rows
 
-LENGTHS = st.integers(1, 300).flatmap(lambda cap: st.tuples(st.lists(st.integers(1, cap), max_size=150), st.just(cap)))
+LENGTHS = st.integers(1, 300).flatmap(
+    lambda cap: st.tuples(st.lists(st.integers(1, cap), max_size=150), st.just(cap))
+)
 
 
 def row_by_row(lengths: list[int], capacity: int) -> list[int]:
@@ -47,7 +49,9 @@ def test_the_same_fills_as_row_by_row(case: tuple[list[int], int]) -> None:
     order, offsets = best_fit_decreasing(np.array(lengths, dtype=np.int64), capacity)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     bins = [order[at:to].tolist() for at, to in pairwise(offsets)]
-    assert sorted(sum(lengths[row] for row in rows) for rows in bins) == row_by_row(lengths, capacity)
+    assert sorted(sum(lengths[row] for row in rows) for rows in bins) == row_by_row(
+        lengths, capacity
+    )
     assert all(rows == sorted(rows, key=lambda row: -lengths[row]) for rows in bins)
 
 
@@ -56,7 +60,9 @@ def test_the_same_fills_as_row_by_row_with_many_rows(seed: int) -> None:
     generator = np.random.default_rng(seed)
     lengths = np.clip(generator.lognormal(np.log(64), 0.8, 3000), 1, 768).astype(np.int64)
     order, offsets = best_fit_decreasing(lengths, 1024)
-    assert sorted(np.add.reduceat(lengths[order], offsets[:-1]).tolist()) == row_by_row(lengths.tolist(), 1024)
+    assert sorted(np.add.reduceat(lengths[order], offsets[:-1]).tolist()) == row_by_row(
+        lengths.tolist(), 1024
+    )
 
 
 def test_ties_go_by_index() -> None:
@@ -66,15 +72,38 @@ def test_ties_go_by_index() -> None:
 
 def test_python_work_does_not_grow_with_the_rows() -> None:
     counts = np.random.default_rng(0).integers(1, 100, 512).tolist()
-    few, many = (len(_fills([(length, times * count) for length, count in zip(range(512, 0, -1), counts, strict=True)], 512)) for times in (1, 10_000))
+    few, many = (
+        len(
+            _fills(
+                [
+                    (length, times * count)
+                    for length, count in zip(range(512, 0, -1), counts, strict=True)
+                ],
+                512,
+            )
+        )
+        for times in (1, 10_000)
+    )
     assert 512 <= few <= 512 * 10 and many <= 512 * 10
 
 
 def test_strategies_by_hand() -> None:
     assert bins_of(pack_rows([5, 2, 3, 1], 5)) == [[(0, 0, 5)], [(2, 0, 3), (1, 0, 2)], [(3, 0, 1)]]
-    assert bins_of(pack_rows([5, 2, 3, 1], 4, "bfd_split")) == [[(0, 0, 4)], [(2, 0, 3), (0, 4, 5)], [(1, 0, 2), (3, 0, 1)]]
-    assert bins_of(pack_rows([5, 2, 3, 1], 4, "wrapped")) == [[(0, 0, 4)], [(0, 4, 5), (1, 0, 2), (2, 0, 1)], [(2, 1, 3), (3, 0, 1)]]
-    assert bins_of(pack_rows([9], 4, "wrapped")) == bins_of(pack_rows([9], 4, "bfd_split")) == [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 9)]]
+    assert bins_of(pack_rows([5, 2, 3, 1], 4, "bfd_split")) == [
+        [(0, 0, 4)],
+        [(2, 0, 3), (0, 4, 5)],
+        [(1, 0, 2), (3, 0, 1)],
+    ]
+    assert bins_of(pack_rows([5, 2, 3, 1], 4, "wrapped")) == [
+        [(0, 0, 4)],
+        [(0, 4, 5), (1, 0, 2), (2, 0, 1)],
+        [(2, 1, 3), (3, 0, 1)],
+    ]
+    assert (
+        bins_of(pack_rows([9], 4, "wrapped"))
+        == bins_of(pack_rows([9], 4, "bfd_split"))
+        == [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 9)]]
+    )
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
@@ -84,10 +113,18 @@ def test_no_rows_make_no_bins(strategy: Strategy) -> None:
 
 
 @settings(deadline=None, derandomize=True)
-@given(st.lists(st.integers(1, 60), max_size=60), st.integers(1, 25), st.sampled_from(["bfd_split", "wrapped"]))
-def test_cut_rows_keep_every_token_once_under_the_cap(lengths: list[int], capacity: int, strategy: Strategy) -> None:
+@given(
+    st.lists(st.integers(1, 60), max_size=60),
+    st.integers(1, 25),
+    st.sampled_from(["bfd_split", "wrapped"]),
+)
+def test_cut_rows_keep_every_token_once_under_the_cap(
+    lengths: list[int], capacity: int, strategy: Strategy
+) -> None:
     bins = bins_of(pack_rows(lengths, capacity, strategy))
-    tokens = [(row, token) for pieces in bins for row, start, end in pieces for token in range(start, end)]
+    tokens = [
+        (row, token) for pieces in bins for row, start, end in pieces for token in range(start, end)
+    ]
     every = [(row, token) for row, length in enumerate(lengths) for token in range(length)]
     assert sorted(tokens) == every
     fills = [sum(end - start for _, start, end in pieces) for pieces in bins]
@@ -95,12 +132,19 @@ def test_cut_rows_keep_every_token_once_under_the_cap(lengths: list[int], capaci
     if strategy == "wrapped":
         assert tokens == every and all(fill == capacity for fill in fills[:-1])
     else:
-        cut = [min(capacity, length - start) for length in lengths for start in range(0, length, capacity)]
+        cut = [
+            min(capacity, length - start)
+            for length in lengths
+            for start in range(0, length, capacity)
+        ]
         assert sorted(fills) == row_by_row(cut, capacity)
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"row 1 has 11 tokens, above the capacity of 10; truncate it, .* packing_strategy: bfd_split"):
+    with pytest.raises(
+        ValueError,
+        match=r"row 1 has 11 tokens, above the capacity of 10; truncate it, .* packing_strategy: bfd_split",
+    ):
         pack_rows([3, 11], 10)
     with pytest.raises(ValueError, match="row 2 has 0 tokens; leave it out"):
         pack_rows([3, 1, 0], 10, "wrapped")
@@ -111,15 +155,28 @@ def test_what_cannot_be_packed_is_refused() -> None:
 
 
 @settings(deadline=None, derandomize=True)
-@given(st.lists(st.integers(1, 50), max_size=80), st.integers(50, 120), st.integers(1, 4), st.sampled_from([0.0, 0.003, 1.0]))
-def test_every_trajectory_once_under_the_cap(lengths: list[int], cap: int, world_size: int, quadratic: float) -> None:
+@given(
+    st.lists(st.integers(1, 50), max_size=80),
+    st.integers(50, 120),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.003, 1.0]),
+)
+def test_every_trajectory_once_under_the_cap(
+    lengths: list[int], cap: int, world_size: int, quadratic: float
+) -> None:
     plan = pack(lengths, cap, world_size, quadratic)
     assert plan == pack(list(lengths), cap, world_size, quadratic)
     assert len(plan.micro_batches) == world_size
     assert len({len(micro_batches) for micro_batches in plan.micro_batches}) == 1
-    placed = [index for micro_batches in plan.micro_batches for items in micro_batches for index in items]
+    placed = [
+        index for micro_batches in plan.micro_batches for items in micro_batches for index in items
+    ]
     assert sorted(placed) == list(range(len(lengths)))
-    assert all(sum(lengths[index] for index in items) <= cap for micro_batches in plan.micro_batches for items in micro_batches)
+    assert all(
+        sum(lengths[index] for index in items) <= cap
+        for micro_batches in plan.micro_batches
+        for items in micro_batches
+    )
     assert plan.fill == pytest.approx(sum(lengths) / (cap * sum(map(len, plan.micro_batches))))
     assert 0 <= plan.imbalance <= world_size - 1 + 1e-9
     if world_size == 1:

@@ -16,14 +16,56 @@ from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.data import jsonl, sources
 from asyncrl.data.prompts import check_prompts, read_prompts
 from asyncrl.data.sources import RowsByNumber, read_sources
-from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_from_table, groups_to_table, table_from_ipc, table_to_ipc
+from asyncrl.types import (
+    Completion,
+    Group,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+    groups_from_table,
+    groups_to_table,
+    table_from_ipc,
+    table_to_ipc,
+)
 
-TOOL_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}}
-CHAT = [{"role": "user", "content": "1+1"}, {"role": "assistant", "tool_calls": [TOOL_CALL]}, {"role": "tool", "name": "weather", "content": "12"}]
+TOOL_CALL = {
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Oslo", "days": 2}},
+}
+CHAT = [
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "tool_calls": [TOOL_CALL]},
+    {"role": "tool", "name": "weather", "content": "12"},
+]
 EXACT = [
-    {"prompt": "a", "when": "2024-01-02", "age": 18, "mixed": 18, "many": 2**64, "chat": CHAT, "none": None, "flag": True, "list": [1, 2.5, "x", None]},
-    {"prompt": "b", "when": "2024-01-02T03:04:05Z", "age": 19, "mixed": 18.5, "many": 7, "chat": [{"role": "user", "content": None}], "flag": None},
-    {"prompt": "c", "age": 2**63 - 1, "mixed": "18", "chat": "plain", "list": {}, "deep": {"a": {}, "b": [[]], "Ä": "\u2028\n"}},
+    {
+        "prompt": "a",
+        "when": "2024-01-02",
+        "age": 18,
+        "mixed": 18,
+        "many": 2**64,
+        "chat": CHAT,
+        "none": None,
+        "flag": True,
+        "list": [1, 2.5, "x", None],
+    },
+    {
+        "prompt": "b",
+        "when": "2024-01-02T03:04:05Z",
+        "age": 19,
+        "mixed": 18.5,
+        "many": 7,
+        "chat": [{"role": "user", "content": None}],
+        "flag": None,
+    },
+    {
+        "prompt": "c",
+        "age": 2**63 - 1,
+        "mixed": "18",
+        "chat": "plain",
+        "list": {},
+        "deep": {"a": {}, "b": [[]], "Ä": "\u2028\n"},
+    },
     {"prompt": "d", "mixed": True, "small": 5e-324, "list": {"z": 1, "a": 2}},
 ]
 
@@ -36,7 +78,11 @@ def write_jsonl(path, rows):
 def same(value, other):
     """Equal in type, order of keys and value, at every depth."""
     if isinstance(value, dict):
-        return isinstance(other, dict) and list(value) == list(other) and all(same(value[key], other[key]) for key in value)
+        return (
+            isinstance(other, dict)
+            and list(value) == list(other)
+            and all(same(value[key], other[key]) for key in value)
+        )
     if isinstance(value, list):
         return isinstance(other, list) and len(value) == len(other) and all(map(same, value, other))
     return type(value) is type(other) and value == other
@@ -54,10 +100,15 @@ def test_jsonl_is_read_without_guessing(tmp_path, monkeypatch, chunk_bytes):
     found = read_sources(write_jsonl(tmp_path / "rows.jsonl", EXACT)).table
     for row, expected in zip(row_values(found), EXACT, strict=True):
         assert same(row, {name: expected.get(name) for name in names})
-    assert found.schema.field("age").type == pa.int64() and found.schema.field("when").type == pa.string()
+    assert (
+        found.schema.field("age").type == pa.int64()
+        and found.schema.field("when").type == pa.string()
+    )
 
 
-def test_columns_come_to_the_reward_as_the_file_gave_them_whatever_group_they_travel_with(prompt_config, tmp_path):
+def test_columns_come_to_the_reward_as_the_file_gave_them_whatever_group_they_travel_with(
+    prompt_config, tmp_path
+):
     """Through prompts, groups, leases of several groups, Arrow's stream and Parquet: groups of other rows change no type."""
     for row in EXACT:
         row["prompt"] = "1+1="
@@ -67,7 +118,10 @@ def test_columns_come_to_the_reward_as_the_file_gave_them_whatever_group_they_tr
     assert len({table.schema for table in tables}) == 1
     leased = table_from_ipc(table_to_ipc(pa.concat_tables(tables, promote_options="permissive")))
     pq.write_table(leased.take([2, 0, 1, 3]), tmp_path / "groups.parquet")
-    back = {group.ordinal: group for group in groups_from_table(pq.read_table(tmp_path / "groups.parquet"))}
+    back = {
+        group.ordinal: group
+        for group in groups_from_table(pq.read_table(tmp_path / "groups.parquet"))
+    }
     names = dict.fromkeys(name for row in EXACT for name in row if name != "prompt")
     for ordinal, row in enumerate(EXACT):
         expected = {name: row.get(name) for name in names}
@@ -76,15 +130,34 @@ def test_columns_come_to_the_reward_as_the_file_gave_them_whatever_group_they_tr
 
 
 @pytest.mark.parametrize("limit", [2, 5, 7, None])
-def test_several_sources_take_turns_where_only_some_prompts_are_used(prompt_config, tmp_path, limit):
+def test_several_sources_take_turns_where_only_some_prompts_are_used(
+    prompt_config, tmp_path, limit
+):
     """In evaluation and in the warm start's held-out rows; ordinals stay the numbers of the rows."""
     from asyncrl.data.supervised import read_supervised
 
     rows = {"a": 5, "b": 2, "c": 1}
-    paths = [write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": f"{i}+{i}=", "answer": f"{name}{i}"} for i in range(n)]) for name, n in rows.items()]
-    config = prompt_config([{"prompt": "1+1="}], {"eval": {"data": [{"path": path} for path in paths]}})
+    paths = [
+        write_jsonl(
+            tmp_path / f"{name}.jsonl",
+            [{"prompt": f"{i}+{i}=", "answer": f"{name}{i}"} for i in range(n)],
+        )
+        for name, n in rows.items()
+    ]
+    config = prompt_config(
+        [{"prompt": "1+1="}], {"eval": {"data": [{"path": path} for path in paths]}}
+    )
     prompts = read_prompts(config.eval.data, config, limit)
-    assert [prompt.columns["answer"] for prompt in prompts] == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"][:limit]
+    assert [prompt.columns["answer"] for prompt in prompts] == [
+        "a0",
+        "b0",
+        "c0",
+        "a1",
+        "b1",
+        "a2",
+        "a3",
+        "a4",
+    ][:limit]
     assert [prompt.ordinal for prompt in prompts] == [0, 5, 7, 1, 6, 2, 3, 4][:limit]
     held_out, _ = read_supervised(config, config.eval.data, "eval.data")
     assert [tuple(ids) for ids, _ in held_out][:limit] == [prompt.token_ids for prompt in prompts]
@@ -94,18 +167,28 @@ def test_a_parquet_chat_has_only_the_keys_that_a_message_has(prompt_config, tmp_
     """Arrow fills absent struct fields with None, and a template would print them."""
     from asyncrl.data.prompts import prompt_values
 
-    pq.write_table(pa.Table.from_pylist([{"prompt": CHAT}, {"prompt": [{"role": "user", "content": "hi"}]}]), tmp_path / "chats.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([{"prompt": CHAT}, {"prompt": [{"role": "user", "content": "hi"}]}]),
+        tmp_path / "chats.parquet",
+    )
     table = read_sources(str(tmp_path / "chats.parquet")).table
-    assert table["prompt"].to_pylist()[1] == [{"role": "user", "content": "hi", "tool_calls": None, "name": None}]
+    assert table["prompt"].to_pylist()[1] == [
+        {"role": "user", "content": "hi", "tool_calls": None, "name": None}
+    ]
     assert prompt_values(table, "prompt") == [CHAT, [{"role": "user", "content": "hi"}]]
 
 
 @pytest.mark.parametrize("column", ["prompt", "messages"])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_rewards_get_the_messages_as_given(prompt_config, tmp_path, llama_model, suffix, column):
-    chats = [CHAT[:1], [*CHAT[:1], {"role": "assistant", "content": "2", "tool_calls": [TOOL_CALL]}, *CHAT[:1]]]
+    chats = [
+        CHAT[:1],
+        [*CHAT[:1], {"role": "assistant", "content": "2", "tool_calls": [TOOL_CALL]}, *CHAT[:1]],
+    ]
     config = prompt_config([], prompt_column=column, max_prompt_length=400)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(llama_model)})})
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": str(llama_model)})}
+    )
     path = tmp_path / f"chats.{suffix}"
     rows = [{column: chat, "answer": "2"} for chat in chats]
     if suffix == "jsonl":
@@ -113,10 +196,14 @@ def test_rewards_get_the_messages_as_given(prompt_config, tmp_path, llama_model,
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     prompts = read_prompts(str(path), config)
-    assert [dict(prompt.columns) for prompt in prompts] == [{"answer": "2", "messages": chat} for chat in chats]
+    assert [dict(prompt.columns) for prompt in prompts] == [
+        {"answer": "2", "messages": chat} for chat in chats
+    ]
     (tmp_path / "plain.jsonl").write_text(json.dumps({column: "1+1=", "answer": "2"}))
     assert dict(read_prompts(str(tmp_path / "plain.jsonl"), config)[0].columns) == {"answer": "2"}
-    asked = config.model_copy(update={"data": config.data.model_copy(update={"apply_chat_template": True})})
+    asked = config.model_copy(
+        update={"data": config.data.model_copy(update={"apply_chat_template": True})}
+    )
     (prompt,) = read_prompts(str(tmp_path / "plain.jsonl"), asked)
     assert prompt.columns["messages"] == [{"role": "user", "content": "1+1="}]
 
@@ -126,7 +213,10 @@ def test_arrow_types_are_carried(tmp_path):
     when = datetime.datetime(2024, 1, 2, 3, 4, 5, 678, datetime.UTC)
     values = {
         "map": pa.array([{"a": 1, "b": None}], pa.map_(pa.string(), pa.int64())),
-        "maps": pa.array([[{"a": [{"x": 1}]}]], pa.list_(pa.map_(pa.string(), pa.list_(pa.struct([("x", pa.int8())]))))),
+        "maps": pa.array(
+            [[{"a": [{"x": 1}]}]],
+            pa.list_(pa.map_(pa.string(), pa.list_(pa.struct([("x", pa.int8())])))),
+        ),
         "big": pa.array([2**64 - 1], pa.uint64()),
         "when": pa.array([when], pa.timestamp("us", "UTC")),
         "day": pa.array([when.date()]),
@@ -135,7 +225,9 @@ def test_arrow_types_are_carried(tmp_path):
         "kind": pa.array(["train"]).dictionary_encode(),
         "long": pa.array(["x"], pa.large_string()),
     }
-    expected = {name: column.to_pylist(maps_as_pydicts="strict")[0] for name, column in values.items()}
+    expected = {
+        name: column.to_pylist(maps_as_pydicts="strict")[0] for name, column in values.items()
+    }
     pq.write_table(pa.table({"prompt": ["1+1="], **values}), tmp_path / "types.parquet")
     table = read_sources(str(tmp_path / "types.parquet")).table
     (row,) = row_values(table)
@@ -144,18 +236,31 @@ def test_arrow_types_are_carried(tmp_path):
     group = groups_to_table([group_of(Prompt(0, 0, "1+1=", (5,), columns, table.schema))])
     pq.write_table(group, tmp_path / "group.parquet")
     assert content_hashes(pq.read_table(tmp_path / "group.parquet")) == content_hashes(group)
-    assert groups_from_table(pq.read_table(tmp_path / "group.parquet"))[0].prompt.columns == expected
+    assert (
+        groups_from_table(pq.read_table(tmp_path / "group.parquet"))[0].prompt.columns == expected
+    )
 
 
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (pa.array([[(1, 2)]], pa.map_(pa.int64(), pa.int64())), "column 'extra' has map keys of type int64; use strings"),
-        (pa.array([1], pa.int64()).cast(pa.timestamp("ns")), r"column 'extra' has type timestamp\[ns\], finer than Python's times; cast it to micro"),
-        (pa.array([[(1, 2, 3)]], pa.list_(pa.month_day_nano_interval())), "column 'extra' has type month_day_nano_interval, which asyncrl does not carry"),
+        (
+            pa.array([[(1, 2)]], pa.map_(pa.int64(), pa.int64())),
+            "column 'extra' has map keys of type int64; use strings",
+        ),
+        (
+            pa.array([1], pa.int64()).cast(pa.timestamp("ns")),
+            r"column 'extra' has type timestamp\[ns\], finer than Python's times; cast it to micro",
+        ),
+        (
+            pa.array([[(1, 2, 3)]], pa.list_(pa.month_day_nano_interval())),
+            "column 'extra' has type month_day_nano_interval, which asyncrl does not carry",
+        ),
     ],
 )
-def test_what_cannot_travel_is_refused_before_a_worker_meets_it(tmp_path, monkeypatch, column, message):
+def test_what_cannot_travel_is_refused_before_a_worker_meets_it(
+    tmp_path, monkeypatch, column, message
+):
     # Parquet itself holds no intervals, but another reader of ours may.
     table = pa.table({"prompt": ["1+1="], "extra": column})
     monkeypatch.setattr("asyncrl.runtime.parquet.read_table", lambda path: table)
@@ -172,41 +277,71 @@ def test_what_cannot_travel_is_refused_before_a_worker_meets_it(tmp_path, monkey
         ('[\n{"prompt": "a"}]', "line 1 begins a JSON array; write one object in each line"),
         ('"a"\n', "line 1 holds no JSON object; write one object in each line"),
         ('{"prompt": "a"}\n{"prompt": "\\ud800"}\n', r"line 2 has half a character .* at 'prompt'"),
-        ('{"prompt": "a", "n": ' + "9" * 5000 + "}\n", "line 1 cannot be read as JSON: Exceeds the limit"),
+        (
+            '{"prompt": "a", "n": ' + "9" * 5000 + "}\n",
+            "line 1 cannot be read as JSON: Exceeds the limit",
+        ),
         ('{"prompt": "a", "n": ' + "[" * 100_000 + "}\n", "line 1 cannot be read as JSON"),
         ("   \n\n", "has no rows"),
-        ('{"prompt": "a"}\n{"prompt": "b", "n": {"k": 1, "k": 2}}\n', "line 2 cannot be read as JSON: the key 'k' stands twice in an object; keep one"),
+        (
+            '{"prompt": "a"}\n{"prompt": "b", "n": {"k": 1, "k": 2}}\n',
+            "line 2 cannot be read as JSON: the key 'k' stands twice in an object; keep one",
+        ),
         ("{}\n", "line 1 holds an object without keys; leave it out"),
-        ('{"prompt": "\ufeffa"}\n'.encode("utf-16").decode("latin-1"), "line 1 cannot be read as JSON: it is not UTF-8"),
+        (
+            '{"prompt": "\ufeffa"}\n'.encode("utf-16").decode("latin-1"),
+            "line 1 cannot be read as JSON: it is not UTF-8",
+        ),
     ],
 )
 def test_a_line_that_is_no_row_is_named(tmp_path, text, message):
-    (tmp_path / "rows.jsonl").write_bytes(text.encode("latin-1" if text.startswith("ÿþ") else "utf-8"))
+    (tmp_path / "rows.jsonl").write_bytes(
+        text.encode("latin-1" if text.startswith("ÿþ") else "utf-8")
+    )
     with pytest.raises(ConfigError, match=message) as raised:
         read_sources(str(tmp_path / "rows.jsonl"))
     assert "\n" not in str(raised.value)
 
 
 UNREADABLE = {
-    "a key twice": (pa.array([{}, [("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64())), "column 'x' in row 1 holds a value that Python cannot have"),
-    "a key twice, deep": (pa.array([[], [[("k", 1), ("k", 2)]]], pa.list_(pa.map_(pa.string(), pa.int64()))), "column 'x' in row 1 holds"),
-    "after the year 9999": (pa.array([0, 2**62], pa.timestamp("us")), r"column 'x' in row 1 holds .*out of range"),
+    "a key twice": (
+        pa.array([{}, [("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64())),
+        "column 'x' in row 1 holds a value that Python cannot have",
+    ),
+    "a key twice, deep": (
+        pa.array([[], [[("k", 1), ("k", 2)]]], pa.list_(pa.map_(pa.string(), pa.int64()))),
+        "column 'x' in row 1 holds",
+    ),
+    "after the year 9999": (
+        pa.array([0, 2**62], pa.timestamp("us")),
+        r"column 'x' in row 1 holds .*out of range",
+    ),
     "before the year 1": (pa.array([0, -(2**40)], pa.timestamp("s")), "column 'x' in row 1 holds"),
     "a date": (pa.array([0, 2**30], pa.date32()), "column 'x' in row 1 holds"),
     "a duration": (pa.array([0, 2**62], pa.duration("s")), "column 'x' in row 1 holds"),
-    "a zone": (pa.array([None, 1], pa.timestamp("us", tz="Mars/Base")), "column 'x' in row 1 holds .*Mars/Base"),
-    "a struct": (pa.array([None, {"when": 2**62}], pa.struct([("when", pa.timestamp("us"))])), "column 'x' in row 1 holds"),
+    "a zone": (
+        pa.array([None, 1], pa.timestamp("us", tz="Mars/Base")),
+        "column 'x' in row 1 holds .*Mars/Base",
+    ),
+    "a struct": (
+        pa.array([None, {"when": 2**62}], pa.struct([("when", pa.timestamp("us"))])),
+        "column 'x' in row 1 holds",
+    ),
 }
 
 
 def not_utf8(lists=False):
     offsets = pa.array([0, 1, 2], pa.int32())
-    text = pa.Array.from_buffers(pa.string(), 2, [None, offsets.buffers()[1], pa.py_buffer(b"a\xff")])
+    text = pa.Array.from_buffers(
+        pa.string(), 2, [None, offsets.buffers()[1], pa.py_buffer(b"a\xff")]
+    )
     return pa.ListArray.from_arrays(offsets, text) if lists else text
 
 
 @pytest.mark.parametrize(("column", "message"), UNREADABLE.values(), ids=UNREADABLE)
-def test_values_that_python_cannot_have_are_refused_before_a_worker_meets_them(tmp_path, column, message):
+def test_values_that_python_cannot_have_are_refused_before_a_worker_meets_them(
+    tmp_path, column, message
+):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": ["a", "b"], "x": column}), path)
     with pytest.raises(ConfigError, match=message):
@@ -215,7 +350,9 @@ def test_values_that_python_cannot_have_are_refused_before_a_worker_meets_them(t
 
 @pytest.mark.parametrize("lists", [False, True])
 def test_parquet_text_that_is_not_utf8_is_refused_with_its_column(tmp_path, lists):
-    pq.write_table(pa.table({"prompt": ["a", "b"], "x": not_utf8(lists)}), tmp_path / "rows.parquet")
+    pq.write_table(
+        pa.table({"prompt": ["a", "b"], "x": not_utf8(lists)}), tmp_path / "rows.parquet"
+    )
     with pytest.raises(ConfigError, match=r"rows.parquet': column 'x' is damaged .*UTF8"):
         read_sources(str(tmp_path / "rows.parquet"))
 
@@ -227,16 +364,25 @@ def test_a_suffix_in_capitals_is_a_suffix(tmp_path):
 
 def test_a_file_of_another_kind_is_told_what_is_read(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt,answer\na,b\n")
-    with pytest.raises(ConfigError, match=r"rows.csv': line 1 cannot be read as JSON: Expecting value; asyncrl reads Parquet and JSONL, so convert it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rows.csv': line 1 cannot be read as JSON: Expecting value; asyncrl reads Parquet and JSONL, so convert it",
+    ):
         read_sources(str(tmp_path / "rows.csv"))
 
 
 def test_a_column_named_as_the_sources_is_refused_also_with_one_source(tmp_path):
     with pytest.raises(ConfigError, match="has a column 'source_name', a name that asyncrl uses"):
-        read_sources(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "source_name": {"not": "a name"}}]))
+        read_sources(
+            write_jsonl(
+                tmp_path / "rows.jsonl", [{"prompt": "a", "source_name": {"not": "a name"}}]
+            )
+        )
 
 
-def test_a_row_may_have_any_size_up_to_the_limit_and_beyond_it_the_error_says_so(tmp_path, monkeypatch):
+def test_a_row_may_have_any_size_up_to_the_limit_and_beyond_it_the_error_says_so(
+    tmp_path, monkeypatch
+):
     rows = [{"prompt": "a", "text": "x"}, {"prompt": "b", "text": "y" * (3 << 20)}]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -244,7 +390,10 @@ def test_a_row_may_have_any_size_up_to_the_limit_and_beyond_it_the_error_says_so
         assert row_values(read_sources(place).table) == rows
     for module in (jsonl, sources):
         monkeypatch.setattr(module, "MOST_ROW_BYTES", 2 << 20)
-    with pytest.raises(ConfigError, match="line 2 is longer than 2 MiB, the most that one row may have; shorten its values"):
+    with pytest.raises(
+        ConfigError,
+        match="line 2 is longer than 2 MiB, the most that one row may have; shorten its values",
+    ):
         read_sources(path)
     with pytest.raises(ConfigError, match="row 1 has 3 MiB, above the 2 MiB that one row may have"):
         read_sources(str(tmp_path / "rows.parquet"))
@@ -262,25 +411,40 @@ def test_a_string_column_may_have_more_than_two_gib(tmp_path):
 
 
 def test_rows_by_number_are_the_tables_rows_on_memory_of_their_own():
-    table = pa.concat_tables([pa.table({"n": list(range(start, start + 7)), "s": [str(n) for n in range(7)]}) for start in range(0, 70, 7)])
+    table = pa.concat_tables(
+        [
+            pa.table({"n": list(range(start, start + 7)), "s": [str(n) for n in range(7)]})
+            for start in range(0, 70, 7)
+        ]
+    )
     rows = RowsByNumber(table)
     for wanted in ([3], [69, 0, 7, 6, 6], list(np.random.default_rng(0).integers(0, 70, 32))):
         taken = rows.table([rows.row(int(number)) for number in wanted])
         assert taken.to_pylist() == table.take(wanted).to_pylist()
-        assert sum(buffer.size for chunk in taken["s"].chunks for buffer in chunk.buffers() if buffer) < 1024
+        assert (
+            sum(buffer.size for chunk in taken["s"].chunks for buffer in chunk.buffers() if buffer)
+            < 1024
+        )
 
 
 def test_globs_folders_and_compressed_files_are_read_by_name(tmp_path):
     for name in ("b", "a", "c"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, name: 1}])
-    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'\xef\xbb\xbf{"prompt": "d", "a": "text"}\r\n'))
+    (tmp_path / "d.jsonl.gz").write_bytes(
+        gzip.compress(b'\xef\xbb\xbf{"prompt": "d", "a": "text"}\r\n')
+    )
     (tmp_path / "notes.md").write_text("nothing")
     folder = read_sources(str(tmp_path))
-    assert folder.table["prompt"].to_pylist() == ["a", "b", "c", "d"] and folder.sources[0].files == 4
+    assert (
+        folder.table["prompt"].to_pylist() == ["a", "b", "c", "d"] and folder.sources[0].files == 4
+    )
     # `a` is 1 in one file and text in another.
     assert [row["a"] for row in row_values(folder.table)] == [1, None, None, "text"]
     assert read_sources(str(tmp_path / "[ab].jsonl")).table["prompt"].to_pylist() == ["a", "b"]
-    with pytest.raises(ConfigError, match="no such file; give a Parquet or JSONL file, a glob, a folder, or owner/name"):
+    with pytest.raises(
+        ConfigError,
+        match="no such file; give a Parquet or JSONL file, a glob, a folder, or owner/name",
+    ):
         read_sources(str(tmp_path / "x*.jsonl"))
     with pytest.raises(ConfigError, match="is no folder, and has no split 'test'"):
         read_sources((Source(path=str(tmp_path / "a.jsonl"), split="test"),))
@@ -288,8 +452,14 @@ def test_globs_folders_and_compressed_files_are_read_by_name(tmp_path):
 
 def test_sources_share_one_set_of_columns_and_name_their_rows(tmp_path):
     first = write_jsonl(tmp_path / "first.jsonl", [{"prompt": CHAT, "answer": 4, "level": 1}])
-    pq.write_table(pa.Table.from_pylist([{"question": "2+2", "answer": "4", "score": 0.5}]), tmp_path / "second.parquet")
-    given = (Source(path=first), Source(path=str(tmp_path / "second.parquet"), prompt_column="question", name="sums"))
+    pq.write_table(
+        pa.Table.from_pylist([{"question": "2+2", "answer": "4", "score": 0.5}]),
+        tmp_path / "second.parquet",
+    )
+    given = (
+        Source(path=first),
+        Source(path=str(tmp_path / "second.parquet"), prompt_column="question", name="sums"),
+    )
     found = read_sources(given)
     assert row_values(found.table) == [
         {"prompt": CHAT, "answer": 4, "level": 1, "source_name": "first", "score": None},
@@ -301,24 +471,38 @@ def test_sources_share_one_set_of_columns_and_name_their_rows(tmp_path):
 def test_columns_that_no_type_can_hold_together_are_refused(tmp_path):
     pq.write_table(pa.table({"prompt": ["a"], "extra": [b"bytes"]}), tmp_path / "a.parquet")
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "b", "extra": 1}])
-    with pytest.raises(ConfigError, match=r"column 'extra' has types \['binary', 'int64'\] in different files, which no column can hold"):
+    with pytest.raises(
+        ConfigError,
+        match=r"column 'extra' has types \['binary', 'int64'\] in different files, which no column can hold",
+    ):
         read_sources(str(tmp_path))
 
 
 def test_a_prompt_column_that_is_not_there_is_named(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "question": "b"}])
-    with pytest.raises(ConfigError, match=r"prompt_column = 'text' is not a column of .*a.jsonl', which has"):
+    with pytest.raises(
+        ConfigError, match=r"prompt_column = 'text' is not a column of .*a.jsonl', which has"
+    ):
         read_sources((Source(path=path, prompt_column="text"),))
-    with pytest.raises(ConfigError, match="has a column 'prompt' beside its prompt_column 'question'"):
+    with pytest.raises(
+        ConfigError, match="has a column 'prompt' beside its prompt_column 'question'"
+    ):
         read_sources((Source(path=path, prompt_column="question"),))
 
 
 def test_what_the_plan_knows_of_several_sources(prompt_config, tmp_path):
-    many = write_jsonl(tmp_path / "many.jsonl", [{"prompt": f"{n}+1="} for n in range(30)] + [{"prompt": "1" * 17}])
+    many = write_jsonl(
+        tmp_path / "many.jsonl", [{"prompt": f"{n}+1="} for n in range(30)] + [{"prompt": "1" * 17}]
+    )
     few = write_jsonl(tmp_path / "few.jsonl", [{"prompt": f"{n}-1="} for n in range(10)])
-    config = prompt_config([], train=[{"path": many, "weight": 1}, {"path": few, "weight": 3}], prompt_policy="drop")
+    config = prompt_config(
+        [], train=[{"path": many, "weight": 1}, {"path": few, "weight": 3}], prompt_policy="drop"
+    )
     report = check_prompts(config)
-    assert [(one.name, one.rows, one.weight) for one in report.sources] == [("many", 30, 1.0), ("few", 10, 3.0)]
+    assert [(one.name, one.rows, one.weight) for one in report.sources] == [
+        ("many", 30, 1.0),
+        ("few", 10, 3.0),
+    ]
     from asyncrl.plan import sources_text
 
     assert sources_text(report, config) == (
@@ -326,7 +510,9 @@ def test_what_the_plan_knows_of_several_sources(prompt_config, tmp_path):
     )
     assert report.columns == ("source_name",)
     (tmp_path / "few.jsonl").write_text(json.dumps({"prompt": "1" * 17}))
-    with pytest.raises(ConfigError, match="no row of source 'few' is left; raise the limit, or take the source out"):
+    with pytest.raises(
+        ConfigError, match="no row of source 'few' is left; raise the limit, or take the source out"
+    ):
         check_prompts(config)
 
 

@@ -28,11 +28,17 @@ def unchanged(table):
 
 
 def read_tasks():
-    names = [process.info["cmdline"] for process in psutil.process_iter(["cmdline", "ppid"]) if process.info["cmdline"]]
+    names = [
+        process.info["cmdline"]
+        for process in psutil.process_iter(["cmdline", "ppid"])
+        if process.info["cmdline"]
+    ]
     return [name[0] for name in names if "EndlessSource->MapBatches(unchanged)" in name[0]]
 
 
-def test_a_source_whose_blocks_nobody_takes_stops_after_a_while_and_ends_when_closed(ray_cluster, tmp_path):
+def test_a_source_whose_blocks_nobody_takes_stops_after_a_while_and_ends_when_closed(
+    ray_cluster, tmp_path
+):
     counter = tmp_path / "made"
     make = functools.partial(numbered, counter)
     ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
@@ -64,7 +70,9 @@ def test_two_streams_made_at_once_keep_their_own_block_sizes(ray_cluster, monkey
     read_datasource = ray.data.read_datasource
 
     def slowly(*arguments, **options):
-        time.sleep(0.5)  # long enough for the other thread to put its own context in place, if it may
+        time.sleep(
+            0.5
+        )  # long enough for the other thread to put its own context in place, if it may
         return read_datasource(*arguments, **options)
 
     monkeypatch.setattr(ray.data, "read_datasource", slowly)
@@ -72,9 +80,16 @@ def test_two_streams_made_at_once_keep_their_own_block_sizes(ray_cluster, monkey
 
     def consume(block_bytes):
         both.wait()
-        sizes[block_bytes] = [block.num_rows for block in stream_blocks(functools.partial(finite, 8), unchanged, block_bytes, 1 << 20, "sizes")]
+        sizes[block_bytes] = [
+            block.num_rows
+            for block in stream_blocks(
+                functools.partial(finite, 8), unchanged, block_bytes, 1 << 20, "sizes"
+            )
+        ]
 
-    threads = [threading.Thread(target=consume, args=(block_bytes,)) for block_bytes in (1, 1 << 20)]
+    threads = [
+        threading.Thread(target=consume, args=(block_bytes,)) for block_bytes in (1, 1 << 20)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -84,11 +99,16 @@ def test_two_streams_made_at_once_keep_their_own_block_sizes(ray_cluster, monkey
 
 def marked():
     for text in ("1", None, '{"a":null}'):
-        yield pa.Table.from_arrays([pa.array([text], pa.string()), pa.array([1])], schema=pa.schema([json_field("value"), pa.field("number", pa.int64())]))
+        yield pa.Table.from_arrays(
+            [pa.array([text], pa.string()), pa.array([1])],
+            schema=pa.schema([json_field("value"), pa.field("number", pa.int64())]),
+        )
 
 
 def test_a_column_of_json_text_is_still_one_behind_the_stream(ray_cluster):
     """Without the mark, `groups/*.parquet` would not tell JSON text from text."""
     ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
     blocks = list(stream_blocks(marked, unchanged, 1, 1 << 20, "marked"))
-    assert [row for block in blocks for row in row_values(block)] == [{"value": value, "number": 1} for value in (1, None, {"a": None})]
+    assert [row for block in blocks for row in row_values(block)] == [
+        {"value": value, "number": 1} for value in (1, None, {"a": None})
+    ]

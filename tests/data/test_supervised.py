@@ -46,7 +46,9 @@ def test_eos_ends_every_target_that_fits(supervised):
 
 
 @pytest.mark.parametrize(("rendered", "end"), [(True, "<turn>"), (False, "<eos>")])
-def test_a_target_ends_as_the_template_ends_a_turn_where_it_renders_the_prompts(supervised, tiny_model, tmp_path, rendered, end):
+def test_a_target_ends_as_the_template_ends_a_turn_where_it_renders_the_prompts(
+    supervised, tiny_model, tmp_path, rendered, end
+):
     """Taught the tokenizer's EOS alone, a model of chats would write what no turn of its template ends with."""
     shutil.copytree(tiny_model, tmp_path / "chat")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat")
@@ -65,10 +67,27 @@ def test_a_cut_target_has_no_eos(supervised):
 
 
 def test_prompts_and_both_together_have_their_limits(supervised):
-    rows, report = supervised(ROWS, "truncate", 3, max_prompt_length=6, prompt_policy="truncate", max_length=7, length_policy="truncate")
+    rows, report = supervised(
+        ROWS,
+        "truncate",
+        3,
+        max_prompt_length=6,
+        prompt_policy="truncate",
+        max_length=7,
+        length_policy="truncate",
+    )
     assert rows == [(ids("12+3="), ids("15")), (ids("999+1="), ids("1"))]
     assert report == TruncationReport(2, Cuts(1, 1), Cuts(1, 3), Cuts(2, 3))
-    rows, _ = supervised(ROWS, "truncate", 3, max_prompt_length=6, prompt_policy="truncate", max_length=7, length_policy="truncate", length_side="keep_end")
+    rows, _ = supervised(
+        ROWS,
+        "truncate",
+        3,
+        max_prompt_length=6,
+        prompt_policy="truncate",
+        max_length=7,
+        length_policy="truncate",
+        length_side="keep_end",
+    )
     assert rows == [(ids("2+3="), [*ids("15"), EOS]), (ids("99+1=")[-4:], ids("100"))]
 
 
@@ -76,7 +95,10 @@ def test_under_split_a_target_of_any_length_stays_whole_and_a_held_out_one_is_re
     rows = [*ROWS, {"prompt": "1=", "answer": "1" * 10_000}]
     found, report = supervised(rows, "split", 6, max_length=20)
     assert [len(target) for _, target in found] == [3, 6, 10_001] and report == TruncationReport(3)
-    with pytest.raises(ConfigError, match=r"eval.data = .*: the completion of row 2 has 10001 tokens, above rollout.max_completion_length = 6"):
+    with pytest.raises(
+        ConfigError,
+        match=r"eval.data = .*: the completion of row 2 has 10001 tokens, above rollout.max_completion_length = 6",
+    ):
         supervised(rows, "split", 6, "eval.data", max_length=20)
 
 
@@ -89,7 +111,9 @@ def test_the_held_out_rows_are_the_first_of_their_file(prompt_config, tmp_path):
 
 
 def test_policy_drop_counts_why(supervised):
-    rows, report = supervised([*ROWS, {"prompt": "1" * 17, "answer": "1"}], "drop", 5, prompt_policy="drop")
+    rows, report = supervised(
+        [*ROWS, {"prompt": "1" * 17, "answer": "1"}], "drop", 5, prompt_policy="drop"
+    )
     assert [prompt for prompt, _ in rows] == [ids("12+3=")]
     assert report == TruncationReport(3, Cuts(dropped=1), Cuts(dropped=1))
 
@@ -97,25 +121,44 @@ def test_policy_drop_counts_why(supervised):
 def test_rows_keep_their_numbers_over_blocks(supervised, monkeypatch):
     monkeypatch.setattr("asyncrl.data.supervised.ROWS_PER_CHECK", 2)
     rows, report = supervised([*ROWS, *ROWS[:1] * 3], "drop", 5)
-    assert [prompt for prompt, _ in rows] == [ids("12+3=")] * 4 and report == TruncationReport(5, completion=Cuts(dropped=1))
+    assert [prompt for prompt, _ in rows] == [ids("12+3=")] * 4 and report == TruncationReport(
+        5, completion=Cuts(dropped=1)
+    )
     with pytest.raises(ConfigError, match="the completion of row 4 has 6 tokens"):
         supervised([*ROWS[:1] * 4, ROWS[1]], most=5)
 
 
 def test_a_row_without_a_target_is_refused_and_an_empty_answer_is_not(supervised):
-    rows, report = supervised([*ROWS, {"prompt": "1+1=", "answer": None}, {"prompt": "1-1=", "answer": ""}])
+    rows, report = supervised(
+        [*ROWS, {"prompt": "1+1=", "answer": None}, {"prompt": "1-1=", "answer": ""}]
+    )
     assert rows[2:] == [(ids("1-1="), [EOS])] and report == TruncationReport(4, no_completion=1)
-    with pytest.raises(ConfigError, match=r"no row is left \(0 of 2 rows used; 2 rows refused: no completion token is left\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no row is left \(0 of 2 rows used; 2 rows refused: no completion token is left\)",
+    ):
         supervised([{"prompt": "1+1=", "answer": None}] * 2)
 
 
 @pytest.mark.parametrize(
     ("rows", "most", "message"),
     [
-        (ROWS, 5, "warm_start.data = .*: the completion of row 1 has 6 tokens, above rollout.max_completion_length = 5; .*warm_start.completion_policy: drop"),
-        ([*ROWS, {"prompt": "1" * 17, "answer": ""}], 8, "the prompt of row 2 has 17 tokens, above data.max_prompt_length = 16"),
+        (
+            ROWS,
+            5,
+            "warm_start.data = .*: the completion of row 1 has 6 tokens, above rollout.max_completion_length = 5; .*warm_start.completion_policy: drop",
+        ),
+        (
+            [*ROWS, {"prompt": "1" * 17, "answer": ""}],
+            8,
+            "the prompt of row 2 has 17 tokens, above data.max_prompt_length = 16",
+        ),
         ([*ROWS, {"prompt": "", "answer": ""}], 8, "row 2 has an empty prompt"),
-        ([{"prompt": "1+1="}], 8, r"warm_start.target_column = 'answer' is not a column of warm_start.data"),
+        (
+            [{"prompt": "1+1="}],
+            8,
+            r"warm_start.target_column = 'answer' is not a column of warm_start.data",
+        ),
     ],
 )
 def test_rows_that_cannot_be_used(supervised, rows, most, message):

@@ -12,7 +12,9 @@ from asyncrl.data.truncation import Cuts, Limit, Limits, TooLong, TruncationRepo
 
 TOKENS = pa.list_(pa.int32())
 PROMPT = Limit(4, "truncate", "keep_end", "data.max_prompt_length", "data.prompt_policy")
-COMPLETION = Limit(3, "truncate", "keep_start", "rollout.max_completion_length", "warm_start.completion_policy")
+COMPLETION = Limit(
+    3, "truncate", "keep_start", "rollout.max_completion_length", "warm_start.completion_policy"
+)
 WHOLE = Limit(5, "truncate", "keep_start", "data.max_length", "data.length_policy")
 EOS = 2
 
@@ -23,7 +25,13 @@ def column(rows, type_=TOKENS):
 
 def rows_of(truncated):
     """One tuple for each row that is used: the prompt and its completions."""
-    return list(zip(truncated.prompts.to_pylist(), *(answers.to_pylist() for answers in truncated.completions.values()), strict=True))
+    return list(
+        zip(
+            truncated.prompts.to_pylist(),
+            *(answers.to_pylist() for answers in truncated.completions.values()),
+            strict=True,
+        )
+    )
 
 
 def shortened(ids, limit, side):
@@ -54,7 +62,11 @@ def naive_row(ids, limits):
         if limit is None:
             continue
         prompt, answers = ids[0], ids[1:]
-        judged = {"prompt": [prompt], "completion": answers, "whole": [prompt + answer for answer in answers]}[stage]
+        judged = {
+            "prompt": [prompt],
+            "completion": answers,
+            "whole": [prompt + answer for answer in answers],
+        }[stage]
         if not any(len(part) > limit.tokens for part in judged):
             continue
         if limit.policy == "error":
@@ -66,10 +78,19 @@ def naive_row(ids, limits):
         elif stage == "completion":
             cut_ids = [prompt, *(shortened(answer, limit.tokens, limit.side) for answer in answers)]
         elif limit.side == "keep_start":
-            cut_ids = [shortened(prompt, limit.tokens, "keep_start"), *(shortened(answer, limit.tokens - len(prompt), "keep_start") for answer in answers)]
+            cut_ids = [
+                shortened(prompt, limit.tokens, "keep_start"),
+                *(
+                    shortened(answer, limit.tokens - len(prompt), "keep_start")
+                    for answer in answers
+                ),
+            ]
         else:
             answers = [shortened(answer, limit.tokens, "keep_end") for answer in answers]
-            cut_ids = [shortened(prompt, limit.tokens - max(map(len, answers)), "keep_end"), *answers]
+            cut_ids = [
+                shortened(prompt, limit.tokens - max(map(len, answers)), "keep_end"),
+                *answers,
+            ]
         lost = sum(map(len, ids)) - sum(map(len, cut_ids))
         report = replace(report, **{stage: Cuts(rows=1, tokens=lost)})
         ids = cut_ids
@@ -82,23 +103,41 @@ def naive_row(ids, limits):
 
 def a_limit(limit, policies, sides):
     """Mostly a limit, now and then none."""
-    some = st.builds(lambda tokens, policy, side: replace(limit, tokens=tokens, policy=policy, side=side), st.integers(1, 9), policies, sides)
+    some = st.builds(
+        lambda tokens, policy, side: replace(limit, tokens=tokens, policy=policy, side=side),
+        st.integers(1, 9),
+        policies,
+        sides,
+    )
     return st.one_of(some, some, some, st.none())
 
 
 def random_rows(rng, count):
     """Lists of 0 to 8 tokens, and a null now and then."""
-    return [None if rng.random() < 0.05 else rng.integers(0, 100, rng.integers(0 if rng.random() < 0.1 else 1, 9)).tolist() for _ in range(count)]
+    return [
+        None
+        if rng.random() < 0.05
+        else rng.integers(0, 100, rng.integers(0 if rng.random() < 0.1 else 1, 9)).tolist()
+        for _ in range(count)
+    ]
 
 
 @st.composite
 def cases(draw, policies=("truncate", "drop")):
     """Prompts, none, one or two completion columns of the same rows (nulls included), limits, and a slice of the rows."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
-    start, length, after = draw(st.integers(0, 3)), draw(st.integers(0, 12)), draw(st.integers(0, 3))
+    start, length, after = (
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 12)),
+        draw(st.integers(0, 3)),
+    )
     columns = [random_rows(rng, start + length + after) for _ in range(1 + draw(st.integers(0, 2)))]
     policy, side = st.sampled_from(policies), st.sampled_from(["keep_start", "keep_end"])
-    limits = Limits(draw(a_limit(PROMPT, policy, side)), draw(a_limit(COMPLETION, policy, side)), draw(a_limit(WHOLE, policy, side)))
+    limits = Limits(
+        draw(a_limit(PROMPT, policy, side)),
+        draw(a_limit(COMPLETION, policy, side)),
+        draw(a_limit(WHOLE, policy, side)),
+    )
     return columns, limits, start, length
 
 
@@ -106,19 +145,29 @@ def cases(draw, policies=("truncate", "drop")):
 @given(cases(), st.sampled_from([TOKENS, pa.large_list(pa.int64())]), st.booleans())
 def test_every_row_is_as_if_it_were_taken_alone(case, type_, chunked):
     columns, limits, start, length = case
-    wanted, kept, report = naive(*(lambda sliced: (sliced[0], sliced[1:]))([rows[start : start + length] for rows in columns]), limits)
+    wanted, kept, report = naive(
+        *(lambda sliced: (sliced[0], sliced[1:]))(
+            [rows[start : start + length] for rows in columns]
+        ),
+        limits,
+    )
     prompts, *answers = [column(rows, type_).slice(start, length) for rows in columns]
     if chunked:
         prompts = pa.chunked_array([prompts.slice(0, length // 2), prompts.slice(length // 2)])
     got = truncate(prompts, {str(number): answer for number, answer in enumerate(answers)}, limits)
     assert rows_of(got) == wanted
     assert got.kept.tolist() == kept and got.report == report
-    assert (got.report.used, got.report.used + got.report.dropped + got.report.refused) == (len(kept), length)
+    assert (got.report.used, got.report.used + got.report.dropped + got.report.refused) == (
+        len(kept),
+        length,
+    )
     assert {array.type for array in (got.prompts, *got.completions.values())} == {type_}
     for array in (got.prompts, *got.completions.values()):
         array.validate(full=True)
     before = [sum(len(rows[start + row] or []) for rows in columns) for row in kept]
-    assert got.cut.tolist() == [sum(map(len, row)) < tokens for row, tokens in zip(wanted, before, strict=True)]
+    assert got.cut.tolist() == [
+        sum(map(len, row)) < tokens for row, tokens in zip(wanted, before, strict=True)
+    ]
 
 
 @settings(derandomize=True, deadline=None)
@@ -140,10 +189,19 @@ def test_reports_of_blocks_add_up(case, at):
     columns, limits, *_ = case
     prompts, *answers = [column(rows) for rows in columns]
     blocks = [
-        truncate(prompts.slice(start, length), {str(number): answer.slice(start, length) for number, answer in enumerate(answers)}, limits).report
+        truncate(
+            prompts.slice(start, length),
+            {str(number): answer.slice(start, length) for number, answer in enumerate(answers)},
+            limits,
+        ).report
         for start, length in ((0, at), (at, None))
     ]
-    assert blocks[0] + blocks[1] == truncate(prompts, {str(number): answer for number, answer in enumerate(answers)}, limits).report
+    assert (
+        blocks[0] + blocks[1]
+        == truncate(
+            prompts, {str(number): answer for number, answer in enumerate(answers)}, limits
+        ).report
+    )
 
 
 def test_the_three_limits_by_hand():
@@ -154,8 +212,16 @@ def test_the_three_limits_by_hand():
     assert rows_of(got) == [([3, 4, 5, 6], [10]), ([7, 8], [14, EOS]), ([9], [15, 16, 17])]
     assert got.report == TruncationReport(3, Cuts(1, 2), Cuts(2, 3), Cuts(1, 2))
     assert got.cut.tolist() == [True, False, True]
-    got = truncate(prompts, {"completion": completions}, Limits(PROMPT, None, replace(WHOLE, side="keep_end", tokens=6)))
-    assert rows_of(got) == [([6], [10, 11, 12, 13, EOS]), ([7, 8], [14, EOS]), ([9], [15, 16, 17, EOS])]
+    got = truncate(
+        prompts,
+        {"completion": completions},
+        Limits(PROMPT, None, replace(WHOLE, side="keep_end", tokens=6)),
+    )
+    assert rows_of(got) == [
+        ([6], [10, 11, 12, 13, EOS]),
+        ([7, 8], [14, EOS]),
+        ([9], [15, 16, 17, EOS]),
+    ]
 
 
 def test_a_completion_that_is_cut_loses_its_eos_and_gets_no_other():
@@ -167,40 +233,88 @@ def test_a_completion_that_is_cut_loses_its_eos_and_gets_no_other():
 def test_rows_without_a_token_to_learn_from_are_refused_with_a_count():
     # Nothing to begin with; pushed out by the prompt; and (keep_end) a completion that pushes its prompt out.
     limits = Limits(whole=WHOLE)
-    got = truncate(column([[1], None, [1] * 5, [1, 2]]), {"completion": column([[], [EOS], [EOS], [EOS]])}, limits)
-    assert (got.kept.tolist(), got.report.no_completion, got.report.no_prompt, got.report.used) == ([3], 2, 1, 1)
-    got = truncate(column([[1], [1]]), {"completion": column([[7] * 5, [7] * 4])}, Limits(whole=replace(WHOLE, side="keep_end")))
+    got = truncate(
+        column([[1], None, [1] * 5, [1, 2]]),
+        {"completion": column([[], [EOS], [EOS], [EOS]])},
+        limits,
+    )
+    assert (got.kept.tolist(), got.report.no_completion, got.report.no_prompt, got.report.used) == (
+        [3],
+        2,
+        1,
+        1,
+    )
+    got = truncate(
+        column([[1], [1]]),
+        {"completion": column([[7] * 5, [7] * 4])},
+        Limits(whole=replace(WHOLE, side="keep_end")),
+    )
     assert (rows_of(got), got.report) == ([([1], [7] * 4)], TruncationReport(2, no_prompt=1))
 
 
 def test_a_prompt_that_waits_for_its_completion_keeps_room_for_one_token():
     prompts = column([[1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]])
-    assert rows_of(truncate(prompts, {}, Limits(whole=replace(WHOLE, side="keep_end")))) == [([1, 2, 3, 4],), ([2, 3, 4, 5],), ([3, 4, 5, 6],)]
-    for policy, report in (("truncate", TruncationReport(3, no_completion=2)), ("drop", TruncationReport(3, whole=Cuts(dropped=2)))):
+    assert rows_of(truncate(prompts, {}, Limits(whole=replace(WHOLE, side="keep_end")))) == [
+        ([1, 2, 3, 4],),
+        ([2, 3, 4, 5],),
+        ([3, 4, 5, 6],),
+    ]
+    for policy, report in (
+        ("truncate", TruncationReport(3, no_completion=2)),
+        ("drop", TruncationReport(3, whole=Cuts(dropped=2))),
+    ):
         got = truncate(prompts, {}, Limits(whole=replace(WHOLE, policy=policy)))
         assert (rows_of(got), got.report) == ([([1, 2, 3, 4],)], report)
 
 
 def test_a_pair_is_judged_with_the_prompt_and_kept_or_dropped_whole():
     prompts = column([[1, 2, 3], [1, 2], [1]])
-    pairs = {"chosen": column([[10, EOS], [11, EOS], [12, EOS]]), "rejected": column([[20, 21, 22, EOS], [23, 24, EOS], []])}
+    pairs = {
+        "chosen": column([[10, EOS], [11, EOS], [12, EOS]]),
+        "rejected": column([[20, 21, 22, EOS], [23, 24, EOS], []]),
+    }
     got = truncate(prompts, pairs, Limits(whole=replace(WHOLE, policy="drop")))
-    assert (rows_of(got), got.report) == ([([1, 2], [11, EOS], [23, 24, EOS])], TruncationReport(3, whole=Cuts(dropped=1), no_completion=1))
-    assert rows_of(truncate(prompts, pairs, Limits(whole=WHOLE)))[0] == ([1, 2, 3], [10, EOS], [20, 21])
+    assert (rows_of(got), got.report) == (
+        [([1, 2], [11, EOS], [23, 24, EOS])],
+        TruncationReport(3, whole=Cuts(dropped=1), no_completion=1),
+    )
+    assert rows_of(truncate(prompts, pairs, Limits(whole=WHOLE)))[0] == (
+        [1, 2, 3],
+        [10, EOS],
+        [20, 21],
+    )
     # Both still answer one prompt.
-    assert rows_of(truncate(prompts, pairs, Limits(whole=replace(WHOLE, side="keep_end"))))[0] == ([3], [10, EOS], [20, 21, 22, EOS])
+    assert rows_of(truncate(prompts, pairs, Limits(whole=replace(WHOLE, side="keep_end"))))[0] == (
+        [3],
+        [10, EOS],
+        [20, 21, 22, EOS],
+    )
 
 
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        (Limits(prompt=PROMPT), "the prompt of row 13 has 6 tokens, above data.max_prompt_length = 4; raise that, or set data.prompt_policy: drop or truncate"),
-        (Limits(completion=COMPLETION), "the rejected completion of row 13 has 4 tokens, above rollout.max_completion_length = 3; "),
-        (Limits(whole=WHOLE), "prompt and rejected completion of row 13 together have 10 tokens, above data.max_length = 5; "),
+        (
+            Limits(prompt=PROMPT),
+            "the prompt of row 13 has 6 tokens, above data.max_prompt_length = 4; raise that, or set data.prompt_policy: drop or truncate",
+        ),
+        (
+            Limits(completion=COMPLETION),
+            "the rejected completion of row 13 has 4 tokens, above rollout.max_completion_length = 3; ",
+        ),
+        (
+            Limits(whole=WHOLE),
+            "prompt and rejected completion of row 13 together have 10 tokens, above data.max_length = 5; ",
+        ),
     ],
 )
 def test_an_error_names_row_length_limit_and_the_ways_out(limits, message):
-    limits = Limits(*(limit and replace(limit, policy="error") for limit in (limits.prompt, limits.completion, limits.whole)))
+    limits = Limits(
+        *(
+            limit and replace(limit, policy="error")
+            for limit in (limits.prompt, limits.completion, limits.whole)
+        )
+    )
     pairs = {"chosen": column([[1], [1, 2]]), "rejected": column([[1], [1, 2, 3, EOS]])}
     with pytest.raises(TooLong) as error:
         truncate(column([[1], [1] * 6]), pairs, limits, first_row=12)
@@ -228,9 +342,15 @@ def test_a_null_may_have_values_behind_it_which_are_not_its_own():
     assert truncate(ids, {}, Limits()).report == TruncationReport(2, no_prompt=1)
 
 
-@pytest.mark.parametrize(("prompts", "completions"), [(pa.array([1, 2]), {}), (column([[1]]), {"completion": column([[1], [2]])})])
+@pytest.mark.parametrize(
+    ("prompts", "completions"),
+    [(pa.array([1, 2]), {}), (column([[1]]), {"completion": column([[1], [2]])})],
+)
 def test_columns_that_are_no_rows_of_token_ids(prompts, completions):
-    with pytest.raises(ValueError, match=r"lists, such as list<int32>, not int64|1 prompts do not go with .*'completion': 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"lists, such as list<int32>, not int64|1 prompts do not go with .*'completion': 2",
+    ):
         truncate(prompts, completions, Limits())
 
 

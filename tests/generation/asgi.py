@@ -9,12 +9,16 @@ from typing import Any
 
 def scope_of(method: str, path: str, **headers: str) -> dict[str, Any]:
     """A request to loopback. Headers are named with "_" for "-"."""
-    given = {"host": "127.0.0.1", "content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    given = {"host": "127.0.0.1", "content-type": "application/json"} | {
+        name.replace("_", "-"): value for name, value in headers.items()
+    }
     fields = [(name.encode(), value.encode()) for name, value in given.items()]
     return {"type": "http", "method": method, "path": path, "headers": fields, "query_string": b""}
 
 
-async def call(app: Any, method: str, path: str, body: Any = None, left: asyncio.Event | None = None) -> tuple[int, Any]:
+async def call(
+    app: Any, method: str, path: str, body: Any = None, left: asyncio.Event | None = None
+) -> tuple[int, Any]:
     """Status and answer of one request. The client leaves when `left` is set."""
     sent: list[dict[str, Any]] = []
     parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]

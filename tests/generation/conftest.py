@@ -14,11 +14,17 @@ def reference() -> Callable[[Any, tuple[int, ...], tuple[int, ...]], Any]:
     """`reference(model, prompt_ids, completion_ids, temperature=1)`: log-probs [T] of the completion's tokens."""
     import torch
 
-    def logprobs(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...], temperature: float = 1.0) -> Any:
+    def logprobs(
+        model: Any, prompt: tuple[int, ...], completion: tuple[int, ...], temperature: float = 1.0
+    ) -> Any:
         with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *completion]]), use_cache=False).logits[0].float()
+            logits = (
+                model(torch.tensor([[*prompt, *completion]]), use_cache=False).logits[0].float()
+            )
         chosen = torch.tensor(completion)[:, None]
-        return torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, -1).gather(1, chosen)[:, 0]
+        return torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, -1).gather(1, chosen)[
+            :, 0
+        ]
 
     return logprobs
 

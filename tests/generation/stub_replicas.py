@@ -34,9 +34,16 @@ class StubEngine:
             await asyncio.sleep(TOKEN_S)
             made_by.append(self.version)
         self.under_way -= 1
-        spans = [VersionSpan(version, made_by.index(version), made_by.index(version) + made_by.count(version)) for version in sorted(set(made_by))]
+        spans = [
+            VersionSpan(
+                version, made_by.index(version), made_by.index(version) + made_by.count(version)
+            )
+            for version in sorted(set(made_by))
+        ]
         tokens = len(made_by)
-        return (Completion((3,) * tokens, (-0.1,) * tokens, tuple(spans), "length", "3" * tokens),) * request.n
+        return (
+            Completion((3,) * tokens, (-0.1,) * tokens, tuple(spans), "length", "3" * tokens),
+        ) * request.n
 
     async def apply(self, update: Any, version: int) -> dict[str, float]:
         self.version = version
@@ -52,8 +59,16 @@ class StubGenerator(replica.Generator):
     async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits a replica's constructor
         module: Any = replica
         module.Engine, module.expected_tensors = StubEngine, lambda model, dtype: {}
-        module.fetch = lambda manifest, *arguments: SimpleNamespace(update_info=dict, remove=lambda: None, fetch_s=0.0)
+        module.fetch = lambda manifest, *arguments: SimpleNamespace(
+            update_info=dict, remove=lambda: None, fetch_s=0.0
+        )
         await super().__init__(app)
 
     async def status(self) -> dict[str, Any]:
-        return {"replica": self.replica, "weights": self.weights, "held": self.held, "applied": dict(self._applied), "under_way": self.engine.under_way}
+        return {
+            "replica": self.replica,
+            "weights": self.weights,
+            "held": self.held,
+            "applied": dict(self._applied),
+            "under_way": self.engine.under_way,
+        }

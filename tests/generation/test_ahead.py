@@ -20,13 +20,19 @@ PREPARE = partial(os.chdir, "/")
 
 
 def shell(command):
-    return {"target": subprocess.check_call, "name": "Shell", "kwargs": {"args": ["sh", "-c", command]}}
+    return {
+        "target": subprocess.check_call,
+        "name": "Shell",
+        "kwargs": {"args": ["sh", "-c", command]},
+    }
 
 
 def test_it_runs_what_it_is_given_in_the_environment_of_that_moment(tmp_path, monkeypatch):
     with AheadProcess(PREPARE) as process:
         monkeypatch.setenv("ASYNCRL_TEST_LATER", "set after it was started")
-        made = process.Process(**shell(f'printf %s "$ASYNCRL_TEST_LATER, in $PWD" > {tmp_path}/said'))
+        made = process.Process(
+            **shell(f'printf %s "$ASYNCRL_TEST_LATER, in $PWD" > {tmp_path}/said')
+        )
         made.start()
         made.join(30)
     assert made.exitcode == 0 and made.name == "Shell"
@@ -101,7 +107,9 @@ def owned(tmp_path):
     """A process that has one prepared, and waits for a line."""
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
-    owner = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    owner = subprocess.Popen(
+        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     process = psutil.Process(int(owner.stdout.readline()))
     assert owner.stdout.readline() == b"ready\n"
     return owner, process
@@ -140,13 +148,21 @@ def test_vllm_gets_it_and_then_its_own_again(utils):
             utils.get_mp_context().Process(**shell("true")).start()
         process.join(30)
     assert process.exitcode == 0 and utils.get_mp_context is spawned
-    with pytest.raises(OSError, match="no memory"), AheadProcess(PREPARE) as process, handed_to_vllm(process):
+    with (
+        pytest.raises(OSError, match="no memory"),
+        AheadProcess(PREPARE) as process,
+        handed_to_vllm(process),
+    ):
         raise OSError("no memory")
     assert utils.get_mp_context is spawned
 
 
 def test_a_vllm_that_does_not_take_it_is_refused(utils):
-    with pytest.raises(RuntimeError, match="is this the version of vLLM"), AheadProcess(PREPARE) as process, handed_to_vllm(process):
+    with (
+        pytest.raises(RuntimeError, match="is this the version of vLLM"),
+        AheadProcess(PREPARE) as process,
+        handed_to_vllm(process),
+    ):
         pass
     assert process.exitcode == -signal.SIGKILL
 
@@ -168,8 +184,16 @@ if __name__ == "__main__":
 def test_an_engine_that_cannot_start_leaves_no_process(tmp_path):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    ended = subprocess.run([sys.executable, script], env=os.environ | engine_environment("cpu"), capture_output=True, text=True, timeout=300)
-    assert ended.stdout.splitlines()[-1].startswith("FAILED") and ended.stdout.splitlines()[-1].endswith("[]"), ended.stdout + ended.stderr
+    ended = subprocess.run(
+        [sys.executable, script],
+        env=os.environ | engine_environment("cpu"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.stdout.splitlines()[-1].startswith("FAILED") and ended.stdout.splitlines()[
+        -1
+    ].endswith("[]"), ended.stdout + ended.stderr
 
 
 def test_what_an_engine_logs_before_it_dies_is_kept_in_one_line(tmp_path):
@@ -189,13 +213,31 @@ def test_a_real_engine_that_dies_at_its_start_says_what_of(tmp_path, tiny_model)
     """Attention heads of 16 elements, for which vLLM has no code on CPU: `plan` would have refused them."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.save_pretrained(tmp_path)
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(tmp_path)
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES, "of the version that is installed"
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES, (
+        "of the version that is installed"
+    )
     start = "import asyncio\nfrom asyncrl.generation.engine import Engine\nfrom asyncrl.generation.settings import GeneratorApp\n"
     start += f"if __name__ == '__main__':\n    asyncio.run(Engine(GeneratorApp(model={str(tmp_path)!r}, max_model_len=32)).start())\n"
     (tmp_path / "start.py").write_text(start)
-    done = subprocess.run([sys.executable, tmp_path / "start.py"], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode and "EngineDied: the vLLM engine's process has died: RuntimeError: Unsupported CPU attention" in done.stderr, done.stderr[-2000:]
+    done = subprocess.run(
+        [sys.executable, tmp_path / "start.py"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (
+        done.returncode
+        and "EngineDied: the vLLM engine's process has died: RuntimeError: Unsupported CPU attention"
+        in done.stderr
+    ), done.stderr[-2000:]

@@ -37,7 +37,9 @@ def test_both_devices_have_a_config() -> None:
 def test_a_jobs_own_generators_are_the_same_without_http() -> None:
     config = load_config(Path(__file__).parents[2] / "jobs" / "quickstart.yaml")
     deployment = build_app(GeneratorApp.from_config(config))._bound_deployment
-    assert deployment.func_or_class is Generator and not hasattr(Generator, "__serve_build_asgi_app__")
+    assert deployment.func_or_class is Generator and not hasattr(
+        Generator, "__serve_build_asgi_app__"
+    )
     standing = build_app(GeneratorApp(model="m", http=True))._bound_deployment
     assert issubclass(standing.func_or_class, Generator) and standing.name == deployment.name
 
@@ -47,7 +49,10 @@ def test_a_jobs_own_generators_are_the_same_without_http() -> None:
     [
         ({"generator": {"attach": "generator"}}, "is a training job's setting"),
         ({"served_name": "m"}, "acts only with http: true"),
-        ({"generator": {"min_replicas": 1}, "http": True}, "is a training job's setting; leave it out, and set num_replicas"),
+        (
+            {"generator": {"min_replicas": 1}, "http": True},
+            "is a training job's setting; leave it out, and set num_replicas",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(settings: dict[str, Any], text: str) -> None:

@@ -38,24 +38,37 @@ class Response:
 
 def generate_with(*responses: Response) -> ServeGenerate:
     left = iter(responses)
-    return ServeGenerate(SimpleNamespace(generate=SimpleNamespace(remote=lambda request: next(left))))
+    return ServeGenerate(
+        SimpleNamespace(generate=SimpleNamespace(remote=lambda request: next(left)))
+    )
 
 
 def test_what_a_replica_cancels_goes_to_another() -> None:
     generate = generate_with(Response(asyncio.CancelledError()), Response(GENERATED))
-    assert asyncio.run(generate.generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))) is GENERATED
+    assert (
+        asyncio.run(generate.generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))) is GENERATED
+    )
 
 
 def test_the_one_that_an_evaluation_holds_is_lost() -> None:
-    with pytest.raises(StaleReplica, match="replica a cannot answer any more: StaleReplica: a replica has cancelled the request"):
-        asyncio.run(generate_with(Response(asyncio.CancelledError())).generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20, replica="a")))
+    with pytest.raises(
+        StaleReplica,
+        match="replica a cannot answer any more: StaleReplica: a replica has cancelled the request",
+    ):
+        asyncio.run(
+            generate_with(Response(asyncio.CancelledError())).generate(
+                GenerateRequest((1,), 1, 1, 1.0, deadline_s=20, replica="a")
+            )
+        )
 
 
 def test_what_somebody_gives_up_is_cancelled_in_the_engine_too() -> None:
     response = Response(None)
 
     async def scenario() -> None:
-        task = asyncio.create_task(generate_with(response).generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20)))
+        task = asyncio.create_task(
+            generate_with(response).generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))
+        )
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         task.cancel()
@@ -67,7 +80,13 @@ def test_what_somebody_gives_up_is_cancelled_in_the_engine_too() -> None:
 
 
 def test_a_timeout_that_is_not_the_requests_own_is_no_end_of_it() -> None:
-    generate = generate_with(Response(TimeoutError("Serve's controller restarts")), Response(GENERATED))
-    assert asyncio.run(generate.generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))) is GENERATED
+    generate = generate_with(
+        Response(TimeoutError("Serve's controller restarts")), Response(GENERATED)
+    )
+    assert (
+        asyncio.run(generate.generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))) is GENERATED
+    )
     with pytest.raises(GenerationTimeout, match=r"no replica answered within 0\.2 s$"):
-        asyncio.run(generate_with(Response(None)).generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=0.2)))
+        asyncio.run(
+            generate_with(Response(None)).generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=0.2))
+        )

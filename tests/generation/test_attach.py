@@ -33,19 +33,47 @@ def config(model: Path, **rollout: Any) -> Config:
 def status(model: Path, dtype: str = "float32") -> dict[str, Any]:
     tokenizer = load_tokenizer(str(model))
     facts = {"stops": load_stops(model, tokenizer), "tokenizer": tokenizer_fingerprint(tokenizer)}
-    return {"parameters": fingerprint(expected_tensors(model, dtype)), "max_model_len": 100, **facts}
+    return {
+        "parameters": fingerprint(expected_tensors(model, dtype)),
+        "max_model_len": 100,
+        **facts,
+    }
 
 
 def test_generators_of_the_same_model_fit(tiny_model: Path) -> None:
-    check_fits(config(tiny_model), "standing", GeneratorApp(model="elsewhere", http=True), status(tiny_model), 85)
+    check_fits(
+        config(tiny_model),
+        "standing",
+        GeneratorApp(model="elsewhere", http=True),
+        status(tiny_model),
+        85,
+    )
 
 
 def test_what_does_not_fit_is_named(tiny_model: Path, untied_model: Path) -> None:
     app = GeneratorApp(model="elsewhere", http=True)
     for run, held, standing, tokens, text in (
-        (config(tiny_model), app.model_copy(update={"dtype": "bfloat16"}), status(tiny_model), 85, "holds bfloat16, the run publishes model.dtype = 'float32'"),
-        (config(tiny_model), app, status(untied_model), 85, "has other parameters than model.path = "),
-        (config(tiny_model), app, status(tiny_model), 101, "takes 100 tokens, the run's longest request has 101"),
+        (
+            config(tiny_model),
+            app.model_copy(update={"dtype": "bfloat16"}),
+            status(tiny_model),
+            85,
+            "holds bfloat16, the run publishes model.dtype = 'float32'",
+        ),
+        (
+            config(tiny_model),
+            app,
+            status(untied_model),
+            85,
+            "has other parameters than model.path = ",
+        ),
+        (
+            config(tiny_model),
+            app,
+            status(tiny_model),
+            101,
+            "takes 100 tokens, the run's longest request has 101",
+        ),
         (
             config(tiny_model, rollout_stop_token_ids=[7]),
             app,
@@ -53,8 +81,20 @@ def test_what_does_not_fit_is_named(tiny_model: Path, untied_model: Path) -> Non
             85,
             r"ends completions at tokens \[2\] and strings \[\], the run at \[2, 7\]",
         ),
-        (config(tiny_model, rollout_stop=["12"]), app, status(tiny_model), 85, r"ends completions .* the run at \[2\] and \['12'\]"),
-        (config(tiny_model), app, status(tiny_model) | {"tokenizer": "another"}, 85, "has another tokenizer than model.path"),
+        (
+            config(tiny_model, rollout_stop=["12"]),
+            app,
+            status(tiny_model),
+            85,
+            r"ends completions .* the run at \[2\] and \['12'\]",
+        ),
+        (
+            config(tiny_model),
+            app,
+            status(tiny_model) | {"tokenizer": "another"},
+            85,
+            "has another tokenizer than model.path",
+        ),
     ):
         with pytest.raises(AttachError, match=f"generator.attach = 'standing' {text}"):
             check_fits(run, "standing", held, standing, tokens)
@@ -62,5 +102,7 @@ def test_what_does_not_fit_is_named(tiny_model: Path, untied_model: Path) -> Non
 
 def test_a_run_that_attaches_asks_for_no_room_for_generators(tiny_model: Path) -> None:
     attached = config(tiny_model)
-    own = attached.model_copy(update={"generator": attached.generator.model_copy(update={"attach": None})})
+    own = attached.model_copy(
+        update={"generator": attached.generator.model_copy(update={"attach": None})}
+    )
     assert needed(own)["CPU"] == pytest.approx(needed(attached)["CPU"] + 0.4)

@@ -28,7 +28,9 @@ def asked(replicas: list[tuple[float, Any]], **times: Any) -> tuple[list[Any], f
     async def ask() -> tuple[list[Any], float]:
         clock = asyncio.get_running_loop().time
         began = clock()
-        answers = await ask_all(SimpleNamespace(broadcast=lambda method: Call()), "status", timeout_s=2.0, **times)
+        answers = await ask_all(
+            SimpleNamespace(broadcast=lambda method: Call()), "status", timeout_s=2.0, **times
+        )
         return answers, clock() - began
 
     return asyncio.run(ask())
@@ -43,9 +45,13 @@ def test_after_the_grace_half_are_enough() -> None:
 def test_replicas_that_cannot_answer_make_nobody_give_up_the_one_that_will(others: int) -> None:
     """Its answer takes longer than the grace. It would be asked anew, and given up again, until the deadline of the run's check."""
     answers, _ = asked([*[(0.0, StaleReplica("behind"))] * others, (0.6, "scored")], grace_s=0.2)
-    assert answers[-1] == "scored" and all(isinstance(answer, StaleReplica) for answer in answers[:-1])
+    assert answers[-1] == "scored" and all(
+        isinstance(answer, StaleReplica) for answer in answers[:-1]
+    )
 
 
 def test_replicas_that_cannot_answer_are_no_part_of_the_half() -> None:
-    answers, seconds = asked([(0.0, StaleReplica("behind"))] * 2 + [(0.0, "a"), (60.0, "b")], grace_s=0.2)
+    answers, seconds = asked(
+        [(0.0, StaleReplica("behind"))] * 2 + [(0.0, "a"), (60.0, "b")], grace_s=0.2
+    )
     assert answers[2] == "a" and isinstance(answers[3], TimeoutError) and seconds < 1.5

@@ -58,7 +58,10 @@ def test_a_stopped_engine_refuses_requests_by_name():
     async def asked():
         stopped = Engine(GeneratorApp(model="unused"))
         await stopped.stop()
-        for ask in (stopped.generate(GenerateRequest((1,), 1, 1, 1.0)), stopped.logprobs([((1,), (2,))])):
+        for ask in (
+            stopped.generate(GenerateRequest((1,), 1, 1, 1.0)),
+            stopped.logprobs([((1,), (2,))]),
+        ):
             with pytest.raises(StaleReplica, match="the engine has been stopped"):
                 await ask
         with pytest.raises(StaleReplica, match="the engine has been stopped"):
@@ -73,7 +76,11 @@ def test_an_engine_that_ends_in_mid_stream_says_so_after_what_it_made(llama_mode
     from vllm.v1.engine.exceptions import EngineDeadError
 
     async def generate(prompt, sampling, name):
-        made = SimpleNamespace(token_ids=[5], logprobs=FlatLogprobs([0], [1], [5], [-1.0], [None], [None]), finish_reason=None)
+        made = SimpleNamespace(
+            token_ids=[5],
+            logprobs=FlatLogprobs([0], [1], [5], [-1.0], [None], [None]),
+            finish_reason=None,
+        )
         yield SimpleNamespace(outputs=[made], finished=False, prompt_logprobs=None)
         if how == "dies":
             raise EngineDeadError
@@ -81,11 +88,19 @@ def test_an_engine_that_ends_in_mid_stream_says_so_after_what_it_made(llama_mode
     async def asked():
         ending = Engine(GeneratorApp(model=str(llama_model)))
         known = SimpleNamespace(request_states={}, external_req_ids={})
-        ending._llm = SimpleNamespace(generate=generate, errored=False, output_processor=known, model_config=SimpleNamespace(max_model_len=64))
+        ending._llm = SimpleNamespace(
+            generate=generate,
+            errored=False,
+            output_processor=known,
+            model_config=SimpleNamespace(max_model_len=64),
+        )
         ending._open.set()
         stream = ending.stream(GenerateRequest((1,), 1, 9, 1.0), Details())
         assert (await anext(stream)).tokens == Tokens((5,), (-1.0,))
-        with pytest.raises(EngineDied, match="process has died" if how == "dies" else "ended a request without an answer"):
+        with pytest.raises(
+            EngineDied,
+            match="process has died" if how == "dies" else "ended a request without an answer",
+        ):
             await anext(stream)
 
     asyncio.run(asked())
@@ -100,7 +115,10 @@ class Process:
 
 def standing(is_sleeping):
     made = Engine(GeneratorApp(model="unused", generator=GeneratorConfig(stall_timeout_s=0.5)))
-    made._llm, made._processes = SimpleNamespace(errored=False, is_sleeping=is_sleeping), [Process()]
+    made._llm, made._processes = (
+        SimpleNamespace(errored=False, is_sleeping=is_sleeping),
+        [Process()],
+    )
     return made
 
 
@@ -115,7 +133,9 @@ def test_an_engine_that_answers_nothing_is_ended():
         assert not stuck._processes[0].killed
         await asyncio.sleep(0.6)
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"has answered nothing for generator.stall_timeout_s = 0.5 s"):
+            with pytest.raises(
+                RuntimeError, match=r"has answered nothing for generator.stall_timeout_s = 0.5 s"
+            ):
                 await stuck.check()
         return stuck
 
@@ -161,7 +181,9 @@ def test_no_prefix_is_shared_with_the_same_version_of_another_attempt():
 
     async def generate(prompt, sampling, name):
         salts.append(prompt["cache_salt"])
-        yield SimpleNamespace(prompt_logprobs=[None, {2: SimpleNamespace(logprob=0.0)}], finished=True)
+        yield SimpleNamespace(
+            prompt_logprobs=[None, {2: SimpleNamespace(logprob=0.0)}], finished=True
+        )
 
     async def scenario():
         made = engine(lambda request: nothing())

@@ -20,7 +20,11 @@ def test_a_cancelled_request_is_aborted_in_the_engine(generators):
 
     async def scenario():
         before, aborted_before = await tokens(), await aborted()
-        asked = asyncio.create_task(ServeGenerate(generators.handle).generate(GenerateRequest((5, 6, 14), n, length, 1.0, seed=1, ignore_eos=True)))
+        asked = asyncio.create_task(
+            ServeGenerate(generators.handle).generate(
+                GenerateRequest((5, 6, 14), n, length, 1.0, seed=1, ignore_eos=True)
+            )
+        )
         async with asyncio.timeout(120):
             while await tokens() == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -44,22 +44,36 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
             return self.take_longest_gap()
 
         async def in_flight(self, mode: str) -> None:
-            self.app = self.app.model_copy(update={"generator": self.app.generator.model_copy(update={"in_flight": mode})})
+            self.app = self.app.model_copy(
+                update={"generator": self.app.generator.model_copy(update={"in_flight": mode})}
+            )
 
     app = GeneratorApp(
         model=str(untied_model),
         max_model_len=256,
-        generator=GeneratorConfig(max_num_seqs=32, kv_cache_memory_bytes=KV_TOKENS << 10, in_flight="keep"),
+        generator=GeneratorConfig(
+            max_num_seqs=32, kv_cache_memory_bytes=KV_TOKENS << 10, in_flight="keep"
+        ),
     )
     engine_starts.append("untied engine")
-    actor = ray_cluster.remote(Holder).options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")}).remote(app)
+    actor = (
+        ray_cluster.remote(Holder)
+        .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
+        .remote(app)
+    )
     print("start:", ray_cluster.get(actor.start.remote(), timeout=500))
     yield actor
     ray_cluster.kill(actor)
 
 
 def test_generations_in_flight_at_an_update(
-    holder: Any, ray_cluster: Any, untied_model: Path, publish: Any, reference: Any, load_reference: Any, tmp_path: Path
+    holder: Any,
+    ray_cluster: Any,
+    untied_model: Path,
+    publish: Any,
+    reference: Any,
+    load_reference: Any,
+    tmp_path: Path,
 ) -> None:
     prompts = [(5 + i, 6, 14 + i % 7) for i in range(16)]
     length, versions = 200, iter(range(11, 100))
@@ -67,11 +81,22 @@ def test_generations_in_flight_at_an_update(
     def apply(model: Any) -> tuple[int, dict[str, float], Any]:
         """The version, its timings, and the completion of a request that comes while the update is under way."""
         version = next(versions)
-        staged = fetch(publish(dict(model.named_parameters()), version=version), expected_tensors(untied_model, "float32"), 60, tmp_path)
+        staged = fetch(
+            publish(dict(model.named_parameters()), version=version),
+            expected_tensors(untied_model, "float32"),
+            60,
+            tmp_path,
+        )
         try:
             update = holder.apply.remote(staged.update_info(), version)
-            late = holder.generate.remote(GenerateRequest(prompts[0], 1, 20, 1.0, seed=5, ignore_eos=True))
-            return version, ray_cluster.get(update, timeout=120), ray_cluster.get(late, timeout=120)[0]
+            late = holder.generate.remote(
+                GenerateRequest(prompts[0], 1, 20, 1.0, seed=5, ignore_eos=True)
+            )
+            return (
+                version,
+                ray_cluster.get(update, timeout=120),
+                ray_cluster.get(late, timeout=120)[0],
+            )
         finally:
             staged.remove()
 
@@ -82,30 +107,48 @@ def test_generations_in_flight_at_an_update(
         disturb(new, seed=22)
         model_of = {apply(old)[0]: old}
         before = ray_cluster.get(holder.generated.remote())
-        asked = [holder.generate.remote(GenerateRequest(prompt, 1, length, 1.0, seed=5, ignore_eos=True)) for prompt in prompts]
+        asked = [
+            holder.generate.remote(GenerateRequest(prompt, 1, length, 1.0, seed=5, ignore_eos=True))
+            for prompt in prompts
+        ]
         while ray_cluster.get(holder.generated.remote()) < before + 10 * len(prompts):
             pass
         ray_cluster.get(holder.gap.remote())
         version, timings, late = apply(new)
         model_of[version] = new
-        assert [span.version for span in late.versions] == [version], "a request that came during the update began with the old weights"
+        assert [span.version for span in late.versions] == [version], (
+            "a request that came during the update began with the old weights"
+        )
         answers = [completions[0] for completions in ray_cluster.get(asked, timeout=300)]
         worst = dict.fromkeys(model_of, 0.0)
         for prompt, answer in zip(prompts, answers, strict=True):
             for span in answer.versions:
-                expected = reference(model_of[span.version], prompt, answer.token_ids)[span.start : span.end]
-                apart = (expected - torch.tensor(answer.logprobs[span.start : span.end])).abs().max().item()
+                expected = reference(model_of[span.version], prompt, answer.token_ids)[
+                    span.start : span.end
+                ]
+                apart = (
+                    (expected - torch.tensor(answer.logprobs[span.start : span.end]))
+                    .abs()
+                    .max()
+                    .item()
+                )
                 worst[span.version] = max(worst[span.version], apart)
         gap = ray_cluster.get(holder.gap.remote())
-        assert mode == "drain" or timings["pause_s"] <= gap + 0.05, "the pause is a gap between the tokens of what was in flight"
+        assert mode == "drain" or timings["pause_s"] <= gap + 0.05, (
+            "the pause is a gap between the tokens of what was in flight"
+        )
         assert gap < 60
         both = sum(len(answer.versions) == 2 for answer in answers)
-        print(f"in_flight {mode}: {both} of {len(answers)} completions carry both versions, log-probs differ by at most {worst}, {timings}")
+        print(
+            f"in_flight {mode}: {both} of {len(answers)} completions carry both versions, log-probs differ by at most {worst}, {timings}"
+        )
         assert both == 0 if mode == "drain" else both >= len(answers) / 2
         assert worst.pop(min(worst)) <= 1e-4
         # Kept KV is that of the old weights: what the new ones make of it is no checkpoint's distribution.
         assert max(worst.values()) > 1e-2 if mode == "keep" else max(worst.values()) <= 1e-4
-    assert ray_cluster.get(holder.preempted.remote())[0] == 0, "what an update takes out is no sign of a full cache"
+    assert ray_cluster.get(holder.preempted.remote())[0] == 0, (
+        "what an update takes out is no sign of a full cache"
+    )
     apply(load_reference(untied_model))
 
 
@@ -119,7 +162,10 @@ def test_a_loop_ends_a_completion(holder: Any, ray_cluster: Any) -> None:
 
     def first_end(ids: tuple[int, ...]) -> int | None:
         ends = [
-            end for end in range(1, len(ids) + 1) for n in range(1, ngram + 1) if end >= n * times and ids[end - n * times : end] == ids[end - n : end] * times
+            end
+            for end in range(1, len(ids) + 1)
+            for n in range(1, ngram + 1)
+            if end >= n * times and ids[end - n * times : end] == ids[end - n : end] * times
         ]
         return ends[0] if ends else None
 
@@ -128,72 +174,134 @@ def test_a_loop_ends_a_completion(holder: Any, ray_cluster: Any) -> None:
         whole, stopped = ask((first, 6), None), ask((first, 6), (ngram, times))
         end = first_end(whole.token_ids)
         assert whole.finish_reason == "length" and len(whole.token_ids) == 200
-        assert stopped.token_ids == whole.token_ids[:end] and len(stopped.logprobs) == len(stopped.token_ids)
+        assert stopped.token_ids == whole.token_ids[:end] and len(stopped.logprobs) == len(
+            stopped.token_ids
+        )
         assert stopped.finish_reason == ("length" if end in (None, 200) else "repetition")
         ended += stopped.finish_reason == "repetition"
     assert ended, "no completion of these looped, so nothing was tested"
 
 
 def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_cache(
-    holder: Any, ray_cluster: Any, untied_model: Path, publish: Any, reference: Any, load_reference: Any, tmp_path: Path
+    holder: Any,
+    ray_cluster: Any,
+    untied_model: Path,
+    publish: Any,
+    reference: Any,
+    load_reference: Any,
+    tmp_path: Path,
 ) -> None:
     """31 completions leave one place for a pair of siblings with a prompt of more than one cache block: the second runs when the others are done."""
     ray_cluster.get(holder.in_flight.remote("keep"))
     new = load_reference(untied_model)
     disturb(new, seed=31)
-    fillers = [holder.generate.remote(GenerateRequest((5 + i % 7, 6), 1, 100, 1.0, seed=i, ignore_eos=True)) for i in range(31)]
+    fillers = [
+        holder.generate.remote(
+            GenerateRequest((5 + i % 7, 6), 1, 100, 1.0, seed=i, ignore_eos=True)
+        )
+        for i in range(31)
+    ]
     prompt = tuple(4 + i % 40 for i in range(140))
     before = ray_cluster.get(holder.generated.remote())
     pair = holder.generate.remote(GenerateRequest(prompt, 2, 60, 1.0, seed=5, ignore_eos=True))
     while ray_cluster.get(holder.generated.remote()) < before + 5 * 32:
         pass
-    staged = fetch(publish(dict(new.named_parameters()), version=101), expected_tensors(untied_model, "float32"), 60, tmp_path)
+    staged = fetch(
+        publish(dict(new.named_parameters()), version=101),
+        expected_tensors(untied_model, "float32"),
+        60,
+        tmp_path,
+    )
     ray_cluster.get(holder.apply.remote(staged.update_info(), 101), timeout=120)
     staged.remove()
     first, second = ray_cluster.get(pair, timeout=120)
     ray_cluster.get(fillers, timeout=120)
     assert len(first.versions) == 2, "the first sibling was in flight at the update"
-    assert [span.version for span in second.versions] == [101], "the second sibling was first scheduled after it"
+    assert [span.version for span in second.versions] == [101], (
+        "the second sibling was first scheduled after it"
+    )
     expected = reference(new, prompt, second.token_ids)
     assert (expected - torch.tensor(second.logprobs)).abs().max().item() <= 1e-4
-    staged = fetch(publish(dict(load_reference(untied_model).named_parameters()), version=102), expected_tensors(untied_model, "float32"), 60, tmp_path)
+    staged = fetch(
+        publish(dict(load_reference(untied_model).named_parameters()), version=102),
+        expected_tensors(untied_model, "float32"),
+        60,
+        tmp_path,
+    )
     ray_cluster.get(holder.apply.remote(staged.update_info(), 102), timeout=120)
     staged.remove()
 
 
-def test_a_prompt_at_the_limit_of_the_context_leaves_room_for_one_token(holder: Any, ray_cluster: Any) -> None:
+def test_a_prompt_at_the_limit_of_the_context_leaves_room_for_one_token(
+    holder: Any, ray_cluster: Any
+) -> None:
     prompt = tuple(5 + i % 9 for i in range(256))
-    (answer,) = ray_cluster.get(holder.generate.remote(GenerateRequest(prompt[:-1], 1, 1, 1.0, seed=1, ignore_eos=True)), timeout=120)
+    (answer,) = ray_cluster.get(
+        holder.generate.remote(GenerateRequest(prompt[:-1], 1, 1, 1.0, seed=1, ignore_eos=True)),
+        timeout=120,
+    )
     assert len(answer.token_ids) == 1 and answer.finish_reason == "length"
-    with pytest.raises(ValueError, match="prompt of 256 tokens \\+ max_tokens = 1 is above max_model_len = 256"):
+    with pytest.raises(
+        ValueError, match="prompt of 256 tokens \\+ max_tokens = 1 is above max_model_len = 256"
+    ):
         ray_cluster.get(holder.generate.remote(GenerateRequest(prompt, 1, 1, 1.0)), timeout=120)
 
 
 def test_preemptions_are_counted_when_the_cache_is_full(holder: Any, ray_cluster: Any) -> None:
     """64 completions of 200 tokens in a cache of 8,192."""
-    asked = [holder.generate.remote(GenerateRequest((5 + i % 9, 6), 1, 200, 1.0, seed=i, ignore_eos=True)) for i in range(64)]
-    assert all(len(completions[0].token_ids) == 200 for completions in ray_cluster.get(asked, timeout=300))
+    asked = [
+        holder.generate.remote(
+            GenerateRequest((5 + i % 9, 6), 1, 200, 1.0, seed=i, ignore_eos=True)
+        )
+        for i in range(64)
+    ]
+    assert all(
+        len(completions[0].token_ids) == 200 for completions in ray_cluster.get(asked, timeout=300)
+    )
     preempted, tokens = ray_cluster.get(holder.preempted.remote())
     assert tokens == KV_TOKENS and 0 < preempted <= 200
 
 
 def test_untied_head_matches_transformers_then_dies_clean(
-    holder: Any, ray_cluster: Any, untied_model: Path, publish: Any, reference: Any, load_reference: Any, tmp_path: Path
+    holder: Any,
+    ray_cluster: Any,
+    untied_model: Path,
+    publish: Any,
+    reference: Any,
+    load_reference: Any,
+    tmp_path: Path,
 ) -> None:
     model = load_reference(untied_model)
     generator = torch.Generator().manual_seed(1)
-    prompts = [tuple(torch.randint(4, 52, (1 + i % 9,), generator=generator).tolist()) for i in range(32)]
+    prompts = [
+        tuple(torch.randint(4, 52, (1 + i % 9,), generator=generator).tolist()) for i in range(32)
+    ]
 
     def worst(temperature: float = 1.0) -> float:
         """Log-probs are those of the distribution sampled from, at whatever temperature."""
-        requests = [GenerateRequest(p, 1, 64, temperature, seed=5, ignore_eos=True) for p in prompts]
-        answers = ray_cluster.get([holder.generate.remote(request) for request in requests], timeout=300)
-        expected = [reference(model, prompt, c.token_ids, temperature) for prompt, (c,) in zip(prompts, answers, strict=True)]
-        return max((wanted - torch.tensor(c.logprobs)).abs().max().item() for wanted, (c,) in zip(expected, answers, strict=True))
+        requests = [
+            GenerateRequest(p, 1, 64, temperature, seed=5, ignore_eos=True) for p in prompts
+        ]
+        answers = ray_cluster.get(
+            [holder.generate.remote(request) for request in requests], timeout=300
+        )
+        expected = [
+            reference(model, prompt, c.token_ids, temperature)
+            for prompt, (c,) in zip(prompts, answers, strict=True)
+        ]
+        return max(
+            (wanted - torch.tensor(c.logprobs)).abs().max().item()
+            for wanted, (c,) in zip(expected, answers, strict=True)
+        )
 
     assert worst() <= 1e-4 and worst(0.6) <= 1e-4 and worst(1.7) <= 1e-4
     disturb(model, seed=1)
-    staged = fetch(publish(dict(model.named_parameters()), version=1), expected_tensors(untied_model, "float32"), 60, tmp_path)
+    staged = fetch(
+        publish(dict(model.named_parameters()), version=1),
+        expected_tensors(untied_model, "float32"),
+        60,
+        tmp_path,
+    )
     timings = ray_cluster.get(holder.apply.remote(staged.update_info(), 1), timeout=120)
     assert timings["in_flight"] == 0
     assert worst() <= 1e-4
@@ -210,8 +318,15 @@ def test_untied_head_matches_transformers_then_dies_clean(
     # Killed without a chance to clean up, it takes its processes along.
     pid, processes = ray_cluster.get(holder.processes.remote(), timeout=60)
     started = [psutil.Process(process) for process in processes]
-    assert [process.cmdline()[0] for process in started] == ["VLLM::EngineCore"], "started ahead, or spawned by vLLM beside it"
-    mapped = {line.split()[-1] for process in processes for line in Path(f"/proc/{process}/maps").read_text().splitlines() if "/dev/shm/" in line}
+    assert [process.cmdline()[0] for process in started] == ["VLLM::EngineCore"], (
+        "started ahead, or spawned by vLLM beside it"
+    )
+    mapped = {
+        line.split()[-1]
+        for process in processes
+        for line in Path(f"/proc/{process}/maps").read_text().splitlines()
+        if "/dev/shm/" in line
+    }
     assert mapped == set(), "a killed process would leave these"
     os.kill(pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(started, timeout=30)

@@ -27,7 +27,9 @@ PROMPT = (1, 40, 41, 42)
 
 @pytest.fixture(scope="module")
 def model(llama_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return claim_llama_class(shutil.copytree(llama_model, tmp_path_factory.mktemp("models") / "misnamed"))
+    return claim_llama_class(
+        shutil.copytree(llama_model, tmp_path_factory.mktemp("models") / "misnamed")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +48,25 @@ def ask(ray_cluster: Any, model: Path, engine_starts: list[str]) -> Iterator[Any
             self.stops = Stops(self.stops.tokens, strings)
 
         async def facts(self) -> tuple[str, str]:
-            return self.tokenizer_fingerprint, self._llm.get_tokenizer().decode(load_tokenizer(self.app.model).encode("What is 2"))
+            return self.tokenizer_fingerprint, self._llm.get_tokenizer().decode(
+                load_tokenizer(self.app.model).encode("What is 2")
+            )
 
-    app = GeneratorApp(model=str(model), max_model_len=256, generator=GeneratorConfig(max_num_seqs=32, kv_cache_memory_bytes=16 << 20))
+    app = GeneratorApp(
+        model=str(model),
+        max_model_len=256,
+        generator=GeneratorConfig(max_num_seqs=32, kv_cache_memory_bytes=16 << 20),
+    )
     engine_starts.append("engine of text")
-    actor = ray_cluster.remote(Holder).options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")}).remote(app)
+    actor = (
+        ray_cluster.remote(Holder)
+        .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
+        .remote(app)
+    )
     ray_cluster.get(actor.start.remote(), timeout=500)
-    yield lambda method, *arguments: ray_cluster.get(getattr(actor, method).remote(*arguments), timeout=120)
+    yield lambda method, *arguments: ray_cluster.get(
+        getattr(actor, method).remote(*arguments), timeout=120
+    )
     ray_cluster.kill(actor)
 
 
@@ -60,56 +74,101 @@ def test_the_engine_decodes_with_the_tokenizer_that_encodes(ask: Any, tokenizer:
     fingerprint, text = ask("facts")
     assert fingerprint == tokenizer_fingerprint(tokenizer) and text == "<s>What is 2"
     for seed in range(4):
-        [completion] = ask("generate", GenerateRequest(PROMPT, 1, 60, 1.0, seed=seed, ignore_eos=True))
-        assert completion.text == decode(tokenizer, completion.token_ids) and "Ġ" not in completion.text and " " in completion.text
+        [completion] = ask(
+            "generate", GenerateRequest(PROMPT, 1, 60, 1.0, seed=seed, ignore_eos=True)
+        )
+        assert (
+            completion.text == decode(tokenizer, completion.token_ids)
+            and "Ġ" not in completion.text
+            and " " in completion.text
+        )
 
 
 @pytest.mark.parametrize("whose", ["the engine's", "the request's"])
-def test_a_stop_string_of_several_tokens_ends_a_completion_at_the_token_that_completes_it(ask: Any, tokenizer: Any, whose: str) -> None:
+def test_a_stop_string_of_several_tokens_ends_a_completion_at_the_token_that_completes_it(
+    ask: Any, tokenizer: Any, whose: str
+) -> None:
     """All tokens stay, with their log-probs and versions, those of the stop string included; the text goes up to it."""
     for seed in range(6):
         request = GenerateRequest(PROMPT, 2, 80, 1.0, seed=seed)
         ask("stop_at", ())
         plain = ask("generate", request)
         # A random model writes bytes that are no text, too; vLLM waits for the rest of such a character.
-        stop = next(found[0] for one in plain for found in re.finditer("[ -~]{4}", one.text) if found.start() > 20)
+        stop = next(
+            found[0]
+            for one in plain
+            for found in re.finditer("[ -~]{4}", one.text)
+            if found.start() > 20
+        )
         if whose == "the engine's":
             ask("stop_at", (stop, "never to be seen"))
-        ended = ask("generate", request if whose == "the engine's" else GenerateRequest(PROMPT, 2, 80, 1.0, seed=seed, stop=(stop,)))
+        ended = ask(
+            "generate",
+            request
+            if whose == "the engine's"
+            else GenerateRequest(PROMPT, 2, 80, 1.0, seed=seed, stop=(stop,)),
+        )
         assert any(stop in whole.text for whole in plain)
         for whole, cut in zip(plain, ended, strict=True):
-            size = next((k for k in range(len(whole.token_ids) + 1) if stop in decode(tokenizer, whole.token_ids[:k])), len(whole.token_ids))
+            size = next(
+                (
+                    k
+                    for k in range(len(whole.token_ids) + 1)
+                    if stop in decode(tokenizer, whole.token_ids[:k])
+                ),
+                len(whole.token_ids),
+            )
             assert cut.token_ids == whole.token_ids[:size] and len(cut.logprobs) == size
             assert cut.logprobs == pytest.approx(whole.logprobs[:size], abs=1e-5)
             assert [(span.start, span.end) for span in cut.versions] == [(0, size)]
-            assert cut.text == whole.text.partition(stop)[0] and cut.finish_reason == ("stop" if stop in whole.text else whole.finish_reason)
+            assert cut.text == whole.text.partition(stop)[0] and cut.finish_reason == (
+                "stop" if stop in whole.text else whole.finish_reason
+            )
         assert len(tokenizer.encode(stop, add_special_tokens=False)) > 1
     ask("stop_at", (stop,))
     [measured] = ask("generate", GenerateRequest(PROMPT, 1, 80, 1.0, seed=seed, ignore_eos=True))
     assert len(measured.token_ids) == 80, "ignore_eos goes past strings as well"
 
 
-def test_a_stop_string_that_is_a_special_token_ends_a_completion_as_that_token(ask: Any, tokenizer: Any) -> None:
+def test_a_stop_string_that_is_a_special_token_ends_a_completion_as_that_token(
+    ask: Any, tokenizer: Any
+) -> None:
     """No text shows it."""
     user = tokenizer.convert_tokens_to_ids("<|user|>")
     ask("stop_at", ())
     ended = 0
     for seed in range(8):
-        whole, cut = (ask("generate", GenerateRequest(PROMPT, 1, 200, 1.3, seed=seed, ignore_eos=True, stop=stop))[0] for stop in ((), ("<|user|>",)))
+        whole, cut = (
+            ask(
+                "generate",
+                GenerateRequest(PROMPT, 1, 200, 1.3, seed=seed, ignore_eos=True, stop=stop),
+            )[0]
+            for stop in ((), ("<|user|>",))
+        )
         size = whole.token_ids.index(user) + 1 if user in whole.token_ids else 200
-        assert cut.token_ids == whole.token_ids[:size] and cut.finish_reason == ("stop" if user in whole.token_ids else "length")
+        assert cut.token_ids == whole.token_ids[:size] and cut.finish_reason == (
+            "stop" if user in whole.token_ids else "length"
+        )
         ended += cut.finish_reason == "stop"
     assert ended, "no completion held the token, so nothing was tested"
 
 
 @pytest.mark.parametrize("kept", [{"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.6}])
-def test_log_probs_are_renormalised_over_the_tokens_that_are_kept(ask: Any, model: Path, load_reference: Any, reference: Any, kept: dict[str, Any]) -> None:
+def test_log_probs_are_renormalised_over_the_tokens_that_are_kept(
+    ask: Any, model: Path, load_reference: Any, reference: Any, kept: dict[str, Any]
+) -> None:
     """Which is why the learner's, over all tokens, cannot be held against them."""
     ask("stop_at", ())
     policy, temperature = load_reference(model), 0.7
-    [completion] = ask("generate", GenerateRequest(PROMPT, 1, 40, temperature, seed=3, ignore_eos=True, **kept))
+    [completion] = ask(
+        "generate", GenerateRequest(PROMPT, 1, 40, temperature, seed=3, ignore_eos=True, **kept)
+    )
     with torch.no_grad():
-        logits = policy(torch.tensor([[*PROMPT, *completion.token_ids]]), use_cache=False).logits[0].float()[len(PROMPT) - 1 : -1]
+        logits = (
+            policy(torch.tensor([[*PROMPT, *completion.token_ids]]), use_cache=False)
+            .logits[0]
+            .float()[len(PROMPT) - 1 : -1]
+        )
     probabilities = torch.softmax(logits / temperature, -1)
     descending, order = probabilities.sort(-1, descending=True)
     keep = torch.ones_like(descending, dtype=torch.bool)
@@ -118,7 +177,9 @@ def test_log_probs_are_renormalised_over_the_tokens_that_are_kept(ask: Any, mode
     keep &= descending >= kept.get("min_p", 0.0) * descending[:, :1]
     mass = (descending * keep).sum(-1)
     chosen = torch.tensor(completion.token_ids)[:, None]
-    assert keep.gather(1, (order == chosen).int().argmax(-1, keepdim=True)).all(), "a token that was cut away was sampled"
+    assert keep.gather(1, (order == chosen).int().argmax(-1, keepdim=True)).all(), (
+        "a token that was cut away was sampled"
+    )
     assert mass.max() < 0.95
     full = reference(policy, PROMPT, completion.token_ids, temperature)
     ours = torch.tensor(completion.logprobs)
@@ -126,7 +187,9 @@ def test_log_probs_are_renormalised_over_the_tokens_that_are_kept(ask: Any, mode
     assert (ours - full).abs().min() > -math.log(0.95)
 
 
-def test_without_them_log_probs_are_those_of_the_whole_distribution(ask: Any, model: Path, load_reference: Any, reference: Any) -> None:
+def test_without_them_log_probs_are_those_of_the_whole_distribution(
+    ask: Any, model: Path, load_reference: Any, reference: Any
+) -> None:
     [completion] = ask("generate", GenerateRequest(PROMPT, 1, 40, 0.7, seed=3, ignore_eos=True))
     full = reference(load_reference(model), PROMPT, completion.token_ids, 0.7)
     assert (torch.tensor(completion.logprobs) - full).abs().max() < 1e-4

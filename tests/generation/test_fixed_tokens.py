@@ -15,7 +15,11 @@ def test_fixed_tokens_have_the_log_probs_that_sampling_gave(generators):
         rows, sampled = [], []
         for seed in range(4):
             prompt = (5 + seed, 6, 14, 7)
-            completion = (await generate.generate(GenerateRequest(prompt, 1, 24, 1.0, seed=seed, ignore_eos=True))).completions[0]
+            completion = (
+                await generate.generate(
+                    GenerateRequest(prompt, 1, 24, 1.0, seed=seed, ignore_eos=True)
+                )
+            ).completions[0]
             rows.append((prompt, completion.token_ids))
             sampled.append(completion.logprobs)
         return sampled, await generate.logprobs(rows, None)

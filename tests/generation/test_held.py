@@ -38,7 +38,9 @@ def two(ray_cluster: Any) -> Iterator[SimpleNamespace]:
     board = open_board(board_name(name))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app_module, "_replica_class", lambda args: StubGenerator)
-        handle = start_generators(GeneratorApp(model="m", generator=GeneratorConfig(num_replicas=2, num_cpus=0.1)), name)
+        handle = start_generators(
+            GeneratorApp(model="m", generator=GeneratorConfig(num_replicas=2, num_cpus=0.1)), name
+        )
     yield SimpleNamespace(handle=handle, board=board)
     stop_generators(name)
     ray_cluster.kill(board)
@@ -49,13 +51,19 @@ def manifest(run: str, version: int) -> Manifest:
 
 
 def request(run: str, version: int, replica: str | None = None) -> GenerateRequest:
-    return GenerateRequest((1,), 1, 2, 1.0, min_weights=WeightsId(run, 0, version), replica=replica, deadline_s=60)
+    return GenerateRequest(
+        (1,), 1, 2, 1.0, min_weights=WeightsId(run, 0, version), replica=replica, deadline_s=60
+    )
 
 
-async def asked(generate: ServeGenerate, wanted: GenerateRequest, times: int = 20) -> Counter[tuple[str, int]]:
+async def asked(
+    generate: ServeGenerate, wanted: GenerateRequest, times: int = 20
+) -> Counter[tuple[str, int]]:
     """(Replica, version) of so many answers."""
     answers = await asyncio.gather(*(generate.generate(wanted) for _ in range(times)))
-    return Counter((answer.replica, answer.completions[0].versions[-1].version) for answer in answers)
+    return Counter(
+        (answer.replica, answer.completions[0].versions[-1].version) for answer in answers
+    )
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -63,8 +71,13 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.1)
 
 
-def test_requests_that_name_the_held_replica_go_there_and_no_others_do(two: SimpleNamespace) -> None:
-    sync, generate = ServeWeightSync(two.handle, two.board, push_timeout_s=60), ServeGenerate(two.handle)
+def test_requests_that_name_the_held_replica_go_there_and_no_others_do(
+    two: SimpleNamespace,
+) -> None:
+    sync, generate = (
+        ServeWeightSync(two.handle, two.board, push_timeout_s=60),
+        ServeGenerate(two.handle),
+    )
 
     async def scenario() -> None:
         await sync.push(manifest("a", 1))
@@ -122,9 +135,17 @@ def test_a_run_trains_on_while_it_evaluates(two: SimpleNamespace, tmp_path: Any)
     """The learner's step is slow beside everything else, so what it waits for would be the evaluation."""
     generate = ServeGenerate(two.handle)
     sets = {"long": {"data": "d", "n": 8, "max_completion_length": 400}}
-    config = Config.model_validate({**SMALL, "eval": {"sets": sets, "every_steps": 8}, "generator": {"num_replicas": 2, "max_num_seqs": 4}})
+    config = Config.model_validate(
+        {
+            **SMALL,
+            "eval": {"sets": sets, "every_steps": 8},
+            "generator": {"num_replicas": 2, "max_num_seqs": 4},
+        }
+    )
 
-    async def score(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[float | None]]:
+    async def score(
+        prompt: Prompt, completions: Sequence[Completion]
+    ) -> dict[str, list[float | None]]:
         return {"f": [1.0] * len(completions)}
 
     data = config.evaluation_sets["long"].data
@@ -137,11 +158,21 @@ def test_a_run_trains_on_while_it_evaluates(two: SimpleNamespace, tmp_path: Any)
     async def evaluate(version: int, replica: str | None) -> dict[str, float]:
         waited = coordinator.progress.learner_waited_s
         metrics = await evaluator(version, replica)
-        seen.append((version, replica, metrics["eval/seconds"], coordinator.progress.learner_waited_s - waited, coordinator.progress.committed))
+        seen.append(
+            (
+                version,
+                replica,
+                metrics["eval/seconds"],
+                coordinator.progress.learner_waited_s - waited,
+                coordinator.progress.committed,
+            )
+        )
         return metrics
 
     sync, recorder = ServeWeightSync(two.handle, two.board, push_timeout_s=60), FakeRecorder()
-    parts = Parts(FakePrompts(), rollouts, FakeScores(rollouts), learner, sync, recorder, evaluate=evaluate)
+    parts = Parts(
+        FakePrompts(), rollouts, FakeScores(rollouts), learner, sync, recorder, evaluate=evaluate
+    )
     schedule = Schedule(24, Staleness(2, 4), evaluate_every=8)
     coordinator = Coordinator(parts, schedule, State("b", 0, 0, 0, 0, ()))
     asyncio.run(asyncio.wait_for(coordinator.run(), 200))
@@ -149,11 +180,17 @@ def test_a_run_trains_on_while_it_evaluates(two: SimpleNamespace, tmp_path: Any)
     held = [one for one in seen if one[1] is not None]
     assert len(held) >= 2
     assert seen[-1][:2] == (24, None)
-    for version, replica, seconds, waited, committed in held[1:]:  # the first one begins before there are groups to train
-        print(f"version {version} on {replica}: {seconds:.1f} s, of which the learner waited {waited:.3f} s; {committed} was committed at the end")
+    for version, replica, seconds, waited, committed in held[
+        1:
+    ]:  # the first one begins before there are groups to train
+        print(
+            f"version {version} on {replica}: {seconds:.1f} s, of which the learner waited {waited:.3f} s; {committed} was committed at the end"
+        )
         assert committed >= version + 2
         assert waited <= 0.05 * seconds
-        assert not any(name == replica and version + 1 < begun < committed for name, begun in rollouts.made)
+        assert not any(
+            name == replica and version + 1 < begun < committed for name, begun in rollouts.made
+        )
     (tmp_path / "config.yaml").write_text("")
     rows = open_run(tmp_path).evaluations().to_pylist()
     assert {row["status"] for row in rows} == {"ok"}
@@ -164,17 +201,32 @@ def test_a_run_trains_on_while_it_evaluates(two: SimpleNamespace, tmp_path: Any)
         assert all({span["version"] for span in row["versions"]} == {version} for row in mine)
 
 
-def test_an_evaluation_in_flight_keeps_the_spans_of_changing_versions(two: SimpleNamespace, tmp_path: Any) -> None:
-    sync, generate = ServeWeightSync(two.handle, two.board, push_timeout_s=60), ServeGenerate(two.handle)
+def test_an_evaluation_in_flight_keeps_the_spans_of_changing_versions(
+    two: SimpleNamespace, tmp_path: Any
+) -> None:
+    sync, generate = (
+        ServeWeightSync(two.handle, two.board, push_timeout_s=60),
+        ServeGenerate(two.handle),
+    )
     settings = {"in_flight": True, "sets": {"long": {"data": "d", "max_completion_length": 2000}}}
     config = Config.model_validate({**SMALL, "eval": settings, "generator": {"num_replicas": 2}})
 
-    async def score(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[float | None]]:
+    async def score(
+        prompt: Prompt, completions: Sequence[Completion]
+    ) -> dict[str, list[float | None]]:
         return {"f": [1.0] * len(completions)}
 
     data = config.evaluation_sets["long"].data
     assert data is not None
-    evaluator = Evaluator(config, generate, score, {data: [Prompt(place, 0, "p", (1,)) for place in range(8)]}, "c", 0, tmp_path / "evaluations")
+    evaluator = Evaluator(
+        config,
+        generate,
+        score,
+        {data: [Prompt(place, 0, "p", (1,)) for place in range(8)]},
+        "c",
+        0,
+        tmp_path / "evaluations",
+    )
 
     async def scenario() -> dict[str, float]:
         await sync.push(manifest("c", 1))
@@ -190,6 +242,9 @@ def test_an_evaluation_in_flight_keeps_the_spans_of_changing_versions(two: Simpl
     metrics = asyncio.run(asyncio.wait_for(scenario(), 100))
     assert (metrics["eval/failed_ratio"], metrics["eval/newest_version"]) == (0.0, 2.0)
     (tmp_path / "config.yaml").write_text("")
-    spans = [[span["version"] for span in row["versions"]] for row in open_run(tmp_path).evaluations().to_pylist()]
+    spans = [
+        [span["version"] for span in row["versions"]]
+        for row in open_run(tmp_path).evaluations().to_pylist()
+    ]
     assert [1, 2] in spans
     assert all(made == sorted(made) for made in spans)

@@ -57,7 +57,14 @@ def start_driver(ray_cluster: Any) -> Iterator[Callable[..., subprocess.Popen[st
     started: list[tuple[str, subprocess.Popen[str]]] = []
 
     def start(name: str, grace_s: float) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", DRIVER, ray_cluster.get_runtime_context().gcs_address, name, str(grace_s)]
+        command = [
+            sys.executable,
+            "-c",
+            DRIVER,
+            ray_cluster.get_runtime_context().gcs_address,
+            name,
+            str(grace_s),
+        ]
         driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append((name, driver))
         assert driver.stdout is not None and driver.stdout.readline() == "up\n"
@@ -91,7 +98,9 @@ def unique(attempt: int) -> tuple[str, str, str]:
     return "orphaned", run_id, application_name("orphaned", run_id, attempt)
 
 
-def test_generators_of_a_killed_driver_end_and_the_watcher_with_them(start_driver: Any, ray_cluster: Any) -> None:
+def test_generators_of_a_killed_driver_end_and_the_watcher_with_them(
+    start_driver: Any, ray_cluster: Any
+) -> None:
     name, free = unique(0)[2], ray_cluster.available_resources()["CPU"]
     driver = start_driver(name, 0.5)
     assert name in serve.status().applications and watcher(name, ray_cluster) is not None
@@ -103,7 +112,9 @@ def test_generators_of_a_killed_driver_end_and_the_watcher_with_them(start_drive
     until(lambda: ray_cluster.available_resources()["CPU"] > free - 1e-6)
 
 
-def test_a_driver_that_ends_by_itself_leaves_no_watcher(start_driver: Any, ray_cluster: Any) -> None:
+def test_a_driver_that_ends_by_itself_leaves_no_watcher(
+    start_driver: Any, ray_cluster: Any
+) -> None:
     name = unique(1)[2]
     driver = start_driver(name, 600)
     assert driver.communicate("\n")[0] == "closed\n"
@@ -122,18 +133,29 @@ def test_a_watcher_whose_process_dies_watches_on(start_driver: Any, ray_cluster:
     until(lambda: watcher(name, ray_cluster) is None)
 
 
-def test_the_next_attempt_ends_what_the_last_one_left_and_nothing_else(start_driver: Any, ray_cluster: Any) -> None:
+def test_the_next_attempt_ends_what_the_last_one_left_and_nothing_else(
+    start_driver: Any, ray_cluster: Any
+) -> None:
     run, run_id, name = unique(3)
     driver = start_driver(name, 600)  # no watcher does it in this test's time
     other = "orphaned-standing"
     serve.start()
-    standing = serve.deployment(num_replicas=1, ray_actor_options={"num_cpus": 0})(type("Standing", (), {"__call__": lambda self: 1})).bind()
+    standing = serve.deployment(num_replicas=1, ray_actor_options={"num_cpus": 0})(
+        type("Standing", (), {"__call__": lambda self: 1})
+    ).bind()
     serve.run(standing, name=other, route_prefix=None)
     told: list[str] = []
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(LeaseHeld, match="leased by run 'first'"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(LeaseHeld, match="leased by run 'first'"),
+    ):
         patch.setattr(orphans, "NODE_LOST_S", 0.0)
         asyncio.run(end_orphans(run, run_id, told.append))
-    assert len(told) == 1 and told[0].startswith("waiting up to 0 s for the end of run 'first'") and name in serve.status().applications
+    assert (
+        len(told) == 1
+        and told[0].startswith("waiting up to 0 s for the end of run 'first'")
+        and name in serve.status().applications
+    )
     driver.send_signal(signal.SIGKILL)
     asyncio.run(end_orphans(run, "another run's", told.append))
     assert name in serve.status().applications
@@ -169,7 +191,9 @@ def test_a_lease_that_is_only_out_of_sight_ends_nothing(monkeypatch: pytest.Monk
 
     async def scenario() -> None:
         done = asyncio.Event()
-        monkeypatch.setattr(orphans.ray, "get_runtime_context", lambda: type("Context", (), {"current_actor": None}))
+        monkeypatch.setattr(
+            orphans.ray, "get_runtime_context", lambda: type("Context", (), {"current_actor": None})
+        )
         monkeypatch.setattr(orphans.ray, "kill", lambda actor: done.set())
         watching = orphans.ApplicationWatcher.__new__(orphans.ApplicationWatcher)
         await watching.__init__("one", 0.0)  # type: ignore[misc]
@@ -178,12 +202,27 @@ def test_a_lease_that_is_only_out_of_sight_ends_nothing(monkeypatch: pytest.Monk
     monkeypatch.setattr(orphans, "LOOK_EVERY_S", 0)
     monkeypatch.setattr(orphans, "_end", end)
     monkeypatch.setattr(orphans, "_applications", applications)
-    monkeypatch.setattr(orphans, "find_board", Lease("lease", ConnectionError("away"), None, "lease", None, ConnectionError("away"), None, None))
+    monkeypatch.setattr(
+        orphans,
+        "find_board",
+        Lease(
+            "lease",
+            ConnectionError("away"),
+            None,
+            "lease",
+            None,
+            ConnectionError("away"),
+            None,
+            None,
+        ),
+    )
     asyncio.run(scenario())
     assert ended == ["one"]
 
 
-def test_an_orphan_whose_node_is_lost_is_waited_for_until_ray_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_orphan_whose_node_is_lost_is_waited_for_until_ray_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ray shows the lease of a driver on a lost node for up to 65 s. The run's own orphan would refuse the resume."""
     told: list[str] = []
     given_s: list[float] = []
@@ -207,5 +246,9 @@ def test_an_orphan_whose_node_is_lost_is_waited_for_until_ray_knows(monkeypatch:
     monkeypatch.setattr(orphans, "_end", end)
     monkeypatch.setattr(orphans.ray, "kill", lambda actor: told.append(f"ended the {actor}"))
     asyncio.run(end_orphans("r", "0123456789", told.append))
-    assert given_s[0] > 65 and told[0] == "waiting up to 75 s for the end of run 'r', process 7, which has asyncrl-r-01234567-0"
+    assert (
+        given_s[0] > 65
+        and told[0]
+        == "waiting up to 75 s for the end of run 'r', process 7, which has asyncrl-r-01234567-0"
+    )
     assert told[-2:] == ["ended asyncrl-r-01234567-0", "ended the lease"]

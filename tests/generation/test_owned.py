@@ -47,7 +47,9 @@ def test_a_start_that_is_cancelled_leaves_no_application(monkeypatch: pytest.Mon
     assert said == ["begin", "end", "lease"]
 
 
-def test_generators_end_in_another_event_loop_than_that_of_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generators_end_in_another_event_loop_than_that_of_their_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each attempt has its own."""
     said: list[str] = []
 

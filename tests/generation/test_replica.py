@@ -20,18 +20,41 @@ async def nothing(*arguments: Any) -> None:
     return None
 
 
-async def started(monkeypatch: pytest.MonkeyPatch, apply: Callable[[Any, int], Any], fetched: list[int], removed: list[int] | None = None) -> Generator:
+async def started(
+    monkeypatch: pytest.MonkeyPatch,
+    apply: Callable[[Any, int], Any],
+    fetched: list[int],
+    removed: list[int] | None = None,
+) -> Generator:
     """A replica of id "a" on a stub of an engine, which applies versions by `apply`; those that it fetches are noted."""
 
     def fetch(manifest: Manifest, *arguments: Any) -> Any:
         fetched.append(manifest.version)
-        return SimpleNamespace(update_info=dict, remove=lambda: None if removed is None else removed.append(manifest.version), fetch_s=0.0)
+        return SimpleNamespace(
+            update_info=dict,
+            remove=lambda: None if removed is None else removed.append(manifest.version),
+            fetch_s=0.0,
+        )
 
     async def generate(request: GenerateRequest) -> tuple[Completion, ...]:
         return (Completion((1,), (0.0,), (VersionSpan(0, 0, 1),), "stop"),)
 
-    numbers = {"tokens_generated": 0, "kv_use": 0.0, "waiting": 0, "preemptions": 0, "aborted": [], "aborted_tokens": 0}
-    engine = SimpleNamespace(start=nothing, apply=apply, generate=generate, check=nothing, take_longest_gap=lambda: 0.0, **numbers)
+    numbers = {
+        "tokens_generated": 0,
+        "kv_use": 0.0,
+        "waiting": 0,
+        "preemptions": 0,
+        "aborted": [],
+        "aborted_tokens": 0,
+    }
+    engine = SimpleNamespace(
+        start=nothing,
+        apply=apply,
+        generate=generate,
+        check=nothing,
+        take_longest_gap=lambda: 0.0,
+        **numbers,
+    )
     context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setattr(replica, "Engine", lambda settings: engine)
     monkeypatch.setattr(replica, "expected_tensors", lambda model, dtype: {})
@@ -44,7 +67,9 @@ async def started(monkeypatch: pytest.MonkeyPatch, apply: Callable[[Any, int], A
     return made
 
 
-def test_a_change_that_has_begun_goes_on_when_whoever_asked_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_has_begun_goes_on_when_whoever_asked_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A request that catches up is cancelled in the middle of the change."""
 
     async def scenario() -> tuple[WeightsId | None, list[int], list[int]]:
@@ -75,7 +100,9 @@ def request(version: int, name: str | None = None) -> GenerateRequest:
     return GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 0, version), replica=name)
 
 
-def test_a_held_replica_keeps_its_weights_and_answers_for_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_replica_keeps_its_weights_and_answers_for_them_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def apply(update: Any, version: int) -> dict[str, float]:
         return {}
 
@@ -84,8 +111,15 @@ def test_a_held_replica_keeps_its_weights_and_answers_for_them_alone(monkeypatch
         made = await started(monkeypatch, apply, fetched)
         manifests = {version: Manifest("run", 0, version, (), (), (), ()) for version in (3, 4, 5)}
         await made.apply_version(manifests[3])
-        assert not await made.hold("b", WeightsId("run", 0, 3)) and not await made.hold("a", WeightsId("run", 0, 2)) and not made.held
-        assert await made.hold("a", WeightsId("run", 0, 3)) and made.record_routing_stats() == {"held": True, "weights": ("run", 0, 3)}
+        assert (
+            not await made.hold("b", WeightsId("run", 0, 3))
+            and not await made.hold("a", WeightsId("run", 0, 2))
+            and not made.held
+        )
+        assert await made.hold("a", WeightsId("run", 0, 3)) and made.record_routing_stats() == {
+            "held": True,
+            "weights": ("run", 0, 3),
+        }
         await made.apply_version(manifests[4], "a")
         assert made.weights == WeightsId("run", 0, 3) and fetched == [3]
         await made.generate(request(3, "a"))
@@ -97,19 +131,30 @@ def test_a_held_replica_keeps_its_weights_and_answers_for_them_alone(monkeypatch
         async def current() -> Manifest:
             return manifests[4]
 
-        monkeypatch.setattr(replica, "find_board", lambda name: SimpleNamespace(current=SimpleNamespace(remote=current)))
+        monkeypatch.setattr(
+            replica,
+            "find_board",
+            lambda name: SimpleNamespace(current=SimpleNamespace(remote=current)),
+        )
         await made.release("b")
         assert made.held
         await made.release("a")
-        assert made.weights == WeightsId("run", 0, 4) and made.record_routing_stats() == {"held": False, "weights": ("run", 0, 4)}
+        assert made.weights == WeightsId("run", 0, 4) and made.record_routing_stats() == {
+            "held": False,
+            "weights": ("run", 0, 4),
+        }
         assert await made.hold("a", WeightsId("run", 0, 4))
         await made.apply_version(manifests[5])
-        assert made.weights == WeightsId("run", 0, 5), "a push that names no held replica ends what a lost word left"
+        assert made.weights == WeightsId("run", 0, 5), (
+            "a push that names no held replica ends what a lost word left"
+        )
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_a_replica_is_held_by_its_own_attempt_alone_and_not_beyond_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_is_held_by_its_own_attempt_alone_and_not_beyond_its_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def apply(update: Any, version: int) -> dict[str, float]:
         return {}
 
@@ -126,8 +171,13 @@ def test_a_replica_is_held_by_its_own_attempt_alone_and_not_beyond_its_job(monke
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-@pytest.mark.parametrize(("in_flight", "makes_tokens", "replaced"), [("recompute", False, True), ("recompute", True, True), ("drain", True, False)])
-def test_a_replica_that_stays_behind_for_too_long_is_replaced(monkeypatch: pytest.MonkeyPatch, in_flight: str, makes_tokens: bool, replaced: bool) -> None:
+@pytest.mark.parametrize(
+    ("in_flight", "makes_tokens", "replaced"),
+    [("recompute", False, True), ("recompute", True, True), ("drain", True, False)],
+)
+def test_a_replica_that_stays_behind_for_too_long_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, in_flight: str, makes_tokens: bool, replaced: bool
+) -> None:
     now = 0.0
     monkeypatch.setattr(replica, "steady_time", lambda: now)
 
@@ -135,7 +185,9 @@ def test_a_replica_that_stays_behind_for_too_long_is_replaced(monkeypatch: pytes
         nonlocal now
         made = await started(monkeypatch, nothing, [])
         generator = made.settings.generator.model_copy(update={"in_flight": in_flight})
-        made.settings = made.settings.model_copy(update={"generator": generator, "replace_after_s": 300.0})
+        made.settings = made.settings.model_copy(
+            update={"generator": generator, "replace_after_s": 300.0}
+        )
         made.weights, newest = WeightsId("run", 0, 3), ("run", 0, 3)
 
         async def on_board() -> tuple[str, int, int]:
@@ -151,7 +203,10 @@ def test_a_replica_that_stays_behind_for_too_long_is_replaced(monkeypatch: pytes
             now = float(later)
             made.engine.tokens_generated += makes_tokens
             if replaced and later == 1300:
-                with pytest.raises(RuntimeError, match=r"stayed at WeightsId.*version=3.* for 300 s, and WeightsId.*version=4.* is out; it is replaced"):
+                with pytest.raises(
+                    RuntimeError,
+                    match=r"stayed at WeightsId.*version=3.* for 300 s, and WeightsId.*version=4.* is out; it is replaced",
+                ):
                     await made.check_health()
             else:
                 await made.check_health()
@@ -191,7 +246,10 @@ def test_what_an_ended_attempt_asked_for_is_given_up(monkeypatch: pytest.MonkeyP
         await made.abandon("another", 0)
         assert not ended
         await made.abandon("run", 0)
-        with pytest.raises(StaleReplica, match=r"given up a request for .*attempt=0, version=3\): another attempt has begun"):
+        with pytest.raises(
+            StaleReplica,
+            match=r"given up a request for .*attempt=0, version=3\): another attempt has begun",
+        ):
             await theirs
         late = asyncio.create_task(made.generate(request(2)))
         await begun.acquire()
@@ -199,16 +257,22 @@ def test_what_an_ended_attempt_asked_for_is_given_up(monkeypatch: pytest.MonkeyP
         with pytest.raises(StaleReplica, match="another attempt has begun"):
             await late
         assert ended == [WeightsId("run", 0, 3), WeightsId("run", 0, 2)]
-        ours = asyncio.create_task(made.generate(GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 1, 2))))
+        ours = asyncio.create_task(
+            made.generate(GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 1, 2)))
+        )
         await begun.acquire()
         await made.apply_version(Manifest("run", 1, 3, (), (), (), ()))
         go_on.set()
         assert (await ours).completions and (await nobodys).completions and not made._asked
 
-        leaver = asyncio.create_task(made.generate(GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 1, 2))))
+        leaver = asyncio.create_task(
+            made.generate(GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 1, 2)))
+        )
         go_on.clear()
         await begun.acquire()
         leaver.cancel()
-        assert [type(one) for one in await asyncio.gather(leaver, return_exceptions=True)] == [asyncio.CancelledError] and not made._asked
+        assert [type(one) for one in await asyncio.gather(leaver, return_exceptions=True)] == [
+            asyncio.CancelledError
+        ] and not made._asked
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -15,6 +15,10 @@ def test_a_request_ends_at_the_generators_stops_and_at_its_own(llama_model: Path
     engine.stops = Stops({2: ("tokenizer EOS",)}, (" plus",))
     assert engine._stops(GenerateRequest((1,), 1, 8, 1.0)) == engine.stops
     own = engine._stops(GenerateRequest((1,), 1, 8, 1.0, stop=(" plus", "<|user|>", "\n\n")))
-    assert set(own.tokens) == {2, 3} and own.strings == (" plus", "\n\n"), "a special token shows in no text"
+    assert set(own.tokens) == {2, 3} and own.strings == (" plus", "\n\n"), (
+        "a special token shows in no text"
+    )
     assert engine._stops(GenerateRequest((1,), 1, 8, 1.0, ignore_eos=True)) == Stops({})
-    assert engine._stops(GenerateRequest((1,), 1, 8, 1.0, ignore_eos=True, stop=("x",))) == Stops({}, ("x",))
+    assert engine._stops(GenerateRequest((1,), 1, 8, 1.0, ignore_eos=True, stop=("x",))) == Stops(
+        {}, ("x",)
+    )

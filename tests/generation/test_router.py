@@ -10,19 +10,28 @@ from asyncrl.generation.protocol import GenerateRequest, WeightsId
 from asyncrl.generation.router import VersionRouter
 
 
-def replica(name: str, held: bool = False, stats: bool = True, weights: tuple[str, int, int] | None = None) -> Any:
-    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats={"held": held, "weights": weights} if stats else {})
+def replica(
+    name: str, held: bool = False, stats: bool = True, weights: tuple[str, int, int] | None = None
+) -> Any:
+    return SimpleNamespace(
+        replica_id=SimpleNamespace(unique_id=name),
+        routing_stats={"held": held, "weights": weights} if stats else {},
+    )
 
 
 def pending(*arguments: Any) -> Any:
-    return SimpleNamespace(args=list(arguments), routing_context=SimpleNamespace(should_backoff=False))
+    return SimpleNamespace(
+        args=list(arguments), routing_context=SimpleNamespace(should_backoff=False)
+    )
 
 
 def chosen(replicas: list[Any], *arguments: Any) -> set[str]:
     """Ids of all replicas that a request may go to."""
 
     async def draw() -> list[list[Any]]:
-        return await VersionRouter.choose_replicas(object.__new__(VersionRouter), replicas, pending(*arguments))
+        return await VersionRouter.choose_replicas(
+            object.__new__(VersionRouter), replicas, pending(*arguments)
+        )
 
     drawn = [asyncio.run(draw()) for _ in range(50)]
     assert all(len(ranks) == 1 and 1 <= len(ranks[0]) <= 2 for ranks in drawn)
@@ -44,11 +53,21 @@ def test_a_request_that_names_a_replica_goes_there_and_no_other_does() -> None:
 def test_what_nobody_else_can_answer_goes_to_whoever_is_there() -> None:
     assert chosen([replica("a", held=True)], request(None)) == {"a"}
     assert chosen([replica("a"), replica("b")], request("gone")) == {"a", "b"}
-    assert asyncio.run(VersionRouter.choose_replicas(object.__new__(VersionRouter), [replica("a")], None))[0][0].replica_id.unique_id == "a"
+    assert (
+        asyncio.run(
+            VersionRouter.choose_replicas(object.__new__(VersionRouter), [replica("a")], None)
+        )[0][0].replica_id.unique_id
+        == "a"
+    )
 
 
 def test_a_replica_that_is_behind_gets_nothing_that_it_may_not_answer() -> None:
-    replicas = [replica("a", weights=("r", 1, 4)), replica("b", weights=("r", 1, 3)), replica("c", weights=("r", 0, 9)), replica("d")]
+    replicas = [
+        replica("a", weights=("r", 1, 4)),
+        replica("b", weights=("r", 1, 3)),
+        replica("c", weights=("r", 0, 9)),
+        replica("d"),
+    ]
     asked = GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("r", 1, 4))
     assert chosen(replicas, asked) == {"a", "d"}, "of the last one nothing is known"
     assert chosen(replicas, request(None)) == {"a", "b", "c", "d"}

@@ -16,7 +16,14 @@ from disturbed import disturb
 
 from asyncrl.control.protocols import Manifest
 from asyncrl.generation.app import ServeGenerate
-from asyncrl.generation.protocol import Details, GenerateRequest, GenerationTimeout, Piece, StaleReplica, WeightsId
+from asyncrl.generation.protocol import (
+    Details,
+    GenerateRequest,
+    GenerationTimeout,
+    Piece,
+    StaleReplica,
+    WeightsId,
+)
 from asyncrl.weights import push
 from asyncrl.weights.push import ServeWeightSync
 
@@ -28,11 +35,17 @@ TOLERANCE = 1e-4
 def prompts(count: int) -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(7)
     lengths = torch.randint(1, 20, (count,), generator=generator).tolist()
-    return [tuple(torch.randint(4, 52, (length,), generator=generator).tolist()) for length in lengths]
+    return [
+        tuple(torch.randint(4, 52, (length,), generator=generator).tolist()) for length in lengths
+    ]
 
 
-def request(prompt: tuple[int, ...] = (5, 6, 14, 7), n: int = 1, max_tokens: int = 16, **settings: Any) -> GenerateRequest:
-    return GenerateRequest(prompt, n, max_tokens, settings.pop("temperature", 1.0), seed=3, ignore_eos=True, **settings)
+def request(
+    prompt: tuple[int, ...] = (5, 6, 14, 7), n: int = 1, max_tokens: int = 16, **settings: Any
+) -> GenerateRequest:
+    return GenerateRequest(
+        prompt, n, max_tokens, settings.pop("temperature", 1.0), seed=3, ignore_eos=True, **settings
+    )
 
 
 def parity(model: Any, reference: Any, asked: list[tuple[int, ...]], answers: list[Any]) -> float:
@@ -40,7 +53,13 @@ def parity(model: Any, reference: Any, asked: list[tuple[int, ...]], answers: li
     worst = 0.0
     for prompt, answer in zip(asked, answers, strict=True):
         for completion in answer.completions:
-            worst = max(worst, (reference(model, prompt, completion.token_ids) - torch.tensor(completion.logprobs)).abs().max().item())
+            worst = max(
+                worst,
+                (reference(model, prompt, completion.token_ids) - torch.tensor(completion.logprobs))
+                .abs()
+                .max()
+                .item(),
+            )
     return worst
 
 
@@ -61,17 +80,31 @@ def test_the_tensor_that_a_replica_does_not_hold_as_published_is_named(
             await sync.differing_tensor()
             == f"all {len(parameters) + 1} tensors that could be compared by name are the same on both sides ({len(parameters)} were published)"
         )
-        for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight"):
+        for name in (
+            "model.layers.1.self_attn.k_proj.weight",
+            "model.layers.0.mlp.down_proj.weight",
+            "model.layers.1.input_layernorm.weight",
+        ):
             # The replica keeps the version that it has; what was published in its place would differ in one tensor.
-            sync._last = publish({**parameters, name: parameters[name].detach().flip(0).contiguous()}, version=version)
+            sync._last = publish(
+                {**parameters, name: parameters[name].detach().flip(0).contiguous()},
+                version=version,
+            )
             text = await sync.differing_tensor()
-            assert text.startswith(f"of {len(parameters) + 1} tensors compared 1 differ, most of all {name!r} on replica "), text
+            assert text.startswith(
+                f"of {len(parameters) + 1} tensors compared 1 differ, most of all {name!r} on replica "
+            ), text
 
     asyncio.run(run())
 
 
 def test_parity_after_every_parameter_changed_and_a_bucket_ends_inside_qkv(
-    generators: Any, sync: ServeWeightSync, publish: Any, reference: Any, load_reference: Any, tiny_model: Any
+    generators: Any,
+    sync: ServeWeightSync,
+    publish: Any,
+    reference: Any,
+    load_reference: Any,
+    tiny_model: Any,
 ) -> None:
     async def run() -> None:
         model = load_reference(tiny_model)
@@ -79,15 +112,26 @@ def test_parity_after_every_parameter_changed_and_a_bucket_ends_inside_qkv(
         manifest = publish(disturb(model, seed=1), version=version, bucket_bytes=20 << 10)
         bucket = {entry.name: entry.bucket for entry in manifest.tensors}
         layer = "model.layers.0.self_attn."
-        assert len({bucket[layer + part + ".weight"] for part in ("q_proj", "k_proj", "v_proj")}) > 1
+        assert (
+            len({bucket[layer + part + ".weight"] for part in ("q_proj", "k_proj", "v_proj")}) > 1
+        )
         report = await sync.push(manifest)
         assert report.version == version
         assert len(report.replicas) == 1
         asked = prompts(32)
         generate = ServeGenerate(generators.handle)
         wanted = WeightsId("test", 1, version)
-        answers = await asyncio.gather(*[generate.generate(request(prompt, max_tokens=64, min_weights=wanted)) for prompt in asked])
-        assert all(len(c.token_ids) == 64 and c.versions[0].version == version for a in answers for c in a.completions)
+        answers = await asyncio.gather(
+            *[
+                generate.generate(request(prompt, max_tokens=64, min_weights=wanted))
+                for prompt in asked
+            ]
+        )
+        assert all(
+            len(c.token_ids) == 64 and c.versions[0].version == version
+            for a in answers
+            for c in a.completions
+        )
         assert parity(model, reference, asked, answers) <= TOLERANCE
         greedy = await generate.generate(request(asked[0], max_tokens=16, temperature=0.0))
         again = await generate.generate(request(asked[0], max_tokens=16, temperature=0.0))
@@ -97,7 +141,14 @@ def test_parity_after_every_parameter_changed_and_a_bucket_ends_inside_qkv(
     asyncio.run(run())
 
 
-def test_no_parameter_can_be_left_out(generators: Any, sync: ServeWeightSync, publish: Any, reference: Any, load_reference: Any, tiny_model: Any) -> None:
+def test_no_parameter_can_be_left_out(
+    generators: Any,
+    sync: ServeWeightSync,
+    publish: Any,
+    reference: Any,
+    load_reference: Any,
+    tiny_model: Any,
+) -> None:
     async def run() -> None:
         model = load_reference(tiny_model)
         disturb(model, seed=2)
@@ -105,14 +156,20 @@ def test_no_parameter_can_be_left_out(generators: Any, sync: ServeWeightSync, pu
         for name, parameter in model.named_parameters():
             before = parameter.detach().clone()
             with torch.no_grad():
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+                )
             version = generators.next_version()
             await sync.push(publish(dict(model.named_parameters()), version=version))
-            answer = await generate.generate(request(max_tokens=12, min_weights=WeightsId("test", 1, version)))
+            answer = await generate.generate(
+                request(max_tokens=12, min_weights=WeightsId("test", 1, version))
+            )
             assert parity(model, reference, [(5, 6, 14, 7)], [answer]) <= TOLERANCE, name
             with torch.no_grad():
                 parameter.copy_(before)
-            assert parity(model, reference, [(5, 6, 14, 7)], [answer]) > 10 * TOLERANCE, f"{name} moves nothing: the test cannot tell"
+            assert parity(model, reference, [(5, 6, 14, 7)], [answer]) > 10 * TOLERANCE, (
+                f"{name} moves nothing: the test cannot tell"
+            )
 
     asyncio.run(run())
 
@@ -132,10 +189,19 @@ def held_back(cluster: Any, manifest: Manifest) -> tuple[Manifest, Any]:
             return bucket
 
     gate = cluster.remote(Gate).options(num_cpus=0).remote()
-    return replace(manifest, buckets=(gate.passed.remote(manifest.buckets[0]), *manifest.buckets[1:])), gate
+    return replace(
+        manifest, buckets=(gate.passed.remote(manifest.buckets[0]), *manifest.buckets[1:])
+    ), gate
 
 
-def test_update_in_flight(ray_cluster: Any, generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any) -> None:
+def test_update_in_flight(
+    ray_cluster: Any,
+    generators: Any,
+    sync: ServeWeightSync,
+    publish: Any,
+    load_reference: Any,
+    tiny_model: Any,
+) -> None:
     async def generated() -> int:
         return int((await generators.handle.status.remote())["tokens_generated"])
 
@@ -149,13 +215,21 @@ def test_update_in_flight(ray_cluster: Any, generators: Any, sync: ServeWeightSy
 
         async def keep_generating(prompt: Any, index: int) -> list[Any]:
             """Until the update is over, after a first answer of another length for each: in step, they might all be at their first token when it comes."""
-            completions = (await generate.generate(request(prompt, n=8, max_tokens=12 * (index + 1)))).completions
+            completions = (
+                await generate.generate(request(prompt, n=8, max_tokens=12 * (index + 1)))
+            ).completions
             spread[index].set()
             while not updated.is_set():
-                completions = [*completions, *(await generate.generate(request(prompt, n=8, max_tokens=200))).completions]
+                completions = [
+                    *completions,
+                    *(await generate.generate(request(prompt, n=8, max_tokens=200))).completions,
+                ]
             return list(completions)
 
-        running = [asyncio.create_task(keep_generating(prompt, index)) for index, prompt in enumerate(prompts(16))]
+        running = [
+            asyncio.create_task(keep_generating(prompt, index))
+            for index, prompt in enumerate(prompts(16))
+        ]
         await asyncio.gather(*(event.wait() for event in spread))
         manifest, gate = held_back(ray_cluster, publish(disturb(model, seed=4), version=second))
         push = asyncio.create_task(sync.push(manifest))
@@ -172,24 +246,34 @@ def test_update_in_flight(ray_cluster: Any, generators: Any, sync: ServeWeightSy
         both = [c for c in completions if [span.version for span in c.versions] == [first, second]]
         assert timings["in_flight"] == len(at_pause)
         assert len(both) >= timings["in_flight"] / 2 > 0
-        assert sorted(c.versions[0].end for c in both) == sorted(count for count in at_pause if 0 < count < 200)
+        assert sorted(c.versions[0].end for c in both) == sorted(
+            count for count in at_pause if 0 < count < 200
+        )
         assert timings["tokens_during_fetch"] > 0
         assert timings["pause_s"] < 2
 
     asyncio.run(run())
 
 
-def test_a_replica_that_missed_the_broadcast_takes_the_version_from_the_board(generators: Any, publish: Any, load_reference: Any, tiny_model: Any) -> None:
+def test_a_replica_that_missed_the_broadcast_takes_the_version_from_the_board(
+    generators: Any, publish: Any, load_reference: Any, tiny_model: Any
+) -> None:
     async def run() -> None:
         version = generators.next_version()
-        await generators.board.announce.remote(publish(disturb(load_reference(tiny_model), seed=6), version=version))
-        answer = await ServeGenerate(generators.handle).generate(request(min_weights=WeightsId("test", 1, version)))
+        await generators.board.announce.remote(
+            publish(disturb(load_reference(tiny_model), seed=6), version=version)
+        )
+        answer = await ServeGenerate(generators.handle).generate(
+            request(min_weights=WeightsId("test", 1, version))
+        )
         assert answer.completions[0].versions[0].version == version
 
     asyncio.run(run())
 
 
-def test_versions_never_go_back_and_repeats_change_nothing(generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any) -> None:
+def test_versions_never_go_back_and_repeats_change_nothing(
+    generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any
+) -> None:
     async def run() -> None:
         older, newer = generators.next_version(), generators.next_version()
         parameters = disturb(load_reference(tiny_model), seed=8)
@@ -210,17 +294,24 @@ def test_stale_replica_says_so_and_the_caller_gives_up_at_its_deadline(generator
             await generators.handle.generate.remote(request(min_weights=unknown))
         begun = time.monotonic()
         with pytest.raises(GenerationTimeout, match="StaleReplica"):
-            await ServeGenerate(generators.handle).generate(request(min_weights=unknown, deadline_s=1.0))
+            await ServeGenerate(generators.handle).generate(
+                request(min_weights=unknown, deadline_s=1.0)
+            )
         assert time.monotonic() - begun < 10
 
     asyncio.run(run())
 
 
-def test_bad_versions_are_refused_before_anything_changes(generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any) -> None:
+def test_bad_versions_are_refused_before_anything_changes(
+    generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any
+) -> None:
     async def run() -> None:
         parameters = disturb(load_reference(tiny_model), seed=9)
         name = "model.layers.1.mlp.up_proj.weight"
-        bad = {"lacks": {n: p for n, p in parameters.items() if n != name}, "has shape": parameters | {name: parameters[name][:-1]}}
+        bad = {
+            "lacks": {n: p for n, p in parameters.items() if n != name},
+            "has shape": parameters | {name: parameters[name][:-1]},
+        }
         before = await generators.handle.status.remote()
         answer = await generators.handle.generate.remote(request(temperature=0.0))
         for words, changed in bad.items():
@@ -228,7 +319,9 @@ def test_bad_versions_are_refused_before_anything_changes(generators: Any, sync:
                 await sync.push(publish(changed, version=generators.next_version()))
         after = await generators.handle.status.remote()
         assert after["weights"] == before["weights"]
-        assert (await generators.handle.generate.remote(request(temperature=0.0))).completions == answer.completions
+        assert (
+            await generators.handle.generate.remote(request(temperature=0.0))
+        ).completions == answer.completions
         # The board is left at a version that cannot be applied: a good one takes its place.
         await sync.push(publish(parameters, version=generators.next_version()))
 
@@ -252,18 +345,27 @@ def test_pause_of_an_empty_update(generators: Any) -> None:
 
 
 def test_a_replica_that_starts_between_publish_and_commit_catches_up(
-    generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any, engine_starts: list[str]
+    generators: Any,
+    sync: ServeWeightSync,
+    publish: Any,
+    load_reference: Any,
+    tiny_model: Any,
+    engine_starts: list[str],
 ) -> None:
     """The only replica is killed while a version is on the board and nobody has applied it: its successor starts with that version."""
 
     async def run() -> None:
         before = await generators.handle.status.remote()
-        manifest = publish(disturb(load_reference(tiny_model), seed=10), version=generators.next_version())
+        manifest = publish(
+            disturb(load_reference(tiny_model), seed=10), version=generators.next_version()
+        )
         await generators.board.announce.remote(manifest)
         engine_starts.append("restarted replica")
         os.kill(before["pid"], signal.SIGKILL)
         wanted = WeightsId("test", 1, manifest.version)
-        answer = await ServeGenerate(generators.handle).generate(request(min_weights=wanted, deadline_s=500))
+        answer = await ServeGenerate(generators.handle).generate(
+            request(min_weights=wanted, deadline_s=500)
+        )
         after = await generators.handle.status.remote()
         assert answer.replica == after["replica"] != before["replica"]
         assert after["weights"] == wanted
@@ -281,10 +383,18 @@ def test_a_replica_says_what_its_engine_does(generators: Any) -> None:
 
 
 def test_a_board_that_died_is_told_the_version_again(
-    ray_cluster: Any, generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: Any,
+    generators: Any,
+    sync: ServeWeightSync,
+    publish: Any,
+    load_reference: Any,
+    tiny_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(push, "ANNOUNCE_EVERY_S", 0.1)
-    manifest = publish(disturb(load_reference(tiny_model), seed=12), version=generators.next_version())
+    manifest = publish(
+        disturb(load_reference(tiny_model), seed=12), version=generators.next_version()
+    )
 
     async def run() -> None:
         keeping = asyncio.create_task(sync.keep_announced())
@@ -300,15 +410,24 @@ def test_a_board_that_died_is_told_the_version_again(
 
 @pytest.mark.slow
 def test_two_replicas_on_two_cores(
-    generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any, engine_starts: list[str]
+    generators: Any,
+    sync: ServeWeightSync,
+    publish: Any,
+    load_reference: Any,
+    tiny_model: Any,
+    engine_starts: list[str],
 ) -> None:
     from asyncrl.generation.app import start_generators
 
-    manifest = publish(disturb(load_reference(tiny_model), seed=11), version=generators.next_version())
+    manifest = publish(
+        disturb(load_reference(tiny_model), seed=11), version=generators.next_version()
+    )
 
     async def run() -> None:
         await generators.board.announce.remote(manifest)
-        two = generators.app.model_copy(update={"generator": generators.app.generator.model_copy(update={"num_replicas": 2})})
+        two = generators.app.model_copy(
+            update={"generator": generators.app.generator.model_copy(update={"num_replicas": 2})}
+        )
         # Serve takes changed settings for a new version of the deployment: both replicas are new.
         engine_starts.extend(["two replicas"] * 2)
         await asyncio.to_thread(start_generators, two, generators.name)
@@ -319,7 +438,9 @@ def test_two_replicas_on_two_cores(
         assert not report.unroutable
         wanted = WeightsId("test", 1, manifest.version)
         generate = ServeGenerate(generators.handle)
-        answers = await asyncio.gather(*[generate.generate(request(p, min_weights=wanted)) for p in prompts(32)])
+        answers = await asyncio.gather(
+            *[generate.generate(request(p, min_weights=wanted)) for p in prompts(32)]
+        )
         assert len({answer.replica for answer in answers}) == 2
         scored = await generate.logprobs([((5, 6), answers[0].completions[0].token_ids)], wanted)
         assert set(scored) == {answer.replica for answer in answers}
@@ -327,7 +448,9 @@ def test_two_replicas_on_two_cores(
     asyncio.run(run())
 
 
-def test_a_stream_goes_on_over_an_update(generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any) -> None:
+def test_a_stream_goes_on_over_an_update(
+    generators: Any, sync: ServeWeightSync, publish: Any, load_reference: Any, tiny_model: Any
+) -> None:
     """Its last piece says which tokens each version made, and no piece is lost."""
 
     async def run() -> None:
@@ -340,7 +463,9 @@ def test_a_stream_goes_on_over_an_update(generators: Any, sync: ServeWeightSync,
             streams: list[list[Piece]] = []
             while not streams or not push.done():
                 streams.append([])
-                async for piece in generators.handle.options(stream=True).stream.remote(request(max_tokens=200), Details(top=1)):
+                async for piece in generators.handle.options(stream=True).stream.remote(
+                    request(max_tokens=200), Details(top=1)
+                ):
                     streams[-1].append(piece)
                     own.set()
             return streams
@@ -350,11 +475,21 @@ def test_a_stream_goes_on_over_an_update(generators: Any, sync: ServeWeightSync,
             await sync.push(publish(disturb(model, seed=12), version=second))
 
         push = asyncio.create_task(update())
-        streams = [pieces for many in await asyncio.gather(*map(keep_streaming, begun)) for pieces in many]
+        streams = [
+            pieces for many in await asyncio.gather(*map(keep_streaming, begun)) for pieces in many
+        ]
         for pieces in streams:
-            assert sum(len(piece.tokens.ids) for piece in pieces) == sum(len(piece.tokens.top) for piece in pieces) == 200
-            assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+            assert (
+                sum(len(piece.tokens.ids) for piece in pieces)
+                == sum(len(piece.tokens.top) for piece in pieces)
+                == 200
+            )
+            assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [
+                "length"
+            ]
             assert pieces[-1].versions[0].start == 0 and pieces[-1].versions[-1].end == 200
-        assert any([span.version for span in pieces[-1].versions] == [first, second] for pieces in streams)
+        assert any(
+            [span.version for span in pieces[-1].versions] == [first, second] for pieces in streams
+        )
 
     asyncio.run(run())

@@ -76,11 +76,20 @@ def command_line(process: psutil.Process) -> str:
 class RunProcess:
     """`asyncrl train` as a process group of its own."""
 
-    def __init__(self, config: Path, log: Path, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, config: Path, log: Path, arguments: list[str], environment: dict[str, str]
+    ) -> None:
         self.log = log
         command = [Path(sys.executable).with_name("asyncrl"), "train", config, *arguments]
         here = Path(__file__).parent  # where the rewards lie
-        self.process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=here, env=environment, start_new_session=True)
+        self.process = subprocess.Popen(
+            command,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            cwd=here,
+            env=environment,
+            start_new_session=True,
+        )
         self.seen: dict[int, psutil.Process] = {}
 
     @property
@@ -124,7 +133,9 @@ class RunProcess:
     def gone(self, timeout_s: float = 15) -> list[str]:
         """Names of processes that outlive the run, after they had time to end."""
         _, alive = psutil.wait_procs(self.descendants(), timeout_s)
-        return [f"{process.pid} {command_line(process)[:80]}" for process in alive if lives(process)]
+        return [
+            f"{process.pid} {command_line(process)[:80]}" for process in alive if lives(process)
+        ]
 
     def kill(self) -> None:
         for process in self.descendants():
@@ -135,17 +146,39 @@ class RunProcess:
 
 
 @pytest.fixture
-def start_run(task: dict[str, Any], tmp_path: Path, engine_starts: list[str]) -> Iterator[Callable[..., RunProcess]]:
+def start_run(
+    task: dict[str, Any], tmp_path: Path, engine_starts: list[str]
+) -> Iterator[Callable[..., RunProcess]]:
     """`start_run(changes, *arguments, name="run", **variables)` → a RunProcess (`variables`: of its environment) in `tmp_path / "runs" / name`."""
     started: list[RunProcess] = []
 
-    def start(changes: dict[str, Any] | None = None, *arguments: str, name: str = "run", starts_engine: bool = True, **variables: str) -> RunProcess:
+    def start(
+        changes: dict[str, Any] | None = None,
+        *arguments: str,
+        name: str = "run",
+        starts_engine: bool = True,
+        **variables: str,
+    ) -> RunProcess:
         config = tmp_path / f"{name}.yaml"
-        config.write_text(yaml.safe_dump(merged(task, {"name": name, "runs_root": str(tmp_path / "runs"), **(changes or {})})))
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "PYTHONPATH"))} | variables
+        config.write_text(
+            yaml.safe_dump(
+                merged(task, {"name": name, "runs_root": str(tmp_path / "runs"), **(changes or {})})
+            )
+        )
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("RAY_", "PYTHONPATH"))
+        } | variables
         if starts_engine:
-            engine_starts.append(f"a run of {os.environ.get('PYTEST_CURRENT_TEST', '').split('::')[-1].split(' ')[0]}")
-        started.append(RunProcess(config, tmp_path / f"{name}-{len(started)}.log", list(arguments), environment))
+            engine_starts.append(
+                f"a run of {os.environ.get('PYTEST_CURRENT_TEST', '').split('::')[-1].split(' ')[0]}"
+            )
+        started.append(
+            RunProcess(
+                config, tmp_path / f"{name}-{len(started)}.log", list(arguments), environment
+            )
+        )
         return started[-1]
 
     yield start

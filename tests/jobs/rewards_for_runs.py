@@ -22,11 +22,14 @@ def unhurried(prompts, completions, completion_ids, **columns):
 def digit_tokens(prompts, completions, completion_ids, **columns):
     """A reward for each token: the more, the more digits there are."""
     return [
-        [sum(character.isdigit() for character in completion) / 6 / len(ids) for _ in ids] for completion, ids in zip(completions, completion_ids, strict=True)
+        [sum(character.isdigit() for character in completion) / 6 / len(ids) for _ in ids]
+        for completion, ids in zip(completions, completion_ids, strict=True)
     ]
 
 
 async def runs_code(completions, **columns):
     """A program for each completion, in the sandbox of the run."""
     programs = [f"```python\nlength = {len(completion)}\n```" for completion in completions]
-    return await code_tests(programs, [f"assert length == {len(completion)}" for completion in completions])
+    return await code_tests(
+        programs, [f"assert length == {len(completion)}" for completion in completions]
+    )

@@ -23,12 +23,21 @@ def test_as_many_rows_as_asked_for_and_few_are_the_first_of_many() -> None:
     bench = load("bench_learner")
     many, few = (bench.seeded_rows(count, 32) for count in (1000, 512))
     assert (len(many), len(few)) == (1000, 512)
-    assert [len(following) for _, following in many[:512]] == [len(following) for _, following in few]
+    assert [len(following) for _, following in many[:512]] == [
+        len(following) for _, following in few
+    ]
 
 
-@pytest.mark.parametrize(("learner_loss", "speed", "held"), [(2.0001, 3.0, True), (2.001, 3.0, False), (float("nan"), 3.0, False), (2.0, 2.0, False)])
+@pytest.mark.parametrize(
+    ("learner_loss", "speed", "held"),
+    [(2.0001, 3.0, True), (2.001, 3.0, False), (float("nan"), 3.0, False), (2.0, 2.0, False)],
+)
 def test_the_variants_take_turns_and_must_have_one_loss(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], learner_loss: float, speed: float, held: bool
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    learner_loss: float,
+    speed: float,
+    held: bool,
 ) -> None:
     bench = load("bench_learner")
     order: list[str] = []
@@ -36,7 +45,11 @@ def test_the_variants_take_turns_and_must_have_one_loss(
     def run(variant: str, path: str, threads: int, rows: int) -> dict[str, float]:
         order.append(variant)
         loss = learner_loss if variant == "learner" else 2.0
-        return {"tokens_per_s": speed if variant == "packed" else 1.0, "loss": loss, "parameters": 1e6}
+        return {
+            "tokens_per_s": speed if variant == "packed" else 1.0,
+            "loss": loss,
+            "parameters": 1e6,
+        }
 
     monkeypatch.setattr(bench, "run", run)
     assert bench.compare("tiny", "path", 512) is held
@@ -44,11 +57,19 @@ def test_the_variants_take_turns_and_must_have_one_loss(
     assert ("losses differ" in capsys.readouterr().out) == (learner_loss != 2.0001 and speed == 3.0)
 
 
-def test_without_trl_the_learners_benchmark_says_so_before_it_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_trl_the_learners_benchmark_says_so_before_it_measures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench = load("bench")
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "trl" else find_spec(name, *rest))
-    monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: pytest.fail("it measured all the same"))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "trl" else find_spec(name, *rest),
+    )
+    monkeypatch.setattr(
+        bench.subprocess, "run", lambda *_, **__: pytest.fail("it measured all the same")
+    )
     assert bench.main(["learner"]) == 2
     said = capsys.readouterr().err
     assert "pip install 'asyncrl[bench]'" in said and said.count("\n") == 1

@@ -27,20 +27,34 @@ def test_the_learner_does_not_wait_for_an_evaluation(start_run, tmp_path):
     )
     assert run.wait(800) == 0, run.output
     finished = asyncrl.open_run(tmp_path / "runs" / "run")
-    evaluations, commits, rows = finished.records("evaluation"), finished.records("commit"), finished.evaluations().to_pylist()
+    evaluations, commits, rows = (
+        finished.records("evaluation"),
+        finished.records("commit"),
+        finished.evaluations().to_pylist(),
+    )
     assert len(evaluations) >= 3
     assert (evaluations[0]["version"], evaluations[-1]["version"]) == (0, 20)
     for record in evaluations:
         mine = [row for row in rows if row["version"] == record["version"]]
         assert Counter(row["set"] for row in mine) == {"greedy": 16, "sampled": 16, "long": 256}
         assert {row["status"] for row in mine} == {"ok"}
-        assert all([span["version"] for span in row["versions"]] == [record["version"]] for row in mine)
+        assert all(
+            [span["version"] for span in row["versions"]] == [record["version"]] for row in mine
+        )
         assert 0 <= record["eval/long_pass_at_1"] <= record["eval/long_pass_at_16"] <= 1
-    for record in evaluations[1:-1]:  # the first begins before there is a batch; nothing is trained during the last
+    for record in evaluations[
+        1:-1
+    ]:  # the first begins before there is a batch; nothing is trained during the last
         began = record["time"] - record["eval/seconds"]
-        waited = sum(step["time/learner_waited_s"] for step in finished.records("step") if began < step["time"] <= record["time"])
+        waited = sum(
+            step["time/learner_waited_s"]
+            for step in finished.records("step")
+            if began < step["time"] <= record["time"]
+        )
         meanwhile = [commit for commit in commits if began + 1 < commit["time"] < record["time"]]
-        print(f"version {record['version']}: {record['eval/seconds']:.1f} s, of which the learner waited {waited:.3f} s; {len(meanwhile)} versions committed")
+        print(
+            f"version {record['version']}: {record['eval/seconds']:.1f} s, of which the learner waited {waited:.3f} s; {len(meanwhile)} versions committed"
+        )
         assert waited <= 0.05 * record["eval/seconds"]
         assert len({row["replica"] for row in rows if row["version"] == record["version"]}) == 1
         assert any(commit["weights/replicas"] == 1 for commit in meanwhile)

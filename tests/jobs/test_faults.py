@@ -43,7 +43,9 @@ class Fault:
 
 def newest(directory, event, attempt=0):
     """Newest version that a record of this event tells of, in this attempt or later."""
-    found = asyncrl.open_run(directory).records(event) if (directory / "metrics.jsonl").exists() else []
+    found = (
+        asyncrl.open_run(directory).records(event) if (directory / "metrics.jsonl").exists() else []
+    )
     return max((record["version"] for record in found if record["attempt"] >= attempt), default=-1)
 
 
@@ -53,7 +55,11 @@ def last_of(directory, *events):
         file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 17)))
         lines = file.read().splitlines()[1:]
     records = [json.loads(line) for line in lines if line.endswith(b"}")]
-    found = [record["event"] for record in records if record["event"] in events and record["attempt"] == records[-1]["attempt"]]
+    found = [
+        record["event"]
+        for record in records
+        if record["event"] in events and record["attempt"] == records[-1]["attempt"]
+    ]
     return found[-1] if found else None
 
 
@@ -74,14 +80,22 @@ def staged(directory):
 
 def gathering(directory):
     """A step was done, the version before it is committed, and nothing is saved: what the rank does next is to gather the new one."""
-    return last_of(directory, "step", "gather") == "step" and not fetching(directory) and not saving(directory)
+    return (
+        last_of(directory, "step", "gather") == "step"
+        and not fetching(directory)
+        and not saving(directory)
+    )
 
 
 FAULTS = [
     Fault("generator: replica killed while it serves", "ray::ServeReplica"),
-    Fault("generator: replica killed while it fetches a version", "ray::ServeReplica", moment=staged),
+    Fault(
+        "generator: replica killed while it fetches a version", "ray::ServeReplica", moment=staged
+    ),
     Fault("generator: engine killed under a living replica", "VLLM::EngineCore"),
-    Fault("generator: engine killed while it changes to a version", "VLLM::EngineCore", moment=staged),
+    Fault(
+        "generator: engine killed while it changes to a version", "VLLM::EngineCore", moment=staged
+    ),
     Fault("generator: replica stopped for 10 s", "ray::ServeReplica", "let go"),
     Fault("generator: engine stands still for ever", "VLLM::EngineCore", "left"),
     Fault("generator: replica stands still for ever", "ray::ServeReplica", "left"),
@@ -93,8 +107,15 @@ FAULTS = [
     Fault("control: version board killed", "ray::VersionBoard"),
     Fault("learner: rank stopped for 10 s", "ray::RankProcess", "let go"),
     Fault("learner: rank killed", "ray::RankProcess", new_attempt=True),
-    Fault("learner: rank killed while it saves", "ray::RankProcess", new_attempt=True, moment=saving),
-    Fault("learner: rank killed while it gathers a version", "ray::RankProcess", new_attempt=True, moment=gathering),
+    Fault(
+        "learner: rank killed while it saves", "ray::RankProcess", new_attempt=True, moment=saving
+    ),
+    Fault(
+        "learner: rank killed while it gathers a version",
+        "ray::RankProcess",
+        new_attempt=True,
+        moment=gathering,
+    ),
 ]
 
 
@@ -122,7 +143,14 @@ def stop_in_its_moment(fault, run, directory):
 def test_a_run_survives_what_it_should(start_run, shared_memory, tmp_path, capsys):
     before, directory = shared_memory(), tmp_path / "runs" / "run"
     run = start_run(
-        {"max_steps": 100_000, "checkpoint.every_steps": 5, "eval": {}, "generator.stall_timeout_s": 15, "max_restarts": 10, "weights.check_every_versions": 0}
+        {
+            "max_steps": 100_000,
+            "checkpoint.every_steps": 5,
+            "eval": {},
+            "generator.stall_timeout_s": 15,
+            "max_restarts": 10,
+            "weights.check_every_versions": 0,
+        }
     )
     run.until(lambda: newest(directory, "commit") >= 5)
     rows, attempts = [], 1
@@ -140,7 +168,10 @@ def test_a_run_survives_what_it_should(start_run, shared_memory, tmp_path, capsy
             if fault.new_attempt:
                 record = read_record(directory)["attempts"]
                 step = record[attempt]["version"] if len(record) > attempt else 10**9
-            return newest(directory, "step", attempt) >= step + STEPS_AFTER and newest(directory, "commit", attempt) > step
+            return (
+                newest(directory, "step", attempt) >= step + STEPS_AFTER
+                and newest(directory, "commit", attempt) > step
+            )
 
         run.until(recovered, timeout_s=420)
         rows.append((fault.name, time.monotonic() - began))
@@ -188,7 +219,13 @@ class TwoNodes:
     """A Ray cluster of two nodes on this machine, in a process of its own. The second has room for a replica, and for no learner."""
 
     def __init__(self, environment):
-        self.process = subprocess.Popen([sys.executable, "-c", TWO_NODES], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TWO_NODES],
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         address, raylet = self.process.stdout.readline().split()
         self.address, self.raylet = address, psutil.Process(int(raylet))
         script = psutil.Process(self.process.pid)
@@ -198,15 +235,29 @@ class TwoNodes:
         """Let it do what comes next; what it says then, without Ray's own lines."""
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        return next(line for line in self.process.stdout if line.startswith(SAYS)).removeprefix(SAYS).strip()
+        return (
+            next(line for line in self.process.stdout if line.startswith(SAYS))
+            .removeprefix(SAYS)
+            .strip()
+        )
 
 
 @pytest.fixture
 def two_nodes():
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    cluster = TwoNodes(os.environ | token | {"PYTHONPATH": str(Path(__file__).parent)})  # where the rewards lie
+    cluster = TwoNodes(
+        os.environ | token | {"PYTHONPATH": str(Path(__file__).parent)}
+    )  # where the rewards lie
     yield cluster, {**token, "RAY_ADDRESS": cluster.address}
-    started = [*cluster.started, *(one for head in cluster.started if head.is_running() for one in head.children(recursive=True))]
+    started = [
+        *cluster.started,
+        *(
+            one
+            for head in cluster.started
+            if head.is_running()
+            for one in head.children(recursive=True)
+        ),
+    ]
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):
         cluster.process.communicate("\n" * 4, timeout=60)
     for process in psutil.wait_procs(started, 10)[1]:
@@ -218,7 +269,10 @@ def two_nodes():
 def test_a_full_object_store_and_a_lost_node(two_nodes, start_run, tmp_path):
     cluster, variables = two_nodes
     directory = tmp_path / "runs" / "run"
-    run = start_run({"generator.num_replicas": 2, "learner.num_cpus": 1.5, "max_steps": 100_000, "eval": {}}, **variables)
+    run = start_run(
+        {"generator.num_replicas": 2, "learner.num_cpus": 1.5, "max_steps": 100_000, "eval": {}},
+        **variables,
+    )
     run.until(lambda: newest(directory, "commit") >= 3)
 
     assert cluster.go_on() == "full"  # with twice what it takes: Ray spills
@@ -231,7 +285,11 @@ def test_a_full_object_store_and_a_lost_node(two_nodes, start_run, tmp_path):
     served = {record["replica"] for record in asyncrl.open_run(directory).records("push")}
     assert len(served) == 2
     assert cluster.go_on() == "lost"
-    run.until(lambda: {record["replica"] for record in asyncrl.open_run(directory).records("push")} - served)
+    run.until(
+        lambda: (
+            {record["replica"] for record in asyncrl.open_run(directory).records("push")} - served
+        )
+    )
     step = newest(directory, "step")
     run.until(lambda: newest(directory, "commit") >= step + STEPS_AFTER)
     assert psutil.wait_procs(lost, 60)[1] == []
@@ -254,8 +312,15 @@ def test_eight_generators_on_one_node(start_run, shared_memory, tmp_path, engine
     run.until(lambda: newest(directory, "commit") >= 1, timeout_s=1200)
     engines = run.having("VLLM::")
     assert len(engines) == 8
-    listening = [connection.laddr for one in engines for connection in one.net_connections("tcp") if connection.status == "LISTEN"]
-    assert len({port for _, port in listening}) == len(listening) and {host for host, _ in listening} <= {"127.0.0.1"}
+    listening = [
+        connection.laddr
+        for one in engines
+        for connection in one.net_connections("tcp")
+        if connection.status == "LISTEN"
+    ]
+    assert len({port for _, port in listening}) == len(listening) and {
+        host for host, _ in listening
+    } <= {"127.0.0.1"}
     assert run.wait(600) == 0, run.output
     assert len({record["replica"] for record in asyncrl.open_run(directory).records("push")}) == 8
     assert all(check.passed for check in audit(asyncrl.open_run(directory)))

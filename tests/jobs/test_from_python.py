@@ -38,12 +38,23 @@ asyncio.run(cell())
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_is_awaited_where_an_event_loop_runs(task: dict[str, Any], tmp_path: Path, engine_starts: list[str]) -> None:
+def test_a_run_is_awaited_where_an_event_loop_runs(
+    task: dict[str, Any], tmp_path: Path, engine_starts: list[str]
+) -> None:
     engine_starts.append("a run from Python")
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump({**task, "name": "cell", "runs_root": str(tmp_path / "runs")}))
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {"PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, config], capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[2], env=environment)
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("RAY_")
+    } | {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, config],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=Path(__file__).parents[2],
+        env=environment,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "REFUSED " in done.stdout and "is above learner.max_tokens_per_gpu = 3" in done.stdout
     assert "STEPS 2 BEATS True" in done.stdout

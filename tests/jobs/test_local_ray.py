@@ -23,5 +23,7 @@ ray.shutdown()
 
 
 def test_a_node_that_starts_too_slowly_is_started_once_more():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
+    )
     assert "ANSWER 2 1 5" in done.stdout, done.stderr[-2000:]

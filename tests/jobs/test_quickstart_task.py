@@ -24,7 +24,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sets_are_distinct_and_cover_nearly_every_sum(inputs: Path) -> None:
-    train, held_out = (pq.read_table(inputs / f"{name}.parquet").to_pylist() for name in ("train", "held_out"))
+    train, held_out = (
+        pq.read_table(inputs / f"{name}.parquet").to_pylist() for name in ("train", "held_out")
+    )
     prompts = [row["prompt"] for row in train + held_out]
     assert len(held_out) == 40
     assert len(prompts) == len(set(prompts)) and 85 <= len(prompts) <= 100  # 10 x 10 digits
@@ -39,7 +41,10 @@ def test_rows_hold_what_a_scorer_needs(inputs: Path) -> None:
         assert int(row["answer"]) == int(left) + int(right)
         assert f"{left} + {right}" in row["question"]
         assert row["task"] == json.loads(row["metadata"])["source_dataset"] == "chain_sum"
-        assert score(row["answer"], {"answer": row["answer"], "metadata": json.loads(row["metadata"])}) == 1.0
+        assert (
+            score(row["answer"], {"answer": row["answer"], "metadata": json.loads(row["metadata"])})
+            == 1.0
+        )
 
 
 def test_same_seed_same_files(inputs: Path, tmp_path: Path) -> None:
@@ -58,8 +63,17 @@ def test_model_is_a_plain_checkpoint_with_one_token_per_character(inputs: Path) 
     ids = tokenizer("12 - 34 =")["input_ids"]
     assert len(ids) == 9
     assert tokenizer.decode(ids) == "12 - 34 ="
-    assert tokenizer.decode([*tokenizer("-22")["input_ids"], tokenizer.eos_token_id], skip_special_tokens=True) == "-22"
-    assert GenerationConfig.from_pretrained(inputs / "model").eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id
+    assert (
+        tokenizer.decode(
+            [*tokenizer("-22")["input_ids"], tokenizer.eos_token_id], skip_special_tokens=True
+        )
+        == "-22"
+    )
+    assert (
+        GenerationConfig.from_pretrained(inputs / "model").eos_token_id
+        == tokenizer.eos_token_id
+        == model.config.eos_token_id
+    )
     with torch.no_grad():
         assert model(torch.tensor([ids])).logits.shape == (1, 9, model.config.vocab_size)
 

@@ -32,44 +32,89 @@ ASYNCRL = [sys.executable, "-m", "asyncrl.cli"]
 
 
 def events(directory, event):
-    return asyncrl.open_run(directory).records(event) if (directory / "metrics.jsonl").exists() else []
+    return (
+        asyncrl.open_run(directory).records(event) if (directory / "metrics.jsonl").exists() else []
+    )
 
 
 def execute_notebook(directory, folder, monkeypatch):
     monkeypatch.setenv("ASYNCRL_RUN", str(directory))
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute(env=dict(os.environ))
-    return "".join(output.text for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs if output.output_type == "stream")
+    NotebookClient(
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute(env=dict(os.environ))
+    return "".join(
+        output.text
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if output.output_type == "stream"
+    )
 
 
 @pytest.mark.timeout(900)
-def test_a_run_end_to_end_and_the_notebook_beside_it(start_run, shared_memory, tmp_path, monkeypatch):
+def test_a_run_end_to_end_and_the_notebook_beside_it(
+    start_run, shared_memory, tmp_path, monkeypatch
+):
     before, directory = shared_memory(), tmp_path / "runs" / "run"
-    unhurried = {"function": "rewards_for_runs:unhurried", "weight": 0.0}  # so that the notebook finds the run alive
-    run = start_run({"max_steps": 120, "checkpoint.every_steps": 60, "reward.functions.unhurried": unhurried, "eval.accuracy": "digits"})
+    unhurried = {
+        "function": "rewards_for_runs:unhurried",
+        "weight": 0.0,
+    }  # so that the notebook finds the run alive
+    run = start_run(
+        {
+            "max_steps": 120,
+            "checkpoint.every_steps": 60,
+            "reward.functions.unhurried": unhurried,
+            "eval.accuracy": "digits",
+        }
+    )
     run.until(lambda: len(events(directory, "commit")) >= 3)
     assert not run.having("ProxyActor")  # its generator opens no HTTP port
     live = execute_notebook(directory, tmp_path, monkeypatch)
-    versions = [int(word) for word in live.split("committed version ")[2].split(",")[0].split(" -> ")]
+    versions = [
+        int(word) for word in live.split("committed version ")[2].split(",")[0].split(" -> ")
+    ]
     assert versions[0] < versions[1], live
     assert run.wait() == 0, run.output
     assert run.gone() == [] and shared_memory() <= before
-    assert "held-out greedy accuracy" in run.output and "reward mean" in run.output and "--resume must" in run.output
+    assert (
+        "held-out greedy accuracy" in run.output
+        and "reward mean" in run.output
+        and "--resume must" in run.output
+    )
     log = (directory / "logs" / "attempt_0" / "driver.log").read_text()
-    assert log.count(": version ") >= 120 and "evaluation of version 0: " in log and "checkpoint at step " in log and "held-out greedy" in log
+    assert (
+        log.count(": version ") >= 120
+        and "evaluation of version 0: " in log
+        and "checkpoint at step " in log
+        and "held-out greedy" in log
+    )
     assert "INFO" not in run.output and "WARNING" not in run.output
 
     finished = asyncrl.open_run(directory)
     trained = [fate for fate in finished.fates().to_pylist() if fate["outcome"] == "trained"]
     assert len(trained) == 120 * 4 and len({fate["ordinal"] for fate in trained}) == len(trained)
     trajectories = finished.trajectories().to_pylist()
-    assert max(row["trained_at_version"] - row["oldest_version"] for row in trajectories if row["outcome"] == "trained") <= 2
+    assert (
+        max(
+            row["trained_at_version"] - row["oldest_version"]
+            for row in trajectories
+            if row["outcome"] == "trained"
+        )
+        <= 2
+    )
     late = [fate["staleness"] for fate in trained if fate["trained_at_version"] >= 3]
-    assert sum(late) / len(late) >= 0.5  # the unhurried reward lets the learner wait; the demo's bar is 1
+    assert (
+        sum(late) / len(late) >= 0.5
+    )  # the unhurried reward lets the learner wait; the demo's bar is 1
     rewards = [record["reward/mean"] for record in finished.records("step")]
     assert sum(rewards[-20:]) > 1.5 * sum(rewards[:20])
-    assert max(record["check/logprob_max_diff"] for record in finished.records("logprob_check")) <= 1e-4
+    assert (
+        max(record["check/logprob_max_diff"] for record in finished.records("logprob_check"))
+        <= 1e-4
+    )
     assert len(finished.records("logprob_check")) > 3
     [truncation] = finished.records("truncation")
     assert truncation["truncation/data.train/used"] == truncation["truncation/data.train/rows"] > 0
@@ -79,20 +124,40 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(start_run, shared_memory, t
     assert Counter((row["set"], row["version"], row["status"]) for row in evaluated) == {
         (name, at, "ok"): 16 for name in ("greedy", "sampled") for at in (0, 120)
     }
-    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["LATEST", "step_000060", "step_000120"]
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == [
+        "LATEST",
+        "step_000060",
+        "step_000120",
+    ]
     documented = (ROOT / "docs" / "metrics.md").read_text()
     for record in metrics.read_metrics(directory):
-        own = [re.sub("^eval/(greedy|sampled)_", "eval/<set>_", name) for name in set(record) - {*metrics.RESERVED}]
-        own = [re.sub("(reward/|eval/<set>_)(digits|unhurried)(?=$|/)", r"\1<name>", name) for name in own]
+        own = [
+            re.sub("^eval/(greedy|sampled)_", "eval/<set>_", name)
+            for name in set(record) - {*metrics.RESERVED}
+        ]
+        own = [
+            re.sub("(reward/|eval/<set>_)(digits|unhurried)(?=$|/)", r"\1<name>", name)
+            for name in own
+        ]
         own = [re.sub("^truncation/[^/]+/", "truncation/<file>/", name) for name in own]
         assert not [name for name in own if f"`{name}`" not in documented], record["event"]
-    executions = (directory / "logs" / "attempt_0" / "ray" / "ray-data" / "ray-data.log").read_text()
-    registered = set(re.findall(r"Registered dataset logger for dataset (\w+)", executions))  # Ray may do so again as an execution ends
+    executions = (
+        directory / "logs" / "attempt_0" / "ray" / "ray-data" / "ray-data.log"
+    ).read_text()
+    registered = set(
+        re.findall(r"Registered dataset logger for dataset (\w+)", executions)
+    )  # Ray may do so again as an execution ends
     assert sorted(name.partition("_")[0] for name in registered) == ["prompts", "scoring"]
     assert "committed version 120 -> 120" in execute_notebook(directory, tmp_path, monkeypatch)
 
-    before_and_after = [AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (finished.config.model.path, directory / "hf")]
-    assert all((before_and_after[0][name] != parameter).any() for name, parameter in before_and_after[1].items())
+    before_and_after = [
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (finished.config.model.path, directory / "hf")
+    ]
+    assert all(
+        (before_and_after[0][name] != parameter).any()
+        for name, parameter in before_and_after[1].items()
+    )
     AutoTokenizer.from_pretrained(directory / "hf")
 
 
@@ -103,26 +168,43 @@ KILLED = (("ray::ServeReplica", 5), ("ray::RankProcess", 25))
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("kills", "steps"),
-    [pytest.param((), 20, marks=pytest.mark.slow, id="driver"), pytest.param(KILLED, 60, marks=pytest.mark.faults, id="driver then replica then rank")],
+    [
+        pytest.param((), 20, marks=pytest.mark.slow, id="driver"),
+        pytest.param(KILLED, 60, marks=pytest.mark.faults, id="driver then replica then rank"),
+    ],
 )
-def test_parts_of_a_run_are_killed_and_nothing_is_lost(start_run, shared_memory, tmp_path, kills, steps):
+def test_parts_of_a_run_are_killed_and_nothing_is_lost(
+    start_run, shared_memory, tmp_path, kills, steps
+):
     directory = tmp_path / "runs" / "run"
     first = start_run({"max_steps": 150})
     first.until(lambda: len(events(directory, "checkpoint")) >= 2)
     first.stop(signal.SIGKILL)
     first.wait()
     assert first.gone(180) == []  # Ray's agents wait a minute for the head node before they give up
-    committed = max(int(path.name.removeprefix("step_")) for path in (directory / "checkpoints").glob("step_*") if (path / "COMMITTED").exists())
+    committed = max(
+        int(path.name.removeprefix("step_"))
+        for path in (directory / "checkpoints").glob("step_*")
+        if (path / "COMMITTED").exists()
+    )
 
     before = shared_memory()  # what SIGKILL left behind is Ray's and vLLM's
     second = start_run({"max_steps": committed + steps}, "--resume", "must")
     for part, after in kills:
-        second.until(lambda after=after: any(record["version"] > committed + after for record in events(directory, "commit")))
+        second.until(
+            lambda after=after: any(
+                record["version"] > committed + after for record in events(directory, "commit")
+            )
+        )
         second.having(part)[0].kill()
     assert second.wait(900) == 0, second.output
     assert f"resuming at version {committed}" in second.output
     if kills:
-        assert "learner rank 0 failed in" in second.output and "its process died" in second.output and "a new attempt begins by itself" in second.output
+        assert (
+            "learner rank 0 failed in" in second.output
+            and "its process died" in second.output
+            and "a new attempt begins by itself" in second.output
+        )
     assert second.gone() == [] and shared_memory() <= before
 
     run = asyncrl.open_run(directory)
@@ -130,16 +212,32 @@ def test_parts_of_a_run_are_killed_and_nothing_is_lost(start_run, shared_memory,
     assert all(check.passed for check in checks), audit_text(checks)
     attempts, books = read_record(directory)["attempts"], Books(run)
     trained = [fate for fate, _ in books.trained()]
-    assert len(attempts) == (3 if kills else 2) and len(trained) == (committed + steps) * 4 and max(fate["staleness"] for fate in trained) <= 2
+    assert (
+        len(attempts) == (3 if kills else 2)
+        and len(trained) == (committed + steps) * 4
+        and max(fate["staleness"] for fate in trained) <= 2
+    )
     waited = {(made_in, ordinal) for made_in, ordinal in attempts[1]["waiting"]}
-    assert waited <= {(fate["attempt"], fate["ordinal"]) for fate in run.fates().to_pylist() if fate["ended_in"] == 1}
-    assert len({record["replica"] for record in run.records("push") if record["attempt"] == 1}) == (2 if kills else 1)
+    assert waited <= {
+        (fate["attempt"], fate["ordinal"])
+        for fate in run.fates().to_pylist()
+        if fate["ended_in"] == 1
+    }
+    assert len({record["replica"] for record in run.records("push") if record["attempt"] == 1}) == (
+        2 if kills else 1
+    )
 
-    exported = subprocess.run([*ASYNCRL, "export", directory], capture_output=True, text=True, timeout=300)
+    exported = subprocess.run(
+        [*ASYNCRL, "export", directory], capture_output=True, text=True, timeout=300
+    )
     assert exported.returncode == 0, exported.stderr
-    ours = AutoModelForCausalLM.from_pretrained(directory / "export" / f"step_{committed + steps:06d}").state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(
+        directory / "export" / f"step_{committed + steps:06d}"
+    ).state_dict()
     at_the_end = AutoModelForCausalLM.from_pretrained(directory / "hf").state_dict()
-    assert ours.keys() == at_the_end.keys() and all(torch.equal(ours[name], at_the_end[name]) for name in ours)
+    assert ours.keys() == at_the_end.keys() and all(
+        torch.equal(ours[name], at_the_end[name]) for name in ours
+    )
 
 
 @pytest.mark.faults
@@ -162,7 +260,10 @@ def test_a_run_killed_five_times_keeps_its_books(start_run, tmp_path):
     assert last.wait(900) == 0, last.output
     checks = audit(asyncrl.open_run(directory))
     assert all(check.passed for check in checks), audit_text(checks)
-    assert len(read_record(directory)["attempts"]) == 6 and len([*Books(asyncrl.open_run(directory)).trained()]) == until * 4
+    assert (
+        len(read_record(directory)["attempts"]) == 6
+        and len([*Books(asyncrl.open_run(directory)).trained()]) == until * 4
+    )
     assert [run.gone(180) for run in killed] == [[]] * 5 and last.gone() == []
 
 
@@ -170,7 +271,9 @@ PHASES = {
     "engine loading": lambda run, directory: run.having("EngineCore") or run.having("ServeReplica"),
     "warm start": lambda run, directory: events(directory, "warm_start"),
     "generating": lambda run, directory: len(events(directory, "step")) >= 3,
-    "mid-update": lambda run, directory: len(events(directory, "gather")) > max(3, len(events(directory, "commit"))),
+    "mid-update": lambda run, directory: (
+        len(events(directory, "gather")) > max(3, len(events(directory, "commit")))
+    ),
 }
 
 
@@ -188,7 +291,11 @@ PHASES = {
 )
 def test_a_signal_stops_the_run_cleanly(start_run, task, shared_memory, tmp_path, phase, numbers):
     before, directory = shared_memory(), tmp_path / "runs" / "run"
-    never = {"warm_start.data": task["data"]["train"], "warm_start.min_accuracy": 0.99, "warm_start.max_accuracy": 1.0}
+    never = {
+        "warm_start.data": task["data"]["train"],
+        "warm_start.min_accuracy": 0.99,
+        "warm_start.max_accuracy": 1.0,
+    }
     run = start_run({"max_steps": 10_000, **(never if phase == "warm start" else {})})
     run.until(lambda: PHASES[phase](run, directory))
     for number in numbers:
@@ -196,7 +303,9 @@ def test_a_signal_stops_the_run_cleanly(start_run, task, shared_memory, tmp_path
         time.sleep(0.5)  # the second within the first one's grace
     if signal.SIGKILL in numbers:
         assert run.wait(30) == -signal.SIGKILL
-        assert run.gone(180) == []  # Ray's agents wait a minute for the head node before they give up
+        assert (
+            run.gone(180) == []
+        )  # Ray's agents wait a minute for the head node before they give up
         assert shared_memory() <= before
         return
     assert run.wait(30) == 130, run.output
@@ -208,16 +317,27 @@ def test_a_signal_stops_the_run_cleanly(start_run, task, shared_memory, tmp_path
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_a_bad_reward_ends_the_run_with_its_name(start_run):
-    run = start_run({"reward.functions": {"bad": {"function": "rewards_for_runs:hangs"}}, "reward.deadline_s": 2, "eval": {}})
+    run = start_run(
+        {
+            "reward.functions": {"bad": {"function": "rewards_for_runs:hangs"}},
+            "reward.deadline_s": 2,
+            "eval": {},
+        }
+    )
     assert run.wait() == 1
     last = run.output.split("\nasyncrl: ")[1]
-    assert "rewards_for_runs:hangs" in last.splitlines()[0] and "killed after reward.deadline_s = 2" in last.splitlines()[0], run.output
+    assert (
+        "rewards_for_runs:hangs" in last.splitlines()[0]
+        and "killed after reward.deadline_s = 2" in last.splitlines()[0]
+    ), run.output
     assert run.gone() == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one(start_run, tmp_path, engine_starts):
+def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one(
+    start_run, tmp_path, engine_starts
+):
     run = start_run({"learner.world_size": 2, "generator.num_replicas": 2, "max_steps": 30})
     assert run.wait(800) == 0, run.output
     directory = tmp_path / "runs" / "run"
@@ -225,21 +345,61 @@ def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one(start_run
 
     # The model that two ranks wrote, in an engine that knows nothing of the run.
     engine_starts.append("evaluate.py")
-    evaluated = subprocess.run([sys.executable, ROOT / "jobs" / "evaluate.py", directory], capture_output=True, text=True, cwd=Path(__file__).parent)
+    evaluated = subprocess.run(
+        [sys.executable, ROOT / "jobs" / "evaluate.py", directory],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
-    assert float(asyncrl.open_run(directory).records("evaluation")[-1]["eval/greedy_accuracy"]) > 0.05
-    assert re.search(r"on 16 prompts: (\d+\.\d+%) in a fresh vLLM engine from .*, \1 in the run", evaluated.stdout)
+    assert (
+        float(asyncrl.open_run(directory).records("evaluation")[-1]["eval/greedy_accuracy"]) > 0.05
+    )
+    assert re.search(
+        r"on 16 prompts: (\d+\.\d+%) in a fresh vLLM engine from .*, \1 in the run",
+        evaluated.stdout,
+    )
 
-    resumed = start_run({"learner.world_size": 2, "generator.num_replicas": 1, "max_steps": 34, "checkpoint.keep": 3}, "--resume", "must")
+    resumed = start_run(
+        {
+            "learner.world_size": 2,
+            "generator.num_replicas": 1,
+            "max_steps": 34,
+            "checkpoint.keep": 3,
+        },
+        "--resume",
+        "must",
+    )
     assert resumed.wait(800) == 0, resumed.output
     assert "changed since: generator.num_replicas 2 → 1" in resumed.output
-    assert len({record["replica"] for record in asyncrl.open_run(directory).records("push") if record["attempt"] == 1}) == 1
+    assert (
+        len(
+            {
+                record["replica"]
+                for record in asyncrl.open_run(directory).records("push")
+                if record["attempt"] == 1
+            }
+        )
+        == 1
+    )
     checks = audit(asyncrl.open_run(directory))
     assert all(check.passed for check in checks), audit_text(checks)
-    exported = subprocess.run([*ASYNCRL, "export", directory, "--step", "30", "--out", tmp_path / "at_30"], capture_output=True, text=True, timeout=300)
-    assert exported.returncode == 0 and "step_000030" in exported.stdout, exported.stdout + exported.stderr
-    at_30, at_34 = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "at_30", directory / "hf"))
-    assert at_30.keys() == at_34.keys() and not all(torch.equal(at_30[name], at_34[name]) for name in at_30)
+    exported = subprocess.run(
+        [*ASYNCRL, "export", directory, "--step", "30", "--out", tmp_path / "at_30"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert exported.returncode == 0 and "step_000030" in exported.stdout, (
+        exported.stdout + exported.stderr
+    )
+    at_30, at_34 = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (tmp_path / "at_30", directory / "hf")
+    )
+    assert at_30.keys() == at_34.keys() and not all(
+        torch.equal(at_30[name], at_34[name]) for name in at_30
+    )
 
 
 @pytest.mark.faults
@@ -258,9 +418,13 @@ def test_one_of_two_replicas_slower(times, start_run, tmp_path):
             time.sleep(0.5 / times)
     assert run.wait(900) == 0, run.output
     fates = asyncrl.open_run(directory).fates().to_pylist()
-    assert {fate["outcome"] for fate in fates} == {"trained"} and len(fates) == 40 * 4, "`wait` keeps what the slow replica makes"
+    assert {fate["outcome"] for fate in fates} == {"trained"} and len(fates) == 40 * 4, (
+        "`wait` keeps what the slow replica makes"
+    )
     assert max(fate["staleness"] for fate in fates) <= 2
-    by_replica = Counter(row["replica"] for row in asyncrl.open_run(directory).trajectories().to_pylist())
+    by_replica = Counter(
+        row["replica"] for row in asyncrl.open_run(directory).trajectories().to_pylist()
+    )
     print("trajectories by replica:", dict(by_replica))
     assert len(by_replica) == 2
     checks = audit(asyncrl.open_run(directory))

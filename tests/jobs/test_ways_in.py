@@ -63,15 +63,51 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.port, self.dashboard = free_port(), free_port()
         self.temp = Path(f"/tmp/asyncrl-{os.getpid()}")  # Ray's sockets need a short path
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ASYNCRL_", "PYTHONPATH"))}
-        self.environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self.environment |= {"ASYNCRL_API_KEY": secrets.token_hex(16), "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CLOSED}
-        options = [f"--port={self.port}", "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}"]
-        options.append(f"--dashboard-agent-listen-port={free_port()}")  # its default is taken by the session's own cluster, and jobs need the agent
-        command = [BIN / "ray", "start", "--head", "--block", "--num-cpus=3", f"--temp-dir={self.temp}", "--disable-usage-stats", *options]
+        self.environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("RAY_", "ASYNCRL_", "PYTHONPATH"))
+        }
+        self.environment |= {
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }
+        self.environment |= {
+            "ASYNCRL_API_KEY": secrets.token_hex(16),
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CLOSED,
+        }
+        options = [
+            f"--port={self.port}",
+            "--node-ip-address=127.0.0.1",
+            "--dashboard-host=127.0.0.1",
+            f"--dashboard-port={self.dashboard}",
+        ]
+        options.append(
+            f"--dashboard-agent-listen-port={free_port()}"
+        )  # its default is taken by the session's own cluster, and jobs need the agent
+        command = [
+            BIN / "ray",
+            "start",
+            "--head",
+            "--block",
+            "--num-cpus=3",
+            f"--temp-dir={self.temp}",
+            "--disable-usage-stats",
+            *options,
+        ]
         self.log = folder / "head.log"
-        self.process = subprocess.Popen(command, env=self.environment, stdout=self.log.open("w"), stderr=subprocess.STDOUT, cwd=folder)
-        self.environment |= {"RAY_ADDRESS": f"http://127.0.0.1:{self.dashboard}", "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{self.dashboard}"}
+        self.process = subprocess.Popen(
+            command,
+            env=self.environment,
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+        )
+        self.environment |= {
+            "RAY_ADDRESS": f"http://127.0.0.1:{self.dashboard}",
+            "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{self.dashboard}",
+        }
 
     def wait(self) -> None:
         deadline = time.monotonic() + 120
@@ -79,23 +115,50 @@ class Cluster:
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.5)
 
-    def run(self, *command: str | Path, timeout_s: float = 500, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str | Path, timeout_s: float = 500, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, env={**self.environment, **environment}, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
+            command,
+            env={**self.environment, **environment},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
         )
 
-    def submit(self, *arguments: str, variables: dict[str, str] | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    def submit(
+        self, *arguments: str, variables: dict[str, str] | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         runtime = json.dumps({"env_vars": variables or {}})
-        command = [BIN / "ray", "job", "submit", "--working-dir", ".", "--runtime-env-json", runtime, "--", "python", "jobs/train.py", "jobs/quickstart.yaml"]
+        command = [
+            BIN / "ray",
+            "job",
+            "submit",
+            "--working-dir",
+            ".",
+            "--runtime-env-json",
+            runtime,
+            "--",
+            "python",
+            "jobs/train.py",
+            "jobs/quickstart.yaml",
+        ]
         deadline = time.monotonic() + 120
-        while "No available agent" in (submitted := self.run(*command, *arguments, **environment)).stderr:  # the head's agent comes up last
+        while (
+            "No available agent"
+            in (submitted := self.run(*command, *arguments, **environment)).stderr
+        ):  # the head's agent comes up last
             assert time.monotonic() < deadline, submitted.stderr
         return submitted
 
     def applications(self) -> dict[str, Any]:
         """What `serve status` shows, from its REST API: the command's own imports would starve the replica that it asks about."""
         headers = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.dashboard}/api/serve/applications/", headers=headers)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.dashboard}/api/serve/applications/", headers=headers
+        )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["applications"]
 
@@ -120,7 +183,10 @@ class Cluster:
     def stop(self) -> None:
         if self.process.poll() is not None:
             return
-        processes = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
+        processes = [
+            *psutil.Process(self.process.pid).children(recursive=True),
+            psutil.Process(self.process.pid),
+        ]
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
@@ -155,23 +221,44 @@ def runs(tmp_path_factory):
 @pytest.mark.timeout(1200)
 def test_a_submitted_job_trains_where_it_was_told_to(cluster, runs, engine_starts):
     refused = cluster.submit(RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN="")
-    assert refused.returncode != 0 and re.search("auth", refused.stdout + refused.stderr, re.IGNORECASE)
+    assert refused.returncode != 0 and re.search(
+        "auth", refused.stdout + refused.stderr, re.IGNORECASE
+    )
 
     lost = cluster.submit()
     assert lost.returncode != 0 and '"ASYNCRL_RUNS": "/absolute/path"' in lost.stdout + lost.stderr
 
-    small = ["--max_steps", "4", "--rollout.rollout_batch_size", "4", "--warm_start.min_accuracy", "0", "--eval.max_prompts", "8"]
+    small = [
+        "--max_steps",
+        "4",
+        "--rollout.rollout_batch_size",
+        "4",
+        "--warm_start.min_accuracy",
+        "0",
+        "--eval.max_prompts",
+        "8",
+    ]
     engine_starts.append("a submitted job")
     done = cluster.submit(*small, variables={"ASYNCRL_RUNS": str(runs)})
     assert done.returncode == 0, done.stdout + done.stderr
-    uploads = [path for path in cluster.temp.glob("session_*/runtime_resources/working_dir_files/_ray_pkg_*") if path.is_dir()]
-    assert uploads and sum(file.stat().st_size for file in uploads[0].rglob("*") if file.is_file()) < 5 << 20
+    uploads = [
+        path
+        for path in cluster.temp.glob("session_*/runtime_resources/working_dir_files/_ray_pkg_*")
+        if path.is_dir()
+    ]
+    assert (
+        uploads
+        and sum(file.stat().st_size for file in uploads[0].rglob("*") if file.is_file()) < 5 << 20
+    )
 
     cluster.stop()
     run = asyncrl.open_run(runs / "quickstart")
     startup = run.records("startup")[0]
     assert run.status().committed == 4
-    assert startup["package/driver"] == startup["package/replica"] and "runtime_resources" in startup["package/driver"]
+    assert (
+        startup["package/driver"] == startup["package/replica"]
+        and "runtime_resources" in startup["package/driver"]
+    )
 
 
 @pytest.mark.slow
@@ -180,34 +267,74 @@ def test_a_run_whose_driver_is_gone_leaves_no_generators(cluster, runs, engine_s
     """The driver is killed with SIGKILL, and the resume command takes the room at once. Then `ray job stop`, which kills after three seconds."""
     variables = {"RAY_ADDRESS": f"127.0.0.1:{cluster.port}", "ASYNCRL_RUNS": str(runs)}
     # Two such replicas have no room beside one another.
-    small = ["--name", "left", "--generator.num_cpus", "1.6", "--rollout.rollout_batch_size", "4", "--warm_start.min_accuracy", "0"]
+    small = [
+        "--name",
+        "left",
+        "--generator.num_cpus",
+        "1.6",
+        "--rollout.rollout_batch_size",
+        "4",
+        "--warm_start.min_accuracy",
+        "0",
+    ]
     small += ["--eval.max_prompts", "8", "--checkpoint.every_steps", "2"]
     command = [BIN / "asyncrl", "train", "jobs/quickstart.yaml", *small]
     engine_starts.extend(["killed with its driver", "resumed", "stopped"])
     with (runs / "left.log").open("w") as log:
-        driver = subprocess.Popen([*command, "--max_steps", "100000"], env=cluster.environment | variables, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        driver = subprocess.Popen(
+            [*command, "--max_steps", "100000"],
+            env=cluster.environment | variables,
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
     try:
-        while not (runs / "left" / "checkpoints" / "LATEST").exists():  # the test's timeout bounds it
+        while not (
+            runs / "left" / "checkpoints" / "LATEST"
+        ).exists():  # the test's timeout bounds it
             assert driver.poll() is None, (runs / "left.log").read_text()
             time.sleep(0.2)
     finally:
         driver.kill()
         driver.wait()
     assert len(cluster.applications()) == 1
-    step = int((runs / "left" / "checkpoints" / "LATEST").read_text().split()[0].removeprefix("step_"))
+    step = int(
+        (runs / "left" / "checkpoints" / "LATEST").read_text().split()[0].removeprefix("step_")
+    )
     resumed = cluster.run(*command, "--max_steps", str(step + 2), "--resume", "must", **variables)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert cluster.applications() == {}
 
-    job = [BIN / "ray", "job", "submit", "--no-wait", "--submission-id", "stopped", "--working-dir", ".", "--runtime-env-json"]
-    job += [json.dumps({"env_vars": {"ASYNCRL_RUNS": str(runs)}}), "--", "python", "jobs/train.py", "jobs/quickstart.yaml", *small]
+    job = [
+        BIN / "ray",
+        "job",
+        "submit",
+        "--no-wait",
+        "--submission-id",
+        "stopped",
+        "--working-dir",
+        ".",
+        "--runtime-env-json",
+    ]
+    job += [
+        json.dumps({"env_vars": {"ASYNCRL_RUNS": str(runs)}}),
+        "--",
+        "python",
+        "jobs/train.py",
+        "jobs/quickstart.yaml",
+        *small,
+    ]
     submitted = cluster.run(*job, "--max_steps", "100000", "--resume", "must")
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     while not any(one["status"] == "RUNNING" for one in cluster.applications().values()):
         time.sleep(0.5)
     stopped = cluster.run(BIN / "ray", "job", "stop", "stopped")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
-    while cluster.applications() or cluster.having("ApplicationWatcher") or cluster.having("RankProcess"):
+    while (
+        cluster.applications()
+        or cluster.having("ApplicationWatcher")
+        or cluster.having("RankProcess")
+    ):
         time.sleep(0.5)
 
 
@@ -219,8 +346,12 @@ class Http:
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         """Status and JSON body."""
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
-        request = urllib.request.Request(self.base + path, json.dumps(body).encode() if body is not None else None, headers)
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        )
+        request = urllib.request.Request(
+            self.base + path, json.dumps(body).encode() if body is not None else None, headers
+        )
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
                 return answer.status, json.load(answer)
@@ -228,7 +359,9 @@ class Http:
             return error.code, json.load(error)
 
     def answers(self) -> bool:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError, ValueError):  # the proxy's own errors are no JSON
+        with contextlib.suppress(
+            urllib.error.URLError, ConnectionError, ValueError
+        ):  # the proxy's own errors are no JSON
             return self.ask("/health")[0] == 200
         return False
 
@@ -242,9 +375,14 @@ def worst_difference(model: Path, prompt: list[int], answer: dict[str, Any]) -> 
     for choice in answer["choices"]:
         ids = choice["token_ids"]
         with torch.no_grad():
-            logits = policy(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            logits = policy(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[
+                0, len(prompt) - 1 : -1
+            ]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-        worst = max(worst, (expected - torch.tensor(choice["logprobs"]["token_logprobs"])).abs().max().item())
+        worst = max(
+            worst,
+            (expected - torch.tensor(choice["logprobs"]["token_logprobs"])).abs().max().item(),
+        )
     return worst
 
 
@@ -258,7 +396,9 @@ def deploy(cluster: Cluster, folder: Path, model: Path) -> int:
     assert deployed.returncode == 0, deployed.stdout + deployed.stderr
     deadline = time.monotonic() + 400
     while (application := cluster.applications().get("generator", {})).get("status") != "RUNNING":
-        assert application.get("status") != "DEPLOY_FAILED" and time.monotonic() < deadline, application
+        assert application.get("status") != "DEPLOY_FAILED" and time.monotonic() < deadline, (
+            application
+        )
         time.sleep(1)
     return port
 
@@ -268,10 +408,18 @@ def deploy(cluster: Cluster, folder: Path, model: Path) -> int:
 def test_the_official_client_through_serves_proxy(cluster, runs, tmp_path, engine_starts):
     """Pieces come one by one through the proxy, and a client that leaves it ends its generations in the engine."""
     model = shutil.copytree(runs / "quickstart-inputs" / "model", tmp_path / "model")
-    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    (model / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    )
     engine_starts.append("serve deploy")
     port, key = deploy(cluster, tmp_path, model), cluster.environment["ASYNCRL_API_KEY"]
-    asked: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": "3+4="}], "seed": 1, "logprobs": True, "top_logprobs": 3}
+    asked: dict[str, Any] = {
+        "model": "model",
+        "messages": [{"role": "user", "content": "3+4="}],
+        "seed": 1,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
     with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0) as client:
         whole = client.chat.completions.create(**asked, n=2)
         chunks = list(client.chat.completions.create(**asked, n=2, stream=True))
@@ -281,10 +429,14 @@ def test_the_official_client_through_serves_proxy(cluster, runs, tmp_path, engin
             assert [token for part in parts for token in part.token_ids] == choice.token_ids
         assert "checkpoint's own weights" in whole.serving and len(chunks) > 4
         with pytest.raises(BadRequestError, match="messages: send a list"):
-            client.chat.completions.create(**{**asked, "messages": [{"role": "nobody", "content": "x"}]}, stream=True)
+            client.chat.completions.create(
+                **{**asked, "messages": [{"role": "nobody", "content": "x"}]}, stream=True
+            )
 
         tokens = metric(port, key, "tokens_generated_total")
-        stream = client.completions.create(model="model", prompt="1+", n=64, max_tokens=60, temperature=2, stream=True)
+        stream = client.completions.create(
+            model="model", prompt="1+", n=64, max_tokens=60, temperature=2, stream=True
+        )
         assert next(stream).choices[0].token_ids
         stream.close()
         deadline = time.monotonic() + 60
@@ -297,34 +449,60 @@ def test_the_official_client_through_serves_proxy(cluster, runs, tmp_path, engin
 
 def metric(port: int, key: str, name: str, **labels: str) -> float:
     """The one replica's sample in /metrics."""
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {key}"})
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {key}"}
+    )
     with urllib.request.urlopen(request, timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())
-    samples = [one for family in families for one in family.samples if one.name == f"asyncrl_generator_{name}" and labels.items() <= one.labels.items()]
+    samples = [
+        one
+        for family in families
+        for one in family.samples
+        if one.name == f"asyncrl_generator_{name}" and labels.items() <= one.labels.items()
+    ]
     assert len(samples) == 1, samples
     return float(samples[0].value)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(cluster, runs, tmp_path, engine_starts):
+def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(
+    cluster, runs, tmp_path, engine_starts
+):
     model = runs / "quickstart-inputs" / "model"
     engine_starts.append("serve deploy")
     port = deploy(cluster, tmp_path, model)
     called = cluster.run(sys.executable, "-c", CALL, RAY_ADDRESS=f"127.0.0.1:{cluster.port}")
-    assert "TOKENS [8, 8]" in called.stdout and "HOST 127.0.0.1\n" in called.stdout, called.stdout + called.stderr
+    assert "TOKENS [8, 8]" in called.stdout and "HOST 127.0.0.1\n" in called.stdout, (
+        called.stdout + called.stderr
+    )
     ours = {process.pid for process in psutil.Process(cluster.process.pid).children(recursive=True)}
-    hosts = {c.laddr.ip for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in ours and c.laddr.port == port}
+    hosts = {
+        c.laddr.ip
+        for c in psutil.net_connections("tcp")
+        if c.status == "LISTEN" and c.pid in ours and c.laddr.port == port
+    }
     assert hosts == {"127.0.0.1"}
 
     stranger, http = Http(port, None), Http(port, cluster.environment["ASYNCRL_API_KEY"])
     body = {"model": "model", "prompt": [5, 6, 14], "n": 2, "max_tokens": 8, "seed": 1}
-    assert [stranger.ask(*call)[0] for call in (("/v1/models",), ("/health",), ("/docs",), ("/v1/completions", body))] == [401] * 4
-    assert [http.ask(path)[0] for path in ("/docs", "/openapi.json", "/", "/-/routes", "/-/healthz")] == [404] * 5
-    assert http.ask("/v1/models")[1]["data"][0]["serving"] == "serving the checkpoint's own weights; no lease"
+    assert [
+        stranger.ask(*call)[0]
+        for call in (("/v1/models",), ("/health",), ("/docs",), ("/v1/completions", body))
+    ] == [401] * 4
+    assert [
+        http.ask(path)[0] for path in ("/docs", "/openapi.json", "/", "/-/routes", "/-/healthz")
+    ] == [404] * 5
+    assert (
+        http.ask("/v1/models")[1]["data"][0]["serving"]
+        == "serving the checkpoint's own weights; no lease"
+    )
     status, answer = http.ask("/v1/completions", body)
     assert status == 200 and worst_difference(model, body["prompt"], answer) < 1e-4
-    assert http.ask("/v1/completions", {**body, "prompt": [5] * 5000})[1]["error"]["code"] == "context_length_exceeded"
+    assert (
+        http.ask("/v1/completions", {**body, "prompt": [5] * 5000})[1]["error"]["code"]
+        == "context_length_exceeded"
+    )
     text = http.ask("/v1/completions", {**body, "n": 1})[1]["choices"][0]["text"]
     stopped = http.ask("/v1/completions", {**body, "n": 1, "stop": text[-1]})[1]["choices"][0]
     assert (stopped["text"], stopped["finish_reason"]) == (text[: text.index(text[-1])], "stop")
@@ -332,14 +510,34 @@ def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(cluste
 
     # A driver that has the lease, dies without a word, and leaves it to the next.
     holder = [sys.executable, "-c", HOLD, f"127.0.0.1:{cluster.port}"]
-    holding = subprocess.Popen(holder, env=cluster.environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holding = subprocess.Popen(
+        holder,
+        env=cluster.environment,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert holding.stdout.readline() == "held\n"
         assert http.ask("/health")[1]["lease"] == "run 'first'"
-        attach = ["--generator.attach", "generator", "--generator.max_num_seqs", "auto", "--max_steps", "4", "--rollout.rollout_batch_size", "4"]
+        attach = [
+            "--generator.attach",
+            "generator",
+            "--generator.max_num_seqs",
+            "auto",
+            "--max_steps",
+            "4",
+            "--rollout.rollout_batch_size",
+            "4",
+        ]
         attach += ["--warm_start.min_accuracy", "0", "--eval.max_prompts", "8"]
         second = cluster.submit(*attach, "--name", "second", variables={"ASYNCRL_RUNS": str(runs)})
-        assert second.returncode != 0 and "generators 'generator' are leased by run 'first'; wait for its end" in second.stdout + second.stderr
+        assert (
+            second.returncode != 0
+            and "generators 'generator' are leased by run 'first'; wait for its end"
+            in second.stdout + second.stderr
+        )
     finally:
         holding.kill()
         holding.wait()
@@ -348,7 +546,11 @@ def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(cluste
 
     run_id = json.loads((runs / "attached" / "run.json").read_text())["run_id"]
     health = http.ask("/health")[1]
-    assert health["serving"] == f"serving version 4 of run {run_id}, attempt 0, the last of an ended lease" and health["lease"] is None
+    assert (
+        health["serving"]
+        == f"serving version 4 of run {run_id}, attempt 0, the last of an ended lease"
+        and health["lease"] is None
+    )
     answer = http.ask("/v1/completions", body)[1]
     assert answer["weights"] == {"run_id": run_id, "attempt": 0, "version": 4}
     assert {span["version"] for choice in answer["choices"] for span in choice["versions"]} == {4}
@@ -360,7 +562,11 @@ def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(cluste
     deadline = time.monotonic() + 120
     while not http.answers():
         assert time.monotonic() < deadline
-    assert http.ask("/v1/completions", body)[1]["weights"] == {"run_id": run_id, "attempt": 0, "version": 4}
+    assert http.ask("/v1/completions", body)[1]["weights"] == {
+        "run_id": run_id,
+        "attempt": 0,
+        "version": 4,
+    }
     assert stranger.ask("/health")[0] == 401
 
     # The replica dies while nothing is asked of it. What it served was nobody's any more: the one that comes instead says that it serves the checkpoint.

@@ -30,7 +30,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = {chr(33 + index): index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="#", pad_token="!").save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="#", pad_token="!"
+    ).save_pretrained(path)
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

@@ -16,7 +16,14 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["deepspeed", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer", "ray", "pytest", "transformers.models.qwen3.modeling_qwen3"]
+    [
+        "deepspeed",
+        "deepspeed.runtime.zero.stage3",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "ray",
+        "pytest",
+        "transformers.models.qwen3.modeling_qwen3",
+    ]
 )
 TIMEOUT_S = 400.0
 ENVIRONMENT = {
@@ -48,7 +55,11 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
     try:
         for rank in range(world_size):
             receiver, sender = CONTEXT.Pipe(duplex=False)
-            process = CONTEXT.Process(target=_rank, args=(sender, function, rank, world_size, listener, arguments), daemon=True)
+            process = CONTEXT.Process(
+                target=_rank,
+                args=(sender, function, rank, world_size, listener, arguments),
+                daemon=True,
+            )
             process.start()
             sender.close()
             processes.append(process)
@@ -57,7 +68,9 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
         while len(results) < world_size:
             waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
             ready = wait(waiting, TIMEOUT_S)
-            assert ready, f"ranks {sorted(set(range(world_size)) - set(results))} did not answer within {TIMEOUT_S:g} s"
+            assert ready, (
+                f"ranks {sorted(set(range(world_size)) - set(results))} did not answer within {TIMEOUT_S:g} s"
+            )
             for pipe in ready:
                 rank = pipes.index(pipe)
                 failed, results[rank] = pipe.recv()
@@ -72,7 +85,14 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
             process.join()
 
 
-def _rank(sender: Any, function: Callable[..., Any], rank: int, world_size: int, listener: socket.socket, arguments: tuple[Any, ...]) -> None:
+def _rank(
+    sender: Any,
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    listener: socket.socket,
+    arguments: tuple[Any, ...],
+) -> None:
     import torch
 
     from asyncrl.learning import zero3
@@ -80,7 +100,9 @@ def _rank(sender: Any, function: Callable[..., Any], rank: int, world_size: int,
     try:
         torch.set_num_threads(1)
         address, port = listener.getsockname()
-        zero3.join_process_group(rank, world_size, address, port, "gloo", listener if rank == 0 else None)
+        zero3.join_process_group(
+            rank, world_size, address, port, "gloo", listener if rank == 0 else None
+        )
         sender.send((False, function(rank, world_size, *arguments)))
     except BaseException:
         sender.send((True, traceback.format_exc()))

@@ -10,12 +10,26 @@ import ray
 
 from asyncrl.config import Config
 from asyncrl.control.protocols import Scored
-from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table, table_to_ipc
+from asyncrl.types import (
+    Completion,
+    Group,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+    groups_to_table,
+    table_to_ipc,
+)
 
 VOCABULARY = 50
 
 
-def learner_config(model_path: Path, world_size: int = 1, max_tokens: int = 128, algorithm: dict[str, Any] | None = None, **learner: Any) -> Config:
+def learner_config(
+    model_path: Path,
+    world_size: int = 1,
+    max_tokens: int = 128,
+    algorithm: dict[str, Any] | None = None,
+    **learner: Any,
+) -> Config:
     """A config for `model_path`; everything but the learner's part and `algorithm` is filler."""
     tree: dict[str, Any] = {
         "name": "learner-test",
@@ -27,7 +41,13 @@ def learner_config(model_path: Path, world_size: int = 1, max_tokens: int = 128,
         "rollout": {"max_completion_length": 32},
         "reward": {"functions": {"none": {"function": "none:none"}}},
         "weights": {"bucket_bytes": 20_000},
-        "learner": {"world_size": world_size, "max_tokens_per_gpu": max_tokens, "learning_rate": 1e-2, "num_cpus": 0.25, **learner},
+        "learner": {
+            "world_size": world_size,
+            "max_tokens_per_gpu": max_tokens,
+            "learning_rate": 1e-2,
+            "num_cpus": 0.25,
+            **learner,
+        },
     }
     return Config.model_validate(tree | ({"algorithm": algorithm} if algorithm else {}))
 
@@ -35,7 +55,12 @@ def learner_config(model_path: Path, world_size: int = 1, max_tokens: int = 128,
 def recorded_group(ordinal: int, trajectories: int = 4, poison: bool = False) -> Group:
     """A scored group of random tokens and log-probs near those of a wide-open policy; one trajectory is masked by status."""
     generator = np.random.default_rng(ordinal)
-    prompt = Prompt(ordinal, 0, "p", tuple(int(token) for token in generator.integers(3, VOCABULARY, 2 + ordinal % 5)))
+    prompt = Prompt(
+        ordinal,
+        0,
+        "p",
+        tuple(int(token) for token in generator.integers(3, VOCABULARY, 2 + ordinal % 5)),
+    )
     members = []
     for index in range(trajectories):
         length = int(generator.integers(1, 20))
@@ -46,14 +71,28 @@ def recorded_group(ordinal: int, trajectories: int = 4, poison: bool = False) ->
         mask = tuple(int(at % 7 != 3) for at in range(length))
         completion = Completion(ids, logprobs, (VersionSpan(0, 0, length),), "stop")
         usable = index != 3
-        members.append(Trajectory(completion, mask, 1.0, {}, float(generator.standard_normal()) if usable else None, "ok" if usable else "over_long"))
+        members.append(
+            Trajectory(
+                completion,
+                mask,
+                1.0,
+                {},
+                float(generator.standard_normal()) if usable else None,
+                "ok" if usable else "over_long",
+            )
+        )
     return Group(1, prompt, tuple(members), "replica", 0.0, 1.0, 2.0)
 
 
 def scored(group: Group) -> Scored:
     """The group as the learner gets it: its row in the object store."""
-    return Scored(group.ordinal, 0, (ray.put(table_to_ipc(groups_to_table([group]))), 0), 10, (1.0,), {}, 3, 0)
+    return Scored(
+        group.ordinal, 0, (ray.put(table_to_ipc(groups_to_table([group]))), 0), 10, (1.0,), {}, 3, 0
+    )
 
 
 def recorded_batch(step: int, groups: int = 8, poison: bool = False) -> list[Scored]:
-    return [scored(recorded_group(step * groups + number, poison=poison and number == 0)) for number in range(groups)]
+    return [
+        scored(recorded_group(step * groups + number, poison=poison and number == 0))
+        for number in range(groups)
+    ]

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from asyncrl.learning.attention import Segments, register_attention
 from asyncrl.learning.batches import Example, micro_batch
@@ -24,9 +30,14 @@ SIZES = {
 
 def model_of(family: str, implementation: str, **more: object) -> PreTrainedModel:
     torch.manual_seed(0)
-    config, kind = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[family]
+    config, kind = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[family]
     extra = {"head_dim": 8} if family == "qwen3" else {}
-    return kind(config(**SIZES, **extra, **more, initializer_range=0.2, attn_implementation=implementation))
+    return kind(
+        config(**SIZES, **extra, **more, initializer_range=0.2, attn_implementation=implementation)
+    )
 
 
 def examples(count: int = 9) -> list[Example]:
@@ -35,7 +46,16 @@ def examples(count: int = 9) -> list[Example]:
     for index in range(count):
         prompt, completion = 2 + index % 3, int(generator.integers(1, 12))
         tokens = generator.integers(0, 50, prompt + completion)
-        made.append(Example(tokens, prompt, np.ones(completion, bool), np.zeros(completion, np.float32), 1.0, np.zeros(completion, np.int32)))
+        made.append(
+            Example(
+                tokens,
+                prompt,
+                np.ones(completion, bool),
+                np.zeros(completion, np.float32),
+                1.0,
+                np.zeros(completion, np.int32),
+            )
+        )
     return made
 
 
@@ -54,7 +74,10 @@ def one_by_one(model: PreTrainedModel, rows: list[Example]) -> list[torch.Tensor
 @pytest.mark.parametrize("tied", [True, False])
 def test_packed_equals_unpacked(family: str, tied: bool) -> None:
     rows = examples()
-    packed, plain = model_of(family, register_attention(), tie_word_embeddings=tied), model_of(family, "eager", tie_word_embeddings=tied)
+    packed, plain = (
+        model_of(family, register_attention(), tie_word_embeddings=tied),
+        model_of(family, "eager", tie_word_embeddings=tied),
+    )
     plain.load_state_dict(packed.state_dict())
     batch = micro_batch(rows, range(len(rows)), "cpu")
     logprobs, *_ = Policy(packed, 1.0)(batch)
@@ -63,16 +86,27 @@ def test_packed_equals_unpacked(family: str, tied: bool) -> None:
     weights = torch.linspace(-1, 1, len(expected))
     (logprobs * weights).sum().backward()
     (expected * weights).sum().backward()
-    for (name, one), (_, other) in zip(packed.named_parameters(), plain.named_parameters(), strict=True):
+    for (name, one), (_, other) in zip(
+        packed.named_parameters(), plain.named_parameters(), strict=True
+    ):
         assert one.grad is not None and other.grad is not None, name
         # Of the largest element: the loss is a sum over the tokens, and gradients of tens are rounded to about 1e-6 of that.
-        torch.testing.assert_close(one.grad, other.grad, atol=1e-5 * float(other.grad.abs().max()), rtol=0, msg=name)
+        torch.testing.assert_close(
+            one.grad, other.grad, atol=1e-5 * float(other.grad.abs().max()), rtol=0, msg=name
+        )
 
 
 def test_sliding_window() -> None:
-    window = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    window = {
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
     rows = examples()
-    packed, plain = model_of("qwen3", register_attention(), **window), model_of("qwen3", "eager", **window)
+    packed, plain = (
+        model_of("qwen3", register_attention(), **window),
+        model_of("qwen3", "eager", **window),
+    )
     plain.load_state_dict(packed.state_dict())
     batch = micro_batch(rows, range(len(rows)), "cpu")
     expected = torch.cat(one_by_one(plain, [rows[index] for index in batch.order]))
@@ -93,10 +127,14 @@ def test_no_dense_mask_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("values", [False, True])
 def test_the_empty_micro_batch_reaches_every_parameter(values: bool) -> None:
-    policy = Policy(model_of("qwen3", register_attention(), tie_word_embeddings=True), 1.0, values=values)
+    policy = Policy(
+        model_of("qwen3", register_attention(), tie_word_embeddings=True), 1.0, values=values
+    )
     logprobs, *_ = policy(micro_batch(examples(), [], "cpu"))
     logprobs.sum().backward()
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in policy.parameters())
+    assert all(
+        parameter.grad is not None and not parameter.grad.any() for parameter in policy.parameters()
+    )
 
 
 def test_misuse_is_refused() -> None:

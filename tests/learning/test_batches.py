@@ -10,15 +10,25 @@ from asyncrl.learning.batches import examples_of, micro_batch, shuffle_rewards, 
 from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table
 
 
-def trajectory(versions: tuple[VersionSpan, ...], mask: tuple[int, ...], advantage: float) -> Trajectory:
+def trajectory(
+    versions: tuple[VersionSpan, ...], mask: tuple[int, ...], advantage: float
+) -> Trajectory:
     length = versions[-1].end
-    return Trajectory(Completion(tuple(range(10, 10 + length)), (-1.0,) * length, versions, "stop"), mask, 1.0, {}, advantage)
+    return Trajectory(
+        Completion(tuple(range(10, 10 + length)), (-1.0,) * length, versions, "stop"),
+        mask,
+        1.0,
+        {},
+        advantage,
+    )
 
 
 def test_versions_sequences_and_weights_follow_the_tokens() -> None:
     crossed = trajectory((VersionSpan(3, 0, 2), VersionSpan(5, 2, 4)), (1, 0, 1, 1), 2.0)
     plain = trajectory((VersionSpan(4, 0, 2),), (1, 1), -1.0)
-    table = groups_to_table([Group(0, Prompt(0, 0, "p", (1, 2)), (plain, crossed), "replica", 0.0, 1.0, 2.0)])
+    table = groups_to_table(
+        [Group(0, Prompt(0, 0, "p", (1, 2)), (plain, crossed), "replica", 0.0, 1.0, 2.0)]
+    )
     examples = examples_of(table)
     assert [example.versions.tolist() for example in examples] == [[4, 4], [3, 3, 5, 5]]
 
@@ -37,13 +47,24 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere() -> None:
         completion = Completion((10, 11), (-1.0, -1.0), (VersionSpan(0, 0, 2),), "stop")
         members = [Trajectory(completion, (1, 1), reward, {}, 9.0) for reward in rewards]
         masked = Trajectory(completion, (1, 1), 5.0, {}, None, "over_long")
-        return Group(0, Prompt(ordinal, 0, "p", (1, 2)), (*members, masked), "replica", 0.0, 1.0, 2.0)
+        return Group(
+            0, Prompt(ordinal, 0, "p", (1, 2)), (*members, masked), "replica", 0.0, 1.0, 2.0
+        )
 
-    tables = [groups_to_table([group(0, (0.0, 1.0, 2.0))]), groups_to_table([group(1, (3.0, 4.0, 6.0))])]
+    tables = [
+        groups_to_table([group(0, (0.0, 1.0, 2.0))]),
+        groups_to_table([group(1, (3.0, 4.0, 6.0))]),
+    ]
     shuffled = shuffle_rewards(tables, "dr_grpo", (0, 1))
-    assert shuffled == shuffle_rewards(tables, "dr_grpo", (0, 1)) != shuffle_rewards(tables, "dr_grpo", (0, 2))
+    assert (
+        shuffled
+        == shuffle_rewards(tables, "dr_grpo", (0, 1))
+        != shuffle_rewards(tables, "dr_grpo", (0, 2))
+    )
     rewards = [table["reward"][0].as_py() for table in shuffled]
-    assert sorted(rewards[0][:3] + rewards[1][:3]) == [0, 1, 2, 3, 4, 6] and sorted(rewards[0][:3]) != [0, 1, 2]
+    assert sorted(rewards[0][:3] + rewards[1][:3]) == [0, 1, 2, 3, 4, 6] and sorted(
+        rewards[0][:3]
+    ) != [0, 1, 2]
     assert [values[3] for values in rewards] == [5.0, 5.0], "a masked trajectory takes no part"
     advantages = [table["advantage"][0].as_py() for table in shuffled]
     assert [values[3] for values in advantages] == [None, None]
@@ -53,14 +74,27 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere() -> None:
 
 def test_a_value_heads_advantages_and_returns_lie_at_the_loss_tokens() -> None:
     member = trajectory((VersionSpan(0, 0, 4),), (1, 0, 1, 1), 1.0)
-    [example, _] = examples_of(groups_to_table([Group(0, Prompt(0, 0, "p", (1, 2)), (member, member), "replica", 0.0, 1.0, 2.0)]))
+    [example, _] = examples_of(
+        groups_to_table(
+            [Group(0, Prompt(0, 0, "p", (1, 2)), (member, member), "replica", 0.0, 1.0, 2.0)]
+        )
+    )
     valued = with_values(example, np.array([0.2, 0.5, 0.4]), 1.0, 0.5)
     advantages = [0.3 + 0.5 * (-0.1 + 0.5 * 0.6), 0, -0.1 + 0.5 * 0.6, 0.6]
     np.testing.assert_allclose(valued.advantage, advantages)
     np.testing.assert_allclose(valued.returns, [advantages[0] + 0.2, 0, advantages[2] + 0.5, 1.0])
     per_token = np.array([0.5, 9.0, 0.0, 0.25], dtype=np.float32)
     rewarded = with_values(replace(example, token_rewards=per_token), np.zeros(3), 1.0, 0.0)
-    np.testing.assert_allclose(rewarded.advantage, [0.5, 0, 0, 0.5], err_msg="what came with no loss token comes with the last")
+    np.testing.assert_allclose(
+        rewarded.advantage,
+        [0.5, 0, 0, 0.5],
+        err_msg="what came with no loss token comes with the last",
+    )
     batch = micro_batch([valued], [0], "cpu")
-    np.testing.assert_allclose(batch.advantages, [advantages[0], advantages[2], advantages[3]], rtol=1e-6)
-    assert batch.policy_tokens(batch.ages, batch.ages).returns is not None and micro_batch([example], [0], "cpu").returns is None
+    np.testing.assert_allclose(
+        batch.advantages, [advantages[0], advantages[2], advantages[3]], rtol=1e-6
+    )
+    assert (
+        batch.policy_tokens(batch.ages, batch.ages).returns is not None
+        and micro_batch([example], [0], "cpu").returns is None
+    )

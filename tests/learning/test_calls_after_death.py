@@ -17,7 +17,9 @@ from asyncrl.learning.group import LearnerDied, LearnerGroup
 
 
 @pytest.mark.timeout(20)
-def test_a_call_that_waited_while_a_rank_died_tells_of_the_death_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_waited_while_a_rank_died_tells_of_the_death_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Which of the two errors ends the run is chance."""
 
     async def dies() -> None:
@@ -32,5 +34,7 @@ def test_a_call_that_waited_while_a_rank_died_tells_of_the_death_too(monkeypatch
         return await asyncio.gather(learner.step([]), learner.logprobs([]), return_exceptions=True)
 
     errors = asyncio.run(both())
-    assert [type(error) for error in errors] == [LearnerDied, LearnerDied] and isinstance(errors[1], PartDied)
+    assert [type(error) for error in errors] == [LearnerDied, LearnerDied] and isinstance(
+        errors[1], PartDied
+    )
     assert str(errors[0]) == str(errors[1])

@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 from plain_ranks import on_ranks
 from recorded import VOCABULARY, learner_config, recorded_group
-from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel, SeedOssConfig, SeedOssForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+)
 
 from asyncrl.learning import zero3
 from asyncrl.learning.batches import micro_batch, token_example
@@ -24,19 +31,45 @@ from asyncrl.types import Group, groups_to_table
 
 LAYERS, HIDDEN = 6, 64
 FAMILIES = ("opt", "seed_oss")
-ROWS = [((3, 4), tuple(range(5, 45))), ((7,), tuple(range(8, 30))), ((9, 10, 11), tuple(range(12, 40)))]
+ROWS = [
+    ((3, 4), tuple(range(5, 45))),
+    ((7,), tuple(range(8, 30))),
+    ((9, 10, 11), tuple(range(12, 40))),
+]
 LONG = [((3, 4), tuple(3 + at % 40 for at in range(1400)))] * 2
 
 
 def save(family: str, directory: Path) -> Path:
     """A checkpoint whose config has dropout of 0.3 wherever the model takes it."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "max_position_embeddings": 2048}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 2048,
+    }
     model: PreTrainedModel
     if family == "opt":
-        model = OPTForCausalLM(OPTConfig(**sizes, ffn_dim=256, word_embed_proj_dim=HIDDEN, dropout=0.3, attention_dropout=0.3, layerdrop=0.3, init_std=0.2))
+        model = OPTForCausalLM(
+            OPTConfig(
+                **sizes,
+                ffn_dim=256,
+                word_embed_proj_dim=HIDDEN,
+                dropout=0.3,
+                attention_dropout=0.3,
+                layerdrop=0.3,
+                init_std=0.2,
+            )
+        )
     else:
-        more = {"intermediate_size": 256, "head_dim": 16, "num_key_value_heads": 2, "attention_dropout": 0.3, "residual_dropout": 0.3}
+        more = {
+            "intermediate_size": 256,
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+            "attention_dropout": 0.3,
+            "residual_dropout": 0.3,
+        }
         model = SeedOssForCausalLM(SeedOssConfig(**sizes, **more, initializer_range=0.2))
     model.save_pretrained(directory / family)
     return directory / family
@@ -53,7 +86,9 @@ def logprobs(policy: Policy) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_asked_to_train_a_policy_computes_what_it_evaluates(models: dict[str, Path], family: str) -> None:
+def test_asked_to_train_a_policy_computes_what_it_evaluates(
+    models: dict[str, Path], family: str
+) -> None:
     policy = load_policy(str(models[family]), torch.float32, 1.0)
     with torch.no_grad():
         evaluated, again = logprobs(policy.eval()), logprobs(policy.train())
@@ -65,12 +100,22 @@ def test_the_dropout_of_these_models_would_be_seen(models: dict[str, Path], fami
     plain = AutoModelForCausalLM.from_pretrained(models[family])
     ids = torch.tensor([ROWS[0][1]])
     with torch.no_grad():
-        evaluated, trained = (plain.train(mode)(input_ids=ids, use_cache=False).logits.log_softmax(-1) for mode in (False, True))
+        evaluated, trained = (
+            plain.train(mode)(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+            for mode in (False, True)
+        )
     assert float((evaluated - trained).abs().mean()) > 0.1
 
 
 def test_a_policy_made_of_a_model_in_train_mode_leaves_it() -> None:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16, "word_embed_proj_dim": 16}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "ffn_dim": 16,
+        "word_embed_proj_dim": 16,
+    }
     model = OPTForCausalLM(OPTConfig(**sizes)).train()
     assert model.training and not Policy(model, 1.0).model.training
 
@@ -82,27 +127,46 @@ def learned(world_size: int, folder: Path) -> list[dict[tuple[str, bool], dict[s
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_activations_computed_again_give_the_same_gradients_with_less_memory(models: dict[str, Path], family: str, world_size: int) -> None:
+def test_activations_computed_again_give_the_same_gradients_with_less_memory(
+    models: dict[str, Path], family: str, world_size: int
+) -> None:
     for rank in learned(world_size, models[family].parent):
         kept, again = rank[family, False], rank[family, True]
         assert not kept["training"] and not again["training"]
         assert (kept["forwards"], again["forwards"]) == (1, 2), "of a layer for each micro-batch"
         assert float(kept["gradients"].abs().max()) > 1e-3
-        torch.testing.assert_close(again["gradients"], kept["gradients"], rtol=1e-5, atol=1e-6 * float(kept["gradients"].abs().max()))
+        torch.testing.assert_close(
+            again["gradients"],
+            kept["gradients"],
+            rtol=1e-5,
+            atol=1e-6 * float(kept["gradients"].abs().max()),
+        )
         # The ratio of a step at staleness 0 is 1: what the step computes is what the check before it computed.
         for metrics in (kept["metrics"], again["metrics"]):
-            assert metrics["applied"] and metrics["ratio_mean"] == pytest.approx(1, abs=1e-5) and metrics["ess"] == pytest.approx(1, abs=1e-5)
+            assert (
+                metrics["applied"]
+                and metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+                and metrics["ess"] == pytest.approx(1, abs=1e-5)
+            )
         assert again["peak"] < 0.6 * kept["peak"], (again["peak"], kept["peak"])
 
 
-def steps_of_both(rank: int, world_size: int, paths: dict[str, Path]) -> dict[tuple[str, bool], dict[str, Any]]:
-    return {(family, again): steps(rank, world_size, path, again) for family, path in paths.items() for again in (False, True)}
+def steps_of_both(
+    rank: int, world_size: int, paths: dict[str, Path]
+) -> dict[tuple[str, bool], dict[str, Any]]:
+    return {
+        (family, again): steps(rank, world_size, path, again)
+        for family, path in paths.items()
+        for again in (False, True)
+    }
 
 
 def steps(rank: int, world_size: int, path: Path, again: bool) -> dict[str, Any]:
     """A supervised step's gradients and memory, then a policy step on log-probs that the learner gave itself, with one of its settings."""
     zero3.join_process_group = lambda *arguments: None  # they have met
-    config = learner_config(path, world_size, 1600, gradient_checkpointing=again, optimizer="sgd", learning_rate=1e-3)
+    config = learner_config(
+        path, world_size, 1600, gradient_checkpointing=again, optimizer="sgd", learning_rate=1e-3
+    )
     learner = LearnerRank(rank, config, "run", 1)
     learner.start("127.0.0.1", 0)
     policy = zero3.policy_of(learner.engine)
@@ -110,10 +174,16 @@ def steps(rank: int, world_size: int, path: Path, again: bool) -> dict[str, Any]
     finite = zero3.gradients_finite
 
     def watched(engine: Any) -> bool:
-        taken.append(torch.cat([shard.detach().flatten().clone() for shard in zero3.gradient_shards(engine)]))
+        taken.append(
+            torch.cat([shard.detach().flatten().clone() for shard in zero3.gradient_shards(engine)])
+        )
         return finite(engine)
 
-    inner = next(module for name, module in policy.model.named_modules() if name.endswith(("layers.1.fc1", "layers.1.mlp")))
+    inner = next(
+        module
+        for name, module in policy.model.named_modules()
+        if name.endswith(("layers.1.fc1", "layers.1.mlp"))
+    )
     forwards: list[int] = []
     hook = inner.register_forward_pre_hook(lambda *_: forwards.append(1))
     zero3.gradients_finite = watched
@@ -151,5 +221,8 @@ def with_own_logprobs(group: Group, learner: LearnerRank) -> Group:
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, learner.logprobs(rows))
     found = {index: tuple(values.tolist()) for part in parts for index, values in part.items()}
-    members = [replace(member, completion=replace(member.completion, logprobs=found[index])) for index, member in enumerate(group.trajectories)]
+    members = [
+        replace(member, completion=replace(member.completion, logprobs=found[index]))
+        for index, member in enumerate(group.trajectories)
+    ]
     return replace(group, trajectories=tuple(members))

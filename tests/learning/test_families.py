@@ -28,13 +28,20 @@ FAMILIES = ["qwen3", "llama", "llama with biases"]
 LOSSES: dict[str, dict[str, Any] | None] = {
     "sft": None,
     "ppo": {"entropy_coef": 0.01},
-    "decoupled ppo": {"old_policy": "learner", "correction": {"truncation": "token", "mask_above": 1.3, "reject_above": 0.01}},
+    "decoupled ppo": {
+        "old_policy": "learner",
+        "correction": {"truncation": "token", "mask_above": 1.3, "reject_above": 0.01},
+    },
     "ppo, log-linear": {"old_policy": "log_linear", "correction": {"truncation": "sequence"}},
     "gspo": {"loss": "gspo", "eps_clip": 0.02, "eps_clip_high": 0.02, "kl_loss_coef": 0.1},
     "cispo": {"loss": "cispo"},
     "sapo": {"loss": "sapo"},
     "dppo": {"loss": "dppo"},
-    "reinforce": {"loss": "reinforce", "old_policy": "learner", "correction": {"truncation": "sequence"}},
+    "reinforce": {
+        "loss": "reinforce",
+        "old_policy": "learner",
+        "correction": {"truncation": "sequence"},
+    },
 }
 
 
@@ -43,14 +50,22 @@ WIDE = {"initializer_range": 0.2}
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory, save_qwen3: Callable[..., Path]) -> dict[str, Path]:
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, save_qwen3: Callable[..., Path]
+) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("families")
     biased = save_llama(folder / "biased", attention_bias=True, mlp_bias=True, **WIDE)
-    return {"qwen3": save_qwen3(folder / "qwen3", tied=True, **WIDE), "llama": save_llama(folder / "llama", **WIDE), "llama with biases": biased}
+    return {
+        "qwen3": save_qwen3(folder / "qwen3", tied=True, **WIDE),
+        "llama": save_llama(folder / "llama", **WIDE),
+        "llama with biases": biased,
+    }
 
 
 @cache
-def rows(vocabulary: int = 64, lengths: tuple[int, ...] = (3, 4, 4, 9, 17, 17, 30, 90), longest: int = 0) -> tuple[Example, ...]:
+def rows(
+    vocabulary: int = 64, lengths: tuple[int, ...] = (3, 4, 4, 9, 17, 17, 30, 90), longest: int = 0
+) -> tuple[Example, ...]:
     """Trajectories of random tokens with holes in their loss masks; behaviour log-probs come from `behaviour`."""
     draw = np.random.default_rng(1)
     made = []
@@ -60,8 +75,21 @@ def rows(vocabulary: int = 64, lengths: tuple[int, ...] = (3, 4, 4, 9, 17, 17, 3
         mask = draw.random(completion) < 0.8
         mask[-1] = True
         versions = draw.integers(0, VERSION + 1, completion)
-        zeros, reference = np.zeros(completion, np.float32), draw.normal(-4, 0.3, completion).astype(np.float32)
-        made.append(Example(draw.integers(3, vocabulary, length), prompt, mask, zeros, float(draw.normal()), versions.astype(np.int32), reference))
+        zeros, reference = (
+            np.zeros(completion, np.float32),
+            draw.normal(-4, 0.3, completion).astype(np.float32),
+        )
+        made.append(
+            Example(
+                draw.integers(3, vocabulary, length),
+                prompt,
+                mask,
+                zeros,
+                float(draw.normal()),
+                versions.astype(np.int32),
+                reference,
+            )
+        )
     return tuple(made)
 
 
@@ -78,7 +106,10 @@ def behaviour(model: PreTrainedModel, examples: Sequence[Example]) -> list[np.nd
     """What a policy not far away would have given each loss token: some ratios are clipped, some are masked."""
     draw = np.random.default_rng(2)
     with torch.no_grad():
-        return [alone(model, row)[0].numpy() + draw.normal(0, 0.15, row.loss_tokens).astype(np.float32) for row in examples]
+        return [
+            alone(model, row)[0].numpy() + draw.normal(0, 0.15, row.loss_tokens).astype(np.float32)
+            for row in examples
+        ]
 
 
 def recorded(model: PreTrainedModel, examples: Sequence[Example]) -> list[Example]:
@@ -89,10 +120,18 @@ def recorded(model: PreTrainedModel, examples: Sequence[Example]) -> list[Exampl
         full[row.loss_mask] = values
         return full
 
-    return [replace(row, behaviour_logprobs=whole(row, values)) for row, values in zip(examples, behaviour(model, examples), strict=True)]
+    return [
+        replace(row, behaviour_logprobs=whole(row, values))
+        for row, values in zip(examples, behaviour(model, examples), strict=True)
+    ]
 
 
-def one_by_one(model: PreTrainedModel, examples: Sequence[Example], weights: Sequence[float], algorithm: AlgorithmConfig | None) -> torch.Tensor:
+def one_by_one(
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    weights: Sequence[float],
+    algorithm: AlgorithmConfig | None,
+) -> torch.Tensor:
     """The step's loss, one trajectory at a time, with its gradients in the model."""
     total = torch.zeros(())
     for row, weight in zip(examples, weights, strict=True):
@@ -119,7 +158,13 @@ def one_by_one(model: PreTrainedModel, examples: Sequence[Example], weights: Seq
     return total
 
 
-def packed(policy: Policy, examples: list[Example], weights: list[float], algorithm: AlgorithmConfig | None, plan: Any) -> torch.Tensor:
+def packed(
+    policy: Policy,
+    examples: list[Example],
+    weights: list[float],
+    algorithm: AlgorithmConfig | None,
+    plan: Any,
+) -> torch.Tensor:
     """The same in the micro-batches of all ranks of a plan."""
     from dataclasses import replace
 
@@ -132,7 +177,11 @@ def packed(policy: Policy, examples: list[Example], weights: list[float], algori
         if algorithm is None:
             loss, _ = supervised_loss(logprobs, batch.weights)
         else:
-            loss, _ = policy_loss(batch.policy_tokens(logprobs), algorithm, entropy if algorithm.entropy_coef else None)
+            loss, _ = policy_loss(
+                batch.policy_tokens(logprobs),
+                algorithm,
+                entropy if algorithm.entropy_coef else None,
+            )
         loss.backward()
         total += loss.detach()
     return total
@@ -143,7 +192,9 @@ PLANS = {
     "one each": lambda lengths: [[[index] for index in range(len(lengths))]],
     "the tightest cap": lambda lengths: pack(lengths, max(lengths)).micro_batches,
     "three ranks": lambda lengths: pack(lengths, max(lengths) + 20, 3).micro_batches,
-    "more ranks than trajectories": lambda lengths: pack(lengths, 10_000, len(lengths) + 1).micro_batches,
+    "more ranks than trajectories": lambda lengths: (
+        pack(lengths, 10_000, len(lengths) + 1).micro_batches
+    ),
 }
 
 
@@ -157,34 +208,68 @@ def off(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradient_are_those_of_one_trajectory_at_a_time(checkpoints: dict[str, Path], family: str, loss: str) -> None:
+def test_loss_and_gradient_are_those_of_one_trajectory_at_a_time(
+    checkpoints: dict[str, Path], family: str, loss: str
+) -> None:
     algorithm = AlgorithmConfig.model_validate(LOSSES[loss]) if LOSSES[loss] is not None else None
-    plain = AutoModelForCausalLM.from_pretrained(checkpoints[family], dtype=torch.float32, attn_implementation="sdpa")
-    policy = load_policy(str(checkpoints[family]), torch.float32, TEMPERATURE, entropy_gradient=algorithm is not None and algorithm.entropy_coef > 0)
+    plain = AutoModelForCausalLM.from_pretrained(
+        checkpoints[family], dtype=torch.float32, attn_implementation="sdpa"
+    )
+    policy = load_policy(
+        str(checkpoints[family]),
+        torch.float32,
+        TEMPERATURE,
+        entropy_gradient=algorithm is not None and algorithm.entropy_coef > 0,
+    )
     examples = recorded(plain, rows(longest=600))
     draw = np.random.default_rng(3)
-    weights = [float(draw.uniform(0.5, 1.5)) / sum(row.loss_tokens for row in examples) for row in examples]
+    weights = [
+        float(draw.uniform(0.5, 1.5)) / sum(row.loss_tokens for row in examples) for row in examples
+    ]
     expected = one_by_one(plain, examples, weights, algorithm)
     wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, plan in PLANS.items():
         policy.zero_grad(set_to_none=True)
-        found = packed(policy, examples, weights, algorithm, plan([len(row.tokens) for row in examples]))
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: loss: {text}")
+        found = packed(
+            policy, examples, weights, algorithm, plan([len(row.tokens) for row in examples])
+        )
+        torch.testing.assert_close(
+            found,
+            expected,
+            atol=1e-5,
+            rtol=1e-5,
+            msg=lambda text, name=name: f"{name}: loss: {text}",
+        )
         for parameter_name, parameter in policy.model.named_parameters():
             assert off(parameter.grad, wanted[parameter_name]) <= 1e-5, f"{name}: {parameter_name}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_are_those_of_one_trajectory_at_a_time(checkpoints: dict[str, Path], family: str) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(checkpoints[family], dtype=torch.float32, attn_implementation="sdpa")
+def test_log_probs_are_those_of_one_trajectory_at_a_time(
+    checkpoints: dict[str, Path], family: str
+) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(
+        checkpoints[family], dtype=torch.float32, attn_implementation="sdpa"
+    )
     policy = load_policy(str(checkpoints[family]), torch.float32, TEMPERATURE)
     examples = rows(longest=600)
     for name, plan in PLANS.items():
-        for indices in (indices for rank in plan([len(row.tokens) for row in examples]) for indices in rank if indices):
+        for indices in (
+            indices
+            for rank in plan([len(row.tokens) for row in examples])
+            for indices in rank
+            if indices
+        ):
             batch = micro_batch(examples, indices, "cpu")
             with torch.no_grad():
                 expected = torch.cat([alone(plain, examples[index])[0] for index in batch.order])
-                torch.testing.assert_close(policy(batch)[0], expected, atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    policy(batch)[0],
+                    expected,
+                    atol=1e-5,
+                    rtol=0,
+                    msg=lambda text, name=name: f"{name}: {text}",
+                )
 
 
 def mistral(implementation: str, window: int) -> PreTrainedModel:
@@ -200,16 +285,30 @@ def mistral(implementation: str, window: int) -> PreTrainedModel:
 @pytest.mark.parametrize("window", [1, 5, 90, 511, 530])
 def test_a_window_is_transformers_own(window: int) -> None:
     """Shorter and longer than the segments, and than the blocks in which long segments are attended."""
-    plain, policy = mistral("sdpa", window), Policy(mistral(attention.register_attention(), window), TEMPERATURE)
+    plain, policy = (
+        mistral("sdpa", window),
+        Policy(mistral(attention.register_attention(), window), TEMPERATURE),
+    )
     examples = rows(lengths=(3, 17, 17, 90), longest=1100)
     batch = micro_batch(examples, range(len(examples)), "cpu")
-    logprobs, expected = policy(batch)[0], torch.cat([alone(plain, examples[index])[0] for index in batch.order])
+    logprobs, expected = (
+        policy(batch)[0],
+        torch.cat([alone(plain, examples[index])[0] for index in batch.order]),
+    )
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
     direction = torch.linspace(-1, 1, len(expected)) / len(expected)
     for found in (logprobs, expected):
         (found * direction).sum().backward()
-    for (name, one), (_, other) in zip(policy.model.named_parameters(), plain.named_parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, one), (_, other) in zip(
+        policy.model.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            one.grad,
+            other.grad,
+            atol=1e-5,
+            rtol=1e-5,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 class Allocations(TorchDispatchMode):
@@ -221,12 +320,18 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.shapes += [(str(func), tuple(leaf.shape)) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.shapes += [
+            (str(func), tuple(leaf.shape))
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, torch.Tensor)
+        ]
         return result
 
     def squares(self) -> list[tuple[str, tuple[int, ...]]]:
         """Results with two dimensions of more than 512: tokens against tokens, since nothing else here is as large."""
-        return [(name, shape) for name, shape in self.shapes if sum(size > 512 for size in shape) > 1]
+        return [
+            (name, shape) for name, shape in self.shapes if sum(size > 512 for size in shape) > 1
+        ]
 
 
 LONG = {"lengths": (149, 301, 301), "longest": 1301}
@@ -234,12 +339,18 @@ LONG = {"lengths": (149, 301, 301), "longest": 1301}
 
 
 def models(name: str, checkpoints: dict[str, Path]) -> PreTrainedModel:
-    return mistral(attention.register_attention(), 700) if name == "window" else load_policy(str(checkpoints[name]), torch.float32, TEMPERATURE).model
+    return (
+        mistral(attention.register_attention(), 700)
+        if name == "window"
+        else load_policy(str(checkpoints[name]), torch.float32, TEMPERATURE).model
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "llama", "window"])
-def test_no_mask_or_scores_of_tokens_by_tokens_exist(checkpoints: dict[str, Path], family: str, dtype: torch.dtype) -> None:
+def test_no_mask_or_scores_of_tokens_by_tokens_exist(
+    checkpoints: dict[str, Path], family: str, dtype: torch.dtype
+) -> None:
     policy = Policy(models(family, checkpoints).to(dtype), TEMPERATURE)
     examples = rows(**LONG)
     batch = micro_batch(examples, range(len(examples)), "cpu")
@@ -248,14 +359,19 @@ def test_no_mask_or_scores_of_tokens_by_tokens_exist(checkpoints: dict[str, Path
         policy(batch)[0].sum().backward()
     assert allocations.squares() == []
     names = {name for name, _ in allocations.shapes}
-    assert {"aten._scaled_dot_product_flash_attention_for_cpu.default", "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"} <= names
+    assert {
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+    } <= names
 
 
 def test_the_observer_sees_what_transformers_would_build() -> None:
     examples = rows(**LONG)
     batch = micro_batch(examples, range(len(examples)), "cpu")
     with Allocations() as allocations:
-        mistral("sdpa", 700)(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+        mistral("sdpa", 700)(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+        )
     assert any(shape[-2:] == (2048, 2048) for _, shape in allocations.squares())
 
 
@@ -263,14 +379,20 @@ def test_heads_of_other_widths_for_keys_and_values_are_attended_in_blocks() -> N
     """As in multi-head latent attention, which torch's flash kernel does not take."""
     torch.manual_seed(0)
     length, heads = 1100, 2
-    query, key, value = (torch.randn(1, heads, length, width, requires_grad=True) for width in (24, 24, 16))
+    query, key, value = (
+        torch.randn(1, heads, length, width, requires_grad=True) for width in (24, 24, 16)
+    )
     module, segments = torch.nn.Module(), attention.Segments.of([length], "cpu")
     with Allocations() as allocations:
         found, _ = attention.segment_attention(module, query, key, value, None, segments=segments)
         gradients = torch.autograd.grad(found.sum(), (query, key, value))
     assert allocations.squares() == []
-    scores = (query @ key.transpose(2, 3) / 24**0.5).masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -torch.inf)
+    scores = (query @ key.transpose(2, 3) / 24**0.5).masked_fill(
+        ~torch.ones(length, length, dtype=torch.bool).tril(), -torch.inf
+    )
     expected = (scores.softmax(-1) @ value).transpose(1, 2)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    for one, other in zip(gradients, torch.autograd.grad(expected.sum(), (query, key, value)), strict=True):
+    for one, other in zip(
+        gradients, torch.autograd.grad(expected.sum(), (query, key, value)), strict=True
+    ):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

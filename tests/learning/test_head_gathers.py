@@ -25,23 +25,35 @@ STEPS = 2
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_the_head_is_gathered_once_forward_and_at_most_once_backward(tmp_path: Path, save_qwen3: Callable[..., Path], tied: bool) -> None:
+def test_the_head_is_gathered_once_forward_and_at_most_once_backward(
+    tmp_path: Path, save_qwen3: Callable[..., Path], tied: bool
+) -> None:
     path = save_qwen3(tmp_path / "model", tied=tied, vocab_size=VOCABULARY)
     found = on_ranks(2, count_gathers, path)
     for rank in found:
         for micro_batches, chunks, gathers in (step for steps in rank.values() for step in steps):
             assert micro_batches == 2 <= chunks
-            assert gathers["forward"] == micro_batches and gathers["backward"] <= micro_batches and gathers["by its use"] == 0
-    assert [found[rank]["chunks"][0][1] for rank in (0, 1)] == [30, 2] and found[0]["whole"][0][1] == 2
+            assert (
+                gathers["forward"] == micro_batches
+                and gathers["backward"] <= micro_batches
+                and gathers["by its use"] == 0
+            )
+    assert [found[rank]["chunks"][0][1] for rank in (0, 1)] == [30, 2] and found[0]["whole"][0][
+        1
+    ] == 2
     for step in range(STEPS):
         gathers = [rank[variant][step][2] for rank in found for variant in CHUNK_ROWS]
         assert gathers == [gathers[0]] * 4, "on both ranks, in chunks and whole"
 
 
-def count_gathers(rank: int, world_size: int, path: Path) -> dict[str, list[tuple[int, int, dict[str, int]]]]:
+def count_gathers(
+    rank: int, world_size: int, path: Path
+) -> dict[str, list[tuple[int, int, dict[str, int]]]]:
     """Variant → for each step (this rank's micro-batches, chunks of log-probs in their forward passes, gathers of the head by pass)."""
     from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+    from deepspeed.runtime.zero.partitioned_param_coordinator import (
+        PartitionedParameterCoordinator as Coordinator,
+    )
 
     import asyncrl.algorithms.logprobs as logprobs_module
     import asyncrl.learning.rank as rank_module
@@ -51,14 +63,25 @@ def count_gathers(rank: int, world_size: int, path: Path) -> dict[str, list[tupl
     learner.engine, learner.sharded = zero3.start_engine(str(path), config.learner, 1.0)
     learner.parameters = dict(zero3.policy_of(learner.engine).model.named_parameters())
     head = zero3.policy_of(learner.engine).model.get_output_embeddings().weight
-    assert head.ds_numel == VOCABULARY * 64 and not head.ds_persist and head.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    assert (
+        head.ds_numel == VOCABULARY * 64
+        and not head.ds_persist
+        and head.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    )
     gathers: Counter[str] = Counter()
     chunks = [0]
 
     def seen(parameters: Any, kind: str) -> None:
-        gathers[kind] += sum(parameter is head and parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE for parameter in parameters)
+        gathers[kind] += sum(
+            parameter is head and parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
+            for parameter in parameters
+        )
 
-    fetch, gather, plan = Coordinator._PartitionedParameterCoordinator__all_gather_params_, Init._all_gather, learner._plan
+    fetch, gather, plan = (
+        Coordinator._PartitionedParameterCoordinator__all_gather_params_,
+        Init._all_gather,
+        learner._plan,
+    )
 
     def fetch_seen(self: Any, parameters: Any, forward: bool, quantize: bool = False) -> Any:
         seen(parameters, "forward" if forward else "backward")
@@ -81,12 +104,17 @@ def count_gathers(rank: int, world_size: int, path: Path) -> dict[str, list[tupl
         chunks[0] += torch._C._current_graph_task_id() == -1  # not again in the backward pass
         return chunk(*arguments)
 
-    Coordinator._PartitionedParameterCoordinator__all_gather_params_, Init._all_gather = fetch_seen, gather_seen
+    Coordinator._PartitionedParameterCoordinator__all_gather_params_, Init._all_gather = (
+        fetch_seen,
+        gather_seen,
+    )
     logprobs_module._chunk, learner._plan = chunk_seen, long_rows_on_rank_0
     found: dict[str, list[tuple[int, int, dict[str, int]]]] = {}
     learner.supervised_step(ROWS)  # in which DeepSpeed learns the order of the modules
     for variant, rows in CHUNK_ROWS.items():
-        zero3.policy_of(learner.engine).head = logprobs_module.HeadSettings(chunk_elements=rows * VOCABULARY)
+        zero3.policy_of(learner.engine).head = logprobs_module.HeadSettings(
+            chunk_elements=rows * VOCABULARY
+        )
         found[variant] = []
         for _ in range(STEPS):
             gathers.clear()
@@ -94,6 +122,10 @@ def count_gathers(rank: int, world_size: int, path: Path) -> dict[str, list[tupl
             metrics = learner.supervised_step(ROWS)
             assert metrics["applied"]
             found[variant].append(
-                (int(metrics["micro_batches"]) // world_size, chunks[0], {kind: gathers[kind] for kind in ("forward", "backward", "by its use")})
+                (
+                    int(metrics["micro_batches"]) // world_size,
+                    chunks[0],
+                    {kind: gathers[kind] for kind in ("forward", "backward", "by its use")},
+                )
             )
     return found

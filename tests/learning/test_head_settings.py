@@ -17,7 +17,9 @@ from asyncrl.learning.batches import micro_batch, token_example
 from asyncrl.learning.policy import Policy, head_settings, load_policy
 from asyncrl.testing.families import VOCABULARY, family
 
-BATCH = micro_batch([token_example(([5], np.random.default_rng(0).integers(4, 260, 30).tolist()))], [0], "cpu")
+BATCH = micro_batch(
+    [token_example(([5], np.random.default_rng(0).integers(4, 260, 30).tolist()))], [0], "cpu"
+)
 
 
 def policy_of(path: Path, dtype: torch.dtype, **settings: Any) -> Policy:
@@ -27,7 +29,9 @@ def policy_of(path: Path, dtype: torch.dtype, **settings: Any) -> Policy:
 def exact(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of the batch, and the gradient of their sum for the head's weight, in float64 from the policy's own hidden states."""
     taken: list[torch.Tensor] = []
-    hook = policy.model.model.norm.register_forward_hook(lambda module, inputs, output: taken.append(output.detach()))
+    hook = policy.model.model.norm.register_forward_hook(
+        lambda module, inputs, output: taken.append(output.detach())
+    )
     policy(BATCH)
     hook.remove()
     weight = policy.model.lm_head.weight.detach().double().requires_grad_()
@@ -48,13 +52,17 @@ def test_a_head_in_float32_rounds_nothing_that_the_model_has_in_bfloat16(tmp_pat
         found.sum().backward()
         weight = policy.model.lm_head.weight
         assert weight.dtype == weight.grad.dtype == torch.bfloat16
-        torch.testing.assert_close(weight.grad.double(), gradient, atol=0.05 * float(gradient.abs().max()), rtol=0.05)
+        torch.testing.assert_close(
+            weight.grad.double(), gradient, atol=0.05 * float(gradient.abs().max()), rtol=0.05
+        )
         off[fp32] = float((found - logprobs).detach().abs().max())
     assert off[True] < 1e-5 < 1e-3 < off[False]
 
 
 def test_it_is_refused_where_it_would_do_nothing(model_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"learner\.cast_lm_head_to_fp32 = True acts only with learner\.bf16: true"):
+    with pytest.raises(
+        ValueError, match=r"learner\.cast_lm_head_to_fp32 = True acts only with learner\.bf16: true"
+    ):
         learner_config(model_path, cast_lm_head_to_fp32=True)
 
 
@@ -69,14 +77,26 @@ class LogitRows(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         # The head itself, turned over, has more.
-        self.seen += [leaf.shape[0] for leaf in made if leaf.ndim == 2 and leaf.shape[1] == VOCABULARY and leaf.shape[0] <= len(BATCH.targets)]
+        self.seen += [
+            leaf.shape[0]
+            for leaf in made
+            if leaf.ndim == 2
+            and leaf.shape[1] == VOCABULARY
+            and leaf.shape[0] <= len(BATCH.targets)
+        ]
         return result
 
 
-@pytest.mark.parametrize(("memory", "rows"), [(7 * 4 * VOCABULARY * 4, 4), (7 * 4 * VOCABULARY * 4 - 1, 3), (1, 1), (1 << 30, 30)])
+@pytest.mark.parametrize(
+    ("memory", "rows"),
+    [(7 * 4 * VOCABULARY * 4, 4), (7 * 4 * VOCABULARY * 4 - 1, 3), (1, 1), (1 << 30, 30)],
+)
 def test_chunks_are_as_large_as_their_memory(tmp_path: Path, memory: int, rows: int) -> None:
     path = family("llama").save(tmp_path, hidden_size=32, num_attention_heads=1)
-    policy, whole = policy_of(path, torch.float32, logprob_memory_bytes=memory), policy_of(path, torch.float32)
+    policy, whole = (
+        policy_of(path, torch.float32, logprob_memory_bytes=memory),
+        policy_of(path, torch.float32),
+    )
     with LogitRows() as made:
         logprobs = policy(BATCH)[0]
         greedy = policy(BATCH, greedy=True)[0]

@@ -54,23 +54,43 @@ def kept_name(said: str) -> str:
     return Path(said.removeprefix("its batch is ")).name
 
 
-TABLES = [pa.table({"ordinal": [3], "reward": [[1.0, 0.0]]}), pa.table({"ordinal": [4], "reward": [[0.5, 0.0]], "hint": ["only here"]})]
+TABLES = [
+    pa.table({"ordinal": [3], "reward": [[1.0, 0.0]]}),
+    pa.table({"ordinal": [4], "reward": [[0.5, 0.0]], "hint": ["only here"]}),
+]
 
 
-def test_batches_are_kept_whole_under_names_of_their_own_and_not_without_end(tmp_path: Path) -> None:
-    names = [kept_name(keep_batch(tmp_path / "kept", "version_000007", "nonfinite", TABLES)) for _ in range(3)]
-    assert names == ["version_000007_nonfinite.parquet", "version_000007_nonfinite_1.parquet", "version_000007_nonfinite_2.parquet"]
+def test_batches_are_kept_whole_under_names_of_their_own_and_not_without_end(
+    tmp_path: Path,
+) -> None:
+    names = [
+        kept_name(keep_batch(tmp_path / "kept", "version_000007", "nonfinite", TABLES))
+        for _ in range(3)
+    ]
+    assert names == [
+        "version_000007_nonfinite.parquet",
+        "version_000007_nonfinite_1.parquet",
+        "version_000007_nonfinite_2.parquet",
+    ]
     assert pyarrow.parquet.read_table(tmp_path / "kept" / names[2])["ordinal"].to_pylist() == [3, 4]
     for version in range(KEPT):
         assert kept_name(keep_batch(tmp_path / "kept", f"version_{version:06d}", "spike", TABLES))
-    assert keep_batch(tmp_path / "kept", "version_000999", "spike", TABLES) == f"its batch was not kept, there are {KEPT} of that kind"
-    assert kept_name(keep_batch(tmp_path / "kept", "version_000999", "nonfinite", TABLES)), "spikes leave room for what ends a run"
+    assert (
+        keep_batch(tmp_path / "kept", "version_000999", "spike", TABLES)
+        == f"its batch was not kept, there are {KEPT} of that kind"
+    )
+    assert kept_name(keep_batch(tmp_path / "kept", "version_000999", "nonfinite", TABLES)), (
+        "spikes leave room for what ends a run"
+    )
     assert len(list((tmp_path / "kept").iterdir())) == KEPT + 4, "no half-written file is left"
 
 
 def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("a file where the folder should be")
-    assert re.match(r"its batch could not be kept in .*kept: .*is a file, not a directory", keep_batch(tmp_path / "kept", "version_000001", "spike", TABLES))
+    assert re.match(
+        r"its batch could not be kept in .*kept: .*is a file, not a directory",
+        keep_batch(tmp_path / "kept", "version_000001", "spike", TABLES),
+    )
     unlike = [pa.table({"ordinal": [3]}), pa.table({"ordinal": ["three"]})]
     said = keep_batch(tmp_path / "other", "version_000001", "spike", unlike)
     assert said.startswith("its batch could not be kept in ") and "\n" not in said
@@ -78,8 +98,15 @@ def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path: Path)
 
 def test_a_batch_without_a_token_to_learn_from_is_skipped_for_that_and_kept(tmp_path: Path) -> None:
     group = recorded_group(5)
-    masked = replace(group, trajectories=tuple(replace(member, loss_mask=(0,) * len(member.loss_mask)) for member in group.trajectories))
-    result = LearnerRank(0, learner_config(tmp_path / "model"), "run", 1).step([groups_to_table([masked])])
+    masked = replace(
+        group,
+        trajectories=tuple(
+            replace(member, loss_mask=(0,) * len(member.loss_mask)) for member in group.trajectories
+        ),
+    )
+    result = LearnerRank(0, learner_config(tmp_path / "model"), "run", 1).step(
+        [groups_to_table([masked])]
+    )
     assert not result.applied and result.reason == NOTHING_TO_LEARN
     path = tmp_path / "runs" / "learner-test" / "kept" / "version_000000_empty.parquet"
     assert result.note == f"{NOTHING_TO_LEARN}; its batch is {path}" and path.exists()

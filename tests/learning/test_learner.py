@@ -21,7 +21,13 @@ from recorded import learner_config, recorded_batch, recorded_group, scored
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.learning.checkpoint import load_rank
-from asyncrl.learning.group import LearnerDied, LearnerError, LearnerGroup, PlacementError, stacks_path
+from asyncrl.learning.group import (
+    LearnerDied,
+    LearnerError,
+    LearnerGroup,
+    PlacementError,
+    stacks_path,
+)
 from asyncrl.stacks import stack_of
 from asyncrl.weights.manifest import expected_tensors
 
@@ -42,14 +48,26 @@ Run = Callable[[Any], Any]
 
 @pytest.fixture(scope="module")
 def one(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
-    group = run(LearnerGroup.create(learner_config(model_path, max_tokens=1024, algorithm=ALGORITHM), "run", 1))
+    group = run(
+        LearnerGroup.create(
+            learner_config(model_path, max_tokens=1024, algorithm=ALGORITHM), "run", 1
+        )
+    )
     yield group
     run(group.close())
 
 
 @pytest.fixture(scope="module")
 def two(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
-    group = run(LearnerGroup.create(learner_config(model_path, world_size=2, max_tokens=128, algorithm=ALGORITHM, find_nonfinite=True), "run", 1))
+    group = run(
+        LearnerGroup.create(
+            learner_config(
+                model_path, world_size=2, max_tokens=128, algorithm=ALGORITHM, find_nonfinite=True
+            ),
+            "run",
+            1,
+        )
+    )
     yield group
     run(group.close())
 
@@ -61,36 +79,81 @@ def test_parameters_are_partitioned_over_two_ranks(two: LearnerGroup, run: Run) 
         assert own == shards[1][name][0] == -(-whole // 2), name
 
 
-def test_world_sizes_and_packings_agree_over_three_steps(one: LearnerGroup, two: LearnerGroup, run: Run) -> None:
+def test_world_sizes_and_packings_agree_over_three_steps(
+    one: LearnerGroup, two: LearnerGroup, run: Run
+) -> None:
     for step in range(3):
         alone, together = (run(group.step(recorded_batch(step))) for group in (one, two))
         assert alone.applied and together.applied
         assert alone.metrics["micro_batches"] == 1 and together.metrics["micro_batches"] >= 4
         assert together.metrics["grad_norm"] == pytest.approx(alone.metrics["grad_norm"], rel=1e-4)
-        for name in ("loss", "tokens", "trajectories", "ratio_mean", "ratio_max", "clip_fraction", "kl_k1", "kl_k3", "entropy"):
-            assert together.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-4, abs=1e-5), name
-    assert alone.metrics["trajectories"] == 24, "one trajectory of each group is masked by its status"
+        for name in (
+            "loss",
+            "tokens",
+            "trajectories",
+            "ratio_mean",
+            "ratio_max",
+            "clip_fraction",
+            "kl_k1",
+            "kl_k3",
+            "entropy",
+        ):
+            assert together.metrics[name] == pytest.approx(
+                alone.metrics[name], rel=1e-4, abs=1e-5
+            ), name
+    assert alone.metrics["trajectories"] == 24, (
+        "one trajectory of each group is masked by its status"
+    )
     for left, right in zip(run(one.logprobs(ROWS)), run(two.logprobs(ROWS)), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-4)
 
 
-def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(one: LearnerGroup, run: Run, tmp_path: Path) -> None:
+def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(
+    one: LearnerGroup, run: Run, tmp_path: Path
+) -> None:
     """Each holds at most 32 tokens of a row, and a row has up to 64."""
     rows = [*ROWS, (tuple(range(3, 20)), tuple(range(3, 33)))]
     run(one.export_hf(tmp_path))
     run(one.reset_optimizer(1e-2))
-    shared = run(LearnerGroup.create(learner_config(tmp_path, 2, max_tokens=32, algorithm=ALGORITHM, sequence_parallel_size=2), "run", 1))
+    shared = run(
+        LearnerGroup.create(
+            learner_config(
+                tmp_path, 2, max_tokens=32, algorithm=ALGORITHM, sequence_parallel_size=2
+            ),
+            "run",
+            1,
+        )
+    )
     try:
         for step in range(3):
-            alone, together = (run(group.step(recorded_batch(30 + step))) for group in (one, shared))
+            alone, together = (
+                run(group.step(recorded_batch(30 + step))) for group in (one, shared)
+            )
             assert alone.applied and together.applied and together.metrics["micro_batches"] > 4
-            for name in ("grad_norm", "loss", "tokens", "trajectories", "ratio_mean", "ratio_max", "clip_fraction", "kl_k1", "kl_k3", "entropy"):
-                assert together.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-4, abs=1e-5), name
+            for name in (
+                "grad_norm",
+                "loss",
+                "tokens",
+                "trajectories",
+                "ratio_mean",
+                "ratio_max",
+                "clip_fraction",
+                "kl_k1",
+                "kl_k3",
+                "entropy",
+            ):
+                assert together.metrics[name] == pytest.approx(
+                    alone.metrics[name], rel=1e-4, abs=1e-5
+                ), name
         for left, right in zip(run(one.logprobs(rows)), run(shared.logprobs(rows)), strict=True):
             np.testing.assert_allclose(left, right, atol=1e-4)
         alone, together = (run(group.supervised_step(rows)) for group in (one, shared))
-        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4) and together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
-        assert {entry.name for entry in run(shared.gather(1)).tensors} == set(expected_tensors(tmp_path, "float32"))
+        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4) and together[
+            "grad_norm"
+        ] == pytest.approx(alone["grad_norm"], rel=1e-4)
+        assert {entry.name for entry in run(shared.gather(1)).tensors} == set(
+            expected_tensors(tmp_path, "float32")
+        )
     finally:
         run(shared.close())
 
@@ -101,9 +164,13 @@ def test_a_batch_with_nan_is_skipped_by_both_ranks(two: LearnerGroup, run: Run) 
     batch[5] = scored(recorded_group(61, poison=True))
     result = run(two.step(batch))
     assert not result.applied and result.metrics["nonfinite_loss"] > 0
-    assert "NaN or Inf in loss or gradient from group 61, trajectory 0; its batch is " in result.note
+    assert (
+        "NaN or Inf in loss or gradient from group 61, trajectory 0; its batch is " in result.note
+    )
     kept = pyarrow.parquet.read_table(result.note.rpartition(" ")[2])
-    assert kept["ordinal"].to_pylist() == [group.ordinal for group in batch] and math.isnan(kept["logprobs"][5].as_py()[0][0])
+    assert kept["ordinal"].to_pylist() == [group.ordinal for group in batch] and math.isnan(
+        kept["logprobs"][5].as_py()[0][0]
+    )
     for left, right in zip(before, run(two.logprobs(ROWS)), strict=True):
         np.testing.assert_array_equal(left, right)
 
@@ -113,7 +180,16 @@ def test_a_leap_of_the_gradient_keeps_its_batch(one: LearnerGroup, run: Run) -> 
     # Rewards that are all the same teach nothing: only the entropy bonus has a gradient.
     groups = [recorded_group(240 + number) for number in range(8)]
     dull = [
-        scored(replace(group, trajectories=tuple(replace(member, advantage=member.advantage and 1.0) for member in group.trajectories))) for group in groups
+        scored(
+            replace(
+                group,
+                trajectories=tuple(
+                    replace(member, advantage=member.advantage and 1.0)
+                    for member in group.trajectories
+                ),
+            )
+        )
+        for group in groups
     ]
     for _ in range(8):
         result = run(one.step(dull))
@@ -121,7 +197,10 @@ def test_a_leap_of_the_gradient_keeps_its_batch(one: LearnerGroup, run: Run) -> 
         assert result.metrics["grad_norm_ratio"] == pytest.approx(1, rel=1e-3)
     result = run(one.step(recorded_batch(30)))
     assert result.applied and result.metrics["grad_norm_ratio"] > 10
-    assert result.note.startswith("gradient norm ") and Path(result.note.rpartition(" ")[2]).name == "version_000008_spike.parquet"
+    assert (
+        result.note.startswith("gradient norm ")
+        and Path(result.note.rpartition(" ")[2]).name == "version_000008_spike.parquet"
+    )
 
 
 def test_after_a_skip_nothing_of_it_is_left(two: LearnerGroup, run: Run) -> None:
@@ -133,13 +212,17 @@ def test_after_a_skip_nothing_of_it_is_left(two: LearnerGroup, run: Run) -> None
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_save_load_continue_equals_uninterrupted(one: LearnerGroup, two: LearnerGroup, run: Run, tmp_path: Path, world_size: int) -> None:
+def test_save_load_continue_equals_uninterrupted(
+    one: LearnerGroup, two: LearnerGroup, run: Run, tmp_path: Path, world_size: int
+) -> None:
     group = one if world_size == 1 else two
     run(group.save(tmp_path))
     losses = [run(group.step(recorded_batch(20 + step))).metrics["loss"] for step in range(3)]
     after = run(group.logprobs(ROWS))
     run(group.load(tmp_path))
-    assert [run(group.step(recorded_batch(20 + step))).metrics["loss"] for step in range(3)] == pytest.approx(losses, rel=1e-6)
+    assert [
+        run(group.step(recorded_batch(20 + step))).metrics["loss"] for step in range(3)
+    ] == pytest.approx(losses, rel=1e-6)
     for left, right in zip(after, run(group.logprobs(ROWS)), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-6)
 
@@ -155,24 +238,40 @@ def test_a_checkpoint_that_cannot_be_used_says_why(tmp_path: Path) -> None:
 def test_export_loads_in_plain_transformers(two: LearnerGroup, run: Run, tmp_path: Path) -> None:
     run(two.export_hf(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert model.config._attn_implementation == "sdpa" and AutoTokenizer.from_pretrained(tmp_path).eos_token == "#"
+    assert (
+        model.config._attn_implementation == "sdpa"
+        and AutoTokenizer.from_pretrained(tmp_path).eos_token == "#"
+    )
     for (prompt, following), logprobs in zip(ROWS, run(two.logprobs(ROWS)), strict=True):
         tokens = torch.tensor([[*prompt, *following]])
-        expected = model(input_ids=tokens).logits[0].log_softmax(-1)[len(prompt) - 1 : -1].gather(-1, torch.tensor(following)[:, None])[:, 0]
+        expected = (
+            model(input_ids=tokens)
+            .logits[0]
+            .log_softmax(-1)[len(prompt) - 1 : -1]
+            .gather(-1, torch.tensor(following)[:, None])[:, 0]
+        )
         np.testing.assert_allclose(logprobs, expected.detach(), atol=1e-5)
 
 
-def test_gathered_versions_hold_every_parameter_once(two: LearnerGroup, run: Run, tmp_path: Path) -> None:
+def test_gathered_versions_hold_every_parameter_once(
+    two: LearnerGroup, run: Run, tmp_path: Path
+) -> None:
     run(two.export_hf(tmp_path))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     manifest = run(two.gather(3))
     assert (manifest.run_id, manifest.attempt, manifest.version) == ("run", 1, 3)
-    assert {entry.name for entry in manifest.tensors} == set(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"])
+    assert {entry.name for entry in manifest.tensors} == set(
+        json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    )
     assert len(manifest.buckets) == len(manifest.sizes) > 4
     contents = ray.get(list(manifest.buckets))
     assert [zlib.crc32(content) for content in contents] == list(manifest.checksums)
     for entry in manifest.tensors:
-        values = contents[entry.bucket][entry.offset : entry.offset + entry.nbytes].view(np.float32).reshape(entry.shape)
+        values = (
+            contents[entry.bucket][entry.offset : entry.offset + entry.nbytes]
+            .view(np.float32)
+            .reshape(entry.shape)
+        )
         np.testing.assert_array_equal(values, exported[entry.name].numpy(), err_msg=entry.name)
 
 
@@ -187,7 +286,9 @@ def test_supervised_steps_reach_exact_match(one: LearnerGroup, run: Run) -> None
 
 def test_learning_rate_warms_up(one: LearnerGroup, run: Run) -> None:
     run(one.reset_optimizer(1e-3, 4))
-    assert run(one.supervised_step(ROWS))["learning_rate"] == 1e-3  # the schedule is that of policy steps
+    assert (
+        run(one.supervised_step(ROWS))["learning_rate"] == 1e-3
+    )  # the schedule is that of policy steps
     run(one.reset_optimizer(1e-3, 4))
     rates = [run(one.step(recorded_batch(step))).metrics["learning_rate"] for step in range(6)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
@@ -199,7 +300,9 @@ def test_no_room_is_an_error_with_a_table(ray_cluster: Any, run: Run, model_path
         run(LearnerGroup.create(config, "run", 1))
 
 
-def test_a_rank_that_dies_in_a_collective_ends_the_group_by_name(two: LearnerGroup, run: Run) -> None:
+def test_a_rank_that_dies_in_a_collective_ends_the_group_by_name(
+    two: LearnerGroup, run: Run
+) -> None:
     """Rank 0 waits for rank 1 in the forward pass, and fails there, too, when its peer is gone."""
     rank_0, rank_1 = (psutil.Process(process) for _, process in two._processes)
     rank_1.suspend()
@@ -219,15 +322,20 @@ def test_a_rank_that_dies_in_a_collective_ends_the_group_by_name(two: LearnerGro
     run(two.close())
 
 
-def test_a_rank_that_stands_still_counts_as_died(model_path: Path, run: Run, ray_cluster: Any) -> None:
+def test_a_rank_that_stands_still_counts_as_died(
+    model_path: Path, run: Run, ray_cluster: Any
+) -> None:
     """Its peer waits for it in a collective, and does not end the group as an error of the code."""
     config = learner_config(model_path, world_size=2, call_timeout_s=60)
     group = run(LearnerGroup.create(config, "run", 7))
     processes = [psutil.Process(process) for _, process in group._processes]
-    group.config = config.model_copy(update={"learner": config.learner.model_copy(update={"call_timeout_s": 5.0})})
+    group.config = config.model_copy(
+        update={"learner": config.learner.model_copy(update={"call_timeout_s": 5.0})}
+    )
     processes[1].suspend()
     with pytest.raises(
-        LearnerDied, match=r"learner ranks 0, 1 did not answer exact_match within .*call_timeout_s = 5 s, .* rank 1: process \d+ does not answer"
+        LearnerDied,
+        match=r"learner ranks 0, 1 did not answer exact_match within .*call_timeout_s = 5 s, .* rank 1: process \d+ does not answer",
     ):
         run(group.exact_match(ROWS))
     assert psutil.wait_procs(processes, 30)[1] == []
@@ -236,9 +344,14 @@ def test_a_rank_that_stands_still_counts_as_died(model_path: Path, run: Run, ray
     run(group.close())
 
 
-def test_weights_that_a_finite_step_made_infinite_are_never_published(one: LearnerGroup, run: Run) -> None:
+def test_weights_that_a_finite_step_made_infinite_are_never_published(
+    one: LearnerGroup, run: Run
+) -> None:
     run(one.reset_optimizer(1e30))
-    with pytest.raises(LearnerError, match=r"rank 0 failed in step: .*the weights hold NaN or Inf, or .* after a step whose loss and gradient were finite"):
+    with pytest.raises(
+        LearnerError,
+        match=r"rank 0 failed in step: .*the weights hold NaN or Inf, or .* after a step whose loss and gradient were finite",
+    ):
         run(one.step(recorded_batch(0)))
     with pytest.raises(LearnerError):
         run(one.gather(1))
@@ -246,7 +359,9 @@ def test_weights_that_a_finite_step_made_infinite_are_never_published(one: Learn
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_value_head_fits_returns_alike_on_one_rank_and_two_and_stays_with_the_learner(ray_cluster: Any, run: Run, model_path: Path) -> None:
+def test_a_value_head_fits_returns_alike_on_one_rank_and_two_and_stays_with_the_learner(
+    ray_cluster: Any, run: Run, model_path: Path
+) -> None:
     """A fresh head says 0 everywhere, so with λ = 1 the first step is REINFORCE++'s: the reward for every token, normalised over the step."""
     plain = {"advantage": "reinforce_plus_plus"}
     critic = {"advantage": "gae", "gae_lambda": 1.0, "value_coef": 1e-6}
@@ -259,14 +374,31 @@ def test_a_value_head_fits_returns_alike_on_one_rank_and_two_and_stays_with_the_
         ("one", fitting, 1, 1024),
         ("two", fitting, 2, 128),
     ):
-        group = run(LearnerGroup.create(learner_config(model_path, world_size=world_size, max_tokens=max_tokens, algorithm=algorithm), "run", 1))
+        group = run(
+            LearnerGroup.create(
+                learner_config(
+                    model_path, world_size=world_size, max_tokens=max_tokens, algorithm=algorithm
+                ),
+                "run",
+                1,
+            )
+        )
         try:
             metrics = [run(group.step(recorded_batch(0))).metrics for _ in range(4)]
             first[name] = metrics[0]["loss"] - metrics[0]["value_loss"], metrics[0]["grad_norm"]
-            steps[world_size] = [value for one in metrics for value in (one["value_loss"], one["grad_norm"])]
-            assert {entry.name for entry in run(group.gather(1)).tensors} == set(expected_tensors(model_path, "float32")), "the head is not published"
+            steps[world_size] = [
+                value for one in metrics for value in (one["value_loss"], one["grad_norm"])
+            ]
+            assert {entry.name for entry in run(group.gather(1)).tensors} == set(
+                expected_tensors(model_path, "float32")
+            ), "the head is not published"
         finally:
             run(group.close())
-    assert first["critic"] == pytest.approx(first["plain"], rel=1e-4, abs=1e-6) and first["plain"][0] != 0
+    assert (
+        first["critic"] == pytest.approx(first["plain"], rel=1e-4, abs=1e-6)
+        and first["plain"][0] != 0
+    )
     assert steps[1] == pytest.approx(steps[2], rel=1e-3)
-    assert steps[1][6] < 0.9 * steps[1][0], "the same batch four times: the values come nearer to its returns"
+    assert steps[1][6] < 0.9 * steps[1][0], (
+        "the same batch four times: the values come nearer to its returns"
+    )

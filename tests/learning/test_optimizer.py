@@ -33,14 +33,30 @@ class WithHead(torch.nn.Module):
 @pytest.mark.parametrize(
     ("name", "decayed", "kept"),
     [
-        ("stablelm", ["layers.0.self_attn.q_proj.weight", "embed_tokens.weight"], ["layers.0.input_layernorm.weight", "q_proj.bias"]),
-        ("gpt_oss", ["experts.gate_up_proj", "lm_head.weight"], ["experts.gate_up_proj_bias", "self_attn.sinks", "router.bias"]),
-        ("jamba", ["mamba.in_proj.weight"], ["mamba.D", "mamba.conv1d.bias", "mamba.dt_layernorm.weight"]),
+        (
+            "stablelm",
+            ["layers.0.self_attn.q_proj.weight", "embed_tokens.weight"],
+            ["layers.0.input_layernorm.weight", "q_proj.bias"],
+        ),
+        (
+            "gpt_oss",
+            ["experts.gate_up_proj", "lm_head.weight"],
+            ["experts.gate_up_proj_bias", "self_attn.sinks", "router.bias"],
+        ),
+        (
+            "jamba",
+            ["mamba.in_proj.weight"],
+            ["mamba.D", "mamba.conv1d.bias", "mamba.dt_layernorm.weight"],
+        ),
         ("qwen3", ["q_proj.weight"], ["q_norm.weight"]),
     ],
 )
-def test_matrices_decay_and_norms_and_biases_do_not(name: str, decayed: list[str], kept: list[str]) -> None:
-    found = {key: decays(key, parameter) for key, parameter in family(name).build().named_parameters()}
+def test_matrices_decay_and_norms_and_biases_do_not(
+    name: str, decayed: list[str], kept: list[str]
+) -> None:
+    found = {
+        key: decays(key, parameter) for key, parameter in family(name).build().named_parameters()
+    }
     for endings, expected in ((decayed, True), (kept, False)):
         for ending in endings:
             seen = {value for key, value in found.items() if key.endswith(ending)}
@@ -51,8 +67,15 @@ def test_every_parameter_is_in_one_group_and_the_head_has_its_own_rate() -> None
     policy = WithHead(family("llama").build())
     optimizer = make_optimizer(policy, LearnerConfig(weight_decay=DECAY))
     groups = optimizer.param_groups
-    assert sorted(map(id, policy.parameters())) == sorted(id(p) for group in groups for p in group["params"])
-    assert [(group["weight_decay"], group["value_head"]) for group in groups] == [(DECAY, False), (0.0, False), (DECAY, True), (0.0, True)]
+    assert sorted(map(id, policy.parameters())) == sorted(
+        id(p) for group in groups for p in group["params"]
+    )
+    assert [(group["weight_decay"], group["value_head"]) for group in groups] == [
+        (DECAY, False),
+        (0.0, False),
+        (DECAY, True),
+        (0.0, True),
+    ]
     set_learning_rates(optimizer, RATE, VALUE_RATE)
     assert [group["lr"] for group in groups] == [RATE, RATE, VALUE_RATE, VALUE_RATE]
 
@@ -63,9 +86,18 @@ def test_a_step_is_that_of_torchs_plain_optimizer(kind: str) -> None:
     models = [WithHead(family("llama").build()) for _ in range(2)]
     config = LearnerConfig(optimizer=kind, weight_decay=DECAY)
     ours = make_optimizer(models[0], config)
-    plain: list[dict[str, Any]] = [{"params": [parameter], "weight_decay": DECAY if parameter.ndim > 1 else 0.0} for parameter in models[1].parameters()]
-    settings = {"betas": config.adam_betas, "eps": config.adam_eps, "foreach": False, "fused": False} if kind == "adamw" else {"foreach": False}
-    theirs = getattr(torch.optim, {"adamw": "AdamW", "sgd": "SGD"}[kind])(plain, lr=RATE, **settings)
+    plain: list[dict[str, Any]] = [
+        {"params": [parameter], "weight_decay": DECAY if parameter.ndim > 1 else 0.0}
+        for parameter in models[1].parameters()
+    ]
+    settings = (
+        {"betas": config.adam_betas, "eps": config.adam_eps, "foreach": False, "fused": False}
+        if kind == "adamw"
+        else {"foreach": False}
+    )
+    theirs = getattr(torch.optim, {"adamw": "AdamW", "sgd": "SGD"}[kind])(
+        plain, lr=RATE, **settings
+    )
     assert kind == "sgd" or ours.defaults["fused"]
     draw = torch.Generator().manual_seed(0)
     for _ in range(4):
@@ -75,19 +107,29 @@ def test_a_step_is_that_of_torchs_plain_optimizer(kind: str) -> None:
         ours.step()
         theirs.step()
     for (key, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            one, other, atol=1e-6, rtol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 def test_a_value_learning_rate_without_a_value_head_is_refused(model_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"value_learning_rate = 0\.05 acts only with algorithm.advantage: gae"):
+    with pytest.raises(
+        ValueError, match=r"value_learning_rate = 0\.05 acts only with algorithm.advantage: gae"
+    ):
         learner_config(model_path, value_learning_rate=VALUE_RATE)
 
 
 def test_groups_hold_under_zero3_and_outlive_a_checkpoint(model_path: Path, tmp_path: Path) -> None:
     for seen in on_ranks(2, two_ways, model_path, tmp_path):
         for name, moved in seen.by_decay.items():
-            expected = -RATE * DECAY * seen.before[name] if seen.before[name].ndim > 1 else torch.zeros_like(moved)
-            torch.testing.assert_close(moved, expected, atol=2e-7, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+            expected = (
+                -RATE * DECAY * seen.before[name]
+                if seen.before[name].ndim > 1
+                else torch.zeros_like(moved)
+            )
+            torch.testing.assert_close(
+                moved, expected, atol=2e-7, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )
         assert seen.fused and seen.rates == {False: {RATE}, True: {VALUE_RATE}}
         # AdamW's first step is the learning rate, whatever the gradient is.
         assert float(seen.head_moved.abs().max()) == pytest.approx(VALUE_RATE, rel=1e-3)
@@ -99,7 +141,10 @@ def two_ways(rank: int, world_size: int, path: Path, folder: Path) -> SimpleName
     seen = SimpleNamespace()
     after: dict[float, dict[str, torch.Tensor]] = {}
     for decay in (0.0, DECAY):
-        learner = started(rank, learner_config(path, world_size=world_size, learning_rate=RATE, weight_decay=decay))
+        learner = started(
+            rank,
+            learner_config(path, world_size=world_size, learning_rate=RATE, weight_decay=decay),
+        )
         seen.before = whole(learner)
         learner.supervised_step(ROWS)
         after[decay] = whole(learner)
@@ -107,20 +152,50 @@ def two_ways(rank: int, world_size: int, path: Path, folder: Path) -> SimpleName
     seen.by_decay = {name: after[DECAY][name] - after[0.0][name] for name in seen.before}
 
     algorithm = {"advantage": "gae", "value_coef": 1.0}
-    learner = started(rank, learner_config(path, world_size, 128, algorithm, learning_rate=RATE, value_learning_rate=VALUE_RATE, weight_decay=DECAY))
-    batches = [[groups_to_table([recorded_group(4 * step + place)]) for place in range(4)] for step in range(3)]
+    learner = started(
+        rank,
+        learner_config(
+            path,
+            world_size,
+            128,
+            algorithm,
+            learning_rate=RATE,
+            value_learning_rate=VALUE_RATE,
+            weight_decay=DECAY,
+        ),
+    )
+    batches = [
+        [groups_to_table([recorded_group(4 * step + place)]) for place in range(4)]
+        for step in range(3)
+    ]
     head = zero3.policy_of(learner.engine).value_head.weight
     learner.step(batches[0])
     groups = learner.engine.optimizer.param_groups
-    seen.rates = {value: {group["lr"] for group in groups if group["value_head"] == value} for value in (False, True)}
+    seen.rates = {
+        value: {group["lr"] for group in groups if group["value_head"] == value}
+        for value in (False, True)
+    }
     seen.fused = all(group["fused"] for group in groups)
     seen.head_moved = full(head)
-    seen.groups = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    seen.groups = [
+        {name: value for name, value in group.items() if name != "params"} for group in groups
+    ]
     learner.save(folder)
-    seen.onward = [learner.step(batch).metrics[name] for batch in batches[1:] for name in ("loss", "value_loss", "grad_norm")]
+    seen.onward = [
+        learner.step(batch).metrics[name]
+        for batch in batches[1:]
+        for name in ("loss", "value_loss", "grad_norm")
+    ]
     learner.load(folder)
-    seen.groups_after_load = [{name: value for name, value in group.items() if name != "params"} for group in learner.engine.optimizer.param_groups]
-    seen.again = [learner.step(batch).metrics[name] for batch in batches[1:] for name in ("loss", "value_loss", "grad_norm")]
+    seen.groups_after_load = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in learner.engine.optimizer.param_groups
+    ]
+    seen.again = [
+        learner.step(batch).metrics[name]
+        for batch in batches[1:]
+        for name in ("loss", "value_loss", "grad_norm")
+    ]
     learner.engine.destroy()
     return seen
 
@@ -129,7 +204,9 @@ def started(rank: int, config: Config) -> Any:
     from asyncrl.learning.rank import LearnerRank
 
     learner = LearnerRank(rank, config, "run", 1)
-    learner.engine, learner.sharded = zero3.start_engine(config.model.path, config.learner, 1.0, values=config.algorithm.advantage == "gae")
+    learner.engine, learner.sharded = zero3.start_engine(
+        config.model.path, config.learner, 1.0, values=config.algorithm.advantage == "gae"
+    )
     learner.parameters = dict(zero3.policy_of(learner.engine).model.named_parameters())
     return learner
 

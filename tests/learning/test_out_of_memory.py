@@ -31,20 +31,31 @@ def numpy_host() -> None:
 
 
 def gpu() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of …")
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of …"
+    )
 
 
 @pytest.mark.parametrize("fill", [host, numpy_host, gpu])
 def test_the_micro_batch_and_the_way_out_are_named(tmp_path: Path, fill: Any) -> None:
-    with pytest.raises(LearnerOutOfMemory) as error, explained(BATCH, learner_config(tmp_path, max_tokens=512)):
+    with (
+        pytest.raises(LearnerOutOfMemory) as error,
+        explained(BATCH, learner_config(tmp_path, max_tokens=512)),
+    ):
         fill()
     text = str(error.value)
-    assert "micro-batch of 52 tokens, 2 segments, the longest of 29, and 40 loss tokens; learner.max_tokens_per_gpu cannot be below 64" in text
+    assert (
+        "micro-batch of 52 tokens, 2 segments, the longest of 29, and 40 loss tokens; learner.max_tokens_per_gpu cannot be below 64"
+        in text
+    )
     assert "\n" not in text and re.search("allocat", text, re.IGNORECASE)
 
 
 def test_another_error_stays_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"^shapes differ$") as error, explained(BATCH, learner_config(tmp_path)):
+    with (
+        pytest.raises(RuntimeError, match=r"^shapes differ$") as error,
+        explained(BATCH, learner_config(tmp_path)),
+    ):
         raise RuntimeError("shapes differ")
     assert type(error.value) is RuntimeError
 
@@ -54,13 +65,36 @@ def test_another_error_stays_what_it_is(tmp_path: Path) -> None:
     [
         ({"max_tokens": 512}, 500, "set learner.max_tokens_per_gpu: 250"),
         ({"max_tokens": 512}, 100, "set learner.max_tokens_per_gpu: 64"),
-        ({"max_tokens": 512, "world_size": 2, "sequence_parallel_size": 2}, 1000, "set learner.max_tokens_per_gpu: 250"),
-        ({"max_tokens": 64}, 64, "cannot be below 64, as the longest trajectory has 64 tokens, so set learner.gradient_checkpointing: true"),
-        ({"max_tokens": 64, "gradient_checkpointing": True}, 64, "so raise learner.sequence_parallel_size above 1, or lower rollout.max_completion_length"),
-        ({"max_tokens": 512, "world_size": 2, "sequence_parallel_size": 2, "algorithm": {"kl_loss_coef": 0.1}}, 150, "set learner.max_tokens_per_gpu: 64"),
+        (
+            {"max_tokens": 512, "world_size": 2, "sequence_parallel_size": 2},
+            1000,
+            "set learner.max_tokens_per_gpu: 250",
+        ),
+        (
+            {"max_tokens": 64},
+            64,
+            "cannot be below 64, as the longest trajectory has 64 tokens, so set learner.gradient_checkpointing: true",
+        ),
+        (
+            {"max_tokens": 64, "gradient_checkpointing": True},
+            64,
+            "so raise learner.sequence_parallel_size above 1, or lower rollout.max_completion_length",
+        ),
+        (
+            {
+                "max_tokens": 512,
+                "world_size": 2,
+                "sequence_parallel_size": 2,
+                "algorithm": {"kl_loss_coef": 0.1},
+            },
+            150,
+            "set learner.max_tokens_per_gpu: 64",
+        ),
     ],
 )
-def test_the_advice_is_one_that_the_config_takes(tmp_path: Path, settings: dict[str, Any], tokens: int, advised: str) -> None:
+def test_the_advice_is_one_that_the_config_takes(
+    tmp_path: Path, settings: dict[str, Any], tokens: int, advised: str
+) -> None:
     config = learner_config(tmp_path, **settings)
     assert advised in advice(config, tokens)
     if cap := re.match(r"set learner.max_tokens_per_gpu: (\d+)", advice(config, tokens)):
@@ -76,14 +110,22 @@ def test_a_rank_says_it_of_its_forward_and_backward_pass(tmp_path: Path, where: 
         def __call__(self, *_: Any) -> Any:
             return gpu() if where == "forward" else (nothing, nothing, nothing)
 
-    rank.engine = Engine(train=lambda: None, set_gradient_accumulation_boundary=lambda last: None, backward=lambda *_, **__: gpu())
+    rank.engine = Engine(
+        train=lambda: None,
+        set_gradient_accumulation_boundary=lambda last: None,
+        backward=lambda *_, **__: gpu(),
+    )
     rank._quadratic_cost = lambda: 0.0  # type: ignore[method-assign]
     with pytest.raises(LearnerOutOfMemory, match="40 loss tokens"):
         rank._backward(EXAMPLES, [0.1, 0.1], lambda *_: (torch.zeros(()), SimpleNamespace()))  # type: ignore[arg-type, return-value]
 
 
 def test_the_driver_says_it_of_a_process_that_was_ended() -> None:
-    assert "the machine ran out of memory; lower learner.max_tokens_per_gpu" in _cause(OutOfMemoryError("long\ntext"), "gather")
-    assert "often the machine's memory: lower learner.max_tokens_per_gpu" in _cause(ActorDiedError(), "step")
+    assert "the machine ran out of memory; lower learner.max_tokens_per_gpu" in _cause(
+        OutOfMemoryError("long\ntext"), "gather"
+    )
+    assert "often the machine's memory: lower learner.max_tokens_per_gpu" in _cause(
+        ActorDiedError(), "step"
+    )
     assert "memory" not in _cause(ActorDiedError(), "save")
     assert "\n" not in _cause(OutOfMemoryError("long\ntext"), "step")

@@ -26,17 +26,36 @@ def steps(run: Run, model_path: Path, loss: str, world_size: int) -> list[dict[s
 
 
 @pytest.mark.slow
-def test_an_own_loss_trains_as_the_built_in_one_on_one_rank_and_on_two(ray_cluster: Any, run: Run, model_path: Path) -> None:
+def test_an_own_loss_trains_as_the_built_in_one_on_one_rank_and_on_two(
+    ray_cluster: Any, run: Run, model_path: Path
+) -> None:
     built_in = steps(run, model_path, "ppo", 1)
-    own = {world_size: steps(run, model_path, "own_losses:clipped", world_size) for world_size in (1, 2)}
+    own = {
+        world_size: steps(run, model_path, "own_losses:clipped", world_size)
+        for world_size in (1, 2)
+    }
     for step, expected in enumerate(built_in):
-        assert {name: own[1][step][name] for name in SAME} == {name: expected[name] for name in SAME}
-        assert {name: own[2][step][name] for name in SAME} == pytest.approx({name: expected[name] for name in SAME}, rel=1e-4, abs=1e-5)
-        assert own[2][step]["loss/ratio_below_half"] == pytest.approx(own[1][step]["loss/ratio_below_half"], abs=1e-6)
-        assert 0 < own[1][step]["loss/ratio_below_half"] < 1 and "loss/ratio_below_half" not in expected
+        assert {name: own[1][step][name] for name in SAME} == {
+            name: expected[name] for name in SAME
+        }
+        assert {name: own[2][step][name] for name in SAME} == pytest.approx(
+            {name: expected[name] for name in SAME}, rel=1e-4, abs=1e-5
+        )
+        assert own[2][step]["loss/ratio_below_half"] == pytest.approx(
+            own[1][step]["loss/ratio_below_half"], abs=1e-6
+        )
+        assert (
+            0 < own[1][step]["loss/ratio_below_half"] < 1
+            and "loss/ratio_below_half" not in expected
+        )
 
 
 @pytest.mark.slow
-def test_a_loss_that_breaks_its_contract_in_a_step_ends_it_with_file_and_line(ray_cluster: Any, run: Run, model_path: Path) -> None:
-    with pytest.raises(LearnerError, match=r"own_losses\.py:\d+\) raised RuntimeError: .* at .*own_losses\.py:\d+, in twelve_only"):
+def test_a_loss_that_breaks_its_contract_in_a_step_ends_it_with_file_and_line(
+    ray_cluster: Any, run: Run, model_path: Path
+) -> None:
+    with pytest.raises(
+        LearnerError,
+        match=r"own_losses\.py:\d+\) raised RuntimeError: .* at .*own_losses\.py:\d+, in twelve_only",
+    ):
         steps(run, model_path, "own_losses:twelve_only", 1)

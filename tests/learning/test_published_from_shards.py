@@ -38,26 +38,41 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_version_is_what_transformers_would_save(checkpoints: dict[str, Path], tmp_path: Path, world_size: int) -> None:
+def test_a_version_is_what_transformers_would_save(
+    checkpoints: dict[str, Path], tmp_path: Path, world_size: int
+) -> None:
     on_ranks(world_size, export_all, checkpoints, tmp_path / "ours")
     for family_name, path in checkpoints.items():
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             change(name, parameter)
         model.save_pretrained(tmp_path / "theirs" / family_name)
-        found, expected, before = (contents(folder) for folder in (tmp_path / "ours" / family_name, tmp_path / "theirs" / family_name, path))
+        found, expected, before = (
+            contents(folder)
+            for folder in (tmp_path / "ours" / family_name, tmp_path / "theirs" / family_name, path)
+        )
         assert set(found) == set(expected) == set(before)
         for name, tensor in found.items():
             assert torch.equal(tensor, expected[name]), (family_name, name)
-            assert torch.equal(tensor, before[name]) == name.endswith(BUFFERS), f"{name} of {family_name} should have changed, and no buffer"
+            assert torch.equal(tensor, before[name]) == name.endswith(BUFFERS), (
+                f"{name} of {family_name} should have changed, and no buffer"
+            )
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / family_name)
-        assert type(exported) is type(model) and exported.config.architectures == model.config.architectures and exported.dtype == torch.float32
+        assert (
+            type(exported) is type(model)
+            and exported.config.architectures == model.config.architectures
+            and exported.dtype == torch.float32
+        )
         tokens = torch.arange(4, 24)[None]
         assert torch.equal(exported(input_ids=tokens).logits, model(input_ids=tokens).logits)
 
 
 def contents(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("model*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in path.glob("model*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def export_all(rank: int, world_size: int, checkpoints: dict[str, Path], target: Path) -> None:
@@ -84,7 +99,11 @@ def export_all(rank: int, world_size: int, checkpoints: dict[str, Path], target:
                     change(name, parameter)
         table = tables[family_name]
         directory = HfDirectory(target / family_name, table, "float32", BUCKET_BYTES)
-        assert max(directory.sizes) == max(4 * tensor.stored.elements for tensor in table.tensors) > BUCKET_BYTES
+        assert (
+            max(directory.sizes)
+            == max(4 * tensor.stored.elements for tensor in table.tensors)
+            > BUCKET_BYTES
+        )
         directory.directory.mkdir(parents=True, exist_ok=True)
         gather_buckets(parameters, table, directory.entries, directory.sizes, rank, directory.write)
         if rank == 0:

@@ -12,8 +12,12 @@ from asyncrl.learning.schedule import learning_rate_at
     ],
 )
 def test_rises_over_the_warm_up_and_falls_until_the_last_step(kind, wanted):
-    assert [learning_rate_at(applied, 1.0, 2, 6, kind) for applied in range(7)] == pytest.approx(wanted, abs=1e-5)
+    assert [learning_rate_at(applied, 1.0, 2, 6, kind) for applied in range(7)] == pytest.approx(
+        wanted, abs=1e-5
+    )
 
 
 def test_a_longer_run_goes_on_higher():
-    assert learning_rate_at(50, 1e-3, 0, 100, "linear") < learning_rate_at(50, 1e-3, 0, 200, "linear")
+    assert learning_rate_at(50, 1e-3, 0, 100, "linear") < learning_rate_at(
+        50, 1e-3, 0, 200, "linear"
+    )

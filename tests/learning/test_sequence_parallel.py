@@ -32,7 +32,19 @@ OVER_WHOLE_TRAJECTORIES = {
 }
 WITH_VALUES = {"advantage": "gae", "value_coef": 10.0}
 
-SAME = ("loss", "grad_norm", "tokens", "trajectories", "ratio_mean", "ratio_max", "clip_fraction", "weight_mean", "kl_k3", "entropy", "value_loss")
+SAME = (
+    "loss",
+    "grad_norm",
+    "tokens",
+    "trajectories",
+    "ratio_mean",
+    "ratio_max",
+    "clip_fraction",
+    "weight_mean",
+    "kl_k3",
+    "entropy",
+    "value_loss",
+)
 
 MODELS: dict[str, dict[str, Any]] = {
     "one key-value head for two ranks": {"num_key_value_heads": 1},
@@ -58,13 +70,19 @@ def test_shares_are_whole_and_even() -> None:
     for tokens, size in ((7, 3), (4, 4), (5, 2), (8, 4)):
         groups = [SequenceGroup(None, rank, size) for rank in range(size)]
         bounds = [group.bounds(tokens) for group in groups]
-        assert bounds[0][0] == 0 and bounds[-1][1] == tokens and all(left[1] == right[0] for left, right in pairwise(bounds))
+        assert (
+            bounds[0][0] == 0
+            and bounds[-1][1] == tokens
+            and all(left[1] == right[0] for left, right in pairwise(bounds))
+        )
         assert max(groups[0].shares(tokens)) - min(groups[0].shares(tokens)) <= 1
 
 
 def test_misuse_is_refused() -> None:
     group = SequenceGroup(None, 0, 2)
-    with pytest.raises(ValueError, match="sequence_parallel_size = 2 does not divide the 3 attention heads"):
+    with pytest.raises(
+        ValueError, match="sequence_parallel_size = 2 does not divide the 3 attention heads"
+    ):
         group.to_heads(*[torch.zeros(1, 3, 4, 8)] * 3, tokens=8)
     with pytest.raises(ValueError, match="holds 4 tokens of a row of 9, not its share of 5"):
         group.to_heads(*[torch.zeros(1, 2, 4, 8)] * 3, tokens=9)
@@ -90,7 +108,16 @@ def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], di
         settings = {name: value for name, value in chosen.items() if name != "checkpointing"}
         for name, lengths in LENGTHS.items():
             batch = micro_batch(examples(lengths), range(len(lengths)), "cpu")
-            alone, shared = (Policy(small_model(**settings), 0.9, entropy_gradient=True, values=True, sequence_group=taken) for taken in (None, group))
+            alone, shared = (
+                Policy(
+                    small_model(**settings),
+                    0.9,
+                    entropy_gradient=True,
+                    values=True,
+                    sequence_group=taken,
+                )
+                for taken in (None, group)
+            )
             if "checkpointing" in chosen:
                 checkpoint_activations(shared)
             outcomes = []
@@ -98,14 +125,23 @@ def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], di
                 torch.nn.init.ones_(policy.value_head.weight)
                 results = policy(batch)
                 # A loss that looks at all tokens together.
-                (torch.tanh(torch.cat(results).sum()) + (torch.linspace(-1, 1, len(results[0])) * torch.stack(results)).sum()).backward()
-                outcomes.append((torch.stack(results).detach(), torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])))
+                (
+                    torch.tanh(torch.cat(results).sum())
+                    + (torch.linspace(-1, 1, len(results[0])) * torch.stack(results)).sum()
+                ).backward()
+                outcomes.append(
+                    (
+                        torch.stack(results).detach(),
+                        torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]),
+                    )
+                )
             (expected, gradient), (results, part) = outcomes
             dist.all_reduce(part)
             found[model, name] = {
                 "shape": results.shape == expected.shape,
                 "results": (results - expected).abs().max().item() if results.numel() else 0.0,
-                "gradient": (part - gradient).abs().max().item() / max(1.0, gradient.abs().max().item()),
+                "gradient": (part - gradient).abs().max().item()
+                / max(1.0, gradient.abs().max().item()),
                 "size": gradient.abs().max().item(),
                 "greedy": torch.equal(alone(batch, greedy=True)[0], shared(batch, greedy=True)[0]),
             }
@@ -122,7 +158,16 @@ def examples(lengths: tuple[int, ...]) -> list[Any]:
         prompt = 1 + (length > 3)
         completion = length - prompt
         tokens = generator.integers(0, VOCABULARY, length)
-        made.append(Example(tokens, prompt, np.ones(completion, bool), np.zeros(completion, np.float32), 1.0, np.zeros(completion, np.int32)))
+        made.append(
+            Example(
+                tokens,
+                prompt,
+                np.ones(completion, bool),
+                np.zeros(completion, np.float32),
+                1.0,
+                np.zeros(completion, np.int32),
+            )
+        )
     return made
 
 
@@ -132,9 +177,18 @@ def small_model(llama: bool = False, **settings: Any) -> Any:
     from asyncrl.learning.attention import register_attention
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "num_attention_heads": 4,
+    }
     config, kind = (LlamaConfig, LlamaForCausalLM) if llama else (Qwen3Config, Qwen3ForCausalLM)
-    return kind(config(**sizes | settings, initializer_range=0.2, attn_implementation=register_attention()))
+    return kind(
+        config(**sizes | settings, initializer_range=0.2, attn_implementation=register_attention())
+    )
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +197,15 @@ def config_of(model_path: Path) -> Callable[..., Config]:
 
     def make(algorithm: dict[str, Any], world_size: int = 1, size: int = 1) -> Config:
         cap = 1024 if world_size == 1 else 32
-        return learner_config(model_path, world_size, cap, algorithm, optimizer="sgd", sequence_parallel_size=size, find_nonfinite=True)
+        return learner_config(
+            model_path,
+            world_size,
+            cap,
+            algorithm,
+            optimizer="sgd",
+            sequence_parallel_size=size,
+            find_nonfinite=True,
+        )
 
     return make
 
@@ -156,13 +218,19 @@ def alone(config_of: Callable[..., Config]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
-def test_two_ranks_to_a_row_learn_what_one_rank_learns(config_of: Callable[..., Config], alone: list[dict[str, Any]], world_size: int) -> None:
-    configs = [config_of(algorithm, world_size, 2) for algorithm in (OVER_WHOLE_TRAJECTORIES, WITH_VALUES)]
+def test_two_ranks_to_a_row_learn_what_one_rank_learns(
+    config_of: Callable[..., Config], alone: list[dict[str, Any]], world_size: int
+) -> None:
+    configs = [
+        config_of(algorithm, world_size, 2) for algorithm in (OVER_WHOLE_TRAJECTORIES, WITH_VALUES)
+    ]
     by_rank = on_ranks(world_size, learned, configs)
     for one, *together in zip(alone, *by_rank, strict=True):
         for found in together:
             assert_same_learning(found, one, world_size)
-        logprobs = {index: values for found in together for index, values in found["logprobs"].items()}
+        logprobs = {
+            index: values for found in together for index, values in found["logprobs"].items()
+        }
         assert logprobs.keys() == one["logprobs"].keys()
         for index, values in one["logprobs"].items():
             np.testing.assert_allclose(logprobs[index], values, atol=1e-5)
@@ -193,19 +261,36 @@ def learned(rank: int, world_size: int, configs: list[Config]) -> list[dict[str,
     for config in configs:
         learner = LearnerRank(rank, config, "run", 1)
         learner.start("127.0.0.1", 0)
-        metrics = [learner.step([groups_to_table([recorded_group(step * 8 + number)]) for number in range(8)]).metrics for step in range(STEPS)]
-        skipped = learner.step([groups_to_table([recorded_group(60 + number, poison=number == 0)]) for number in range(4)])
+        metrics = [
+            learner.step(
+                [groups_to_table([recorded_group(step * 8 + number)]) for number in range(8)]
+            ).metrics
+            for step in range(STEPS)
+        ]
+        skipped = learner.step(
+            [
+                groups_to_table([recorded_group(60 + number, poison=number == 0)])
+                for number in range(4)
+            ]
+        )
         parameters = list(learner.parameters.values())
         with deepspeed.zero.GatheredParameters(parameters):
-            whole = {name: parameter.detach().numpy().copy() for name, parameter in learner.parameters.items()}
+            whole = {
+                name: parameter.detach().numpy().copy()
+                for name, parameter in learner.parameters.items()
+            }
         found.append(
             {
                 "metrics": metrics,
                 "skipped": skipped.metrics,
                 "said": skipped.note,
                 "parameters": whole,
-                "logprobs": learner.logprobs([LONG, ((5, 6, 7), (8, 9)), ((10,), (11, 12, 13))], 0.8),
-                "exact_match": learner.exact_match([((5, 6, 7), (token,)) for token in range(VOCABULARY)]),
+                "logprobs": learner.logprobs(
+                    [LONG, ((5, 6, 7), (8, 9)), ((10,), (11, 12, 13))], 0.8
+                ),
+                "exact_match": learner.exact_match(
+                    [((5, 6, 7), (token,)) for token in range(VOCABULARY)]
+                ),
             }
         )
     return found

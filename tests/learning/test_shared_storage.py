@@ -57,18 +57,51 @@ def free_port() -> int:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
     """Starts a node of one CPU; the second one joins the first. `private` is a folder whose content it has alone."""
-    port, temp = free_port(), Path(f"/tmp/asyncrl-n{os.getpid()}")  # Ray's sockets need a short path
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ASYNCRL_"))}
-    environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    port, temp = (
+        free_port(),
+        Path(f"/tmp/asyncrl-n{os.getpid()}"),
+    )  # Ray's sockets need a short path
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RAY_", "ASYNCRL_"))
+    }
+    environment |= {
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
     started: list[subprocess.Popen[bytes]] = []
 
     def one(private: Path | None = None) -> tuple[str, dict[str, str]]:
-        place = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={temp}"] if not started else [f"--address=127.0.0.1:{port}"]
-        command = ["ray", "start", *place, "--block", "--num-cpus=1", "--node-ip-address=127.0.0.1", "--disable-usage-stats"]
+        place = (
+            ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={temp}"]
+            if not started
+            else [f"--address=127.0.0.1:{port}"]
+        )
+        command = [
+            "ray",
+            "start",
+            *place,
+            "--block",
+            "--num-cpus=1",
+            "--node-ip-address=127.0.0.1",
+            "--disable-usage-stats",
+        ]
         if private is not None:
-            command = ["unshare", "-m", "sh", "-c", f"mount -t tmpfs none {private} && exec {' '.join(command)}"]
+            command = [
+                "unshare",
+                "-m",
+                "sh",
+                "-c",
+                f"mount -t tmpfs none {private} && exec {' '.join(command)}",
+            ]
         log = tmp_path / f"node_{len(started)}.log"
-        started.append(subprocess.Popen(command, env=environment, stdout=log.open("wb"), stderr=subprocess.STDOUT))
+        started.append(
+            subprocess.Popen(
+                command, env=environment, stdout=log.open("wb"), stderr=subprocess.STDOUT
+            )
+        )
         deadline = time.monotonic() + 120
         while "--block" not in log.read_text():
             assert started[-1].poll() is None and time.monotonic() < deadline, log.read_text()
@@ -97,7 +130,9 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_rank_on_a_disk_of_its_own_is_found_before_anything_is_trained(start: Any, tmp_path: Path, model_path: Path, shared: bool) -> None:
+def test_a_rank_on_a_disk_of_its_own_is_found_before_anything_is_trained(
+    start: Any, tmp_path: Path, model_path: Path, shared: bool
+) -> None:
     root = tmp_path / "runs"
     root.mkdir()
     private = tmp_path / "elsewhere"
@@ -106,15 +141,30 @@ def test_a_rank_on_a_disk_of_its_own_is_found_before_anything_is_trained(start: 
         pytest.skip("this machine allows no mount namespace of one's own")
     address, environment = start()
     start(private if shared else root)
-    config = learner_config(model_path, world_size=2, num_cpus=1).model_copy(update={"runs_root": str(root), "name": "r"})
-    done = subprocess.run([sys.executable, "-c", DRIVE, address, config.model_dump_json()], env=environment, capture_output=True, text=True, timeout=240)
+    config = learner_config(model_path, world_size=2, num_cpus=1).model_copy(
+        update={"runs_root": str(root), "name": "r"}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVE, address, config.model_dump_json()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.partition("RESULT ")[2])
     assert result["nodes"] == 2
-    files = {str(path.relative_to(root / "r" / "saved")) for path in (root / "r" / "saved").rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(root / "r" / "saved"))
+        for path in (root / "r" / "saved").rglob("*")
+        if path.is_file()
+    }
     if shared:
         assert result["said"] == "shared" and files == set(result["saved"])
     else:
-        assert re.search(r"r is not the same directory here and on node \S+ \(learner rank [01]\), .*; set runs_root", result["said"])
+        assert re.search(
+            r"r is not the same directory here and on node \S+ \(learner rank [01]\), .*; set runs_root",
+            result["said"],
+        )
         assert len(files) < len(result["saved"]), "what such a checkpoint lacked"
     assert not list((root / "r").glob(".probe_*"))

@@ -21,16 +21,35 @@ DOCS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 def test_a_steps_metrics_hold_its_packing_and_are_explained() -> None:
     examples = [token_example(([1] * (length - 1), [2])) for length in (6, 3, 3)]
     plan = pack([len(example.tokens) for example in examples], 8, world_size=2, quadratic=0.1)
-    metrics = step_metrics(dict.fromkeys((*NAMES, "ratio_max"), 1.0), 3, examples, plan, 0.5, 1e-3, True, 2.0)
+    metrics = step_metrics(
+        dict.fromkeys((*NAMES, "ratio_max"), 1.0), 3, examples, plan, 0.5, 1e-3, True, 2.0
+    )
     assert metrics["micro_batches"] == 2 and metrics["fill"] == 12 / 16
-    assert metrics["imbalance"] == pytest.approx((6 + 3.6) / ((9.6 + 2 * 3.9) / 2) - 1), "6 tokens cost 9.6, twice 3 cost 7.8"
+    assert metrics["imbalance"] == pytest.approx((6 + 3.6) / ((9.6 + 2 * 3.9) / 2) - 1), (
+        "6 tokens cost 9.6, twice 3 cost 7.8"
+    )
     assert set(metrics) <= set(re.findall(r"`([a-z_0-9/<>]+)`", DOCS))
 
 
 def test_means_are_over_the_steps_tokens() -> None:
     # four tokens with r = 0.5, 1, 1, 1.5
-    totals = dict.fromkeys(NAMES, 0.0) | {"ratio": 4.0, "ratio_squared": 4.5, "ratio_max": 1.5, "loss": 0.25, "entropy": 2.0}
-    totals |= {"clipped": 1.0, "masked": 2.0, "masked_band": 2.0, "masked_rejected": 1.0, "weight": 3.0, "capped": 1.0, "kl_k1": 0.4, "kl_k3": 0.2}
+    totals = dict.fromkeys(NAMES, 0.0) | {
+        "ratio": 4.0,
+        "ratio_squared": 4.5,
+        "ratio_max": 1.5,
+        "loss": 0.25,
+        "entropy": 2.0,
+    }
+    totals |= {
+        "clipped": 1.0,
+        "masked": 2.0,
+        "masked_band": 2.0,
+        "masked_rejected": 1.0,
+        "weight": 3.0,
+        "capped": 1.0,
+        "kl_k1": 0.4,
+        "kl_k3": 0.2,
+    }
     totals |= {"drift": 0.3, "drift_tokens": 2.0}
     examples = [token_example(((5, 6), (7, 8, 9))), token_example(((5,), (7,)))]
     found = step_metrics(totals, 4, examples, Packing((((0, 1),),), 0.5, 0.0), 2.0, 1e-3, True, 0.5)
@@ -44,7 +63,16 @@ def test_means_are_over_the_steps_tokens() -> None:
 
 
 def test_without_such_tokens_a_mean_is_no_number() -> None:
-    found = step_metrics(dict.fromkeys(NAMES, 0.0) | {"ratio_max": 0.0}, 1, [], Packing(((),), 0.0, 0.0), np.nan, 0.0, False, 1.0)
+    found = step_metrics(
+        dict.fromkeys(NAMES, 0.0) | {"ratio_max": 0.0},
+        1,
+        [],
+        Packing(((),), 0.0, 0.0),
+        np.nan,
+        0.0,
+        False,
+        1.0,
+    )
     assert math.isnan(found["in_flight_drift"]) and math.isnan(found["ess"])
 
 
@@ -54,6 +82,10 @@ def test_every_sum_of_the_loss_is_carried_over_the_ranks() -> None:
 
 def test_the_variance_of_ratios_that_are_all_small_is_not_below_zero() -> None:
     ratios = [0.8, 0.9]
-    totals = dict.fromkeys(NAMES, 0.0) | {"ratio": sum(ratios), "ratio_squared": sum(ratio**2 for ratio in ratios), "ratio_max": 0.9}
+    totals = dict.fromkeys(NAMES, 0.0) | {
+        "ratio": sum(ratios),
+        "ratio_squared": sum(ratio**2 for ratio in ratios),
+        "ratio_max": 0.9,
+    }
     found = step_metrics(totals, 2, [], Packing(((),), 0.0, 0.0), 1.0, 1e-3, True, 1.0)["chi2"]
     assert found == pytest.approx(sum((ratio - 1) ** 2 for ratio in ratios) / 2) and found > 0

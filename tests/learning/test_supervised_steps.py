@@ -16,10 +16,22 @@ from asyncrl.learning.rank import LearnerRank
 from asyncrl.learning.supervised import supervised_examples
 
 
-def seen(rows: list[TokenRow], max_tokens: int, strategy: Strategy) -> tuple[list[tuple[list[int], list[int]]], int, int]:
+def seen(
+    rows: list[TokenRow], max_tokens: int, strategy: Strategy
+) -> tuple[list[tuple[list[int], list[int]]], int, int]:
     """Tokens and targets of each piece; pieces and tokens left out."""
     examples, pieces, tokens = supervised_examples(rows, max_tokens, strategy)
-    return [(example.tokens.tolist(), example.tokens[example.prompt_length :][example.loss_mask].tolist()) for example in examples], pieces, tokens
+    return (
+        [
+            (
+                example.tokens.tolist(),
+                example.tokens[example.prompt_length :][example.loss_mask].tolist(),
+            )
+            for example in examples
+        ],
+        pieces,
+        tokens,
+    )
 
 
 ROWS: list[TokenRow] = [((10, 11, 12), (13, 14, 15, 16)), ((20,), (21,))]
@@ -27,41 +39,77 @@ ROWS: list[TokenRow] = [((10, 11, 12), (13, 14, 15, 16)), ((20,), (21,))]
 
 def test_pieces_of_supervised_rows_predict_what_they_have_context_for() -> None:
     """Ids are 10 to 16 of which 10 to 12 are the prompt, and 20, 21. Pieces of four: 10-13 predicts 13, 14-16 predicts 15 and 16 from 14 on."""
-    assert seen(ROWS, 4, "bfd_split") == ([([10, 11, 12, 13], [13]), ([14, 15, 16], [15, 16]), ([20, 21], [21])], 0, 1), "nothing predicts 14"
+    assert seen(ROWS, 4, "bfd_split") == (
+        [([10, 11, 12, 13], [13]), ([14, 15, 16], [15, 16]), ([20, 21], [21])],
+        0,
+        1,
+    ), "nothing predicts 14"
     batch = micro_batch(supervised_examples(ROWS, 4, "bfd_split")[0][1:], [0, 1], "cpu")
-    assert batch.targets.tolist() == [15, 16, 21] and batch.input_ids.tolist() == [[14, 15, 20]] and batch.position_ids.tolist() == [[0, 1, 0]]
-    assert seen(ROWS, 7, "bfd") == ([([10, 11, 12, 13, 14, 15, 16], [13, 14, 15, 16]), ([20, 21], [21])], 0, 0)
+    assert (
+        batch.targets.tolist() == [15, 16, 21]
+        and batch.input_ids.tolist() == [[14, 15, 20]]
+        and batch.position_ids.tolist() == [[0, 1, 0]]
+    )
+    assert seen(ROWS, 7, "bfd") == (
+        [([10, 11, 12, 13, 14, 15, 16], [13, 14, 15, 16]), ([20, 21], [21])],
+        0,
+        0,
+    )
 
 
 def test_pieces_without_a_token_to_predict_are_left_out_and_counted() -> None:
     # 10-12 is prompt alone | 13-15 | 16 alone, 20-21.
-    assert seen(ROWS, 3, "wrapped") == ([([13, 14, 15], [14, 15]), ([20, 21], [21])], 2, 2), "nothing predicts 13 and 16"
-    with pytest.raises(ValueError, match=r"none of the 2 pieces of 1 supervised rows has a token to predict; raise learner.max_tokens_per_gpu: rows of 3"):
+    assert seen(ROWS, 3, "wrapped") == ([([13, 14, 15], [14, 15]), ([20, 21], [21])], 2, 2), (
+        "nothing predicts 13 and 16"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"none of the 2 pieces of 1 supervised rows has a token to predict; raise learner.max_tokens_per_gpu: rows of 3",
+    ):
         supervised_examples([((1, 2, 3), (4,))], 3, "bfd_split")
-    with pytest.raises(ValueError, match=r"row 0 has 7 tokens, above the capacity of 3.*packing_strategy: bfd_split"):
+    with pytest.raises(
+        ValueError,
+        match=r"row 0 has 7 tokens, above the capacity of 3.*packing_strategy: bfd_split",
+    ):
         supervised_examples(ROWS, 3, "bfd")
-    with pytest.raises(ValueError, match="a row of 1 prompt and 0 following tokens has nothing to predict"):
+    with pytest.raises(
+        ValueError, match="a row of 1 prompt and 0 following tokens has nothing to predict"
+    ):
         supervised_examples([*ROWS, ((1,), ())], 7, "bfd")
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
-def test_a_supervised_micro_batch_is_that_of_whole_rows_where_none_is_cut(strategy: Strategy) -> None:
+def test_a_supervised_micro_batch_is_that_of_whole_rows_where_none_is_cut(
+    strategy: Strategy,
+) -> None:
     rows = [(tuple(range(3, 5 + index)), tuple(range(20, 22 + 2 * index))) for index in range(5)]
     examples, *left_out = supervised_examples(rows, 100, strategy)
     assert left_out == [0, 0]
-    one, other = micro_batch(examples, range(5), "cpu"), micro_batch([token_example(row) for row in rows], range(5), "cpu")
+    one, other = (
+        micro_batch(examples, range(5), "cpu"),
+        micro_batch([token_example(row) for row in rows], range(5), "cpu"),
+    )
     assert (
-        one.targets.tolist() == other.targets.tolist() and one.input_ids.tolist() == other.input_ids.tolist() and one.select.tolist() == other.select.tolist()
+        one.targets.tolist() == other.targets.tolist()
+        and one.input_ids.tolist() == other.input_ids.tolist()
+        and one.select.tolist() == other.select.tolist()
     )
 
 
-def test_the_row_that_made_a_supervised_step_not_finite_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_row_that_made_a_supervised_step_not_finite_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     rank = LearnerRank(0, learner_config(tmp_path / "model", find_nonfinite=True), "run", 1)
     bad = list(ROWS[1][0]) + list(ROWS[1][1])
 
-    def backward(examples: list[Example], weights: list[float], loss: Any, temperature: float) -> tuple[dict[str, float], None]:
+    def backward(
+        examples: list[Example], weights: list[float], loss: Any, temperature: float
+    ) -> tuple[dict[str, float], None]:
         assert temperature == 1.0
-        return {"nonfinite_loss": float(any(example.tokens.tolist() == bad for example in examples)), "nonfinite_gradient": 0.0}, None
+        return {
+            "nonfinite_loss": float(any(example.tokens.tolist() == bad for example in examples)),
+            "nonfinite_gradient": 0.0,
+        }, None
 
     monkeypatch.setattr(rank, "_backward", backward)
     monkeypatch.setattr(rank, "_train", lambda *_, **__: {"applied": 0.0})
@@ -69,23 +117,44 @@ def test_the_row_that_made_a_supervised_step_not_finite_is_named(tmp_path: Path,
     monkeypatch.setattr(rank_module.zero3, "parameters_finite", lambda engine: True)
     monkeypatch.setattr(rank_module.zero3, "discard_gradients", lambda engine: None)
     rank.supervised_step(ROWS)
-    assert f"NaN or Inf in loss or gradient from the row with the tokens {bad}; its batch is " in caplog.text
+    assert (
+        f"NaN or Inf in loss or gradient from the row with the tokens {bad}; its batch is "
+        in caplog.text
+    )
 
 
-def test_the_rows_of_a_skipped_step_and_of_a_leap_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_rows_of_a_skipped_step_and_of_a_leap_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     rank = LearnerRank(0, learner_config(tmp_path / "model"), "run", 1)
 
     def step(applied: float, grad_norm: float) -> dict[str, float]:
-        monkeypatch.setattr(rank, "_train", lambda *_, **__: {"applied": applied, "grad_norm": grad_norm})
+        monkeypatch.setattr(
+            rank, "_train", lambda *_, **__: {"applied": applied, "grad_norm": grad_norm}
+        )
         return rank.supervised_step(ROWS)
 
     for _ in range(8):
-        assert step(1.0, 2.0) == {"applied": 1.0, "grad_norm": 2.0, "grad_norm_ratio": 1.0, "pieces_left_out": 0.0, "tokens_left_out": 0.0}
+        assert step(1.0, 2.0) == {
+            "applied": 1.0,
+            "grad_norm": 2.0,
+            "grad_norm_ratio": 1.0,
+            "pieces_left_out": 0.0,
+            "tokens_left_out": 0.0,
+        }
     assert not (tmp_path / "runs" / "learner-test" / "kept").exists()
     assert step(1.0, 40.0)["grad_norm_ratio"] == 20.0
     assert "grad_norm_ratio" not in step(0.0, float("nan"))
     path, leapt = sorted((tmp_path / "runs" / "learner-test" / "kept").iterdir())
-    assert (path.name, leapt.name) == ("supervised_000000_nonfinite.parquet", "supervised_000000_spike.parquet")
-    assert "gradient norm 40 is 20 times the median" in caplog.text and "NaN or Inf in loss or gradient; its batch is " in caplog.text
+    assert (path.name, leapt.name) == (
+        "supervised_000000_nonfinite.parquet",
+        "supervised_000000_spike.parquet",
+    )
+    assert (
+        "gradient norm 40 is 20 times the median" in caplog.text
+        and "NaN or Inf in loss or gradient; its batch is " in caplog.text
+    )
     kept = pyarrow.parquet.read_table(path)
-    assert list(zip(kept["prompt_ids"].to_pylist(), kept["target_ids"].to_pylist(), strict=True)) == [(list(prompt), list(ids)) for prompt, ids in ROWS]
+    assert list(
+        zip(kept["prompt_ids"].to_pylist(), kept["target_ids"].to_pylist(), strict=True)
+    ) == [(list(prompt), list(ids)) for prompt, ids in ROWS]

@@ -61,7 +61,10 @@ class InProcess:
     """`Rollouts` and `Scores`: the shipped worker and scoring functions, in this process."""
 
     def __init__(self, config: Config, generator: Generate, run_id: str) -> None:
-        self.config, self.worker = config, RolloutWorker(WorkerSpec(config, run_id, 0, lambda: generator))
+        self.config, self.worker = (
+            config,
+            RolloutWorker(WorkerSpec(config, run_id, 0, lambda: generator)),
+        )
         self.tokens: dict[int, list[tuple[int, ...]]] = {}
         self.rewards: dict[int, list[float]] = {}
 
@@ -84,7 +87,10 @@ class InProcess:
         table = table_from_ipc(stream)
         ids = [tuple(row) for row in table["completion_ids"][0].as_py()]
         self.tokens[table["ordinal"][0].as_py()] = ids
-        scored = score_table(attach_rewards(table, GroupRewards({"even": [reward(row) for row in ids]}, None)), self.config)
+        scored = score_table(
+            attach_rewards(table, GroupRewards({"even": [reward(row) for row in ids]}, None)),
+            self.config,
+        )
         self.rewards[scored["ordinal"][0].as_py()] = scored["reward"][0].as_py()
         return [scored_summary(scored, scored)]
 
@@ -103,10 +109,20 @@ class OneVersionOff(SeededGenerator):
 def config_for(model_path: Any, optimizer: str, steps: int = STEPS) -> Config:
     rates = {"sgd": 0.5, "adamw": 1e-3}
     only_adam = {"adam_eps": 1e-6} if optimizer == "adamw" else {}
-    base = learner_config(model_path, optimizer=optimizer, learning_rate=rates[optimizer], max_grad_norm=1e6, **only_adam)
+    base = learner_config(
+        model_path,
+        optimizer=optimizer,
+        learning_rate=rates[optimizer],
+        max_grad_norm=1e6,
+        **only_adam,
+    )
     tree = base.model_dump()
     tree["max_steps"] = steps
-    tree["rollout"] |= {"rollout_batch_size": GROUPS, "n_samples_per_prompt": N, "max_completion_length": LENGTH}
+    tree["rollout"] |= {
+        "rollout_batch_size": GROUPS,
+        "n_samples_per_prompt": N,
+        "max_completion_length": LENGTH,
+    }
     tree["staleness"] |= {"max_staleness": 0}
     tree["reward"]["functions"] = {"even": {"function": "nowhere:even"}}
     return Config.model_validate(tree)
@@ -116,52 +132,97 @@ def load(path: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def plain_loop(config: Config, model: Any, sample: Sample) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
+def plain_loop(
+    config: Config, model: Any, sample: Sample
+) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
     """The synchronous algorithm with nothing but transformers, torch and the pure functions; weights after the last step, and all tokens."""
     learner = config.learner
     if learner.optimizer == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=learner.learning_rate)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            model.parameters(), lr=learner.learning_rate
+        )
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), learner.learning_rate, learner.adam_betas, learner.adam_eps, learner.weight_decay)
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            learner.learning_rate,
+            learner.adam_betas,
+            learner.adam_eps,
+            learner.weight_decay,
+        )
     tokens: dict[int, list[tuple[int, ...]]] = {}
     for step in range(config.max_steps):
         trajectories = []
         for ordinal in range(step * GROUPS, (step + 1) * GROUPS):
-            request = GenerateRequest(prompt_ids(ordinal), N, LENGTH, config.rollout.temperature, seed=rollout_seed(config.seed, ordinal))
+            request = GenerateRequest(
+                prompt_ids(ordinal),
+                N,
+                LENGTH,
+                config.rollout.temperature,
+                seed=rollout_seed(config.seed, ordinal),
+            )
             completions = sample(request, step)
             tokens[ordinal] = [completion.token_ids for completion in completions]
-            advantages = group_advantages([reward(ids) for ids in tokens[ordinal]], [True] * N, "grpo")
-            trajectories += [(prompt_ids(ordinal), completion, advantage) for completion, advantage in zip(completions, advantages, strict=True)]
-        weights = token_weights([len(completion.token_ids) for _, completion, _ in trajectories], "token_mean", LENGTH)
+            advantages = group_advantages(
+                [reward(ids) for ids in tokens[ordinal]], [True] * N, "grpo"
+            )
+            trajectories += [
+                (prompt_ids(ordinal), completion, advantage)
+                for completion, advantage in zip(completions, advantages, strict=True)
+            ]
+        weights = token_weights(
+            [len(completion.token_ids) for _, completion, _ in trajectories], "token_mean", LENGTH
+        )
         for (prompt, completion, advantage), weight in zip(trajectories, weights, strict=True):
             ids = torch.tensor(completion.token_ids)
-            logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
-            logprobs = (logits / config.rollout.temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+            logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
+            logprobs = (
+                (logits / config.rollout.temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+            )
             one = torch.ones(len(ids))
-            taken = PolicyTokens(logprobs, torch.tensor(completion.logprobs), one * advantage, one * weight, ids * 0, 1, one * 0)
+            taken = PolicyTokens(
+                logprobs,
+                torch.tensor(completion.logprobs),
+                one * advantage,
+                one * weight,
+                ids * 0,
+                1,
+                one * 0,
+            )
             policy_loss(taken, config.algorithm)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, tokens
 
 
-async def shipped(config: Config, run_id: str, generate: Generate, weights: WeightSync) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
+async def shipped(
+    config: Config, run_id: str, generate: Generate, weights: WeightSync
+) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
     """The same by the coordinator."""
     in_process = InProcess(config, generate, run_id)
     learner = await LearnerGroup.create(config, run_id, 0)
     try:
         parts = Parts(Prompts(), in_process, in_process, learner, weights, FakeRecorder())
-        await Coordinator(parts, Schedule(config.max_steps, Staleness(0, GROUPS)), State(run_id, 0, 0, 0, 0, ())).run()
+        await Coordinator(
+            parts, Schedule(config.max_steps, Staleness(0, GROUPS)), State(run_id, 0, 0, 0, 0, ())
+        ).run()
         taken = load(config.model.path)
         await SeededGenerator(taken, EOS).push(await learner.gather(config.max_steps + 1))
     finally:
         await learner.close()
     for ordinal, group in in_process.tokens.items():
-        assert in_process.rewards[ordinal] == pytest.approx([reward(ids) for ids in group]), "float32 in Arrow"
-    return {name: parameter.detach() for name, parameter in taken.named_parameters()}, in_process.tokens
+        assert in_process.rewards[ordinal] == pytest.approx([reward(ids) for ids in group]), (
+            "float32 in Arrow"
+        )
+    return {
+        name: parameter.detach() for name, parameter in taken.named_parameters()
+    }, in_process.tokens
 
 
-def difference(config: Config, left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+def difference(
+    config: Config, left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]
+) -> float:
     """Of the changes of all weights, L2, relative."""
     start = dict(load(config.model.path).named_parameters())
     apart = sum((left[name] - right[name]).double().square().sum() for name in start)
@@ -178,7 +239,9 @@ def seeded(config: Config) -> tuple[Any, Sample]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 1e-4), ("adamw", 1e-3)])
-def test_twenty_steps_equal_a_plain_synchronous_loop(ray_cluster: Any, run: Any, model_path: Any, optimizer: str, bound: float) -> None:
+def test_twenty_steps_equal_a_plain_synchronous_loop(
+    ray_cluster: Any, run: Any, model_path: Any, optimizer: str, bound: float
+) -> None:
     config = config_for(model_path, optimizer)
     generator = SeededGenerator(load(model_path), EOS)
     ours, our_tokens = run(shipped(config, "run", generator, generator))
@@ -190,7 +253,9 @@ def test_twenty_steps_equal_a_plain_synchronous_loop(ray_cluster: Any, run: Any,
 
 
 @pytest.mark.timeout(300)
-def test_a_generator_one_version_off_is_noticed(ray_cluster: Any, run: Any, model_path: Any) -> None:
+def test_a_generator_one_version_off_is_noticed(
+    ray_cluster: Any, run: Any, model_path: Any
+) -> None:
     config = config_for(model_path, "sgd")
     generator = OneVersionOff(load(model_path), EOS)
     ours, our_tokens = run(shipped(config, "run", generator, generator))
@@ -218,7 +283,11 @@ def engine_alone(ray_cluster: Any, generators: Any, engine_starts: list[str]) ->
         """Defined here so that it travels by value: workers cannot import test modules."""
 
     engine_starts.append("engine alone")
-    actor = ray_cluster.remote(Alone).options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")}).remote(generators.app)
+    actor = (
+        ray_cluster.remote(Alone)
+        .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
+        .remote(generators.app)
+    )
     ray_cluster.get(actor.start.remote(), timeout=500)
     yield actor
     ray_cluster.get(actor.stop.remote(), timeout=60)
@@ -228,7 +297,13 @@ def engine_alone(ray_cluster: Any, generators: Any, engine_starts: list[str]) ->
 @pytest.mark.parametrize("through", ["serve", pytest.param("engine", marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_three_steps_on_real_vllm_equal_a_plain_loop_that_calls_it(
-    ray_cluster: Any, run: Any, generators: Any, publish: Any, request: Any, tmp_path: Path, through: str
+    ray_cluster: Any,
+    run: Any,
+    generators: Any,
+    publish: Any,
+    request: Any,
+    tmp_path: Path,
+    through: str,
 ) -> None:
     """The plain loop asks the same replica, or (slow: one engine more) an engine of the same configuration without anything of Serve around it."""
     config = config_for(generators.app.model, "sgd", steps=3)
@@ -257,9 +332,13 @@ def test_three_steps_on_real_vllm_equal_a_plain_loop_that_calls_it(
             asked = replace(asked, min_weights=WeightsId("plain", 1, step))
             completions = run(ServeGenerate(generators.handle).generate(asked)).completions
         else:
-            completions = ray_cluster.get(alone.generate.remote(replace(asked, min_weights=None)), timeout=120)
+            completions = ray_cluster.get(
+                alone.generate.remote(replace(asked, min_weights=None)), timeout=120
+            )
         return completions
 
     _, their_tokens = plain_loop(config, model, sample)
     assert our_tokens == their_tokens and len(our_tokens) == 3 * GROUPS
-    assert len({ids for group in our_tokens.values() for ids in group}) > GROUPS * N, "completions differ from each other: seeds and weights matter"
+    assert len({ids for group in our_tokens.values() for ids in group}) > GROUPS * N, (
+        "completions differ from each other: seeds and weights matter"
+    )

@@ -25,7 +25,17 @@ from asyncrl.learning.rank import LearnerRank
 from asyncrl.learning.reference import Reference
 from asyncrl.testing.families import VOCABULARY, family
 
-UNPACKED = ("qwen3_next", "qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1", "granitemoehybrid", "gpt_oss", "gemma2", "nemotron")
+UNPACKED = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "lfm2",
+    "nemotron_h",
+    "falcon_h1",
+    "granitemoehybrid",
+    "gpt_oss",
+    "gemma2",
+    "nemotron",
+)
 PACKED = ("granite", "cohere", "gemma4_text")
 """Whose logits are scaled or soft-capped after the head, in packed rows."""
 EXAMPLES = rows(VOCABULARY, (3, 5, 17, 17, 40))
@@ -45,13 +55,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def plain(path: Path) -> PreTrainedModel:
     """The model as transformers alone has it, in its reference attention."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
     return model.eval()
 
 
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["kept", "computed again"])
+@pytest.mark.parametrize(
+    "checkpointing",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["kept", "computed again"],
+)
 @pytest.mark.parametrize("name", [*UNPACKED, *PACKED])
-def test_log_probs_and_gradients_are_those_of_transformers(saved: Callable[[str], Path], name: str, checkpointing: bool) -> None:
+def test_log_probs_and_gradients_are_those_of_transformers(
+    saved: Callable[[str], Path], name: str, checkpointing: bool
+) -> None:
     model, policy = plain(saved(name)), load_policy(str(saved(name)), torch.float32, TEMPERATURE)
     assert policy.packing == ("none" if name in UNPACKED else "rows")
     if checkpointing:
@@ -60,7 +78,9 @@ def test_log_probs_and_gradients_are_those_of_transformers(saved: Callable[[str]
     plan = pack([len(row.tokens) for row in EXAMPLES], 64, 2, one_each=policy.packing == "none")
     loss = packed(policy, list(EXAMPLES), weights, None, plan.micro_batches)
     expected = [alone(model, row)[0] for row in EXAMPLES]
-    wanted = -sum(weight * logprobs.sum() for weight, logprobs in zip(weights, expected, strict=True))
+    wanted = -sum(
+        weight * logprobs.sum() for weight, logprobs in zip(weights, expected, strict=True)
+    )
     torch.testing.assert_close(loss, wanted.detach(), atol=1e-4, rtol=1e-5)
     wanted.backward()
     gradients = dict(policy.model.named_parameters())
@@ -75,12 +95,17 @@ def test_log_probs_and_gradients_are_those_of_transformers(saved: Callable[[str]
 
 def test_two_trajectories_in_one_forward_are_an_error(saved: Callable[[str], Path]) -> None:
     policy = load_policy(str(saved("gemma2")), torch.float32, 1.0)
-    with pytest.raises(ValueError, match=r"learner\.packing: none takes one trajectory a forward, not 2"):
+    with pytest.raises(
+        ValueError, match=r"learner\.packing: none takes one trajectory a forward, not 2"
+    ):
         policy(micro_batch(EXAMPLES, [0, 1], "cpu"))
 
 
 def test_what_can_be_packed_is_trained_alike_either_way(saved: Callable[[str], Path]) -> None:
-    either = [load_policy(str(saved("qwen3")), torch.float32, 1.0, packing=packing) for packing in ("rows", "none")]
+    either = [
+        load_policy(str(saved("qwen3")), torch.float32, 1.0, packing=packing)
+        for packing in ("rows", "none")
+    ]
     assert [policy.packing for policy in either] == ["rows", "none"]
     for index in range(len(EXAMPLES)):
         one, other = (policy(micro_batch(EXAMPLES, [index], "cpu"))[0] for policy in either)
@@ -88,7 +113,11 @@ def test_what_can_be_packed_is_trained_alike_either_way(saved: Callable[[str], P
 
 
 def sdpa(path: Path) -> Policy:
-    return Policy(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa"), 1.0, packing="none")
+    return Policy(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa"),
+        1.0,
+        packing="none",
+    )
 
 
 def unmapped(path: Path) -> Policy:
@@ -99,7 +128,9 @@ def unmapped(path: Path) -> Policy:
 
 def looking_ahead(path: Path) -> Policy:
     policy = load_policy(str(path), torch.float32, 1.0)
-    policy.model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output + 0.1 * output.roll(-1, dims=1))
+    policy.model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: output + 0.1 * output.roll(-1, dims=1)
+    )
     return policy
 
 
@@ -116,14 +147,20 @@ WRONG = "log-probs are .* nats from those of the model as transformers runs it"
         ("lfm2", looking_ahead, "looks ahead: log-probs change by"),
     ],
 )
-def test_what_would_train_another_policy_is_found_before_the_first_step(saved: Callable[[str], Path], name: str, made: Any, reason: str) -> None:
+def test_what_would_train_another_policy_is_found_before_the_first_step(
+    saved: Callable[[str], Path], name: str, made: Any, reason: str
+) -> None:
     policy = load_policy(str(saved(name)), torch.float32, 1.0)
     check_isolation(policy, VOCABULARY, "cpu", torch.float32, "fine", policy.packing)
     with pytest.raises(ValueError, match=f"model.path = 'wrong'.*{reason}"):
-        check_isolation(made(saved(name)), VOCABULARY, "cpu", torch.float32, "wrong", policy.packing)
+        check_isolation(
+            made(saved(name)), VOCABULARY, "cpu", torch.float32, "wrong", policy.packing
+        )
 
 
-def test_the_reference_policy_takes_one_trajectory_a_forward_too(saved: Callable[[str], Path]) -> None:
+def test_the_reference_policy_takes_one_trajectory_a_forward_too(
+    saved: Callable[[str], Path],
+) -> None:
     path = saved("gemma2")
     reference, model = Reference(learner_config(path, algorithm={"kl_loss_coef": 0.1})), plain(path)
     asked = [((5, 6), (7, 8, 9)), ((5,), ()), ((10, 11, 12), tuple(range(13, 40)))]
@@ -131,7 +168,12 @@ def test_the_reference_policy_takes_one_trajectory_a_forward_too(saved: Callable
     for (prompt, following), logprobs in zip(asked, found, strict=True):
         tokens = torch.tensor([[*prompt, *following]])
         with torch.no_grad():
-            expected = model(input_ids=tokens).logits[0].log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
+            expected = (
+                model(input_ids=tokens)
+                .logits[0]
+                .log_softmax(-1)[:-1]
+                .gather(1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
+            )
         np.testing.assert_allclose(logprobs, expected[: len(following)], atol=1e-5)
 
 
@@ -142,7 +184,9 @@ STEPS = 2
 
 
 @pytest.mark.timeout(600)
-def test_two_ranks_learn_what_one_learns_though_one_has_less_to_do(saved: Callable[[str], Path]) -> None:
+def test_two_ranks_learn_what_one_learns_though_one_has_less_to_do(
+    saved: Callable[[str], Path],
+) -> None:
     paths = {name: saved(name) for name in TWO_RANKS}
     alone_found, together = on_ranks(1, learned, paths)[0], on_ranks(2, learned, paths)
     for name in TWO_RANKS:
@@ -151,11 +195,17 @@ def test_two_ranks_learn_what_one_learns_though_one_has_less_to_do(saved: Callab
         for found in (rank[name] for rank in together):
             assert found["forwards"] == STEPS * 2 and found["metrics"]["micro_batches"] == 4
             assert found["metrics"]["loss"] == pytest.approx(one["metrics"]["loss"], rel=1e-5)
-            assert found["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=1e-4)
+            assert found["metrics"]["grad_norm"] == pytest.approx(
+                one["metrics"]["grad_norm"], rel=1e-4
+            )
             for parameter, value in one["parameters"].items():
-                np.testing.assert_allclose(found["parameters"][parameter], value, atol=2e-5, err_msg=f"{name}: {parameter}")
+                np.testing.assert_allclose(
+                    found["parameters"][parameter], value, atol=2e-5, err_msg=f"{name}: {parameter}"
+                )
     reached = [rank[name]["experts"] for rank in together for name in TWO_RANKS]
-    assert any(len(experts) < 4 for forwards in reached for experts in forwards), "no forward left an expert out: the test would prove nothing"
+    assert any(len(experts) < 4 for forwards in reached for experts in forwards), (
+        "no forward left an expert out: the test would prove nothing"
+    )
 
 
 def learned(rank: int, world_size: int, paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
@@ -165,7 +215,9 @@ def learned(rank: int, world_size: int, paths: dict[str, Path]) -> dict[str, dic
     zero3.join_process_group = lambda *arguments: None  # they have met
     found = {}
     for name, settings in TWO_RANKS.items():
-        learner = LearnerRank(rank, learner_config(paths[name], world_size, 64, optimizer="sgd", **settings), "run", 1)
+        learner = LearnerRank(
+            rank, learner_config(paths[name], world_size, 64, optimizer="sgd", **settings), "run", 1
+        )
         learner.start("127.0.0.1", 0)
         policy = zero3.policy_of(learner.engine)
         forwards: list[int] = []
@@ -173,13 +225,27 @@ def learned(rank: int, world_size: int, paths: dict[str, Path]) -> dict[str, dic
         hooks = [policy.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(1))]
         for module in policy.model.modules():
             if type(module).__name__.endswith("Experts"):
-                hooks.append(module.register_forward_pre_hook(lambda module, inputs, seen=experts: seen.append(set(inputs[1].flatten().tolist()))))
+                hooks.append(
+                    module.register_forward_pre_hook(
+                        lambda module, inputs, seen=experts: seen.append(
+                            set(inputs[1].flatten().tolist())
+                        )
+                    )
+                )
         metrics = [learner.supervised_step(UNEVEN) for _ in range(STEPS)]
         for hook in hooks:
             hook.remove()
         with deepspeed.zero.GatheredParameters(list(learner.parameters.values())):
-            whole = {key: parameter.detach().numpy().copy() for key, parameter in learner.parameters.items()}
+            whole = {
+                key: parameter.detach().numpy().copy()
+                for key, parameter in learner.parameters.items()
+            }
         assert metrics[-1]["applied"]
-        found[name] = {"metrics": metrics[-1], "forwards": len(forwards), "experts": experts, "parameters": whole}
+        found[name] = {
+            "metrics": metrics[-1],
+            "forwards": len(forwards),
+            "experts": experts,
+            "parameters": whole,
+        }
         learner.engine.destroy()
     return found

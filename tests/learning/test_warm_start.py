@@ -14,7 +14,9 @@ ROWS = [((1, 2), (3, 4))] * 10
 class Model:
     """Accuracy grows by learning rate x steps, as if learning were linear."""
 
-    def __init__(self, accuracy: float = 0.0, skips: Callable[[int], bool] = lambda number: False) -> None:
+    def __init__(
+        self, accuracy: float = 0.0, skips: Callable[[int], bool] = lambda number: False
+    ) -> None:
         self.accuracy, self.learning_rate, self.calls = accuracy, 0.0, list[str]()
         self.skips, self.attempted, self.applied = skips, 0, 0
         self.saved: tuple[float, float] | None = None
@@ -25,8 +27,18 @@ class Model:
         self.attempted += 1
         self.applied += applied
         self.accuracy += self.learning_rate * applied
-        packing = {"fill": self.attempted / 100, "imbalance": 0.5, "micro_batches": 3.0, "pieces_left_out": 2.0, "tokens_left_out": 5.0}
-        return {"applied": float(applied), "loss": 1 - self.accuracy if applied else float("nan"), **packing}
+        packing = {
+            "fill": self.attempted / 100,
+            "imbalance": 0.5,
+            "micro_batches": 3.0,
+            "pieces_left_out": 2.0,
+            "tokens_left_out": 5.0,
+        }
+        return {
+            "applied": float(applied),
+            "loss": 1 - self.accuracy if applied else float("nan"),
+            **packing,
+        }
 
     async def exact_match(self, rows: Sequence[object]) -> float:
         return min(1.0, self.accuracy)
@@ -55,15 +67,31 @@ def config(**changes: float) -> WarmStartConfig:
 
 def test_ends_in_the_window() -> None:
     seen: list[WarmStartCheck] = []
-    report = asyncio.run(warm_start(Model(), ROWS, ROWS, config(learning_rate=0.01), progress=seen.append))
-    assert report.accuracy == pytest.approx(0.4, abs=1e-6) or report.accuracy == pytest.approx(0.5, abs=1e-6)
-    assert [check.steps for check in seen] == list(range(0, report.steps + 1, 10)) and report.checks == tuple(seen)
+    report = asyncio.run(
+        warm_start(Model(), ROWS, ROWS, config(learning_rate=0.01), progress=seen.append)
+    )
+    assert report.accuracy == pytest.approx(0.4, abs=1e-6) or report.accuracy == pytest.approx(
+        0.5, abs=1e-6
+    )
+    assert [check.steps for check in seen] == list(
+        range(0, report.steps + 1, 10)
+    ) and report.checks == tuple(seen)
     assert report.jumps == 0
-    assert [check.pieces_left_out for check in seen] == [0] + [20] * (len(seen) - 1), "two in each of ten steps"
+    assert [check.pieces_left_out for check in seen] == [0] + [20] * (len(seen) - 1), (
+        "two in each of ten steps"
+    )
     assert [check.tokens_left_out for check in seen] == [0] + [50] * (len(seen) - 1)
     first = seen[1].metrics()
-    assert first["warm_start/fill"] == pytest.approx(0.055) and first["warm_start/imbalance"] == 0.5 and first["warm_start/micro_batches"] == 3
-    assert set(first) <= set(re.findall(r"`([a-z_0-9/<>]+)`", (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()))
+    assert (
+        first["warm_start/fill"] == pytest.approx(0.055)
+        and first["warm_start/imbalance"] == 0.5
+        and first["warm_start/micro_batches"] == 3
+    )
+    assert set(first) <= set(
+        re.findall(
+            r"`([a-z_0-9/<>]+)`", (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+        )
+    )
 
 
 def test_a_jump_goes_back_and_halves_the_learning_rate() -> None:
@@ -95,13 +123,20 @@ def test_gives_up_with_the_fix() -> None:
 def test_a_skipped_step_counts_as_none() -> None:
     model = Model(skips=lambda number: number % 3 > 0)
     report = asyncio.run(warm_start(model, ROWS, ROWS, config(learning_rate=0.01)))
-    assert report.steps == model.applied < model.attempted / 2 and all(check.loss == check.loss for check in report.checks[1:])
+    assert report.steps == model.applied < model.attempted / 2 and all(
+        check.loss == check.loss for check in report.checks[1:]
+    )
 
 
 def test_skipped_steps_in_a_row_end_the_warm_start() -> None:
     model = Model(skips=lambda number: number >= 15)
-    with pytest.raises(WarmStartFailed, match=r"^3 supervised steps in a row were skipped for NaN or Inf .*; lower warm_start.learning_rate \(.*kept/"):
+    with pytest.raises(
+        WarmStartFailed,
+        match=r"^3 supervised steps in a row were skipped for NaN or Inf .*; lower warm_start.learning_rate \(.*kept/",
+    ):
         asyncio.run(warm_start(model, ROWS, ROWS, config(learning_rate=0.001)))
     assert model.attempted == 18
     with pytest.raises(WarmStartFailed, match=r"^5 supervised steps"):
-        asyncio.run(warm_start(Model(skips=lambda number: True), ROWS, ROWS, config(), max_skipped_steps=5))
+        asyncio.run(
+            warm_start(Model(skips=lambda number: True), ROWS, ROWS, config(), max_skipped_steps=5)
+        )

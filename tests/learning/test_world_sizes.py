@@ -28,7 +28,10 @@ def gathered(group: LearnerGroup, run: Run, version: int) -> dict[str, np.ndarra
     manifest = run(group.gather(version))
     contents = ray.get(list(manifest.buckets))
     return {
-        entry.name: contents[entry.bucket][entry.offset : entry.offset + entry.nbytes].view(np.float32).reshape(entry.shape).astype(np.float64)
+        entry.name: contents[entry.bucket][entry.offset : entry.offset + entry.nbytes]
+        .view(np.float32)
+        .reshape(entry.shape)
+        .astype(np.float64)
         for entry in manifest.tensors
     }
 
@@ -43,23 +46,44 @@ def trained(config: Config, run: Run) -> tuple[list[float], np.ndarray]:
     finally:
         run(group.close())
     assert all(result.applied for result in results)
-    return [result.metrics["grad_norm"] for result in results], np.concatenate([(after[name] - before[name]).ravel() for name in sorted(before)])
+    return [result.metrics["grad_norm"] for result in results], np.concatenate(
+        [(after[name] - before[name]).ravel() for name in sorted(before)]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("family", "optimizer", "learning_rate"), [("qwen3", "sgd", 0.1), ("llama", "adamw", 1e-3)])
+@pytest.mark.parametrize(
+    ("family", "optimizer", "learning_rate"), [("qwen3", "sgd", 0.1), ("llama", "adamw", 1e-3)]
+)
 def test_one_rank_and_two_agree_over_twenty_steps(
-    ray_cluster: Any, run: Run, model_path: Path, llama_model: Path, family: str, optimizer: str, learning_rate: float
+    ray_cluster: Any,
+    run: Run,
+    model_path: Path,
+    llama_model: Path,
+    family: str,
+    optimizer: str,
+    learning_rate: float,
 ) -> None:
     path = {"qwen3": model_path, "llama": llama_model}[family]
     (norms, change), (other_norms, other_change) = (
-        trained(learner_config(path, world_size=ranks, max_tokens=tokens, optimizer=optimizer, learning_rate=learning_rate), run)
+        trained(
+            learner_config(
+                path,
+                world_size=ranks,
+                max_tokens=tokens,
+                optimizer=optimizer,
+                learning_rate=learning_rate,
+            ),
+            run,
+        )
         for ranks, tokens in ((1, 4096), (2, 128))
     )
     apart = np.linalg.norm(change - other_change) / np.linalg.norm(change)
     of_norms = max(abs(one - other) / one for one, other in zip(norms, other_norms, strict=True))
-    print(f"{family}, {optimizer}: gradient norms within {of_norms:.1e}, parameter change {np.linalg.norm(change):.3g} within {apart:.1e}")
+    print(
+        f"{family}, {optimizer}: gradient norms within {of_norms:.1e}, parameter change {np.linalg.norm(change):.3g} within {apart:.1e}"
+    )
     assert np.linalg.norm(change) > 0.1 and min(norms) > 1e-2
     assert of_norms <= 1e-4 and apart <= 1e-3
 
@@ -69,11 +93,23 @@ LONG_VOCABULARY = 65_536
 
 
 def long_model(directory: Path, tied: bool) -> Path:
-    sizes = {"vocab_size": LONG_VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 512}
+    sizes = {
+        "vocab_size": LONG_VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "max_position_embeddings": 512,
+    }
     if not tied:
         return save_llama(directory, **sizes)
     torch.manual_seed(0)
-    config = Qwen3Config(**sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
+    config = Qwen3Config(
+        **sizes,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
     Qwen3ForCausalLM(config).save_pretrained(directory)
     return directory
 
@@ -82,8 +118,13 @@ def one_by_one(model: PreTrainedModel, rows: list[tuple[list[int], list[int]]]) 
     """The mean negative log-likelihood of the second ids, one row at a time by transformers alone, with its gradients in the model."""
     count, total = sum(len(following) for _, following in rows), 0.0
     for prompt, following in rows:
-        logits = model(input_ids=torch.tensor([[*prompt, *following]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(following), reduction="sum") / count
+        logits = model(input_ids=torch.tensor([[*prompt, *following]]), use_cache=False).logits[
+            0, len(prompt) - 1 : -1
+        ]
+        loss = (
+            torch.nn.functional.cross_entropy(logits, torch.tensor(following), reduction="sum")
+            / count
+        )
         loss.backward()
         total += float(loss.detach())
     return total
@@ -91,13 +132,23 @@ def one_by_one(model: PreTrainedModel, rows: list[tuple[list[int], list[int]]]) 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("tied", [True, False])
-def test_ranks_with_different_numbers_of_chunks_do_not_wait_for_each_other(ray_cluster: Any, run: Run, tmp_path: Path, tied: bool) -> None:
+def test_ranks_with_different_numbers_of_chunks_do_not_wait_for_each_other(
+    ray_cluster: Any, run: Run, tmp_path: Path, tied: bool
+) -> None:
     """One rank has a trajectory of four chunks of log-probs, the other twelve short ones in one: the head is not gathered by the chunk."""
     draw = np.random.default_rng(0)
-    rows = [(draw.integers(3, LONG_VOCABULARY, 2).tolist(), draw.integers(3, LONG_VOCABULARY, length).tolist()) for length in (400, *[3] * 12)]
+    rows = [
+        (
+            draw.integers(3, LONG_VOCABULARY, 2).tolist(),
+            draw.integers(3, LONG_VOCABULARY, length).tolist(),
+        )
+        for length in (400, *[3] * 12)
+    ]
     assert 36 <= CHUNK_ELEMENTS // LONG_VOCABULARY < 400 / 3
     path = long_model(tmp_path, tied)
-    config = learner_config(path, world_size=2, max_tokens=402, optimizer="sgd", learning_rate=1.0, max_grad_norm=1e6)
+    config = learner_config(
+        path, world_size=2, max_tokens=402, optimizer="sgd", learning_rate=1.0, max_grad_norm=1e6
+    )
     group = run(LearnerGroup.create(config, "run", 1))
     try:
         before = gathered(group, run, 0)
@@ -112,9 +163,20 @@ def test_ranks_with_different_numbers_of_chunks_do_not_wait_for_each_other(ray_c
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     loss = one_by_one(model, rows)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values() if gradient is not None) ** 0.5
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-5) and metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    norm = (
+        sum(
+            float(gradient.double().square().sum())
+            for gradient in gradients.values()
+            if gradient is not None
+        )
+        ** 0.5
+    )
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5) and metrics[
+        "grad_norm"
+    ] == pytest.approx(norm, rel=1e-5)
     assert gradients.keys() == before.keys()
     for name, gradient in gradients.items():
         assert gradient is not None and bool(gradient.any()), name
-        np.testing.assert_allclose(before[name] - after[name], gradient.double(), atol=1e-5, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            before[name] - after[name], gradient.double(), atol=1e-5, rtol=1e-4, err_msg=name
+        )

@@ -27,32 +27,65 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chunked": {"logprob_memory_bytes": 250 * 4 * 7},
     "offload": {"offload_optimizer": "cpu", "offload_param": "cpu"},
     "bf16": {"bf16": True},
-    "bf16 offload": {"bf16": True, "cast_lm_head_to_fp32": True, "offload_optimizer": "cpu", "offload_param": "cpu", "gradient_checkpointing": True},
+    "bf16 offload": {
+        "bf16": True,
+        "cast_lm_head_to_fp32": True,
+        "offload_optimizer": "cpu",
+        "offload_param": "cpu",
+        "gradient_checkpointing": True,
+    },
 }
 TINY_RATE, TINY_STEPS = 1.6e-5, 25
 
 
 def test_settings_say_what_is_offloaded_and_that_gradients_add_up_in_fp32() -> None:
     plain = zero3.settings(LearnerConfig(bf16=True))
-    assert plain["data_types"] == {"grad_accum_dtype": "fp32"} and plain["communication_data_type"] == "fp32"
+    assert (
+        plain["data_types"] == {"grad_accum_dtype": "fp32"}
+        and plain["communication_data_type"] == "fp32"
+    )
     assert not [name for name in plain["zero_optimization"] if name.startswith("offload")]
     for device in ("cpu", "cuda"):
-        chosen = zero3.settings(LearnerConfig(device=device, offload_optimizer="cpu", offload_param="cpu"))["zero_optimization"]
-        assert chosen["offload_optimizer"] == chosen["offload_param"] == {"device": "cpu", "pin_memory": device == "cuda"}
-        assert chosen["stage3_param_persistence_threshold"] == 4_096, "what is never released would never go back to the host"
-    kept = {size: zero3.settings(LearnerConfig(world_size=size))["zero_optimization"]["stage3_param_persistence_threshold"] for size in (1, 2)}
+        chosen = zero3.settings(
+            LearnerConfig(device=device, offload_optimizer="cpu", offload_param="cpu")
+        )["zero_optimization"]
+        assert (
+            chosen["offload_optimizer"]
+            == chosen["offload_param"]
+            == {"device": "cpu", "pin_memory": device == "cuda"}
+        )
+        assert chosen["stage3_param_persistence_threshold"] == 4_096, (
+            "what is never released would never go back to the host"
+        )
+    kept = {
+        size: zero3.settings(LearnerConfig(world_size=size))["zero_optimization"][
+            "stage3_param_persistence_threshold"
+        ]
+        for size in (1, 2)
+    }
     assert kept == {1: zero3.EVERYTHING, 2: 4_096}
-    assert "offload_param" not in zero3.settings(LearnerConfig(offload_optimizer="cpu"))["zero_optimization"]
+    assert (
+        "offload_param"
+        not in zero3.settings(LearnerConfig(offload_optimizer="cpu"))["zero_optimization"]
+    )
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["one rank", "two ranks"])
-def found(request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, SimpleNamespace]]:
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.slow), 2],
+    ids=["one rank", "two ranks"],
+)
+def found(
+    request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, SimpleNamespace]]:
     """By rank: variant → what was seen."""
     return on_ranks(request.param, all_variants, model_path, tmp_path_factory.mktemp("snapshots"))
 
 
 @pytest.mark.parametrize("variant", ["checkpointed", "chunked", "offload"])
-def test_gradients_are_the_same_to_one_in_a_million(found: list[dict[str, SimpleNamespace]], variant: str) -> None:
+def test_gradients_are_the_same_to_one_in_a_million(
+    found: list[dict[str, SimpleNamespace]], variant: str
+) -> None:
     for rank in found:
         expected, seen = rank["fp32"].gradients, rank[variant].gradients
         assert seen.shape == expected.shape and float(expected.abs().max()) > 0.1
@@ -61,36 +94,54 @@ def test_gradients_are_the_same_to_one_in_a_million(found: list[dict[str, Simple
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_bad_step_is_skipped_before_the_engines_step_and_leaves_nothing(found: list[dict[str, SimpleNamespace]], variant: str) -> None:
+def test_a_bad_step_is_skipped_before_the_engines_step_and_leaves_nothing(
+    found: list[dict[str, SimpleNamespace]], variant: str
+) -> None:
     for rank in found:
         seen = rank[variant]
         assert seen.summed_in == torch.float32, "gradients of all ranks"
-        assert seen.skipped == {"nonfinite_loss": (0.0, 0), "nonfinite_gradient": (0.0, 0)}, "(applied, calls of the engine's step)"
+        assert seen.skipped == {"nonfinite_loss": (0.0, 0), "nonfinite_gradient": (0.0, 0)}, (
+            "(applied, calls of the engine's step)"
+        )
         assert seen.unchanged
-        assert seen.after_skip == pytest.approx(seen.after_restore, rel=1e-6) and seen.after_restore[0] > 0.01
+        assert (
+            seen.after_skip == pytest.approx(seen.after_restore, rel=1e-6)
+            and seen.after_restore[0] > 0.01
+        )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_published_weights_are_the_masters_rounded(found: list[dict[str, SimpleNamespace]], variant: str) -> None:
+def test_published_weights_are_the_masters_rounded(
+    found: list[dict[str, SimpleNamespace]], variant: str
+) -> None:
     assert all(rank[variant].master_types == {torch.float32} for rank in found)
     assert found[0][variant].published_equal_masters and found[0][variant].published == 2 * 24
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_fresh_optimizer_has_no_memory(found: list[dict[str, SimpleNamespace]], variant: str) -> None:
+def test_a_fresh_optimizer_has_no_memory(
+    found: list[dict[str, SimpleNamespace]], variant: str
+) -> None:
     assert all(rank[variant].optimizer_steps == (0, 1) for rank in found)
 
 
 @pytest.mark.parametrize("variant", ["bf16", "bf16 offload"])
-def test_updates_below_bfloat16s_resolution_add_up(found: list[dict[str, SimpleNamespace]], variant: str) -> None:
+def test_updates_below_bfloat16s_resolution_add_up(
+    found: list[dict[str, SimpleNamespace]], variant: str
+) -> None:
     """A weight of 0.2 has neighbours 0.0005 away in bfloat16: a step of 1.6e-5 moves hardly any of them there, and 25 move the masters all the way."""
     seen = found[0][variant]
     assert seen.moved_by_one_step < 0.1 < 0.4 < seen.moved_by_all_steps
     assert seen.masters_moved > 0.5 * TINY_STEPS * TINY_RATE
 
 
-def all_variants(rank: int, world_size: int, path: Path, folder: Path) -> dict[str, SimpleNamespace]:
-    return {name: one_variant(rank, world_size, path, folder / name.replace(" ", "_"), name) for name in VARIANTS}
+def all_variants(
+    rank: int, world_size: int, path: Path, folder: Path
+) -> dict[str, SimpleNamespace]:
+    return {
+        name: one_variant(rank, world_size, path, folder / name.replace(" ", "_"), name)
+        for name in VARIANTS
+    }
 
 
 def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str) -> SimpleNamespace:
@@ -107,7 +158,9 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
     finite, step, calls = zero3.gradients_finite, learner.engine.step, []
 
     def watched(engine: Any) -> bool:
-        taken.append(torch.cat([shard.detach().flatten().clone() for shard in zero3.gradient_shards(engine)]))
+        taken.append(
+            torch.cat([shard.detach().flatten().clone() for shard in zero3.gradient_shards(engine)])
+        )
         return finite(engine)
 
     def counted() -> None:
@@ -124,7 +177,10 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
     finally:
         zero3.gradients_finite = finite
         hook.remove()
-    seen.gradients, seen.recomputed = taken[0], len(forwards) == 2 * metrics["micro_batches"] / world_size
+    seen.gradients, seen.recomputed = (
+        taken[0],
+        len(forwards) == 2 * metrics["micro_batches"] / world_size,
+    )
     assert metrics["micro_batches"] / world_size >= 2, "gradients add up over micro-batches"
 
     learner.save(folder)
@@ -139,38 +195,77 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
         finally:
             rank_module.supervised_loss = supervised_loss
         seen.skipped[kind] = (metrics["applied"], len(calls))
-        assert all(bool(torch.isfinite(shard).all()) for shard in zero3.gradient_shards(learner.engine)), "a gradient of the skipped step is left"
-    seen.unchanged = all(torch.equal(old, parameter.ds_tensor) for old, parameter in zip(before, learner.parameters.values(), strict=True))
-    seen.after_skip = [learner.supervised_step(ROWS)[key] for key in ("grad_norm", "loss") for _ in range(2)]
+        assert all(
+            bool(torch.isfinite(shard).all()) for shard in zero3.gradient_shards(learner.engine)
+        ), "a gradient of the skipped step is left"
+    seen.unchanged = all(
+        torch.equal(old, parameter.ds_tensor)
+        for old, parameter in zip(before, learner.parameters.values(), strict=True)
+    )
+    seen.after_skip = [
+        learner.supervised_step(ROWS)[key] for key in ("grad_norm", "loss") for _ in range(2)
+    ]
     decay = learner.engine.optimizer.param_groups[0]["weight_decay"]
     learner.engine.optimizer.param_groups[0]["weight_decay"] = decay + 0.125
     learner.load(folder)
-    assert learner.engine.optimizer.param_groups[0]["weight_decay"] == decay + 0.125, "the optimizer's settings are this run's, not the checkpoint's"
+    assert learner.engine.optimizer.param_groups[0]["weight_decay"] == decay + 0.125, (
+        "the optimizer's settings are this run's, not the checkpoint's"
+    )
     learner.engine.optimizer.param_groups[0]["weight_decay"] = decay
-    seen.after_restore = [learner.supervised_step(ROWS)[key] for key in ("grad_norm", "loss") for _ in range(2)]
+    seen.after_restore = [
+        learner.supervised_step(ROWS)[key] for key in ("grad_norm", "loss") for _ in range(2)
+    ]
 
-    masters = [torch.cat([group.detach().flatten() for group in learner.engine.optimizer.fp32_partitioned_groups_flat])]
-    seen.master_types = {group.dtype for group in learner.engine.optimizer.fp32_partitioned_groups_flat}
+    masters = [
+        torch.cat(
+            [
+                group.detach().flatten()
+                for group in learner.engine.optimizer.fp32_partitioned_groups_flat
+            ]
+        )
+    ]
+    seen.master_types = {
+        group.dtype for group in learner.engine.optimizer.fp32_partitioned_groups_flat
+    }
     seen.published, seen.published_equal_masters = compare_published(learner, config.learner.bf16)
 
     state = learner.engine.optimizer.optimizer.state
     learner.reset_optimizer(TINY_RATE)
     fresh = len(state)
-    weights = [torch.cat([parameter.ds_tensor.flatten() for parameter in learner.parameters.values()])]
+    weights = [
+        torch.cat([parameter.ds_tensor.flatten() for parameter in learner.parameters.values()])
+    ]
     for number in range(TINY_STEPS if config.learner.bf16 else 1):
         learner.supervised_step(ROWS)
         if number == 0:
             seen.optimizer_steps = (fresh, int(next(iter(state.values()))["step"]))
-            weights.append(torch.cat([parameter.ds_tensor.flatten() for parameter in learner.parameters.values()]))
-    weights.append(torch.cat([parameter.ds_tensor.flatten() for parameter in learner.parameters.values()]))
-    masters.append(torch.cat([group.detach().flatten() for group in learner.engine.optimizer.fp32_partitioned_groups_flat]))
-    seen.moved_by_one_step, seen.moved_by_all_steps = (float((later != weights[0]).float().mean()) for later in weights[1:])
+            weights.append(
+                torch.cat(
+                    [parameter.ds_tensor.flatten() for parameter in learner.parameters.values()]
+                )
+            )
+    weights.append(
+        torch.cat([parameter.ds_tensor.flatten() for parameter in learner.parameters.values()])
+    )
+    masters.append(
+        torch.cat(
+            [
+                group.detach().flatten()
+                for group in learner.engine.optimizer.fp32_partitioned_groups_flat
+            ]
+        )
+    )
+    seen.moved_by_one_step, seen.moved_by_all_steps = (
+        float((later != weights[0]).float().mean()) for later in weights[1:]
+    )
     seen.masters_moved = float((masters[1] - masters[0]).abs().median())
     learner.engine.destroy()
     return seen
 
 
-def poisoned(loss_of: Any, kind: str, here: bool, logprobs: torch.Tensor, weights: torch.Tensor) -> Any:
+def poisoned(
+    loss_of: Any, kind: str, here: bool, logprobs: torch.Tensor, weights: torch.Tensor
+) -> Any:
     """On one rank alone: a loss that is NaN, or one that is finite and has a gradient of NaN (0 times the infinite slope of a root at 0)."""
     loss, sums = loss_of(logprobs, weights)
     if not here:
@@ -197,19 +292,27 @@ def compare_published(learner: Any, bf16: bool) -> tuple[int, bool]:
             entries,
             sizes,
             learner.rank,
-            lambda number, content, to=contents: to.update({number: torch.from_numpy(content.copy())}),
+            lambda number, content, to=contents: to.update(
+                {number: torch.from_numpy(content.copy())}
+            ),
         )
         for entry in entries:
             full = safe_get_full_fp32_param(learner.parameters[entry.name])
             if learner.rank == 0:
-                found = contents[entry.bucket][entry.offset : entry.offset + entry.nbytes].view(TORCH_DTYPES[dtype]).view(entry.shape)
+                found = (
+                    contents[entry.bucket][entry.offset : entry.offset + entry.nbytes]
+                    .view(TORCH_DTYPES[dtype])
+                    .view(entry.shape)
+                )
                 equal = equal and torch.equal(found, full.to(held).to(TORCH_DTYPES[dtype]))
                 published += 1
     return published, equal
 
 
 @pytest.mark.slow
-def test_no_rank_holds_the_checkpoint_whole_while_it_loads(model_path: Path, tmp_path: Path) -> None:
+def test_no_rank_holds_the_checkpoint_whole_while_it_loads(
+    model_path: Path, tmp_path: Path
+) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -224,7 +327,9 @@ def test_no_rank_holds_the_checkpoint_whole_while_it_loads(model_path: Path, tmp
     files = list(tmp_path.glob("*.safetensors"))
     assert len(files) > 5 and whole > 200e6
     for rank, (peak, unshared, equal) in enumerate(on_ranks(2, load_watched, model_path, tmp_path)):
-        print(f"rank {rank}: while it loaded, its own memory rose by {peak / whole:.2f} of the model; with pages of the mapped files {unshared / whole:.2f}")
+        print(
+            f"rank {rank}: while it loaded, its own memory rose by {peak / whole:.2f} of the model; with pages of the mapped files {unshared / whole:.2f}"
+        )
         assert 0.4 * whole < peak < 0.75 * whole
         assert equal
     for file in files:
@@ -278,6 +383,12 @@ def private() -> tuple[int, int]:
 def test_padding_of_a_shard_is_not_looked_at():
     """Five elements over two ranks: the last of the second shard is whatever was there."""
     shards = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, math.nan])]
-    own = [zero3._own_part(SimpleNamespace(ds_tensor=shard, ds_numel=5), rank).tolist() for rank, shard in enumerate(shards)]
+    own = [
+        zero3._own_part(SimpleNamespace(ds_tensor=shard, ds_numel=5), rank).tolist()
+        for rank, shard in enumerate(shards)
+    ]
     assert own == [[1.0, 2.0, 3.0], [4.0, 5.0]]
-    assert zero3._own_part(SimpleNamespace(ds_tensor=torch.tensor([math.nan]), ds_numel=1), 1).numel() == 0
+    assert (
+        zero3._own_part(SimpleNamespace(ds_tensor=torch.tensor([math.nan]), ds_numel=1), 1).numel()
+        == 0
+    )

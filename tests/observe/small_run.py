@@ -18,20 +18,49 @@ CONFIG = {
     "model": {"path": "model"},
     "data": {"train": "train.parquet", "max_prompt_length": 16},
     "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_completion_length": 8},
-    "reward": {"functions": {"exact": {"function": "rewards:exact"}, "scorer": {"function": "rewards:scorer", "weight": 0.0}}},
+    "reward": {
+        "functions": {
+            "exact": {"function": "rewards:exact"},
+            "scorer": {"function": "rewards:scorer", "weight": 0.0},
+        }
+    },
 }
 
 
 def small_group(ordinal: int, version: int, attempt: int = 0) -> Group:
     """Two trajectories; the second begins at `version` and ends one version later, and the first is right."""
     prompt = Prompt(ordinal, 0, f"{ordinal} + 1 =", (5, 6, 7), {"answer": str(ordinal + 1)})
-    whole = Completion((8, 2), (-0.1, -0.2), (VersionSpan(version, 0, 2),), "stop", str(ordinal + 1))
-    crossed = Completion((9, 9, 2), (-0.3, -0.4, -0.5), (VersionSpan(version, 0, 1), VersionSpan(version + 1, 1, 3)), "stop", "99")
-    trajectories = (
-        Trajectory(whole, (1, 1), reward=1.0, reward_parts={"exact": 1.0, "scorer": 1.0}, advantage=1.0),
-        Trajectory(crossed, (1, 1, 1), reward=0.0, reward_parts={"exact": 0.0, "scorer": 0.25}, advantage=-1.0),
+    whole = Completion(
+        (8, 2), (-0.1, -0.2), (VersionSpan(version, 0, 2),), "stop", str(ordinal + 1)
     )
-    return Group(attempt, prompt, trajectories, "replica-1", 10.0 + ordinal, 11.0 + ordinal, scored_at=12.0 + ordinal)
+    crossed = Completion(
+        (9, 9, 2),
+        (-0.3, -0.4, -0.5),
+        (VersionSpan(version, 0, 1), VersionSpan(version + 1, 1, 3)),
+        "stop",
+        "99",
+    )
+    trajectories = (
+        Trajectory(
+            whole, (1, 1), reward=1.0, reward_parts={"exact": 1.0, "scorer": 1.0}, advantage=1.0
+        ),
+        Trajectory(
+            crossed,
+            (1, 1, 1),
+            reward=0.0,
+            reward_parts={"exact": 0.0, "scorer": 0.25},
+            advantage=-1.0,
+        ),
+    )
+    return Group(
+        attempt,
+        prompt,
+        trajectories,
+        "replica-1",
+        10.0 + ordinal,
+        11.0 + ordinal,
+        scored_at=12.0 + ordinal,
+    )
 
 
 def write_small_run(directory: Path, steps: int = 6) -> Path:
@@ -44,8 +73,15 @@ def write_small_run(directory: Path, steps: int = 6) -> Path:
         for step in range(1, steps + 1):
             born = max(0, step - 2)
             groups = [small_group(2 * step + place, born) for place in range(2)]
-            pq.write_table(groups_to_table(groups), directory / "groups" / f"attempt_0-{step:06d}.parquet")
-            fates.write([Fate(0, group.ordinal, "trained", "", step, step - 1, step - 1 - born) for group in groups])
+            pq.write_table(
+                groups_to_table(groups), directory / "groups" / f"attempt_0-{step:06d}.parquet"
+            )
+            fates.write(
+                [
+                    Fate(0, group.ordinal, "trained", "", step, step - 1, step - 1 - born)
+                    for group in groups
+                ]
+            )
             values = {
                 "reward/mean": 0.5 + 0.05 * step + noise.uniform(-0.02, 0.02),
                 "reward/exact": 0.5,
@@ -54,8 +90,13 @@ def write_small_run(directory: Path, steps: int = 6) -> Path:
             }
             metrics.write("step", step, step, values)
             metrics.write("commit", step, step, {"weights/replicas": 1})
-        pq.write_table(groups_to_table([small_group(100, 3), small_group(101, 3)]), directory / "groups" / "attempt_0-000099.parquet")
+        pq.write_table(
+            groups_to_table([small_group(100, 3), small_group(101, 3)]),
+            directory / "groups" / "attempt_0-000099.parquet",
+        )
         fates.write([Fate(0, 100, "dropped", "stale", steps)])
         fates.flush()
-        metrics.write("evaluation", steps, steps, {"eval/accuracy": 0.9, "eval/greedy_accuracy": 0.9})
+        metrics.write(
+            "evaluation", steps, steps, {"eval/accuracy": 0.9, "eval/greedy_accuracy": 0.9}
+        )
     return directory

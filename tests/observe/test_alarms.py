@@ -15,15 +15,44 @@ DOCS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
 
 def test_a_line_for_each_metric_outside_its_range():
-    assert alarms({"ess": 0.9, "kl_k3": 0.01, "loss": 1e9, "rollout/truncated_ratio": 0.3, "nonfinite_loss": None}) == []
+    assert (
+        alarms(
+            {
+                "ess": 0.9,
+                "kl_k3": 0.01,
+                "loss": 1e9,
+                "rollout/truncated_ratio": 0.3,
+                "nonfinite_loss": None,
+            }
+        )
+        == []
+    )
     lines = alarms({"ess": 0.25, "rollout/truncated_ratio": 0.8})
-    assert lines[0].startswith("ess = 0.25 is outside 0.5 to 1: lower staleness.max_staleness") and "max_completion_length" in lines[1]
+    assert (
+        lines[0].startswith("ess = 0.25 is outside 0.5 to 1: lower staleness.max_staleness")
+        and "max_completion_length" in lines[1]
+    )
 
 
 def test_gibberish_raises_an_alarm():
-    assert alarms({"rollout/logprob_mean": -0.7, "rollout/loop_ratio": 0.02, "rollout/unprintable_ratio": 0.0}) == []
-    lines = alarms({"rollout/logprob_mean": -11.9, "rollout/loop_ratio": 0.4, "rollout/unprintable_ratio": 0.2})
-    assert [line.split(" ")[0] for line in lines] == ["rollout/logprob_mean", "rollout/loop_ratio", "rollout/unprintable_ratio"]
+    assert (
+        alarms(
+            {
+                "rollout/logprob_mean": -0.7,
+                "rollout/loop_ratio": 0.02,
+                "rollout/unprintable_ratio": 0.0,
+            }
+        )
+        == []
+    )
+    lines = alarms(
+        {"rollout/logprob_mean": -11.9, "rollout/loop_ratio": 0.4, "rollout/unprintable_ratio": 0.2}
+    )
+    assert [line.split(" ")[0] for line in lines] == [
+        "rollout/logprob_mean",
+        "rollout/loop_ratio",
+        "rollout/unprintable_ratio",
+    ]
     assert all("garbled" in line for line in lines) and "rollout.repetition_stop" in lines[1]
 
 
@@ -38,7 +67,13 @@ def test_the_list_of_metrics_with_an_alarm_is_whole():
 
 
 def test_what_compares_two_distributions_raises_no_alarm_where_one_of_them_is_cut():
-    metrics = {"ess": 0.25, "chi2": 1.5, "ratio_mean": 0.7, "kl_k3": 0.3, "rollout/truncated_ratio": 0.8}
+    metrics = {
+        "ess": 0.25,
+        "chi2": 1.5,
+        "ratio_mean": 0.7,
+        "kl_k3": 0.3,
+        "rollout/truncated_ratio": 0.8,
+    }
     assert len(alarms(metrics)) == 5 and len(alarms(metrics, cut=True)) == 1
 
 
@@ -49,7 +84,12 @@ RECORDED = {
     "stale": (8, 1e-3, (0.16, 18.18, 1.826, 1.089, 0.8008), OFF_POLICY),
     "stale, later": (8, 1e-3, (0.6081, 0.9446, 1.188, 0.2292, 0.6774), ("kl_k3", "clip_fraction")),
     "diverging": (1, 1e-2, (0.06411, 363.6, 4.886, 4.767, 0.8537), OFF_POLICY),
-    "diverging faster": (1, 3e-2, (0.2955, 0.7986, 0.4623, 1.209, 0.4323), ("ess", "ratio_mean", "kl_k3", "clip_fraction")),
+    "diverging faster": (
+        1,
+        3e-2,
+        (0.2955, 0.7986, 0.4623, 1.209, 0.4323),
+        ("ess", "ratio_mean", "kl_k3", "clip_fraction"),
+    ),
 }
 """Steps of the real learner on the tests' tiny Qwen3, its own log-probs as the generator's: versions of staleness, learning rate, the OFF_POLICY metrics,
 and those that have an alarm."""
@@ -61,7 +101,11 @@ def test_recorded_steps_raise_the_alarms_of_their_kind_with_advice_that_follows(
     lines = alarms(dict(zip(OFF_POLICY, values, strict=True)) | {"staleness/max": staleness})
     assert tuple(line.split(" ")[0] for line in lines) == expected
     for line in lines:
-        assert line.endswith(": lower learner.learning_rate" if staleness == 1 else ": lower staleness.max_staleness or learner.learning_rate")
+        assert line.endswith(
+            ": lower learner.learning_rate"
+            if staleness == 1
+            else ": lower staleness.max_staleness or learner.learning_rate"
+        )
 
 
 RUNS = Path(__file__).parent / "recorded"
@@ -72,7 +116,11 @@ learner.learning_rate 2e-2, `stale` with staleness.max_staleness 16, `stale_and_
 def records(run):
     with (RUNS / f"{run}.csv").open() as file:
         for row in csv.DictReader(file):
-            yield row.pop("event"), int(row.pop("step")), {name: float(value) for name, value in row.items() if value}
+            yield (
+                row.pop("event"),
+                int(row.pop("step")),
+                {name: float(value) for name, value in row.items() if value},
+            )
 
 
 def replayed(run):
@@ -98,23 +146,47 @@ def test_a_run_that_learns_raises_no_alarm(run):
 def test_a_diverging_run_is_told_at_once_and_its_collapse_named():
     first, begun = replayed("diverging")
     steps = {name: step for name, (step, _) in first.items()}
-    assert steps == {"ess": 2, "chi2": 2, "ratio_mean": 2, "kl_k3": 2, "clip_fraction": 3, "reward/zero_variance_ratio": 6, "entropy_ratio": 7}
-    assert all(first[name][1].endswith(": lower learner.learning_rate") for name in ("ess", "chi2", "ratio_mean", "kl_k3"))
+    assert steps == {
+        "ess": 2,
+        "chi2": 2,
+        "ratio_mean": 2,
+        "kl_k3": 2,
+        "clip_fraction": 3,
+        "reward/zero_variance_ratio": 6,
+        "entropy_ratio": 7,
+    }
+    assert all(
+        first[name][1].endswith(": lower learner.learning_rate")
+        for name in ("ess", "chi2", "ratio_mean", "kl_k3")
+    )
     for name in ("reward/zero_variance_ratio", "entropy_ratio"):
-        assert "the entropy has collapsed" in first[name][1] and "checkpoint.ckpt_step" in first[name][1], "other prompts would not help"
-    assert begun["entropy_ratio"] == begun["reward/zero_variance_ratio"] == 1, "a hundred steps outside begin once"
+        assert (
+            "the entropy has collapsed" in first[name][1]
+            and "checkpoint.ckpt_step" in first[name][1]
+        ), "other prompts would not help"
+    assert begun["entropy_ratio"] == begun["reward/zero_variance_ratio"] == 1, (
+        "a hundred steps outside begin once"
+    )
 
 
 def test_old_data_under_large_steps_is_told_with_both_ways_out():
     first, begun = replayed("stale_and_fast")
     assert {name: step for name, (step, _) in first.items()} == {"kl_k3": 3, "ess": 9, "chi2": 9}
-    assert all(line.endswith(": lower staleness.max_staleness or learner.learning_rate") for _, line in first.values())
+    assert all(
+        line.endswith(": lower staleness.max_staleness or learner.learning_rate")
+        for _, line in first.values()
+    )
     assert begun["kl_k3"] == 7
 
 
 def test_a_limit_that_is_moved_is_noticed(monkeypatch):
     """So these runs hold the limits, and not only the names."""
-    for name, low, high in (("kl_k3", 0.0, 0.04), ("time/event_loop_lag_s", 0.0, 0.2), ("ess", 0.8, 1.0), ("grad_norm_ratio", 0.0, 1.5)):
+    for name, low, high in (
+        ("kl_k3", 0.0, 0.04),
+        ("time/event_loop_lag_s", 0.0, 0.2),
+        ("ess", 0.8, 1.0),
+        ("grad_norm_ratio", 0.0, 1.5),
+    ):
         with monkeypatch.context() as patch:
             patch.setitem(RANGES, name, Range(low, high, "tighter"))
             assert name in replayed("healthy")[0]
@@ -128,7 +200,9 @@ def test_a_limit_that_is_moved_is_noticed(monkeypatch):
 
 def test_the_entropy_is_compared_with_the_runs_beginning(tmp_path):
     fresh = Alarms()
-    assert [fresh.entropy_ratio(value) for value in (0.5, 1.0, 0.25)] == [{"entropy_ratio": ratio} for ratio in (1.0, 1.0, 0.25)]
+    assert [fresh.entropy_ratio(value) for value in (0.5, 1.0, 0.25)] == [
+        {"entropy_ratio": ratio} for ratio in (1.0, 1.0, 0.25)
+    ]
     assert [fresh.entropy_ratio(value) for value in (None, float("nan"), "0.5")] == [{}, {}, {}]
     assert Alarms().entropy_ratio(0.0) == {}
     with MetricsWriter(tmp_path) as writer:
@@ -136,8 +210,12 @@ def test_the_entropy_is_compared_with_the_runs_beginning(tmp_path):
             writer.write("step", step, step, {"entropy": 1.0 / step if step != 2 else None})
     first = first_entropies(tmp_path, FIRST_STEPS)
     assert len(first) == FIRST_STEPS and first[:2] == [1.0, pytest.approx(1 / 3)]
-    assert Alarms(entropies=first).entropy_ratio(0.1) == {"entropy_ratio": 0.1}, "a run that goes on compares with its first attempt"
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"event": "step", "entropy": 0.5}) + "\nno record\n")
+    assert Alarms(entropies=first).entropy_ratio(0.1) == {"entropy_ratio": 0.1}, (
+        "a run that goes on compares with its first attempt"
+    )
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"event": "step", "entropy": 0.5}) + "\nno record\n"
+    )
     assert first_entropies(tmp_path, FIRST_STEPS) == [0.5]
     assert first_entropies(tmp_path / "none", FIRST_STEPS) == []
 
@@ -145,5 +223,8 @@ def test_the_entropy_is_compared_with_the_runs_beginning(tmp_path):
 def test_a_metric_that_is_back_inside_begins_anew():
     watch = Alarms()
     outside, inside = {"reward/zero_variance_ratio": 0.95}, {"reward/zero_variance_ratio": 0.5}
-    seen = [[begins for _, begins in watch.check(metrics).values()] for metrics in (*[outside] * 4, {"ess": 1.0}, outside, inside, *[outside] * 3)]
+    seen = [
+        [begins for _, begins in watch.check(metrics).values()]
+        for metrics in (*[outside] * 4, {"ess": 1.0}, outside, inside, *[outside] * 3)
+    ]
     assert seen == [[], [], [True], [False], [], [False], [], [], [], [True]]

@@ -20,7 +20,15 @@ def test_the_log_tells_phases_steps_alarms_evaluations_and_checkpoints(tmp_path,
         live = Live(small_config(max_steps=20), 0.0)
         recorder = RunRecorder(writer, FatesWriter(tmp_path / "fates", 0), live)
         live.phase("training")
-        step = {"applied": 1.0, "loss": -0.25, "reward/mean": 0.5, "reward/f": 0.75, "staleness/mean": 1.5, "staleness/max": 2, "kl_k3": 3.0}
+        step = {
+            "applied": 1.0,
+            "loss": -0.25,
+            "reward/mean": 0.5,
+            "reward/f": 0.75,
+            "staleness/mean": 1.5,
+            "staleness/max": 2,
+            "kl_k3": 3.0,
+        }
         recorder.record("step", 7, 6, step)
         recorder.record("push", 7, 6, {"replica": "a"})
         recorder.record("commit", 7, 6, {})
@@ -28,13 +36,25 @@ def test_the_log_tells_phases_steps_alarms_evaluations_and_checkpoints(tmp_path,
         recorder.record("checkpoint", 7, 6, {"checkpoint/save_s": 1.25})
     lines = [record.message for record in caplog.records]
     assert lines[0].startswith("training (starting took ")
-    assert lines[1] == "step 7/20: version 6, reward 0.5, loss -0.25, mean staleness 1.5, max staleness 2, reward f 0.75"
-    assert lines[2].startswith("step 7: kl_k3 = 3 is outside") and caplog.records[2].levelno == logging.WARNING
-    assert lines[3:] == ["evaluation of version 6: math_accuracy 0.625", "checkpoint at step 7, version 6: checkpoint/save_s 1.25"]
+    assert (
+        lines[1]
+        == "step 7/20: version 6, reward 0.5, loss -0.25, mean staleness 1.5, max staleness 2, reward f 0.75"
+    )
+    assert (
+        lines[2].startswith("step 7: kl_k3 = 3 is outside")
+        and caplog.records[2].levelno == logging.WARNING
+    )
+    assert lines[3:] == [
+        "evaluation of version 6: math_accuracy 0.625",
+        "checkpoint at step 7, version 6: checkpoint/save_s 1.25",
+    ]
 
 
 def test_a_line_of_the_log_is_one_line():
-    assert record_line("evaluation_lost", 3, 2, {"reason": "gone:\n  why\x1b[2J"}) == "evaluation_lost at step 3, version 2: reason gone: why\x1b[2J"
+    assert (
+        record_line("evaluation_lost", 3, 2, {"reason": "gone:\n  why\x1b[2J"})
+        == "evaluation_lost at step 3, version 2: reason gone: why\x1b[2J"
+    )
     assert record_line("step", 3, 2, {"applied": 0.0}, 9) == "step 3/9 skipped: version 2"
 
 
@@ -44,11 +64,33 @@ def test_the_end_names_every_set_and_every_reward():
         eval={"data": "d", "accuracy": "f", "sets": {"hard": {"data": "h"}}},
     )
     first, hard = next(iter(config.evaluation_sets)), "hard"
-    evaluation = {f"eval/{first}_accuracy": 0.25, f"eval/{first}_prompts": 8.0, f"eval/{first}_style": 0.5, f"eval/{first}_style/spaces": 0.125}
-    evaluation |= {f"eval/{hard}_accuracy": None, f"eval/{hard}_prompts": 2000.0, f"eval/{hard}_late_ratio": 0.0, f"eval/{hard}_pass_at_4": 0.5}
+    evaluation = {
+        f"eval/{first}_accuracy": 0.25,
+        f"eval/{first}_prompts": 8.0,
+        f"eval/{first}_style": 0.5,
+        f"eval/{first}_style/spaces": 0.125,
+    }
+    evaluation |= {
+        f"eval/{hard}_accuracy": None,
+        f"eval/{hard}_prompts": 2000.0,
+        f"eval/{hard}_late_ratio": 0.0,
+        f"eval/{hard}_pass_at_4": 0.5,
+    }
     later = evaluation | {f"eval/{first}_accuracy": 0.5, f"eval/{hard}_accuracy": 1.0}
-    steps = [{"event": "step", "step": n, "reward/mean": n / 8, "reward/f": None, "reward/style": 1.0, "reward/zero_variance_ratio": 0.0} for n in range(1, 9)]
-    lines = before_and_after(config, [{"event": "evaluation", **evaluation}, *steps, {"event": "evaluation", **later}])
+    steps = [
+        {
+            "event": "step",
+            "step": n,
+            "reward/mean": n / 8,
+            "reward/f": None,
+            "reward/style": 1.0,
+            "reward/zero_variance_ratio": 0.0,
+        }
+        for n in range(1, 9)
+    ]
+    lines = before_and_after(
+        config, [{"event": "evaluation", **evaluation}, *steps, {"event": "evaluation", **later}]
+    )
     assert [" ".join(line.split()) for line in lines] == [
         f"held-out {first} accuracy 25.0% → 50.0% (+25.0% on 8 prompts)",
         f"held-out {first} style 0.500 → 0.500",
@@ -91,8 +133,20 @@ def test_the_sinks_get_completions_and_rewards_now_and_then(tmp_path, monkeypatc
         for step in (4, 5, 6, 7):
             recorder.record("step", step, step, {"applied": 1.0})
         recorder.record("commit", 6, 6, {})
-    assert [(step, what) for step, what, _ in shown] == [(6, "rewards"), (6, "completions")] and shown[0][2] == (0.5, 1.0)
+    assert [(step, what) for step, what, _ in shown] == [
+        (6, "rewards"),
+        (6, "completions"),
+    ] and shown[0][2] == (0.5, 1.0)
     rows = shown[1][2]
-    assert len(rows) == 16 and len(rows[0]["completion"]) == 4096 and "\x1b" not in rows[0]["completion"]
+    assert (
+        len(rows) == 16
+        and len(rows[0]["completion"]) == 4096
+        and "\x1b" not in rows[0]["completion"]
+    )
     assert rows[0]["prompt"] == "say [redacted JUDGE_API_KEY]"
-    assert (rows[0]["reward"], rows[0][f"reward/{name}"], rows[0]["version"], rows[0]["staleness"]) == (0.5, 0.25, 2, 1)
+    assert (
+        rows[0]["reward"],
+        rows[0][f"reward/{name}"],
+        rows[0]["version"],
+        rows[0]["staleness"],
+    ) == (0.5, 0.25, 2, 1)

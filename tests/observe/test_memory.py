@@ -14,13 +14,17 @@ import pytest
 from asyncrl.observe.memory import MemorySampler, pss_bytes, shared_memory_bytes
 
 MIB = 1 << 20
-CHILD = "import sys; block = bytearray(b'x') * (64 << 20); print('ready', flush=True); sys.stdin.read()"
+CHILD = (
+    "import sys; block = bytearray(b'x') * (64 << 20); print('ready', flush=True); sys.stdin.read()"
+)
 
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
     """A process that holds 64 MiB until its input ends."""
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process

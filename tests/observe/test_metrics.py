@@ -15,18 +15,43 @@ from asyncrl.observe.sinks import TensorBoardSink
 
 def test_a_record_has_the_stable_fields_and_plain_numbers(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
-        writer.write("step", 3, 2, {"reward/mean": np.float32(0.5), "loss": float("nan"), "tokens": np.int64(7), "worst": float("inf")})
+        writer.write(
+            "step",
+            3,
+            2,
+            {
+                "reward/mean": np.float32(0.5),
+                "loss": float("nan"),
+                "tokens": np.int64(7),
+                "worst": float("inf"),
+            },
+        )
     (record,) = read_metrics(tmp_path)
     assert record.pop("time") > 0
-    assert record == {"schema": SCHEMA, "event": "step", "attempt": 0, "step": 3, "version": 2, "reward/mean": 0.5, "loss": None, "tokens": 7, "worst": None}
+    assert record == {
+        "schema": SCHEMA,
+        "event": "step",
+        "attempt": 0,
+        "step": 3,
+        "version": 2,
+        "reward/mean": 0.5,
+        "loss": None,
+        "tokens": 7,
+        "worst": None,
+    }
 
 
 def test_a_metric_cannot_hide_a_records_own_field(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match=r"\['version'\].*rename"):
+    with (
+        MetricsWriter(tmp_path) as writer,
+        pytest.raises(ValueError, match=r"\['version'\].*rename"),
+    ):
         writer.write("step", 1, 1, {"version": 3})
 
 
-def test_a_live_reader_skips_the_unfinished_line_and_a_new_attempt_cuts_it_off(tmp_path: Path) -> None:
+def test_a_live_reader_skips_the_unfinished_line_and_a_new_attempt_cuts_it_off(
+    tmp_path: Path,
+) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.write("step", 1, 1, {"loss": 1.0})
     with (tmp_path / METRICS_FILE).open("a") as file:
@@ -53,7 +78,16 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path / "tensorboard")]) as writer:
         for step in range(1, 4):
             writer.write(
-                "step", step, step, {"reward/mean": step / 4, "loss": step / 2, "applied": 1, "note": "text is left out", "staleness/histogram": [1, step]}
+                "step",
+                step,
+                step,
+                {
+                    "reward/mean": step / 4,
+                    "loss": step / 2,
+                    "applied": 1,
+                    "note": "text is left out",
+                    "staleness/histogram": [1, step],
+                },
             )
         writer.write("evaluation", 3, 0, {"eval/greedy_accuracy": 0.75})
         writer.write("startup", 0, 0, {"engine_s": 1.0})
@@ -61,9 +95,23 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
         for step in (1, 2):
             writer.write("checkpoint", step, step, {"checkpoint/save_s": step})
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert board.Tags()["scalars"] == [*("reward/mean", "train/loss", "staleness/histogram/1", "eval/greedy_accuracy", "checkpoint/save_s")]
-    assert [(event.step, event.value) for event in board.Scalars("eval/greedy_accuracy")] == [(0, 0.75)], "at the version that was evaluated"
-    assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert board.Tags()["scalars"] == [
+        *(
+            "reward/mean",
+            "train/loss",
+            "staleness/histogram/1",
+            "eval/greedy_accuracy",
+            "checkpoint/save_s",
+        )
+    ]
+    assert [(event.step, event.value) for event in board.Scalars("eval/greedy_accuracy")] == [
+        (0, 0.75)
+    ], "at the version that was evaluated"
+    assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.75),
+    ]
     assert [event.value for event in board.Scalars("staleness/histogram/1")] == [1, 2, 3]
 
 
@@ -72,11 +120,20 @@ def test_tensorboard_plots_a_constant_from_its_beginning_once_it_changes(tmp_pat
 
     sink = TensorBoardSink(tmp_path)
     for step, failed in enumerate([0.0, 0.0, 0.0, 2.0, 2.0], start=1):
-        sink.add(step, float(step), {"control/failed_groups": failed, "reward/mean": 0.0, "train/applied": 1.0})
+        sink.add(
+            step,
+            float(step),
+            {"control/failed_groups": failed, "reward/mean": 0.0, "train/applied": 1.0},
+        )
     sink.close()
     board = EventAccumulator(str(tmp_path)).Reload()
     assert sorted(board.Tags()["scalars"]) == ["control/failed_groups", "reward/mean"]
-    assert [(event.step, event.value) for event in board.Scalars("control/failed_groups")] == [(1, 0), (3, 0), (4, 2), (5, 2)]
+    assert [(event.step, event.value) for event in board.Scalars("control/failed_groups")] == [
+        (1, 0),
+        (3, 0),
+        (4, 2),
+        (5, 2),
+    ]
     assert len(board.Scalars("reward/mean")) == 5, "a reward that stands still is news"
 
 
@@ -92,7 +149,9 @@ with MetricsWriter(folder, sinks=[TensorBoardSink(folder / "tensorboard")]) as w
 asyncrl.open_run
 print([name for name in ("torch", "ray", "vllm", "tensorflow", "pandas") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -101,12 +160,26 @@ def test_pandas_reads_the_records_as_numbers(tmp_path: Path) -> None:
 
     with MetricsWriter(tmp_path) as writer:
         for step in range(1, 5):
-            writer.write("step", step, step, {"reward/mean": step / 4, "kl_k3": float("nan") if step == 2 else 0.01, "staleness/max": 2})
+            writer.write(
+                "step",
+                step,
+                step,
+                {
+                    "reward/mean": step / 4,
+                    "kl_k3": float("nan") if step == 2 else 0.01,
+                    "staleness/max": 2,
+                },
+            )
         writer.write("push", 4, 4, {"replica": "one", "weights/pause_s": 0.1})
     records = pd.read_json(tmp_path / METRICS_FILE, lines=True)
     steps = records[records["event"] == "step"].set_index("step")
-    assert steps["reward/mean"].tolist() == [0.25, 0.5, 0.75, 1.0] and steps["kl_k3"].isna().tolist() == [False, True, False, False]
-    assert all(pd.api.types.is_numeric_dtype(steps[name]) for name in ("version", "reward/mean", "kl_k3", "staleness/max"))
+    assert steps["reward/mean"].tolist() == [0.25, 0.5, 0.75, 1.0] and steps[
+        "kl_k3"
+    ].isna().tolist() == [False, True, False, False]
+    assert all(
+        pd.api.types.is_numeric_dtype(steps[name])
+        for name in ("version", "reward/mean", "kl_k3", "staleness/max")
+    )
     assert records.loc[records["event"] == "push", "weights/pause_s"].item() == 0.1
 
 
@@ -119,18 +192,29 @@ def test_an_evaluation_is_plotted_at_the_step_that_made_its_version(tmp_path: Pa
         for version in (0, 1, 2):
             writer.write("evaluation", 3, version, {"eval/accuracy": version})
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in board.Scalars("eval/accuracy")] == [(0, 0), (1, 1), (3, 2)]
+    assert [(event.step, event.value) for event in board.Scalars("eval/accuracy")] == [
+        (0, 0),
+        (1, 1),
+        (3, 2),
+    ]
 
 
-def test_after_a_resume_an_evaluation_of_the_first_version_is_plotted_at_its_step(tmp_path: Path) -> None:
+def test_after_a_resume_an_evaluation_of_the_first_version_is_plotted_at_its_step(
+    tmp_path: Path,
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsWriter(tmp_path, 1, [TensorBoardSink(tmp_path / "tensorboard")], {40: 44}) as writer:
+    with MetricsWriter(
+        tmp_path, 1, [TensorBoardSink(tmp_path / "tensorboard")], {40: 44}
+    ) as writer:
         writer.write("step", 45, 41, {"applied": 1.0})
         for version in (40, 41):
             writer.write("evaluation", 45, version, {"eval/greedy_accuracy": version})
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in board.Scalars("eval/greedy_accuracy")] == [(44, 40), (45, 41)]
+    assert [(event.step, event.value) for event in board.Scalars("eval/greedy_accuracy")] == [
+        (44, 40),
+        (45, 41),
+    ]
 
 
 def test_sinks_have_each_metric_once_and_in_one_group(tmp_path: Path) -> None:
@@ -138,17 +222,36 @@ def test_sinks_have_each_metric_once_and_in_one_group(tmp_path: Path) -> None:
 
     with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path / "tensorboard")]) as writer:
         for step in (1, 2):
-            writer.write("step", step, step, {"loss": step, "reward/mean": 0.5, "reward/unscored_ratio": 0.0})
+            writer.write(
+                "step", step, step, {"loss": step, "reward/mean": 0.5, "reward/unscored_ratio": 0.0}
+            )
             writer.write("push", step, step, {"weights/pause_s": step, "replica": "a"})
             writer.write("gather", step, step, {"weights/gather_s": step, "gather_s": step})
             writer.write("logprob_check", step, step, {"check/logprob_max_diff": step})
             writer.write("checkpoint", step, step, {"checkpoint/save_s": step})
             writer.write(
-                "evaluation", step, step, {"eval/accuracy": 0.5, "eval/prompts": 9, "eval/greedy_accuracy": 0.5, "eval/greedy_prompts": 9, "seconds": step}
+                "evaluation",
+                step,
+                step,
+                {
+                    "eval/accuracy": 0.5,
+                    "eval/prompts": 9,
+                    "eval/greedy_accuracy": 0.5,
+                    "eval/greedy_prompts": 9,
+                    "seconds": step,
+                },
             )
             writer.write("startup", step, step, {"startup/generators_s": step})
     tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
-    expected = ["train/loss", "reward/mean", "weights/pause_s", "weights/gather_s", "gather/gather_s", "check/logprob_max_diff", "checkpoint/save_s"]
+    expected = [
+        "train/loss",
+        "reward/mean",
+        "weights/pause_s",
+        "weights/gather_s",
+        "gather/gather_s",
+        "check/logprob_max_diff",
+        "checkpoint/save_s",
+    ]
     assert sorted(tags) == sorted([*expected, "eval/greedy_accuracy", "eval/seconds"])
 
 
@@ -159,12 +262,18 @@ def test_tensorboard_shows_completions_without_reading_them_as_markup(tmp_path: 
 
     hostile = "<img src=http://x>\n\n[a](http://x) ![b](http://x)\n# head\n</code></pre><a href='http://x'>\nreward: 1"
     with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path / "tensorboard")]) as writer:
-        writer.show_batch(4, [0.0, 0.5, 1.0], [{"prompt": hostile, "completion": hostile, "reward": 0.25, "reward/f": None}] * 2)
+        writer.show_batch(
+            4,
+            [0.0, 0.5, 1.0],
+            [{"prompt": hostile, "completion": hostile, "reward": 0.25, "reward/f": None}] * 2,
+        )
         writer.show_batch(5, [], [])
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (text,) = board.Tensors("completions")
     (rewards,) = board.Tensors("rewards")
     page = markdown_to_safe_html(make_ndarray(text.tensor_proto).item())
-    assert text.step == 4 and page.count("<") == 4 and page.startswith("<pre><code>prompt: &lt;img"), page
+    assert (
+        text.step == 4 and page.count("<") == 4 and page.startswith("<pre><code>prompt: &lt;img")
+    ), page
     assert "\n  | reward: 1" in page and "\nreward: 0.25\nreward/f: none\n" in page
     assert make_ndarray(rewards.tensor_proto)[:, 2].sum() == 3

@@ -19,9 +19,20 @@ def test_the_quickstart_notebook_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("ASYNCRL_RUN", str(write_small_run(tmp_path / "small")))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute(env=dict(os.environ))
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    printed = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    NotebookClient(
+        notebook,
+        timeout=120,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute(env=dict(os.environ))
+    outputs = [
+        output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    ]
+    printed = "".join(
+        output.text
+        for output in outputs
+        if output.output_type == "stream" and output.name == "stdout"
+    )
     assert "learner at version 6, replicas have committed version 6" in printed
     assert "24 trained trajectories, staleness at most 1, bound 2" in printed
     assert any("text/html" in output.get("data", {}) for output in outputs)

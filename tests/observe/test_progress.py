@@ -10,7 +10,15 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.observe.progress import Progress, ProgressView, duration, line, printable, table, time_left
+from asyncrl.observe.progress import (
+    Progress,
+    ProgressView,
+    duration,
+    line,
+    printable,
+    table,
+    time_left,
+)
 
 TRAINING = Progress(
     phase="training",
@@ -77,7 +85,11 @@ def test_a_log_gets_one_line_per_phase_and_interval() -> None:
         view.show(Progress("evaluating", step=50, max_steps=50))
         view.show(Progress("evaluating", step=50, max_steps=50, held_out_accuracy=0.9))
     lines = stream.getvalue().splitlines()
-    assert lines == ["0s | training | step 0/50", "0s | evaluating | step 50/50", "0s | evaluating | step 50/50 | held-out 90.0% at the last evaluation"]
+    assert lines == [
+        "0s | training | step 0/50",
+        "0s | evaluating | step 50/50",
+        "0s | evaluating | step 50/50 | held-out 90.0% at the last evaluation",
+    ]
 
 
 def test_a_terminal_gets_the_live_table() -> None:
@@ -88,7 +100,13 @@ def test_a_terminal_gets_the_live_table() -> None:
 
 
 def test_durations_and_time_left() -> None:
-    assert [duration(seconds) for seconds in (0.4, 59.4, 60, 307, 7500)] == ["0s", "59s", "1m00s", "5m07s", "2h05m"]
+    assert [duration(seconds) for seconds in (0.4, 59.4, 60, 307, 7500)] == [
+        "0s",
+        "59s",
+        "1m00s",
+        "5m07s",
+        "2h05m",
+    ]
     assert time_left(0, 100, 5.0) is None
     assert time_left(25, 100, 50.0) == 150.0
     assert time_left(101, 100, 50.0) == 0.0
@@ -115,9 +133,18 @@ def test_secrets_are_in_no_sample_and_no_note(monkeypatch: pytest.MonkeyPatch) -
         assert "[redacted" in text and "correct" not in text and "hf_" not in text
 
 
-@pytest.mark.parametrize(("error", "told"), [(MemoryError("full"), "failed"), (asyncio.CancelledError(), "interrupted"), (KeyboardInterrupt(), "interrupted")])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError("full"), "failed"),
+        (asyncio.CancelledError(), "interrupted"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
 @pytest.mark.parametrize("live", [False, True])
-def test_the_last_picture_of_a_run_that_ends_early_says_so(error: BaseException, told: str, live: bool) -> None:
+def test_the_last_picture_of_a_run_that_ends_early_says_so(
+    error: BaseException, told: str, live: bool
+) -> None:
     stream = io.StringIO()
     with contextlib.suppress(type(error)), ProgressView(stream=stream, live=live) as view:
         view.show(replace(TRAINING, phase="stopping"))
@@ -133,6 +160,9 @@ def test_a_last_picture_that_cannot_be_written_does_not_hide_why_the_run_ended()
                 raise OSError(errno.ENOSPC, "No space left on device")
             return super().write(text)
 
-    with pytest.raises(MemoryError, match="the cause"), ProgressView(stream=Full(), live=False) as view:
+    with (
+        pytest.raises(MemoryError, match="the cause"),
+        ProgressView(stream=Full(), live=False) as view,
+    ):
         view.show(TRAINING)
         raise MemoryError("the cause")

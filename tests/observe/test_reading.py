@@ -25,9 +25,24 @@ def test_one_row_per_trajectory_with_its_fate(small_run: Path) -> None:
     assert len(table) == 2 * 14
     rows = {(row["ordinal"], row["index"]): row for row in table.to_pylist()}
     first, second = rows[6, 0], rows[6, 1]  # trained in step 3, from version 1
-    assert (first["completion"], first["tokens"], first["reward"], first["reward/scorer"], first["advantage"]) == ("7", 2, 1.0, 1.0, 1.0)
-    assert (second["oldest_version"], second["newest_version"], second["reward/scorer"]) == (1, 2, 0.25)
-    assert (first["outcome"], first["step"], first["trained_at_version"], first["staleness"]) == ("trained", 3, 2, 1)
+    assert (
+        first["completion"],
+        first["tokens"],
+        first["reward"],
+        first["reward/scorer"],
+        first["advantage"],
+    ) == ("7", 2, 1.0, 1.0, 1.0)
+    assert (second["oldest_version"], second["newest_version"], second["reward/scorer"]) == (
+        1,
+        2,
+        0.25,
+    )
+    assert (first["outcome"], first["step"], first["trained_at_version"], first["staleness"]) == (
+        "trained",
+        3,
+        2,
+        1,
+    )
     assert first["answer"] == "7"
     assert rows[100, 0]["outcome"] == "dropped"
     assert rows[101, 0]["outcome"] is None
@@ -44,7 +59,9 @@ def test_staleness_agrees_with_the_token_versions(small_run: Path) -> None:
 def test_a_group_flushed_twice_and_merged_files_count_once(small_run: Path) -> None:
     run = asyncrl.open_run(small_run)
     before = run.trajectories()
-    pq.write_table(groups_to_table([small_group(3, 0)]), small_run / "groups" / "attempt_0-000100.parquet")
+    pq.write_table(
+        groups_to_table([small_group(3, 0)]), small_run / "groups" / "attempt_0-000100.parquet"
+    )
     fates = FatesWriter(small_run / "fates", attempt=0)
     fates.files = 50
     fates.write([Fate(0, 3, "trained", "", 1, 0, 0)])
@@ -55,19 +72,43 @@ def test_a_group_flushed_twice_and_merged_files_count_once(small_run: Path) -> N
 
 
 def test_the_same_ordinal_in_two_attempts_is_two_groups(small_run: Path) -> None:
-    pq.write_table(groups_to_table([small_group(3, 0, attempt=1)]), small_run / "groups" / "attempt_1-000000.parquet")
-    rows = [row for row in asyncrl.open_run(small_run).trajectories().to_pylist() if row["ordinal"] == 3]
-    assert [(row["attempt"], row["outcome"]) for row in rows] == [(0, "trained"), (0, "trained"), (1, None), (1, None)]
+    pq.write_table(
+        groups_to_table([small_group(3, 0, attempt=1)]),
+        small_run / "groups" / "attempt_1-000000.parquet",
+    )
+    rows = [
+        row for row in asyncrl.open_run(small_run).trajectories().to_pylist() if row["ordinal"] == 3
+    ]
+    assert [(row["attempt"], row["outcome"]) for row in rows] == [
+        (0, "trained"),
+        (0, "trained"),
+        (1, None),
+        (1, None),
+    ]
 
 
 def test_status_and_metrics(small_run: Path) -> None:
     run = asyncrl.open_run(small_run)
     status = run.status()
-    assert (status.phase, status.step, status.max_steps, status.version, status.committed) == ("evaluation", 6, 6, 6, 6)
+    assert (status.phase, status.step, status.max_steps, status.version, status.committed) == (
+        "evaluation",
+        6,
+        6,
+        6,
+        6,
+    )
     assert status.last["eval/greedy_accuracy"] == 0.9
     assert [record["step"] for record in run.records("commit")] == [1, 2, 3, 4, 5, 6]
     metrics = run.metrics
-    assert {"schema", "event", "step", "version", "time", "reward/mean", "eval/greedy_accuracy"} <= set(metrics.column_names)
+    assert {
+        "schema",
+        "event",
+        "step",
+        "version",
+        "time",
+        "reward/mean",
+        "eval/greedy_accuracy",
+    } <= set(metrics.column_names)
     assert metrics["reward/mean"].null_count == 8
     assert run.config.rollout.n_samples_per_prompt == 2
 
@@ -98,6 +139,8 @@ def test_a_run_that_has_just_begun_has_empty_tables(small_run: Path) -> None:
 def test_a_wrong_path_is_answered_in_one_line(small_run: Path) -> None:
     with pytest.raises(RunNotFound, match=r"is not a directory; give the path") as missing:
         asyncrl.open_run(small_run / "nothing")
-    with pytest.raises(RunNotFound, match=rf"no run directory; did you mean '{small_run}'\?") as parent:
+    with pytest.raises(
+        RunNotFound, match=rf"no run directory; did you mean '{small_run}'\?"
+    ) as parent:
         asyncrl.open_run(small_run.parent)
     assert "\n" not in str(missing.value) + str(parent.value)

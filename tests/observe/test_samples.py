@@ -27,8 +27,13 @@ def shared(*prompts):
 
 
 def test_a_prompt_is_shown_without_what_all_prompts_share():
-    assert shared("Solve: 12 + 3 = ?\nAnswer:", "Solve: 14 + 5 = ?\nAnswer:") == ["…12 + 3…", "…14 + 5…"]
-    assert shared("<|user|>-12<|end|>", "<|user|>-15<|end|>") == ["…-12…", "…-15…"], "no number is cut"
+    assert shared("Solve: 12 + 3 = ?\nAnswer:", "Solve: 14 + 5 = ?\nAnswer:") == [
+        "…12 + 3…",
+        "…14 + 5…",
+    ]
+    assert shared("<|user|>-12<|end|>", "<|user|>-15<|end|>") == ["…-12…", "…-15…"], (
+        "no number is cut"
+    )
     assert shared("only one") == ["only one"]
     assert shared("one", "one") == ["one", "one"]
     assert shared("nothing", "alike") == ["nothing", "alike"]
@@ -52,17 +57,32 @@ def test_the_table_is_as_wide_as_the_terminal_and_cuts_no_advice(width, height):
         "sample_reward": 1.5,
         "sample_parts": {"f": 1.0, "g": None},
     }
-    progress = Progress("training", step=3, max_steps=9, reward=0.5, reward_parts={"f": 0.25, "g": 0.75}, notes=(ADVICE, ADVICE), **sample)
+    progress = Progress(
+        "training",
+        step=3,
+        max_steps=9,
+        reward=0.5,
+        reward_parts={"f": 0.25, "g": 0.75},
+        notes=(ADVICE, ADVICE),
+        **sample,
+    )
     lines = screen(progress, width, height)
     assert max(map(len, lines)) <= width and len(lines[0]) == width and len(lines) < height
     text = " ".join(" ".join(line.strip("│ ") for line in lines).split())
-    assert text.count(ADVICE) == 2 and "0.500 (f 0.25, g 0.75)" in text and "1.500 (f 1, g none)" in text
+    assert (
+        text.count(ADVICE) == 2
+        and "0.500 (f 0.25, g 0.75)" in text
+        and "1.500 (f 1, g none)" in text
+    )
     assert "\x1b" not in text and "\u202e" not in text
     assert screen(Progress("starting", elapsed_s=3), width, height)[1].strip("│ ") == "elapsed  3s"
 
 
 def test_a_log_shows_a_sample_now_and_then_and_every_note_once():
-    stream, sample = io.StringIO(), {"prompt": "…1 + 1…", "completion": "2\x1b[2J\nok", "sample_reward": 1.0}
+    stream, sample = (
+        io.StringIO(),
+        {"prompt": "…1 + 1…", "completion": "2\x1b[2J\nok", "sample_reward": 1.0},
+    )
     with ProgressView(interval_s=0.0, sample_every_s=3600, stream=stream) as view:
         view.show(Progress("training", notes=(ADVICE,), **sample))
         view.show(Progress("training", notes=(ADVICE, "another"), **sample))
@@ -79,11 +99,19 @@ def test_the_live_table_shows_the_last_batch():
     from small_config import small_config
 
     live = Live(small_config(), 0.0)
-    batch = ((Example("Add 1 now", "2", 0.5, {"f": 0.5}, 3), 1), (Example("Add 7 now", "9", 1.0, {"f": 1.0}, 3), 1))
+    batch = (
+        (Example("Add 1 now", "2", 0.5, {"f": 0.5}, 3), 1),
+        (Example("Add 7 now", "9", 1.0, {"f": 1.0}, 3), 1),
+    )
     live._show_sample(batch)
     live.recorded("step", {"reward/f": 0.75})
     shown = live.progress
-    assert (shown.prompt, shown.completion, shown.sample_reward, shown.reward_parts) == ("…1…", "2", 0.5, {"f": 0.75})
+    assert (shown.prompt, shown.completion, shown.sample_reward, shown.reward_parts) == (
+        "…1…",
+        "2",
+        0.5,
+        {"f": 0.75},
+    )
 
 
 def test_no_part_of_a_secret_is_taken_for_what_prompts_share(monkeypatch):
@@ -91,7 +119,9 @@ def test_no_part_of_a_secret_is_taken_for_what_prompts_share(monkeypatch):
 
     monkeypatch.setenv("JUDGE_API_KEY", "correct horse battery")
     live = Live(small_config(), 0.0)
-    live._show_sample([(Example(f"say correct horse {end}", "2", 0.5, {}, 3), 1) for end in ("battery", "radish")])
+    live._show_sample(
+        [(Example(f"say correct horse {end}", "2", 0.5, {}, 3), 1) for end in ("battery", "radish")]
+    )
     assert "battery" not in live.progress.prompt and "redacted" in live.progress.prompt
 
 
@@ -104,7 +134,12 @@ def test_the_command_shows_whole_samples(tmp_path, capsys):
         return ended.value.code, capsys.readouterr()
 
     code, out = command("-n", "2", "--order", "worst")
-    assert code == 0 and out.out.count("completion:") == 2 and "reward 0 (exact 0, scorer 0.25)" in out.out and "  │ 99" in out.out
+    assert (
+        code == 0
+        and out.out.count("completion:") == 2
+        and "reward 0 (exact 0, scorer 0.25)" in out.out
+        and "  │ 99" in out.out
+    )
     assert "versions 0 to 1" in out.out and "staleness" in out.out
     code, out = command("-n", "1", "--version", "3")
     assert code == 0 and "version 3," in out.out and "not trained yet" in out.out
@@ -124,7 +159,17 @@ def test_a_run_without_groups_says_so(tmp_path, capsys):
 
 def test_what_a_model_wrote_cannot_pass_for_our_lines(tmp_path):
     row = open_run(write_small_run(tmp_path / "run")).trajectories().slice(0, 1).to_pylist()[0]
-    text = samples_text([{**row, "completion": "a\n── prompt 1\x1b]0;t\x07\r\u202e", "reward": None, "staleness": None, "outcome": None}])
+    text = samples_text(
+        [
+            {
+                **row,
+                "completion": "a\n── prompt 1\x1b]0;t\x07\r\u202e",
+                "reward": None,
+                "staleness": None,
+                "outcome": None,
+            }
+        ]
+    )
     assert "\n  │ ── prompt 1�]0;t���" in text and not set(text) & set("\x1b\x07\r\u202e")
 
 
@@ -135,13 +180,25 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["samples", str(run)])
     said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.startswith(f"asyncrl: {damaged}") and said.endswith("; restore the file, or move it away\n") and said.count("\n") == 1
+    assert (
+        ended.value.code == 2
+        and said.startswith(f"asyncrl: {damaged}")
+        and said.endswith("; restore the file, or move it away\n")
+        and said.count("\n") == 1
+    )
 
 
 def test_a_reader_that_leaves_early_costs_no_traceback(tmp_path):
     run = write_small_run(tmp_path / "run")
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-m", "asyncrl.cli", "samples", run], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl.cli", "samples", run],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")

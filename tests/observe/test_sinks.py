@@ -36,9 +36,17 @@ with MetricsWriter(directory, 0, open_sinks(config, directory, sys.argv[3])) as 
 def write(directory: Path, sink: str, run_id: str = "id0", **environment: str) -> None:
     before = set(Path.cwd().iterdir())
     folders = {"HOME": str(directory), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(directory), sink, run_id], capture_output=True, text=True, timeout=120, env=folders | environment)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(directory), sink, run_id],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=folders | environment,
+    )
     assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
-    assert list((directory / "tensorboard").iterdir()) and before == set(Path.cwd().iterdir()), "something was written where the run stands"
+    assert list((directory / "tensorboard").iterdir()) and before == set(Path.cwd().iterdir()), (
+        "something was written where the run stands"
+    )
 
 
 @pytest.mark.timeout(180)
@@ -46,25 +54,45 @@ def test_wandb_offline(tmp_path: Path) -> None:
     write(tmp_path, "wandb", WANDB_MODE="offline")
     (file,) = tmp_path.glob("wandb/offline-run-*-id0/run-id0.wandb")
     content = file.read_bytes()
-    assert b"reward/mean" in content and b"eval/greedy_accuracy" in content and b"max_staleness" in content
+    assert (
+        b"reward/mean" in content
+        and b"eval/greedy_accuracy" in content
+        and b"max_staleness" in content
+    )
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/completions*.json")
-    assert json.loads(table.read_text())["data"][0] == ["2 + 2 =", "five hundred", None, 0.0] and b"histogram" in content
+    assert (
+        json.loads(table.read_text())["data"][0] == ["2 + 2 =", "five hundred", None, 0.0]
+        and b"histogram" in content
+    )
 
 
 @pytest.mark.timeout(180)
 def test_mlflow_in_a_file(tmp_path: Path) -> None:
     write(tmp_path, "mlflow")
-    rows = sqlite3.connect(tmp_path / "mlflow.db").execute("select key, value, step from metrics order by timestamp, step").fetchall()
+    rows = (
+        sqlite3.connect(tmp_path / "mlflow.db")
+        .execute("select key, value, step from metrics order by timestamp, step")
+        .fetchall()
+    )
     assert list((tmp_path / "mlartifacts").rglob("config.yaml"))
-    assert rows == [("reward/mean", 0.25, 1), ("reward/mean", 0.5, 2), ("reward/mean", 0.75, 3), ("eval/greedy_accuracy", 0.75, 3)]
+    assert rows == [
+        ("reward/mean", 0.25, 1),
+        ("reward/mean", 0.5, 2),
+        ("reward/mean", 0.75, 3),
+        ("eval/greedy_accuracy", 0.75, 3),
+    ]
     (table,) = tmp_path.glob("mlartifacts/**/completions/step_000003.json")
     assert json.loads(table.read_text())["data"][0] == ["2 + 2 =", "five hundred", None, 0.0]
     (rewards,) = tmp_path.glob("mlartifacts/**/rewards/step_000003.json")
     assert json.loads(rewards.read_text()) == {"values": [0.0, 1.0, 1.0]}
     for again in ("id0", "id1"):
         write(tmp_path, "mlflow", again)
-    runs = sqlite3.connect(tmp_path / "mlflow.db").execute("select name, status from runs").fetchall()
-    assert runs == [("sunk", "FINISHED")] * 2, "a second attempt goes on in its run; another run of that name is another"
+    runs = (
+        sqlite3.connect(tmp_path / "mlflow.db").execute("select name, status from runs").fetchall()
+    )
+    assert runs == [("sunk", "FINISHED")] * 2, (
+        "a second attempt goes on in its run; another run of that name is another"
+    )
 
 
 @pytest.mark.timeout(180)
@@ -72,11 +100,17 @@ def test_trackio_here(tmp_path: Path) -> None:
     write(tmp_path, "trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
     (file,) = (tmp_path / "trackio").glob("tests*.db")
     rows = sqlite3.connect(file).execute("select step, metrics from metrics order by id").fetchall()
-    assert [step for step, _ in rows] == [1, 2, 3, 3, 3, 3] and "five hundred" in str(rows) and "histogram" in str(rows)
+    assert (
+        [step for step, _ in rows] == [1, 2, 3, 3, 3, 3]
+        and "five hundred" in str(rows)
+        and "histogram" in str(rows)
+    )
     assert json.loads(rows[2][1]) == {"reward/mean": 0.75} and "greedy_accuracy" in str(rows[3][1])
 
 
-def test_a_sink_that_fails_is_named_and_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sink_that_fails_is_named_and_left_out_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     got: list[int] = []
 
     class Good:
@@ -111,13 +145,25 @@ def test_wandb_without_a_key_is_noticed_before_it_asks(tmp_path):
 
     config, home = small_config(observe={"sinks": ["wandb"]}), {"HOME": str(tmp_path)}
     assert wandb_asks_for_a_key(config, home) == "api.wandb.ai"
-    assert wandb_asks_for_a_key(config, home | {"WANDB_BASE_URL": "https://wandb.example:8080/x"}) == "wandb.example"
-    for variables in ({"WANDB_API_KEY": "k"}, {"WANDB_MODE": "offline"}, {"WANDB_MODE": "disabled"}):
+    assert (
+        wandb_asks_for_a_key(config, home | {"WANDB_BASE_URL": "https://wandb.example:8080/x"})
+        == "wandb.example"
+    )
+    for variables in (
+        {"WANDB_API_KEY": "k"},
+        {"WANDB_MODE": "offline"},
+        {"WANDB_MODE": "disabled"},
+    ):
         assert wandb_asks_for_a_key(config, home | variables) is None
     assert wandb_asks_for_a_key(small_config(), home) is None
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
     (tmp_path / ".netrc").chmod(0o600)
     assert wandb_asks_for_a_key(config, home) is None
-    assert wandb_asks_for_a_key(config, home | {"WANDB_BASE_URL": "https://wandb.example"}) == "wandb.example"
+    assert (
+        wandb_asks_for_a_key(config, home | {"WANDB_BASE_URL": "https://wandb.example"})
+        == "wandb.example"
+    )
     (tmp_path / "broken").write_text("machine")
-    assert wandb_asks_for_a_key(config, home | {"NETRC": str(tmp_path / "broken")}) == "api.wandb.ai"
+    assert (
+        wandb_asks_for_a_key(config, home | {"NETRC": str(tmp_path / "broken")}) == "api.wandb.ai"
+    )

@@ -11,7 +11,15 @@ from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
 from asyncrl.observe.watchdog import Watchdog, marks, standing
 from asyncrl.run import _watched
-from asyncrl.testing import FakeLearner, FakePrompts, FakeRecorder, FakeRollouts, FakeScores, FakeWeightSync, VirtualTimeLoop
+from asyncrl.testing import (
+    FakeLearner,
+    FakePrompts,
+    FakeRecorder,
+    FakeRollouts,
+    FakeScores,
+    FakeWeightSync,
+    VirtualTimeLoop,
+)
 
 FOR_EVER = 1e9
 
@@ -31,12 +39,32 @@ def watched(stall_s=60.0, seconds=200.0, ask=None, prompts=None, evaluate=None, 
     async def both():
         rollouts = parts.get("rollouts") or FakeRollouts()
         scores = parts["scores"](rollouts) if "scores" in parts else FakeScores(rollouts)
-        learner, weights = parts.get("learner") or FakeLearner(4), parts.get("weights") or FakeWeightSync()
-        all_parts = Parts(prompts or FakePrompts(), rollouts, scores, learner, weights, FakeRecorder(), evaluate=evaluate)
-        coordinator = Coordinator(all_parts, Schedule(10**6, Staleness(1, 4)), State("run", 0, 0, 0, 0, ()))
+        learner, weights = (
+            parts.get("learner") or FakeLearner(4),
+            parts.get("weights") or FakeWeightSync(),
+        )
+        all_parts = Parts(
+            prompts or FakePrompts(),
+            rollouts,
+            scores,
+            learner,
+            weights,
+            FakeRecorder(),
+            evaluate=evaluate,
+        )
+        coordinator = Coordinator(
+            all_parts, Schedule(10**6, Staleness(1, 4)), State("run", 0, 0, 0, 0, ())
+        )
         loop = asyncio.get_running_loop()
         moves, where = partial(marks, coordinator), partial(standing, coordinator)
-        watchdog = Watchdog(moves, where, stall_s, ask or nothing, lambda where, seconds, text: said.append((where, seconds, text)), loop.time)
+        watchdog = Watchdog(
+            moves,
+            where,
+            stall_s,
+            ask or nothing,
+            lambda where, seconds, text: said.append((where, seconds, text)),
+            loop.time,
+        )
         running = asyncio.create_task(coordinator.run())
         async with watchdog.watching():
             await asyncio.sleep(seconds)
@@ -58,11 +86,27 @@ async def evaluate_for_ever(version, replica):
     ("stage", "waits_for", "parts"),
     [
         ("learning", "a step on 4 groups at version 0", {"learner": FakeLearner(4, latency=0.0)}),
-        ("generation", "groups that are being generated", {"rollouts": FakeRollouts(latency=lambda _: FOR_EVER)}),
-        ("scoring", "the rewards of 8 groups", {"scores": lambda rollouts: FakeScores(rollouts, latency=lambda _: FOR_EVER)}),
-        ("publishing", "the replicas to apply version 0", {"weights": FakeWeightSync(latency=lambda _: FOR_EVER)}),
+        (
+            "generation",
+            "groups that are being generated",
+            {"rollouts": FakeRollouts(latency=lambda _: FOR_EVER)},
+        ),
+        (
+            "scoring",
+            "the rewards of 8 groups",
+            {"scores": lambda rollouts: FakeScores(rollouts, latency=lambda _: FOR_EVER)},
+        ),
+        (
+            "publishing",
+            "the replicas to apply version 0",
+            {"weights": FakeWeightSync(latency=lambda _: FOR_EVER)},
+        ),
         ("prompts", "no prompt comes", {"prompts": NoPrompts()}),
-        ("evaluation", "held-out prompts at version 0", {"evaluate": evaluate_for_ever, "rollouts": FakeRollouts(latency=lambda _: FOR_EVER)}),
+        (
+            "evaluation",
+            "held-out prompts at version 0",
+            {"evaluate": evaluate_for_ever, "rollouts": FakeRollouts(latency=lambda _: FOR_EVER)},
+        ),
     ],
 )
 def test_the_stage_that_stands_still_is_named(stage, waits_for, parts):
@@ -80,7 +124,14 @@ def test_the_stage_that_stands_still_is_named(stage, waits_for, parts):
 
 
 def test_a_slow_run_is_left_alone():
-    assert watched(seconds=3000, rollouts=FakeRollouts(latency=lambda _: 50.0), learner=FakeLearner(4, latency=40.0)) == []
+    assert (
+        watched(
+            seconds=3000,
+            rollouts=FakeRollouts(latency=lambda _: 50.0),
+            learner=FakeLearner(4, latency=40.0),
+        )
+        == []
+    )
 
 
 def test_completions_that_grow_are_no_standstill():
@@ -95,7 +146,10 @@ def test_completions_that_grow_are_no_standstill():
 def test_a_learner_that_works_alone_is_watched_as_well(tmp_path):
     """Before training and after it: loading, warm start, saving."""
     said = asyncio.Event()
-    recorder, live = FakeRecorder(), SimpleNamespace(progress=SimpleNamespace(phase="warm start"), note=lambda text: said.set())
+    recorder, live = (
+        FakeRecorder(),
+        SimpleNamespace(progress=SimpleNamespace(phase="warm start"), note=lambda text: said.set()),
+    )
     config = SimpleNamespace(observe=SimpleNamespace(stall_s=0.2))
 
     class Learner:
@@ -116,8 +170,17 @@ def test_a_learner_that_works_alone_is_watched_as_well(tmp_path):
 
     assert asyncio.run(asyncio.wait_for(both(), 20)) == []
     event, step, version, record = recorder.records[0]
-    assert (event, step, version, record["stage"], record["workers"]) == ("stall", 3, 2, "learning", "rank 0: all_reduce")
-    assert record["waits_for"] == "an answer of the learner's ranks, after 20 calls; phase: warm start" and record["stall_s"] >= 0.2
+    assert (event, step, version, record["stage"], record["workers"]) == (
+        "stall",
+        3,
+        2,
+        "learning",
+        "rank 0: all_reduce",
+    )
+    assert (
+        record["waits_for"] == "an answer of the learner's ranks, after 20 calls; phase: warm start"
+        and record["stall_s"] >= 0.2
+    )
 
 
 def test_workers_that_do_not_answer_or_are_dead():

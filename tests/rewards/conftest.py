@@ -14,7 +14,9 @@ def reward_config():
     """`reward_config("by_length", "raises", policy=…)`: functions of rewards_under_test."""
 
     def make(*names: str, **settings) -> RewardConfig:
-        functions = {name: {"function": f"tests.rewards.rewards_under_test:{name}"} for name in names}
+        functions = {
+            name: {"function": f"tests.rewards.rewards_under_test:{name}"} for name in names
+        }
         return RewardConfig.model_validate({"functions": functions, "processes": 1, **settings})
 
     return make

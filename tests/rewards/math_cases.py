@@ -146,12 +146,28 @@ SETS = [
 ]
 
 MATRICES = [
-    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "$\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}$", True),
-    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "$\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}$", True),
-    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "$\\begin{pmatrix}1&3\\\\2&4\\end{pmatrix}$", False),
+    (
+        "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}",
+        "$\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}$",
+        True,
+    ),
+    (
+        "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}",
+        "$\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}$",
+        True,
+    ),
+    (
+        "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}",
+        "$\\begin{pmatrix}1&3\\\\2&4\\end{pmatrix}$",
+        False,
+    ),
     ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "$\\begin{pmatrix}1\\\\2\\end{pmatrix}$", True),
     ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "$\\begin{pmatrix}2\\\\1\\end{pmatrix}$", False),
-    ("\\begin{pmatrix}\\frac{1}{2}&0\\\\0&1\\end{pmatrix}", "$\\begin{pmatrix}0.5&0\\\\0&1\\end{pmatrix}$", True),
+    (
+        "\\begin{pmatrix}\\frac{1}{2}&0\\\\0&1\\end{pmatrix}",
+        "$\\begin{pmatrix}0.5&0\\\\0&1\\end{pmatrix}$",
+        True,
+    ),
 ]
 
 WRITING = [

@@ -25,7 +25,10 @@ def some_none(completions, **_):
 
 def all_columns(prompts, completions, completion_ids, answer, **columns):
     assert len(prompts) == len(completions) == len(completion_ids) == len(answer)
-    return [float(p == "p" and a == "x" and ids == [1, 2] and columns["extra"][0] == 7) for p, a, ids in zip(prompts, answer, completion_ids, strict=True)]
+    return [
+        float(p == "p" and a == "x" and ids == [1, 2] and columns["extra"][0] == 7)
+        for p, a, ids in zip(prompts, answer, completion_ids, strict=True)
+    ]
 
 
 def not_a_number(completions, **_):
@@ -210,7 +213,9 @@ def leaves_processes(completions, how, marker, then, **_):
 
 async def leaves_a_process_async(completions, marker, **_):
     with open(marker[0], "a") as held:  # noqa: ASYNC230
-        process = await asyncio.create_subprocess_exec("sleep", "3600", stdin=held, stdout=held, stderr=held)
+        process = await asyncio.create_subprocess_exec(
+            "sleep", "3600", stdin=held, stdout=held, stderr=held
+        )
     await process.wait()
     return [1.0 for _ in completions]
 
@@ -219,17 +224,25 @@ def told(finish_reason, truncated, messages=None, bonus=0.0, **_):
     return {
         "cut": [float(reason == "length") for reason in finish_reason],
         "truncated": [float(cut) for cut in truncated],
-        "asked": [float(len(chat)) if chat else 0.0 for chat in messages or [None] * len(truncated)],
+        "asked": [
+            float(len(chat)) if chat else 0.0 for chat in messages or [None] * len(truncated)
+        ],
         "bonus": [bonus] * len(truncated),
     }
 
 
 def names_what_it_wants(completions, answer):
-    return [float(completion == expected) for completion, expected in zip(completions, answer, strict=True)]
+    return [
+        float(completion == expected)
+        for completion, expected in zip(completions, answer, strict=True)
+    ]
 
 
 def parts_with_a_total(completions, **_):
-    return {"reward": [2.0] * len(completions), "length": [float(len(completion)) for completion in completions]}
+    return {
+        "reward": [2.0] * len(completions),
+        "length": [float(len(completion)) for completion in completions],
+    }
 
 
 def a_part_is_none(completions, **_):

@@ -12,7 +12,15 @@ from small_config import small_config
 from asyncrl import launch
 from asyncrl.config import SandboxConfig
 from asyncrl.rewards import source
-from asyncrl.rewards.code import SETTINGS, code_block, code_tests, configured_sandbox, passes, read_tests, share_settings
+from asyncrl.rewards.code import (
+    SETTINGS,
+    code_block,
+    code_tests,
+    configured_sandbox,
+    passes,
+    read_tests,
+    share_settings,
+)
 from asyncrl.rewards.contract import GroupCall, RewardError, call_reward
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.sandbox import Level, Limits, SandboxError, SandboxUnavailable, probe
@@ -68,16 +76,32 @@ def test_reads_assertions_and_cases(tests, read):
 
 def test_compares_outputs_outside():
     def score(outputs, tests=(("1", "3\n"), ("2", "a  \n\nb\n\n")), exit_code=0):
-        sandbox = FakeSandbox(lambda program: ended(json.dumps(outputs) if not isinstance(outputs, str) else outputs, exit_code))
+        sandbox = FakeSandbox(
+            lambda program: ended(
+                json.dumps(outputs) if not isinstance(outputs, str) else outputs, exit_code
+            )
+        )
         passed = asyncio.run(passes(sandbox, Limits(), "code", tests))
-        assert b"3" not in b"".join([sandbox.programs[0].stdin, *sandbox.programs[0].files.values()])  # nothing to find
+        assert b"3" not in b"".join(
+            [sandbox.programs[0].stdin, *sandbox.programs[0].files.values()]
+        )  # nothing to find
         return passed
 
     assert score([[0, "3"], [0, "a\n\nb"]]) and score([[0, "3 \n\n"], [0, "a\n\nb \n"]])
     assert not score([[0, "4"], [0, "a\n\nb"]]) and not score([[0, "3"], [0, "a\nb"]])
-    assert not score([[1, "3"], [0, "a\n\nb"]]) and not score([[0, "3"]]) and not score([[0, "3"], [0, "a\n\nb"], [0, ""]])
+    assert (
+        not score([[1, "3"], [0, "a\n\nb"]])
+        and not score([[0, "3"]])
+        and not score([[0, "3"], [0, "a\n\nb"], [0, ""]])
+    )
     assert not score([[0, "3"], [0, "a\n\nb"]], exit_code=1)
-    assert not score("no json") and not score("7") and not score("[7, 7]") and not score("null") and not score('[[0, 3], [0, "a"]]')
+    assert (
+        not score("no json")
+        and not score("7")
+        and not score("[7, 7]")
+        and not score("null")
+        and not score('[[0, 3], [0, "a"]]')
+    )
 
 
 @pytest.fixture
@@ -94,7 +118,9 @@ def rewards(completions, tests):
 
 
 def group(completions, tests):
-    return GroupCall(["p"] * len(completions), completions, [[1]] * len(completions), {"tests": tests})
+    return GroupCall(
+        ["p"] * len(completions), completions, [[1]] * len(completions), {"tests": tests}
+    )
 
 
 def test_assertions_pass_or_fail(sandboxed):
@@ -109,7 +135,10 @@ def test_assertions_pass_or_fail(sandboxed):
         "syntax error",
         "x = '\ud800'\n" + ADD,
     ]
-    found = rewards([f"```python\n{program}\n```" for program in programs] + ["no code"], ["assert add(1, 2) == 3", "assert add(0, 0) == 0"])
+    found = rewards(
+        [f"```python\n{program}\n```" for program in programs] + ["no code"],
+        ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
+    )
     assert list(found) == [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0]
 
 
@@ -121,7 +150,13 @@ def test_programs_are_run_on_inputs(sandboxed):
         "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
         'print(\'[[0, "3"], [0, "15"]]\')\nimport os, signal\nos.kill(os.getppid(), signal.SIGKILL)',
     ]
-    assert list(rewards([f"```\n{program}\n```" for program in programs], ECHO)) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert list(rewards([f"```\n{program}\n```" for program in programs], ECHO)) == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_no_code_runs_without_the_sandbox_that_the_config_asks_for(monkeypatch, tmp_path):
@@ -130,7 +165,9 @@ def test_no_code_runs_without_the_sandbox_that_the_config_asks_for(monkeypatch, 
     with pytest.raises(RewardError, match=r"set reward\.sandbox\.level"):
         rewards([code], "assert True")
     monkeypatch.setenv(SETTINGS, '{"level": "container"}')
-    with pytest.raises(RewardError, match=r"SandboxUnavailable: sandbox level 'container' is not reached here"):
+    with pytest.raises(
+        RewardError, match=r"SandboxUnavailable: sandbox level 'container' is not reached here"
+    ):
         rewards([code], "assert True")
     with pytest.raises(SandboxUnavailable):
         configured_sandbox()
@@ -145,7 +182,9 @@ def test_settings_reach_a_reward_process(monkeypatch, sandboxed):
     sandbox, limits = configured_sandbox()
     assert sandbox.level == probe().best and limits == Limits(wall_s=20.0)
     assert Level(sandbox.level).reaches(Level.LANDLOCK)
-    assert asyncio.run(code_tests(completions=["```\nx = 1\n```"], tests=["assert x == 1"], ordinal=[0])) == [1.0]
+    assert asyncio.run(
+        code_tests(completions=["```\nx = 1\n```"], tests=["assert x == 1"], ordinal=[0])
+    ) == [1.0]
 
 
 class StartedPool(Exception):
@@ -154,7 +193,12 @@ class StartedPool(Exception):
 
 @pytest.mark.parametrize("starts", ["the scoring stream", "evaluation"])
 def test_whatever_starts_reward_processes_hands_them_the_settings(monkeypatch, starts):
-    config = small_config(reward={"functions": {"f": {"function": "m:f"}}, "sandbox": {"level": "landlock", "wall_s": 7.0}})
+    config = small_config(
+        reward={
+            "functions": {"f": {"function": "m:f"}},
+            "sandbox": {"level": "landlock", "wall_s": 7.0},
+        }
+    )
     module = source if starts == "the scoring stream" else launch
 
     def start(config, *_):
@@ -179,12 +223,22 @@ def test_reward_processes_run_it(sandboxed):
         }
     ).reward
     with RewardPool(config) as pool:
-        found = pool.submit(group([f"```python\n{ADD}```", "```python\nwhile True: pass\n```"], "assert add(1, 2) == 3")).result(timeout=150)
+        found = pool.submit(
+            group(
+                [f"```python\n{ADD}```", "```python\nwhile True: pass\n```"],
+                "assert add(1, 2) == 3",
+            )
+        ).result(timeout=150)
     assert found.failure is None and found.parts == {"code": [1.0, 0.0]}
 
 
 def test_a_degenerate_text_costs_no_time():
-    for text in ("```" + "a" * 200_000, "```" + " " * 200_000, "```x\n" * 50_000, "```py\n" + "```py " * 50_000):
+    for text in (
+        "```" + "a" * 200_000,
+        "```" + " " * 200_000,
+        "```x\n" * 50_000,
+        "```py\n" + "```py " * 50_000,
+    ):
         began = time.process_time()
         assert code_block(text) is None
         assert time.process_time() - began < 1.0

@@ -1,15 +1,27 @@
 import pytest
 
 from asyncrl.rewards.builtin import exact_match, reasoning_gym_score
-from asyncrl.rewards.contract import ContractError, GroupCall, RewardError, call_reward, find_reward, import_reward
+from asyncrl.rewards.contract import (
+    ContractError,
+    GroupCall,
+    RewardError,
+    call_reward,
+    find_reward,
+    import_reward,
+)
 
 
 def call(name, columns=None, arguments=None, per_token=False):
-    group = GroupCall(["p", "p"], ["a", "bcd"], [[1, 2], [1, 2]], columns or {}, ["stop", "length"], [False, True])
+    group = GroupCall(
+        ["p", "p"], ["a", "bcd"], [[1, 2], [1, 2]], columns or {}, ["stop", "length"], [False, True]
+    )
     return call_reward(f"tests.rewards.rewards_under_test:{name}", group, arguments, per_token)
 
 
-@pytest.mark.parametrize(("name", "rewards"), [("by_length", [1.0, 3.0]), ("async_half", [0.5, 0.5]), ("some_none", [None, 1.0])])
+@pytest.mark.parametrize(
+    ("name", "rewards"),
+    [("by_length", [1.0, 3.0]), ("async_half", [0.5, 0.5]), ("some_none", [None, 1.0])],
+)
 def test_plain_async_and_none(name, rewards):
     assert call(name).rewards == rewards
 
@@ -46,18 +58,28 @@ def test_what_a_reward_gave_or_raised_is_short_in_a_message_and_fits_a_text_colu
         with pytest.raises(RewardError) as raised:
             call(name)
         assert len(str(raised.value).encode()) < 2000
-    assert r"ValueError: \ud800xx" in str(raised.value) and "rewards_under_test.py:" in str(raised.value)
+    assert r"ValueError: \ud800xx" in str(raised.value) and "rewards_under_test.py:" in str(
+        raised.value
+    )
 
 
 def test_what_nobody_tells_a_reward_is_named():
-    with pytest.raises(RewardError, match="it takes solution, which neither a column of the data nor an entry of its arguments is; there are answer, "):
+    with pytest.raises(
+        RewardError,
+        match="it takes solution, which neither a column of the data nor an entry of its arguments is; there are answer, ",
+    ):
         call("asks_for_what_nobody_tells", {"answer": "x"})
 
 
 def test_a_reward_is_told_how_each_completion_ended_what_was_asked_and_its_own_arguments():
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
     given = call("told", {"messages": chat}, {"bonus": 0.25})
-    assert given.parts == {"cut": [0.0, 1.0], "truncated": [0.0, 1.0], "asked": [2.0, 2.0], "bonus": [0.25, 0.25]}
+    assert given.parts == {
+        "cut": [0.0, 1.0],
+        "truncated": [0.0, 1.0],
+        "asked": [2.0, 2.0],
+        "bonus": [0.25, 0.25],
+    }
     assert given.rewards == [2.25, 4.25]
 
 
@@ -66,7 +88,9 @@ def test_a_function_without_further_columns_gets_what_it_names():
 
 
 def test_the_parts_of_a_dict_are_summed_unless_one_is_the_reward():
-    assert call("parts_with_a_total").rewards == [2.0, 2.0] and call("parts_with_a_total").parts == {"length": [1.0, 3.0]}
+    assert call("parts_with_a_total").rewards == [2.0, 2.0] and call(
+        "parts_with_a_total"
+    ).parts == {"length": [1.0, 3.0]}
     assert call("a_part_is_none").rewards == [1.5, None]
 
 
@@ -82,9 +106,17 @@ def test_rewards_of_tokens_add_up_to_the_trajectorys():
     [
         ("one_token_short", True, "trajectory 0' returned 1 rewards for 2 tokens"),
         ("a_token_is_none", True, "returned None for a token of trajectory 0"),
-        ("by_length", True, "trajectory 0' returned float; return a list of 2 floats, one per token"),
+        (
+            "by_length",
+            True,
+            "trajectory 0' returned float; return a list of 2 floats, one per token",
+        ),
         ("too_few", True, "returned 1 rewards for 2 completions"),
-        ("of_each_token", False, r"at index 0; return a float or None \(one per token needs per_token: true\)"),
+        (
+            "of_each_token",
+            False,
+            r"at index 0; return a float or None \(one per token needs per_token: true\)",
+        ),
     ],
 )
 def test_rewards_of_tokens_are_one_for_each_and_asked_for(name, per_token, message):
@@ -93,22 +125,33 @@ def test_rewards_of_tokens_are_one_for_each_and_asked_for(name, per_token, messa
 
 
 def test_an_exception_is_reported_under_the_functions_name():
-    with pytest.raises(RewardError, match="rewards_under_test:raises' raised KeyError: 'no such thing'"):
+    with pytest.raises(
+        RewardError, match="rewards_under_test:raises' raised KeyError: 'no such thing'"
+    ):
         call("raises")
 
 
-@pytest.mark.parametrize("function", ["no_such_module:f", "tests.rewards.rewards_under_test:no_such_function", "math:pi"])
+@pytest.mark.parametrize(
+    "function", ["no_such_module:f", "tests.rewards.rewards_under_test:no_such_function", "math:pi"]
+)
 def test_a_function_that_is_not_there(function):
     with pytest.raises(RewardError, match=function):
         import_reward(function)
 
 
 def test_exact_match():
-    assert exact_match(completions=[" 12 ", "13", ""], answer=["12", "12", "12"], ordinal=[0] * 3) == [1.0, 0.0, 0.0]
+    assert exact_match(
+        completions=[" 12 ", "13", ""], answer=["12", "12", "12"], ordinal=[0] * 3
+    ) == [1.0, 0.0, 0.0]
 
 
 def test_reasoning_gym_score():
-    columns = {"answer": ["3"] * 2, "question": ["1 + 2 = ?"] * 2, "task": ["chain_sum"] * 2, "metadata": ["{}"] * 2}
+    columns = {
+        "answer": ["3"] * 2,
+        "question": ["1 + 2 = ?"] * 2,
+        "task": ["chain_sum"] * 2,
+        "metadata": ["{}"] * 2,
+    }
     right, wrong = reasoning_gym_score(completions=["3", "4"], **columns)
     assert right == 1.0 and wrong < 0.5
 
@@ -118,5 +161,8 @@ def test_a_package_is_looked_for_and_not_run(tmp_path, monkeypatch):
     (tmp_path / "costly_package" / "__init__.py").write_text("raise RuntimeError('it was run')")
     monkeypatch.syspath_prepend(str(tmp_path))
     find_reward("costly_package.rewards:mine")
-    with pytest.raises(RewardError, match=r"'no_such_package\.rewards:f': there is no module 'no_such_package'; start where it lies"):
+    with pytest.raises(
+        RewardError,
+        match=r"'no_such_package\.rewards:f': there is no module 'no_such_package'; start where it lies",
+    ):
         find_reward("no_such_package.rewards:f")

@@ -9,7 +9,13 @@ from asyncrl.runtime.merging import MERGE_EVERY
 
 
 def rows(attempt, ordinals, note="note"):
-    return pa.table({"attempt": [attempt] * len(ordinals), "ordinal": ordinals, "note": pa.array([note] * len(ordinals))})
+    return pa.table(
+        {
+            "attempt": [attempt] * len(ordinals),
+            "ordinal": ordinals,
+            "note": pa.array([note] * len(ordinals)),
+        }
+    )
 
 
 def keys(directory):
@@ -27,7 +33,9 @@ def test_a_flush_is_one_complete_file(tmp_path):
 def test_a_disk_that_takes_no_more_leaves_no_half_file(tmp_path, full_disk):
     files = FlushFiles(tmp_path, 1)
     first = files.write([rows(1, [0])])
-    incompressible = rows(1, list(range(1, 400))).set_column(2, "note", pa.array([os.urandom(200).hex() for _ in range(399)]))
+    incompressible = rows(1, list(range(1, 400))).set_column(
+        2, "note", pa.array([os.urandom(200).hex() for _ in range(399)])
+    )
     with full_disk(20_000), pytest.raises(OSError, match="File too large"):
         files.write([incompressible])
     assert list(tmp_path.iterdir()) == [first] and keys(tmp_path) == [(1, 0)]

@@ -12,12 +12,21 @@ def test_a_loop_is_found_wherever_it_is_and_only_when_it_is_long_enough(ngram):
     pattern, before, after = list(range(100, 100 + ngram)), list(range(50)), list(range(200, 250))
     enough = max(4 * ngram, LOOP_TOKENS)
     stretch = (pattern * (enough // ngram + 1))[:enough]
-    assert has_loop(stretch) and has_loop(before + stretch) and has_loop(stretch + after) and has_loop(before + stretch + after)
+    assert (
+        has_loop(stretch)
+        and has_loop(before + stretch)
+        and has_loop(stretch + after)
+        and has_loop(before + stretch + after)
+    )
     assert not has_loop(before + stretch[:-1] + after)
 
 
 def test_no_loop():
-    assert not has_loop([]) and not has_loop([7] * (LOOP_TOKENS - 1)) and not has_loop(list(range(LOOP_NGRAM + 1)) * 8)
+    assert (
+        not has_loop([])
+        and not has_loop([7] * (LOOP_TOKENS - 1))
+        and not has_loop(list(range(LOOP_NGRAM + 1)) * 8)
+    )
     generator = random.Random(0)
     assert not any(has_loop([generator.randrange(10) for _ in range(500)]) for _ in range(20))
 
@@ -35,7 +44,9 @@ def test_against_a_plain_search():
     found = 0
     for _ in range(150):
         n = generator.randrange(1, 20)
-        ids = [generator.randrange(3) for _ in range(n)] * generator.randrange(2, 8) + [generator.randrange(3) for _ in range(generator.randrange(40))]
+        ids = [generator.randrange(3) for _ in range(n)] * generator.randrange(2, 8) + [
+            generator.randrange(3) for _ in range(generator.randrange(40))
+        ]
         found += plain(ids)
         assert has_loop(ids) == plain(ids), ids
     assert 20 < found < 130
@@ -43,7 +54,15 @@ def test_against_a_plain_search():
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("", 0), ("plain\n\ttext\r\n", 0), ("héllo, 世界 🙂 ½\u00a0€\u200d", 0), ("a\x00b\x1b", 2), ("\ufffd\ufffdx", 2), ("\ue000\U000e0080", 2), ("\ud800", 1)],
+    [
+        ("", 0),
+        ("plain\n\ttext\r\n", 0),
+        ("héllo, 世界 🙂 ½\u00a0€\u200d", 0),
+        ("a\x00b\x1b", 2),
+        ("\ufffd\ufffdx", 2),
+        ("\ue000\U000e0080", 2),
+        ("\ud800", 1),
+    ],
 )
 def test_characters_that_no_text_has(text, count):
     assert unprintable(text) == count

@@ -45,8 +45,18 @@ class Handler(BaseHTTPRequestHandler):
             reply = self.server.reply_to(body["messages"][0]["content"])
         self.server.together.wait(30)
         raw = reply if isinstance(reply, bytes) else None
-        status, text = (200, "") if raw is not None else (200, reply) if isinstance(reply, str) else (reply, "no")
-        payload = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]} if status == 200 else {"error": text}).encode()
+        status, text = (
+            (200, "")
+            if raw is not None
+            else (200, reply)
+            if isinstance(reply, str)
+            else (reply, "no")
+        )
+        payload = json.dumps(
+            {"choices": [{"message": {"role": "assistant", "content": text}}]}
+            if status == 200
+            else {"error": text}
+        ).encode()
         payload = payload if raw is None else raw
         self.send_response(status)
         if raw is not None and not raw.startswith(b"["):
@@ -70,50 +80,94 @@ def judge():
 
 
 def pool(judge, policy="fail", concurrency=8, **settings):
-    settings = {"url": judge.url, "model": "judge-1", "template": "Q: {prompt} ({hint}) A: {completion}", **settings}
+    settings = {
+        "url": judge.url,
+        "model": "judge-1",
+        "template": "Q: {prompt} ({hint}) A: {completion}",
+        **settings,
+    }
     function = {"function": "asyncrl.rewards.builtin:llm_judge", "arguments": {"judge": settings}}
-    return RewardPool(RewardConfig.model_validate({"functions": {"judge": function}, "processes": 1, "concurrency": concurrency, "policy": policy}))
+    return RewardPool(
+        RewardConfig.model_validate(
+            {
+                "functions": {"judge": function},
+                "processes": 1,
+                "concurrency": concurrency,
+                "policy": policy,
+            }
+        )
+    )
 
 
 def score(rewards, *completions):
-    call = GroupCall(["p"] * len(completions), completions, [[1]] * len(completions), {"hint": "h", "url": "a column"})
+    call = GroupCall(
+        ["p"] * len(completions),
+        completions,
+        [[1]] * len(completions),
+        {"hint": "h", "url": "a column"},
+    )
     return rewards.submit(call).result(timeout=60)
 
 
 def test_scores_are_read_from_the_replies_and_connections_are_kept(judge, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
-    judge.replies = {"half": "Fine. Score: 5", "two": "Score: 1 at first, no: **Score: 2**", "{hint}": "Score: 0"}
+    judge.replies = {
+        "half": "Fine. Score: 5",
+        "two": "Score: 1 at first, no: **Score: 2**",
+        "{hint}": "Score: 0",
+    }
     with pool(judge, key_env="JUDGE_KEY") as rewards:
-        assert score(rewards, "good", "half", "two", "{hint}").parts == {"judge": [1.0, 0.5, 0.2, 0.0]}
+        assert score(rewards, "good", "half", "two", "{hint}").parts == {
+            "judge": [1.0, 0.5, 0.2, 0.0]
+        }
         opened = set(judge.connections)
-        assert score(rewards, "good", "half", "two", "{hint}").parts == {"judge": [1.0, 0.5, 0.2, 0.0]}
+        assert score(rewards, "good", "half", "two", "{hint}").parts == {
+            "judge": [1.0, 0.5, 0.2, 0.0]
+        }
     assert judge.connections == opened
     path, headers, body = judge.requests[0]
     assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer s3cret"
     assert body["model"] == "judge-1" and body["temperature"] == 0.0
     asked = {body["messages"][0]["content"] for _, _, body in judge.requests}
-    assert asked == {"Q: p (h) A: good", "Q: p (h) A: half", "Q: p (h) A: two", "Q: p (h) A: {hint}"}
+    assert asked == {
+        "Q: p (h) A: good",
+        "Q: p (h) A: half",
+        "Q: p (h) A: two",
+        "Q: p (h) A: {hint}",
+    }
 
 
 def test_sixteen_groups_are_at_the_judge_at_once(judge):
     """So that sixteen groups take as long as one."""
     judge.together = threading.Barrier(16)
     with pool(judge, concurrency=16) as rewards:
-        groups = [rewards.submit(GroupCall(["p"], [f"group {number}"], [[1]], {"hint": "h"})) for number in range(16)]
+        groups = [
+            rewards.submit(GroupCall(["p"], [f"group {number}"], [[1]], {"hint": "h"}))
+            for number in range(16)
+        ]
         assert [group.result(timeout=60).parts for group in groups] == [{"judge": [1.0]}] * 16
 
 
 def test_a_judge_that_fails_is_asked_again_and_then_scores_nothing(judge):
-    judge.replies = {"busy": [503, 429, "Score: 4"], "mute": "I would rather not say.", "wild": "Score: 11", "down": 500}
+    judge.replies = {
+        "busy": [503, 429, "Score: 4"],
+        "mute": "I would rather not say.",
+        "wild": "Score: 11",
+        "down": 500,
+    }
     with pool(judge, retries=2) as rewards:
-        assert score(rewards, "busy", "mute", "wild", "down", "good").parts == {"judge": [0.4, None, None, None, 1.0]}
+        assert score(rewards, "busy", "mute", "wild", "down", "good").parts == {
+            "judge": [0.4, None, None, None, 1.0]
+        }
     assert len(judge.requests) == 4 * 3 + 1
 
 
 def test_a_body_that_is_no_reply_scores_nothing(judge):
     judge.replies = {"packed": b"this is no gzip", "deep": b"[" * 100_000, "list": b"[]"}
     with pool(judge, retries=0) as rewards:
-        assert score(rewards, "packed", "deep", "list", "good").parts == {"judge": [None, None, None, 1.0]}
+        assert score(rewards, "packed", "deep", "list", "good").parts == {
+            "judge": [None, None, None, 1.0]
+        }
 
 
 def test_a_judge_that_is_not_there_scores_nothing():
@@ -125,13 +179,23 @@ def test_a_judge_that_is_not_there_scores_nothing():
 
 def test_a_request_that_the_server_refuses_is_an_error(judge):
     judge.replies = {"bad": 401}
-    with pool(judge) as rewards, pytest.raises(RewardError, match=r"RuntimeError: the judge at .* refuses requests with status 401"):
+    with (
+        pool(judge) as rewards,
+        pytest.raises(
+            RewardError, match=r"RuntimeError: the judge at .* refuses requests with status 401"
+        ),
+    ):
         score(rewards, "good", "bad")
 
 
 def test_a_key_that_is_not_there_is_named(judge, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with pool(judge, key_env="JUDGE_KEY") as rewards, pytest.raises(RewardError, match=r"judge.key_env = 'JUDGE_KEY': this process has no such variable"):
+    with (
+        pool(judge, key_env="JUDGE_KEY") as rewards,
+        pytest.raises(
+            RewardError, match=r"judge.key_env = 'JUDGE_KEY': this process has no such variable"
+        ),
+    ):
         score(rewards, "good")
 
 

@@ -13,7 +13,11 @@ from tests.rewards.math_cases import CASES
 
 def pool(**settings):
     function = {"function": "asyncrl.rewards.builtin:math_verify", "arguments": settings}
-    return RewardPool(RewardConfig.model_validate({"functions": {"math": function}, "processes": 1, "deadline_s": 240.0}))
+    return RewardPool(
+        RewardConfig.model_validate(
+            {"functions": {"math": function}, "processes": 1, "deadline_s": 240.0}
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -21,29 +25,51 @@ def judged():
     """The reward of each of CASES, one group per wanted answer as in a run."""
     with pool(seconds=20.0) as rewards:
         answers = dict.fromkeys(answer for answer, _, _ in CASES)
-        asked = {answer: [completion for other, completion, _ in CASES if other == answer] for answer in answers}
-        groups = {answer: rewards.submit(GroupCall([""] * len(some), some, [[]] * len(some), {"answer": answer})) for answer, some in asked.items()}
-        scores = {answer: dict(zip(asked[answer], group.result(timeout=400).parts["math"], strict=True)) for answer, group in groups.items()}
+        asked = {
+            answer: [completion for other, completion, _ in CASES if other == answer]
+            for answer in answers
+        }
+        groups = {
+            answer: rewards.submit(
+                GroupCall([""] * len(some), some, [[]] * len(some), {"answer": answer})
+            )
+            for answer, some in asked.items()
+        }
+        scores = {
+            answer: dict(zip(asked[answer], group.result(timeout=400).parts["math"], strict=True))
+            for answer, group in groups.items()
+        }
     return [scores[answer][completion] for answer, completion, _ in CASES]
 
 
 def test_every_answer_is_judged_rightly(judged):
     assert len(CASES) == 160
-    assert [case for case, score in zip(CASES, judged, strict=True) if score != float(case[2])] == []
+    assert [
+        case for case, score in zip(CASES, judged, strict=True) if score != float(case[2])
+    ] == []
 
 
 def test_an_expression_that_takes_for_ever_is_wrong_and_the_others_are_judged():
     with pool(seconds=1.0) as rewards:
         completions = ["$4$", "$9^{9^{9^{9}}}$", "\\boxed{2^2}", "$5$"]
-        assert rewards.submit(GroupCall([""] * 4, completions, [[]] * 4, {"answer": "4"})).result(timeout=200).parts == {"math": [1.0, 0.0, 1.0, 0.0]}
+        assert rewards.submit(GroupCall([""] * 4, completions, [[]] * 4, {"answer": "4"})).result(
+            timeout=200
+        ).parts == {"math": [1.0, 0.0, 1.0, 0.0]}
 
 
 def test_an_answer_that_cannot_be_parsed_scores_nothing():
     with pool() as rewards:
-        assert rewards.submit(GroupCall([""], ["$4$"], [[]], {"answer": ""})).result(timeout=200).parts == {"math": [None]}
+        assert rewards.submit(GroupCall([""], ["$4$"], [[]], {"answer": ""})).result(
+            timeout=200
+        ).parts == {"math": [None]}
 
 
 def test_the_child_ends_with_its_process():
     script = "from asyncrl.rewards.mathematics import math_verify; import os; print(math_verify(['$5$'], ['5'])); os._exit(0)"
     # The child has this output as well: it is at its end when both are gone.
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120).stdout == "[1.0]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+        ).stdout
+        == "[1.0]\n"
+    )

@@ -35,7 +35,10 @@ def test_a_hang_in_c_code_is_killed_at_the_deadline_and_the_pool_goes_on(reward_
         began = time.monotonic()
         group = rewards(pool, {"slow": "1"})
         assert 1.0 <= time.monotonic() - began < 20.0
-        assert "hangs_in_c" in group.failure and "killed after reward.deadline_s = 1 s" in group.failure
+        assert (
+            "hangs_in_c" in group.failure
+            and "killed after reward.deadline_s = 1 s" in group.failure
+        )
         assert group.parts == {"hangs_in_c": [None, None]}
         assert rewards(pool, {"slow": "0"}).parts == {"hangs_in_c": [1.0, 1.0]}
 
@@ -48,39 +51,62 @@ def test_a_reward_that_ends_its_process_is_survived(reward_config):
 
 def test_a_reward_that_allocates_without_end_fails_before_the_machine_does(reward_config):
     with RewardPool(reward_config("allocates", policy="drop_group", memory_bytes=1 << 30)) as pool:
-        assert "'tests.rewards.rewards_under_test:allocates' asked for more memory than reward.memory_bytes leaves it" in rewards(pool, {"slow": "1"}).failure
+        assert (
+            "'tests.rewards.rewards_under_test:allocates' asked for more memory than reward.memory_bytes leaves it"
+            in rewards(pool, {"slow": "1"}).failure
+        )
         assert rewards(pool, {"slow": "0"}).parts == {"allocates": [1.0, 1.0]}
 
 
 def test_policy_fail_names_function_and_cause(reward_config):
-    with RewardPool(reward_config("by_length", "raises", "too_few")) as pool, pytest.raises(RewardError, match=r"reward raises: .*KeyError"):
+    with (
+        RewardPool(reward_config("by_length", "raises", "too_few")) as pool,
+        pytest.raises(RewardError, match=r"reward raises: .*KeyError"),
+    ):
         rewards(pool)
-    with RewardPool(reward_config("too_few")) as pool, pytest.raises(ContractError, match="reward too_few"):
+    with (
+        RewardPool(reward_config("too_few")) as pool,
+        pytest.raises(ContractError, match="reward too_few"),
+    ):
         rewards(pool)
 
 
-def test_a_total_that_the_advantage_is_not_defined_for_is_a_failure_under_the_policy(reward_config, tmp_path):
+def test_a_total_that_the_advantage_is_not_defined_for_is_a_failure_under_the_policy(
+    reward_config, tmp_path
+):
     """As a negative one under maxrl, which ended the scoring stream."""
     words = r"a total reward of -1 of negative_once is below 0, and algorithm.advantage: maxrl"
-    with RewardPool(reward_config("negative_once"), 0.0) as pool, pytest.raises(RewardError, match=words):
+    with (
+        RewardPool(reward_config("negative_once"), 0.0) as pool,
+        pytest.raises(RewardError, match=words),
+    ):
         rewards(pool, {"marker": str(tmp_path / "fail")})
     with RewardPool(reward_config("negative_once", policy="drop_group"), 0.0) as pool:
         assert re.search(words, rewards(pool, {"marker": str(tmp_path / "drop")}).failure)
     with RewardPool(reward_config("negative_once", policy="retry", retries=1), 0.0) as pool:
-        assert rewards(pool, {"marker": str(tmp_path / "retry")}).parts == {"negative_once": [1.0, 1.0]}
+        assert rewards(pool, {"marker": str(tmp_path / "retry")}).parts == {
+            "negative_once": [1.0, 1.0]
+        }
     with RewardPool(reward_config("negative_once")) as pool:
-        assert rewards(pool, {"marker": str(tmp_path / "any")}).parts == {"negative_once": [1.0, -1.0]}
+        assert rewards(pool, {"marker": str(tmp_path / "any")}).parts == {
+            "negative_once": [1.0, -1.0]
+        }
 
 
 def test_policy_retry_tries_again_then_drops(reward_config, tmp_path):
     with RewardPool(reward_config("fails_once", policy="retry", retries=1)) as pool:
-        assert rewards(pool, {"marker": str(tmp_path / "tried")}).parts == {"fails_once": [1.0, 1.0]}
+        assert rewards(pool, {"marker": str(tmp_path / "tried")}).parts == {
+            "fails_once": [1.0, 1.0]
+        }
     with RewardPool(reward_config("raises", policy="retry", retries=1)) as pool:
         assert "KeyError" in rewards(pool).failure
 
 
 def test_a_function_that_cannot_be_imported_is_an_error_of_the_call(reward_config):
-    with RewardPool(reward_config("no_such_function")) as pool, pytest.raises(RewardError, match="cannot be imported"):
+    with (
+        RewardPool(reward_config("no_such_function")) as pool,
+        pytest.raises(RewardError, match="cannot be imported"),
+    ):
         rewards(pool)
 
 
@@ -99,24 +125,37 @@ def test_one_process_scores_so_many_groups_at_once_and_no_more(reward_config, na
 
 @pytest.mark.parametrize("does", ["waits for ever", "blocks the loop", "ends the process"])
 def test_what_one_group_does_to_its_process_is_not_charged_to_the_others(reward_config, does):
-    with RewardPool(reward_config("waits_or_tells", concurrency=4, deadline_s=2.0, policy="drop_group")) as pool:
+    with RewardPool(
+        reward_config("waits_or_tells", concurrency=4, deadline_s=2.0, policy="drop_group")
+    ) as pool:
         rewards(pool, {"does": "nothing"})
-        others, one = [ask(pool, {"does": "takes its time"}) for _ in range(3)], ask(pool, {"does": does})
-        failure = "ended its process (exit code 7)" if does == "ends the process" else "was killed after reward.deadline_s = 2 s"
+        others, one = (
+            [ask(pool, {"does": "takes its time"}) for _ in range(3)],
+            ask(pool, {"does": does}),
+        )
+        failure = (
+            "ended its process (exit code 7)"
+            if does == "ends the process"
+            else "was killed after reward.deadline_s = 2 s"
+        )
         assert failure in one.result(timeout=60).failure
         assert all(other.result(timeout=60).failure is None for other in others)
         assert rewards(pool, {"does": "nothing"}).failure is None
 
 
 def test_an_async_reward_past_its_deadline_ends_without_its_process(reward_config):
-    with RewardPool(reward_config("waits_or_tells", concurrency=2, deadline_s=1.0, policy="drop_group")) as pool:
+    with RewardPool(
+        reward_config("waits_or_tells", concurrency=2, deadline_s=1.0, policy="drop_group")
+    ) as pool:
         before = rewards(pool, {"does": "nothing"}).parts
         assert "was killed after" in rewards(pool, {"does": "waits for ever"}).failure
         assert rewards(pool, {"does": "nothing"}).parts == before
 
 
 def test_a_thread_past_its_deadline_ends_with_its_process_and_the_others_run_again(reward_config):
-    with RewardPool(reward_config("blocks_a_thread", concurrency=3, deadline_s=2.5, policy="drop_group")) as pool:
+    with RewardPool(
+        reward_config("blocks_a_thread", concurrency=3, deadline_s=2.5, policy="drop_group")
+    ) as pool:
         groups = [ask(pool, {"does": does}) for does in ("takes its time", "waits for ever")]
         first, second = (group.result(timeout=60) for group in groups)
         assert first.failure is None and "was killed after" in second.failure
@@ -127,7 +166,10 @@ def holders(path):
     found = []
     for process in psutil.process_iter():
         try:
-            if any(os.path.realpath(f"/proc/{process.pid}/fd/{number}") == str(path) for number in os.listdir(f"/proc/{process.pid}/fd")):
+            if any(
+                os.path.realpath(f"/proc/{process.pid}/fd/{number}") == str(path)
+                for number in os.listdir(f"/proc/{process.pid}/fd")
+            ):
                 found.append(process)
         except (OSError, psutil.Error):
             continue
@@ -138,7 +180,11 @@ def until_started(marker):
     """The processes that a reward has left, once it has started them all."""
     ends = time.monotonic() + 60
     while time.monotonic() < ends:
-        if marker.exists() and "started" in marker.read_text() and len(found := holders(marker)) >= 6:
+        if (
+            marker.exists()
+            and "started" in marker.read_text()
+            and len(found := holders(marker)) >= 6
+        ):
             return found
         time.sleep(0.02)
     raise AssertionError("it left none")
@@ -149,21 +195,27 @@ def test_what_a_reward_has_started_dies_with_it(reward_config, tmp_path, then):
     """Children, sessions of their own, double forks, ignored signals."""
     marker = tmp_path / "marker"
     with RewardPool(reward_config("leaves_processes", deadline_s=2.0, policy="drop_group")) as pool:
-        assert rewards(pool, {"how": "all", "marker": str(marker), "then": then}).failure is not None
+        assert (
+            rewards(pool, {"how": "all", "marker": str(marker), "then": then}).failure is not None
+        )
         assert "started" in marker.read_text() and holders(marker) == []
 
 
 def test_what_a_reward_has_left_dies_with_the_pool(reward_config, tmp_path):
     marker = tmp_path / "marker"
     with RewardPool(reward_config("leaves_processes")) as pool:
-        assert rewards(pool, {"how": "all", "marker": str(marker), "then": "returns"}).failure is None
+        assert (
+            rewards(pool, {"how": "all", "marker": str(marker), "then": "returns"}).failure is None
+        )
         until_started(marker)
     assert holders(marker) == []
 
 
 def test_what_a_late_async_reward_has_started_dies_with_it(reward_config, tmp_path):
     marker = tmp_path / "marker"
-    with RewardPool(reward_config("leaves_a_process_async", deadline_s=1.0, policy="drop_group")) as pool:
+    with RewardPool(
+        reward_config("leaves_a_process_async", deadline_s=1.0, policy="drop_group")
+    ) as pool:
         assert "was killed after" in rewards(pool, {"marker": str(marker)}).failure
         assert marker.exists() and holders(marker) == []
 
@@ -195,13 +247,20 @@ def test_a_module_that_raises_while_it_is_imported_is_named(reward_config, tmp_p
     config = reward_config("by_length", policy="drop_group")
 
     def named(module):
-        functions = {"f": config.functions["by_length"].model_copy(update={"function": f"{module}:f"})}
+        functions = {
+            "f": config.functions["by_length"].model_copy(update={"function": f"{module}:f"})
+        }
         return RewardPool(config.model_copy(update={"functions": functions}))
 
     with named("raises_at_import") as pool:
-        assert "'raises_at_import:f' cannot be imported (ValueError: no licence at " in rewards(pool).failure
+        assert (
+            "'raises_at_import:f' cannot be imported (ValueError: no licence at "
+            in rewards(pool).failure
+        )
     with named("ends_at_import") as pool:
-        with pytest.raises(RewardError, match=r"ended \(exit code 5\) while it imported \['ends_at_import:f'\]"):
+        with pytest.raises(
+            RewardError, match=r"ended \(exit code 5\) while it imported \['ends_at_import:f'\]"
+        ):
             asyncio.run(pool.check())
         assert "exit code 5" in rewards(pool).failure
 
@@ -209,12 +268,19 @@ def test_a_module_that_raises_while_it_is_imported_is_named(reward_config, tmp_p
 def test_parts_of_a_function_are_kept_beside_its_reward(reward_config):
     with RewardPool(reward_config("parts_with_a_total", "by_length")) as pool:
         parts = rewards(pool).parts
-    assert parts == {"parts_with_a_total": [2.0, 2.0], "by_length": [1.0, 3.0], "parts_with_a_total/length": [1.0, 3.0]}
+    assert parts == {
+        "parts_with_a_total": [2.0, 2.0],
+        "by_length": [1.0, 3.0],
+        "parts_with_a_total/length": [1.0, 3.0],
+    }
 
 
 def test_rewards_of_tokens_are_weighted_and_kept(reward_config):
     config = reward_config("of_each_token", "none_for_one", "by_length")
-    per_token = {name: config.functions[name].model_copy(update={"per_token": True, "weight": 2.0}) for name in ("of_each_token", "none_for_one")}
+    per_token = {
+        name: config.functions[name].model_copy(update={"per_token": True, "weight": 2.0})
+        for name in ("of_each_token", "none_for_one")
+    }
     config = config.model_copy(update={"functions": config.functions | per_token})
     with RewardPool(config) as pool:
         scored = pool.submit(GroupCall(["p"] * 2, ["a", "bcd"], [[1, 2], [3]])).result(timeout=60)
@@ -229,7 +295,9 @@ def test_a_reward_process_has_a_name_in_the_accounts_of_memory(reward_config):
 
 @pytest.mark.parametrize("name", ["interrupts", "interrupts_later"])
 @pytest.mark.parametrize("concurrency", [1, 4])
-def test_what_derives_from_base_exception_is_a_failure_like_any_other(reward_config, name, concurrency):
+def test_what_derives_from_base_exception_is_a_failure_like_any_other(
+    reward_config, name, concurrency
+):
     with RewardPool(reward_config(name, concurrency=concurrency, policy="drop_group")) as pool:
         assert "raised KeyboardInterrupt" in rewards(pool).failure
 
@@ -246,13 +314,21 @@ def test_what_derives_from_base_exception_is_a_failure_like_any_other(reward_con
     ],
 )
 def test_an_odd_end_is_named_at_once_and_not_taken_for_a_hang(reward_config, name, message):
-    with RewardPool(reward_config(name, deadline_s=120.0)) as pool, pytest.raises(RewardError, match=message):
+    with (
+        RewardPool(reward_config(name, deadline_s=120.0)) as pool,
+        pytest.raises(RewardError, match=message),
+    ):
         rewards(pool)
 
 
 @pytest.mark.parametrize("name", ["large", "large_tokens"])
 def test_a_total_that_no_float_holds_fails(reward_config, name):
     config = reward_config(name)
-    function = config.functions[name].model_copy(update={"weight": 10.0, "per_token": name == "large_tokens"})
-    with RewardPool(config.model_copy(update={"functions": {name: function}})) as pool, pytest.raises(RewardError, match="is no finite number"):
+    function = config.functions[name].model_copy(
+        update={"weight": 10.0, "per_token": name == "large_tokens"}
+    )
+    with (
+        RewardPool(config.model_copy(update={"functions": {name: function}})) as pool,
+        pytest.raises(RewardError, match="is no finite number"),
+    ):
         rewards(pool)

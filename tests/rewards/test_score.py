@@ -10,7 +10,15 @@ from asyncrl.learning.batches import examples_of
 from asyncrl.rewards.pool import GroupRewards, RewardPool
 from asyncrl.rewards.score import attach_reference, attach_rewards, score_completions, score_table
 from asyncrl.rewards.scoring import scored_summary
-from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_from_table, groups_to_table
+from asyncrl.types import (
+    Completion,
+    Group,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+    groups_from_table,
+    groups_to_table,
+)
 
 
 @pytest.fixture
@@ -23,7 +31,9 @@ def config():
             "data": {"train": "unused", "max_prompt_length": 2},
             "rollout": {"n_samples_per_prompt": 5, "max_completion_length": 4},
             "algorithm": {"advantage": "dr_grpo"},
-            "reward": {"functions": {"a": {"function": "m:a"}, "b": {"function": "m:b", "weight": 0}}},
+            "reward": {
+                "functions": {"a": {"function": "m:a"}, "b": {"function": "m:b", "weight": 0}}
+            },
         }
     )
 
@@ -32,41 +42,91 @@ EMPTY = Trajectory(Completion((), (), (), "stop", ""), ())
 
 
 def trajectory(tokens, logprob=-1.0, version=2, reason="stop", text=""):
-    return Trajectory(Completion((1,) * tokens, (logprob,) * tokens, (VersionSpan(version, 0, tokens),), reason, text), (1,) * tokens)
+    return Trajectory(
+        Completion(
+            (1,) * tokens, (logprob,) * tokens, (VersionSpan(version, 0, tokens),), reason, text
+        ),
+        (1,) * tokens,
+    )
 
 
 def test_masked_trajectories_take_no_part_in_the_statistics(config):
-    trajectories = (trajectory(4, reason="length"), trajectory(2, version=1), trajectory(2, math.nan), trajectory(5), trajectory(2))
+    trajectories = (
+        trajectory(4, reason="length"),
+        trajectory(2, version=1),
+        trajectory(2, math.nan),
+        trajectory(5),
+        trajectory(2),
+    )
     group = Group(1, Prompt(3, 0, "p", (1, 2), {"answer": "x"}), trajectories, "replica", 1.0, 2.0)
     rewards = GroupRewards({"a": [1.0, 0.0, 1.0, 1.0, None], "b": [None, 4.0, 1.0, 1.0, 1.0]})
     row = score_table(attach_rewards(groups_to_table([group]), rewards), config)
     [scored] = groups_from_table(row)
-    assert [t.status for t in scored.trajectories] == ["ok", "ok", "bad_logprob", "over_long", "unscored"]
+    assert [t.status for t in scored.trajectories] == [
+        "ok",
+        "ok",
+        "bad_logprob",
+        "over_long",
+        "unscored",
+    ]
     assert [t.advantage for t in scored.trajectories] == [0.5, -0.5, None, None, None]
     assert [t.reward for t in scored.trajectories] == [1.0, 0.0, 1.0, 1.0, None]
     assert dict(scored.trajectories[1].reward_parts) == {"a": 0.0, "b": 4.0}
     assert scored.prompt == group.prompt and scored.failure is None
 
     summary = scored_summary(row, "reference")
-    assert (summary.ordinal, summary.begun, summary.tokens, summary.usable, summary.truncated) == (3, 1, 15, 2, 1)
+    assert (summary.ordinal, summary.begun, summary.tokens, summary.usable, summary.truncated) == (
+        3,
+        1,
+        15,
+        2,
+        1,
+    )
     assert summary.unscored == {"a": 1, "b": 1}
     assert summary.rewards == (1.0, 0.0) and summary.reward_parts == {"a": 0.5, "b": 4.0}
 
 
 def test_an_empty_completion_is_masked_and_counted(config):
-    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(4), EMPTY, trajectory(2)), "replica", 1.0, 2.0)
-    row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0, 1.0, 0.0], "b": [0.0] * 3})), config)
+    group = Group(
+        1, Prompt(3, 0, "p", (1, 2)), (trajectory(4), EMPTY, trajectory(2)), "replica", 1.0, 2.0
+    )
+    row = score_table(
+        attach_rewards(
+            groups_to_table([group]), GroupRewards({"a": [1.0, 1.0, 0.0], "b": [0.0] * 3})
+        ),
+        config,
+    )
     summary = scored_summary(row, "reference")
-    assert row["status"][0].as_py() == ["ok", "no_token", "ok"] and row["advantage"][0].as_py() == [0.5, None, -0.5]
+    assert row["status"][0].as_py() == ["ok", "no_token", "ok"] and row["advantage"][0].as_py() == [
+        0.5,
+        None,
+        -0.5,
+    ]
     assert (summary.usable, dict(summary.masked), summary.begun) == (2, {"no_token": 1}, 2)
 
 
 def test_a_group_with_every_trajectory_masked_has_no_advantage_and_says_why(config):
-    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2, math.nan), trajectory(5), EMPTY), "replica", 1.0, 2.0)
-    row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0, 0.0, 1.0], "b": [0.0] * 3})), config)
+    group = Group(
+        1,
+        Prompt(3, 0, "p", (1, 2)),
+        (trajectory(2, math.nan), trajectory(5), EMPTY),
+        "replica",
+        1.0,
+        2.0,
+    )
+    row = score_table(
+        attach_rewards(
+            groups_to_table([group]), GroupRewards({"a": [1.0, 0.0, 1.0], "b": [0.0] * 3})
+        ),
+        config,
+    )
     summary = scored_summary(row, "reference")
     assert row["advantage"][0].as_py() == [None] * 3
-    assert (summary.usable, summary.rewards, dict(summary.masked)) == (0, (), {"bad_logprob": 1, "over_long": 1, "no_token": 1})
+    assert (summary.usable, summary.rewards, dict(summary.masked)) == (
+        0,
+        (),
+        {"bad_logprob": 1, "over_long": 1, "no_token": 1},
+    )
 
 
 def test_a_long_example_loses_its_secrets_before_its_middle(config, monkeypatch):
@@ -80,21 +140,46 @@ def test_a_long_example_loses_its_secrets_before_its_middle(config, monkeypatch)
 
 def test_a_group_of_one_learns_from_what_does_not_compare(config):
     group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2),), "replica", 1.0, 2.0)
-    alone = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"advantage": "reinforce_plus_plus"})})
-    row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0], "b": [0.0]})), alone)
+    alone = config.model_copy(
+        update={
+            "algorithm": config.algorithm.model_copy(update={"advantage": "reinforce_plus_plus"})
+        }
+    )
+    row = score_table(
+        attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0], "b": [0.0]})), alone
+    )
     assert (row["status"][0].as_py(), row["advantage"][0].as_py()) == (["ok"], [1.0])
 
 
 def test_a_group_given_up_has_a_failure_and_nothing_usable(config):
     group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(1), trajectory(1)), "replica", 1.0, 2.0)
-    row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [None, None], "b": [None, None]}, "too slow")), config)
+    row = score_table(
+        attach_rewards(
+            groups_to_table([group]),
+            GroupRewards({"a": [None, None], "b": [None, None]}, "too slow"),
+        ),
+        config,
+    )
     summary = scored_summary(row, "reference")
-    assert (summary.failure, summary.usable, summary.rewards, summary.reward_parts) == ("too slow", 0, (), {})
+    assert (summary.failure, summary.usable, summary.rewards, summary.reward_parts) == (
+        "too slow",
+        0,
+        (),
+        {},
+    )
 
 
 def test_two_groups_in_one_block_score_like_one_each(config):
-    groups = [Group(1, Prompt(i, 0, "p", (1, 2)), (trajectory(1), trajectory(2)), "replica", 1.0, 2.0) for i in range(2)]
-    tables = [attach_rewards(groups_to_table([group]), GroupRewards({"a": [float(i), 1.0], "b": [0.0, 0.0]})) for i, group in enumerate(groups)]
+    groups = [
+        Group(1, Prompt(i, 0, "p", (1, 2)), (trajectory(1), trajectory(2)), "replica", 1.0, 2.0)
+        for i in range(2)
+    ]
+    tables = [
+        attach_rewards(
+            groups_to_table([group]), GroupRewards({"a": [float(i), 1.0], "b": [0.0, 0.0]})
+        )
+        for i, group in enumerate(groups)
+    ]
     scored = score_table(pa.concat_tables(tables), config)
     assert scored["advantage"].to_pylist() == [[-0.5, 0.5], [0.0, 0.0]]
 
@@ -102,17 +187,38 @@ def test_two_groups_in_one_block_score_like_one_each(config):
 def test_completions_are_scored_outside_the_stream(reward_config):
     with RewardPool(reward_config("by_length", "all_columns")) as pool:
         spans = (VersionSpan(0, 0, 2),)
-        completions = [Completion((1, 2), (-1.0, -1.0), spans, "stop", text) for text in ("a", "bc")]
-        scores = [asyncio.run(score_completions(pool, Prompt(0, 0, "p", (1,), {"answer": answer, "extra": 7}), completions)) for answer in "xy"]
-    assert scores == [{"by_length": [1.0, 2.0], "all_columns": [1.0, 1.0]}, {"by_length": [1.0, 2.0], "all_columns": [0.0, 0.0]}]
+        completions = [
+            Completion((1, 2), (-1.0, -1.0), spans, "stop", text) for text in ("a", "bc")
+        ]
+        scores = [
+            asyncio.run(
+                score_completions(
+                    pool, Prompt(0, 0, "p", (1,), {"answer": answer, "extra": 7}), completions
+                )
+            )
+            for answer in "xy"
+        ]
+    assert scores == [
+        {"by_length": [1.0, 2.0], "all_columns": [1.0, 1.0]},
+        {"by_length": [1.0, 2.0], "all_columns": [0.0, 0.0]},
+    ]
 
 
 def test_the_last_tokens_before_the_limit_cost_reward(config):
     tree = config.model_dump()
     tree["reward"] |= {"overlong_buffer": 2, "overlong_penalty": 0.5}
-    group = Group(1, Prompt(3, 0, "p", (1, 2), {}), (trajectory(1), trajectory(3), trajectory(4, reason="length")), "replica", 1.0, 2.0)
+    group = Group(
+        1,
+        Prompt(3, 0, "p", (1, 2), {}),
+        (trajectory(1), trajectory(3), trajectory(4, reason="length")),
+        "replica",
+        1.0,
+        2.0,
+    )
     rewards = GroupRewards({"a": [1.0, 1.0, None], "b": [1.0, 1.0, 1.0]})
-    [scored] = groups_from_table(score_table(attach_rewards(groups_to_table([group]), rewards), Config.model_validate(tree)))
+    [scored] = groups_from_table(
+        score_table(attach_rewards(groups_to_table([group]), rewards), Config.model_validate(tree))
+    )
     assert [t.reward for t in scored.trajectories] == [1.0, 0.75, None]
     assert [t.advantage for t in scored.trajectories] == [0.125, -0.125, None]
 
@@ -121,65 +227,146 @@ def test_the_overlong_penalty_counts_from_where_max_length_ends_a_completion(con
     tree = config.model_dump()
     tree["reward"] |= {"overlong_buffer": 2, "overlong_penalty": 0.5}
     tree["data"] |= {"max_length": 5}
-    group = Group(1, Prompt(3, 0, "p", (1, 2), {}), (trajectory(1), trajectory(2), trajectory(3, reason="length"), trajectory(4)), "replica", 1.0, 2.0)
+    group = Group(
+        1,
+        Prompt(3, 0, "p", (1, 2), {}),
+        (trajectory(1), trajectory(2), trajectory(3, reason="length"), trajectory(4)),
+        "replica",
+        1.0,
+        2.0,
+    )
     rewards = GroupRewards({"a": [1.0] * 4, "b": [1.0] * 4})
-    [scored] = groups_from_table(score_table(attach_rewards(groups_to_table([group]), rewards), Config.model_validate(tree)))
+    [scored] = groups_from_table(
+        score_table(attach_rewards(groups_to_table([group]), rewards), Config.model_validate(tree))
+    )
     assert [t.reward for t in scored.trajectories] == [1.0, 0.75, 0.5, 0.5]
     assert [t.status for t in scored.trajectories] == ["ok", "ok", "ok", "over_long"]
 
 
 def test_kl_from_the_reference_is_taken_from_the_reward(config):
-    config = Config.model_validate(config.model_dump() | {"algorithm": {"advantage": "dr_grpo", "kl_coef": 0.5, "kl_estimator": "k1"}})
-    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2), trajectory(4), trajectory(2, math.nan)), "replica", 1.0, 2.0)
-    rewarded = attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0, 1.0, 1.0], "b": [0.0, 0.0, 0.0]}))
-    referred = attach_reference(rewarded, [np.float32([-1.5, -1.0]), np.float32([-1.0] * 4), np.float32([-1.0, -1.0])])
+    config = Config.model_validate(
+        config.model_dump()
+        | {"algorithm": {"advantage": "dr_grpo", "kl_coef": 0.5, "kl_estimator": "k1"}}
+    )
+    group = Group(
+        1,
+        Prompt(3, 0, "p", (1, 2)),
+        (trajectory(2), trajectory(4), trajectory(2, math.nan)),
+        "replica",
+        1.0,
+        2.0,
+    )
+    rewarded = attach_rewards(
+        groups_to_table([group]), GroupRewards({"a": [1.0, 1.0, 1.0], "b": [0.0, 0.0, 0.0]})
+    )
+    referred = attach_reference(
+        rewarded, [np.float32([-1.5, -1.0]), np.float32([-1.0] * 4), np.float32([-1.0, -1.0])]
+    )
     [scored] = groups_from_table(score_table(referred, config))
     # -1.0 - -1.5 = 0.5 nats in the first, half of which it costs
     assert [t.reward for t in scored.trajectories] == [0.75, 1.0, 1.0]
     assert [t.status for t in scored.trajectories] == ["ok", "ok", "bad_logprob"]
     assert [t.advantage for t in scored.trajectories] == [-0.125, 0.125, None]
     assert scored.trajectories[0].reference_logprobs == (-1.5, -1.0)
-    assert [t.reference_logprobs for t in groups_from_table(groups_to_table([scored]))[0].trajectories] == [t.reference_logprobs for t in scored.trajectories]
+    assert [
+        t.reference_logprobs for t in groups_from_table(groups_to_table([scored]))[0].trajectories
+    ] == [t.reference_logprobs for t in scored.trajectories]
 
 
 def test_reference_log_probs_that_are_no_numbers_mask_their_trajectory(config):
     """Neither a KL of nothing nor a NaN in the loss: counted like the generator's own."""
     tree = config.model_dump() | {"algorithm": {"advantage": "dr_grpo", "kl_loss_coef": 0.1}}
-    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2), trajectory(2), trajectory(1)), "replica", 1.0, 2.0)
+    group = Group(
+        1,
+        Prompt(3, 0, "p", (1, 2)),
+        (trajectory(2), trajectory(2), trajectory(1)),
+        "replica",
+        1.0,
+        2.0,
+    )
     rewards = GroupRewards({"a": [1.0, 0.0, 0.0], "b": [0.0] * 3})
     reference = [np.array([-1.0, -2.0]), np.array([-1.0, math.nan]), np.array([-1.0])]
-    row = score_table(attach_reference(attach_rewards(groups_to_table([group]), rewards), reference), Config.model_validate(tree))
-    assert row["status"][0].as_py() == ["ok", "bad_logprob", "ok"] and row["advantage"][0].as_py() == [0.5, None, -0.5]
+    row = score_table(
+        attach_reference(attach_rewards(groups_to_table([group]), rewards), reference),
+        Config.model_validate(tree),
+    )
+    assert row["status"][0].as_py() == ["ok", "bad_logprob", "ok"] and row["advantage"][
+        0
+    ].as_py() == [0.5, None, -0.5]
 
 
 def test_a_completion_ended_in_a_loop_counts_as_truncated_and_as_long_as_it_could_have_been(config):
     tree = config.model_dump()
     tree["reward"] |= {"overlong_buffer": 2, "overlong_penalty": 0.5}
-    group = Group(1, Prompt(3, 0, "p", (1, 2), {}), (trajectory(2), trajectory(2, reason="repetition"), trajectory(4, reason="length")), "replica", 1.0, 2.0)
-    row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0] * 3, "b": [1.0] * 3})), Config.model_validate(tree))
-    assert row["reward"].to_pylist() == [[1.0, 0.5, 0.5]] and row["status"].to_pylist() == [["ok"] * 3]
+    group = Group(
+        1,
+        Prompt(3, 0, "p", (1, 2), {}),
+        (trajectory(2), trajectory(2, reason="repetition"), trajectory(4, reason="length")),
+        "replica",
+        1.0,
+        2.0,
+    )
+    row = score_table(
+        attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0] * 3, "b": [1.0] * 3})),
+        Config.model_validate(tree),
+    )
+    assert row["reward"].to_pylist() == [[1.0, 0.5, 0.5]] and row["status"].to_pylist() == [
+        ["ok"] * 3
+    ]
     assert scored_summary(row, "reference").truncated == 2
 
 
 def test_signs_of_gibberish_are_counted(config):
-    trajectories = (trajectory(4, -0.5, text="1+2\n"), trajectory(40, math.nan), trajectory(31, -2.0, text="\ufffd\x00ab"))
+    trajectories = (
+        trajectory(4, -0.5, text="1+2\n"),
+        trajectory(40, math.nan),
+        trajectory(31, -2.0, text="\ufffd\x00ab"),
+    )
     group = Group(1, Prompt(3, 0, "p", (1, 2), {}), trajectories, "replica", 1.0, 2.0)
-    row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0] * 3, "b": [1.0] * 3})), config)
+    row = score_table(
+        attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0] * 3, "b": [1.0] * 3})),
+        config,
+    )
     summary = scored_summary(row, "reference")
-    assert (summary.logprob_sum, summary.looping, summary.characters, summary.unprintable) == (-64.0, 1, 8, 2)
+    assert (summary.logprob_sum, summary.looping, summary.characters, summary.unprintable) == (
+        -64.0,
+        1,
+        8,
+        2,
+    )
 
 
 def test_rewards_of_tokens_are_a_column_that_the_learner_reads(config):
-    group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(3), trajectory(2), trajectory(2)), "replica", 1.0, 2.0)
-    rewards = GroupRewards({"a": [1.5, 1.0, None], "b": [0.0] * 3}, tokens=[[0.5, 0.0, 1.0], [0.0, 1.0], None])
+    group = Group(
+        1,
+        Prompt(3, 0, "p", (1, 2)),
+        (trajectory(3), trajectory(2), trajectory(2)),
+        "replica",
+        1.0,
+        2.0,
+    )
+    rewards = GroupRewards(
+        {"a": [1.5, 1.0, None], "b": [0.0] * 3}, tokens=[[0.5, 0.0, 1.0], [0.0, 1.0], None]
+    )
     row = score_table(attach_rewards(groups_to_table([group]), rewards), config)
     assert row["token_rewards"].to_pylist() == [[[0.5, 0.0, 1.0], [0.0, 1.0], None]]
     [scored] = groups_from_table(row)
     assert [t.token_rewards for t in scored.trajectories] == [(0.5, 0.0, 1.0), (0.0, 1.0), None]
     assert groups_from_table(groups_to_table([scored])) == [scored]
-    assert [example.token_rewards.tolist() for example in examples_of(row)] == [[0.5, 0.0, 1.0], [0.0, 1.0]]
-    without = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.5, 1.0, None], "b": [0.0] * 3})), config)
-    assert "token_rewards" not in without.column_names and examples_of(without)[0].token_rewards is None
+    assert [example.token_rewards.tolist() for example in examples_of(row)] == [
+        [0.5, 0.0, 1.0],
+        [0.0, 1.0],
+    ]
+    without = score_table(
+        attach_rewards(
+            groups_to_table([group]), GroupRewards({"a": [1.5, 1.0, None], "b": [0.0] * 3})
+        ),
+        config,
+    )
+    assert (
+        "token_rewards" not in without.column_names
+        and examples_of(without)[0].token_rewards is None
+    )
 
 
 def test_saving_groups_asks_the_object_store_beside_the_event_loop(monkeypatch, tmp_path):
@@ -190,11 +377,23 @@ def test_saving_groups_asks_the_object_store_beside_the_event_loop(monkeypatch, 
     from asyncrl.rewards import scoring
 
     asked = []
-    monkeypatch.setattr(scoring, "groups_at", lambda references: asked.append((references, threading.current_thread())) or references)
+    monkeypatch.setattr(
+        scoring,
+        "groups_at",
+        lambda references: asked.append((references, threading.current_thread())) or references,
+    )
     monkeypatch.setattr(scoring, "write_groups", lambda path, groups: asked.append((path, groups)))
-    saving = scoring.RayScores.save(scoring.RayScores.__new__(scoring.RayScores), [SimpleNamespace(ref="a"), SimpleNamespace(ref="b")], tmp_path / "x")
+    saving = scoring.RayScores.save(
+        scoring.RayScores.__new__(scoring.RayScores),
+        [SimpleNamespace(ref="a"), SimpleNamespace(ref="b")],
+        tmp_path / "x",
+    )
     asyncio.run(saving)
-    assert asked[0][0] == ["a", "b"] and asked[0][1] is not threading.main_thread() and asked[1] == (tmp_path / "x", ["a", "b"])
+    assert (
+        asked[0][0] == ["a", "b"]
+        and asked[0][1] is not threading.main_thread()
+        and asked[1] == (tmp_path / "x", ["a", "b"])
+    )
 
 
 OWN = """
@@ -217,10 +416,20 @@ def own(tmp_path, monkeypatch, config):
 
     def score(rewards, reason="stop", **algorithm):
         named = {name: f"own_in_scoring:{function}" for name, function in algorithm.items()}
-        group = Group(1, Prompt(3, 0, "p", (1, 2)), (trajectory(2), trajectory(2, reason=reason)), "replica", 1.0, 2.0)
+        group = Group(
+            1,
+            Prompt(3, 0, "p", (1, 2)),
+            (trajectory(2), trajectory(2, reason=reason)),
+            "replica",
+            1.0,
+            2.0,
+        )
         tree = config.model_dump()
         tree["algorithm"] = named
-        row = score_table(attach_rewards(groups_to_table([group]), GroupRewards({"a": rewards, "b": [0.0, 0.0]})), Config.model_validate(tree))
+        row = score_table(
+            attach_rewards(groups_to_table([group]), GroupRewards({"a": rewards, "b": [0.0, 0.0]})),
+            Config.model_validate(tree),
+        )
         return row, scored_summary(row, "reference")
 
     return score
@@ -228,13 +437,24 @@ def own(tmp_path, monkeypatch, config):
 
 def test_an_own_filter_says_which_groups_are_trained(own):
     assert own([1.0, 0.0], group_filter="keep")[1].failure is None
-    assert own([0.0, 0.0], group_filter="keep")[1].failure == "filtered: own_in_scoring:keep said False"
-    assert own([1.0, 0.0], "length", group_filter="keep")[1].failure == "filtered: own_in_scoring:keep said False"
+    assert (
+        own([0.0, 0.0], group_filter="keep")[1].failure
+        == "filtered: own_in_scoring:keep said False"
+    )
+    assert (
+        own([1.0, 0.0], "length", group_filter="keep")[1].failure
+        == "filtered: own_in_scoring:keep said False"
+    )
     masked = own([1.0, None], group_filter="keep")[1]
-    assert masked.failure is None and masked.usable == 1, "too few usable trajectories: dropped, and no filter asked"
+    assert masked.failure is None and masked.usable == 1, (
+        "too few usable trajectories: dropped, and no filter asked"
+    )
 
 
 def test_an_own_advantage_is_the_rows_and_one_that_fails_costs_its_group(own):
     assert own([1.0, 0.5], advantage="halves")[0]["advantage"][0].as_py() == [0.5, 0.25]
     failure = own([1.0, 0.5], advantage="broken")[1].failure
-    assert failure.startswith("not foreseen: ") and "own_in_scoring.py:8) returned shape [1]; return shape [2]" in failure
+    assert (
+        failure.startswith("not foreseen: ")
+        and "own_in_scoring.py:8) returned shape [1]; return shape [2]" in failure
+    )

@@ -36,7 +36,10 @@ def make_config(reward, **settings):
             "model": {"path": "unused"},
             "data": {"train": "unused"},
             "rollout": {"n_samples_per_prompt": 4, "max_completion_length": 8},
-            "reward": {"functions": {"tested": {"function": f"tests.rewards.rewards_under_test:{reward}"}}, **settings},
+            "reward": {
+                "functions": {"tested": {"function": f"tests.rewards.rewards_under_test:{reward}"}},
+                **settings,
+            },
         }
     )
 
@@ -50,7 +53,9 @@ class Station:
 
     def __init__(self, config, directory, reference=None):
         self.rollouts = start_rollouts(WorkerSpec(config, "run", 1, FakeGenerate))
-        self.scores = RayScores(config, 1, self.rollouts.workers, self.rollouts, directory, reference)
+        self.scores = RayScores(
+            config, 1, self.rollouts.workers, self.rollouts, directory, reference
+        )
 
     async def __aenter__(self):
         await self.rollouts.ready()
@@ -79,20 +84,30 @@ class Station:
 def test_twenty_steps_of_groups_come_once_each_in_one_execution(ray_cluster, tmp_path, monkeypatch):
     executions = []
     execute = StreamingExecutor.execute
-    monkeypatch.setattr(StreamingExecutor, "execute", lambda self, *a, **k: executions.append(self) or execute(self, *a, **k))
+    monkeypatch.setattr(
+        StreamingExecutor,
+        "execute",
+        lambda self, *a, **k: executions.append(self) or execute(self, *a, **k),
+    )
 
     async def scenario():
         async with Station(make_config("by_length"), tmp_path) as station:
             groups = []
             for step in range(20):
-                made = [station.rollouts.rollout(prompt(step * 4 + index, answer="x"), 0) for index in range(4)]
+                made = [
+                    station.rollouts.rollout(prompt(step * 4 + index, answer="x"), 0)
+                    for index in range(4)
+                ]
                 await asyncio.gather(*made)
                 some = await station.take(4)
                 on_disk = set(pyarrow.parquet.read_table(tmp_path)["ordinal"].to_pylist())
                 assert {group.ordinal for group in some} <= on_disk
                 groups += some
             await station.until_all_acknowledged()
-            return groups, [groups_from_table(table_from_ipc(ray.get(group.ref[0])).slice(group.ref[1], 1))[0] for group in groups]
+            return groups, [
+                groups_from_table(table_from_ipc(ray.get(group.ref[0])).slice(group.ref[1], 1))[0]
+                for group in groups
+            ]
 
     groups, rows = asyncio.run(scenario())
     assert len(executions) == 1
@@ -100,8 +115,12 @@ def test_twenty_steps_of_groups_come_once_each_in_one_execution(ray_cluster, tmp
     assert sorted(row.ordinal for row in rows) == list(range(80))
     for group, row in zip(groups, rows, strict=True):
         assert row.prompt == prompt(row.ordinal, answer="x")
-        assert [t.reward for t in row.trajectories] == [len(t.completion.text) for t in row.trajectories]
-        assert group.usable == 4 and group.tokens == sum(len(t.completion.token_ids) for t in row.trajectories)
+        assert [t.reward for t in row.trajectories] == [
+            len(t.completion.text) for t in row.trajectories
+        ]
+        assert group.usable == 4 and group.tokens == sum(
+            len(t.completion.token_ids) for t in row.trajectories
+        )
     [merged] = tmp_path.iterdir()
     assert sorted(pyarrow.parquet.read_table(merged)["ordinal"].to_pylist()) == list(range(80))
 
@@ -113,7 +132,12 @@ def test_a_slow_reward_holds_back_no_other_group(ray_cluster, tmp_path):
             await station.take(1)
             began = time.monotonic()
             await station.rollouts.rollout(prompt(1, slow="1"), 0)
-            await asyncio.gather(*(station.rollouts.rollout(prompt(ordinal, slow="0"), 0) for ordinal in range(2, 12)))
+            await asyncio.gather(
+                *(
+                    station.rollouts.rollout(prompt(ordinal, slow="0"), 0)
+                    for ordinal in range(2, 12)
+                )
+            )
             groups = await station.take(10)
             assert time.monotonic() - began < 8.0
             return [group.ordinal for group in [*groups, *await station.take(1)]]
@@ -124,7 +148,9 @@ def test_a_slow_reward_holds_back_no_other_group(ray_cluster, tmp_path):
 
 def test_policies_drop_group_and_fail(ray_cluster, tmp_path):
     async def scenario(policy):
-        async with Station(make_config("hangs_in_c", deadline_s=1.0, processes=1, policy=policy), tmp_path / policy) as station:
+        async with Station(
+            make_config("hangs_in_c", deadline_s=1.0, processes=1, policy=policy), tmp_path / policy
+        ) as station:
             await station.rollouts.rollout(prompt(0, slow="1"), 0)
             await station.rollouts.rollout(prompt(1, slow="0"), 0)
             return {group.ordinal: group for group in await station.take(2)}
@@ -132,7 +158,10 @@ def test_policies_drop_group_and_fail(ray_cluster, tmp_path):
     groups = asyncio.run(scenario("drop_group"))
     assert "tested" in groups[0].failure and "killed" in groups[0].failure and groups[0].usable == 0
     assert groups[1].failure is None and groups[1].usable == 4
-    with pytest.raises(RewardError, match=r"group 0: reward tested \(tests.rewards.rewards_under_test:hangs_in_c\) was killed after reward.deadline_s = 1 s"):
+    with pytest.raises(
+        RewardError,
+        match=r"group 0: reward tested \(tests.rewards.rewards_under_test:hangs_in_c\) was killed after reward.deadline_s = 1 s",
+    ):
         asyncio.run(scenario("fail"))
 
 
@@ -140,7 +169,9 @@ def test_when_the_read_task_dies_its_groups_are_scored_by_the_next_one(ray_clust
     marker = tmp_path / "reader"
 
     async def scenario():
-        async with Station(make_config("names_its_reader", processes=1), tmp_path / "groups") as station:
+        async with Station(
+            make_config("names_its_reader", processes=1), tmp_path / "groups"
+        ) as station:
             # What the first one has given must not be taken for what the second one gives.
             for ordinal in range(2, 8):
                 await station.rollouts.rollout(prompt(ordinal, marker=str(marker), slow="0"), 0)
@@ -157,7 +188,9 @@ def test_when_the_read_task_dies_its_groups_are_scored_by_the_next_one(ray_clust
             return sorted(group.ordinal for group in groups)
 
     assert asyncio.run(scenario()) == [0, 1]
-    assert sorted(pyarrow.parquet.read_table(tmp_path / "groups")["ordinal"].to_pylist()) == [*range(8)]
+    assert sorted(pyarrow.parquet.read_table(tmp_path / "groups")["ordinal"].to_pylist()) == [
+        *range(8)
+    ]
 
 
 def test_several_tasks_share_the_groups_and_one_that_dies_loses_none(ray_cluster, tmp_path):
@@ -183,7 +216,9 @@ def test_several_tasks_share_the_groups_and_one_that_dies_loses_none(ray_cluster
             return sorted(group.ordinal for group in groups)
 
     assert asyncio.run(scenario()) == [*range(8)]
-    assert sorted(pyarrow.parquet.read_table(tmp_path / "groups")["ordinal"].to_pylist()) == [*range(8)]
+    assert sorted(pyarrow.parquet.read_table(tmp_path / "groups")["ordinal"].to_pylist()) == [
+        *range(8)
+    ]
 
 
 def test_a_second_copy_of_a_group_is_acknowledged_and_dropped(ray_cluster, tmp_path):
@@ -227,9 +262,14 @@ class OddReference:
         return [np.zeros(len(ids), np.float32) for _, ids in rows]
 
 
-def test_a_reference_that_fails_at_one_group_costs_that_group_under_every_policy(ray_cluster, tmp_path):
+def test_a_reference_that_fails_at_one_group_costs_that_group_under_every_policy(
+    ray_cluster, tmp_path
+):
     config = make_config("by_length", policy="fail")
-    config = Config.model_validate(config.model_dump() | {"algorithm": {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1"}})
+    config = Config.model_validate(
+        config.model_dump()
+        | {"algorithm": {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1"}}
+    )
     reference = ray.remote(OddReference).options(num_cpus=0).remote()
 
     async def scenario():
@@ -244,14 +284,24 @@ def test_a_reference_that_fails_at_one_group_costs_that_group_under_every_policy
         ray.kill(reference)
     assert scored[0].failure is None and scored[0].usable > 0
     first, _, stack = scored[1].failure.partition("\n")
-    assert first.startswith("not foreseen: the reference policy failed: ") and "too long for me" in stack and scored[1].usable == 0
+    assert (
+        first.startswith("not foreseen: the reference policy failed: ")
+        and "too long for me" in stack
+        and scored[1].usable == 0
+    )
 
 
-def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(ray_cluster, tiny_model, tmp_path):
+def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(
+    ray_cluster, tiny_model, tmp_path
+):
     """The real actor on a real checkpoint, against transformers; the KL term reaches the reward."""
     config = make_config("by_length")
     config = Config.model_validate(
-        config.model_dump() | {"model": {"path": str(tiny_model)}, "algorithm": {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1"}}
+        config.model_dump()
+        | {
+            "model": {"path": str(tiny_model)},
+            "algorithm": {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1"},
+        }
     )
     reference = start_reference(config)
 
@@ -266,14 +316,24 @@ def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(ray_cluster,
     finally:
         ray.kill(reference)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    groups = [group for one in scored for group in groups_from_table(table_from_ipc(ray.get(one.ref[0])).slice(one.ref[1], 1))]
+    groups = [
+        group
+        for one in scored
+        for group in groups_from_table(table_from_ipc(ray.get(one.ref[0])).slice(one.ref[1], 1))
+    ]
     assert sorted(group.ordinal for group in groups) == list(range(6))
     for group in groups:
         for trajectory in group.trajectories:
             ids = torch.tensor([[*group.prompt.token_ids, *trajectory.completion.token_ids]])
             with torch.no_grad():
-                expected = torch.log_softmax(model(ids).logits[0, len(group.prompt.token_ids) - 1 : -1], -1)
-            expected = expected.gather(1, torch.tensor(trajectory.completion.token_ids)[:, None])[:, 0]
+                expected = torch.log_softmax(
+                    model(ids).logits[0, len(group.prompt.token_ids) - 1 : -1], -1
+                )
+            expected = expected.gather(1, torch.tensor(trajectory.completion.token_ids)[:, None])[
+                :, 0
+            ]
             assert trajectory.reference_logprobs == pytest.approx(expected.tolist(), abs=1e-5)
             apart = sum(trajectory.completion.logprobs) - sum(trajectory.reference_logprobs)
-            assert trajectory.reward == pytest.approx(trajectory.reward_parts["tested"] - 0.1 * apart, rel=1e-4)
+            assert trajectory.reward == pytest.approx(
+                trajectory.reward_parts["tested"] - 0.1 * apart, rel=1e-4
+            )

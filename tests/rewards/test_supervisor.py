@@ -12,7 +12,11 @@ def started():
     reading, lifeline = os.pipe()
     ours, theirs = socket.socketpair()
     with theirs:
-        supervisor = subprocess.Popen(command(reading, theirs.fileno()), pass_fds=(reading, theirs.fileno()), stderr=subprocess.DEVNULL)
+        supervisor = subprocess.Popen(
+            command(reading, theirs.fileno()),
+            pass_fds=(reading, theirs.fileno()),
+            stderr=subprocess.DEVNULL,
+        )
     os.close(reading)
     return supervisor, lifeline, ours
 

@@ -42,7 +42,12 @@ def make_spec(gate, deadline_s=60.0):
             "max_steps": 1,
             "model": {"path": "unused"},
             "data": {"train": "unused"},
-            "rollout": {"n_samples_per_prompt": 2, "max_completion_length": 4, "num_workers": 2, "deadline_s": deadline_s},
+            "rollout": {
+                "n_samples_per_prompt": 2,
+                "max_completion_length": 4,
+                "num_workers": 2,
+                "deadline_s": deadline_s,
+            },
             "reward": {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}},
         }
     )
@@ -72,12 +77,17 @@ def test_work_is_spread_and_forgotten_when_acknowledged(ray_cluster, tmp_path):
         rollouts = start_rollouts(make_spec(tmp_path / "gate", deadline_s=10.0))
         try:
             await rollouts.ready()
-            finished = await asyncio.gather(rollouts.rollout(prompt(0), 0), rollouts.rollout(prompt(1), 0))
+            finished = await asyncio.gather(
+                rollouts.rollout(prompt(0), 0), rollouts.rollout(prompt(1), 0)
+            )
             assert [group.ordinal for group in finished] == [0, 1]
             assert await held(rollouts) == [1, 1]
             await rollouts.ack([0, 1, 77])
             await until_held(rollouts, 0)
-            with pytest.raises(RolloutFailed, match=r"^group 3 was not generated within rollout.deadline_s = 10 s .*StaleReplica: behind"):
+            with pytest.raises(
+                RolloutFailed,
+                match=r"^group 3 was not generated within rollout.deadline_s = 10 s .*StaleReplica: behind",
+            ):
                 await rollouts.rollout(prompt(3), 0)
             await until_held(rollouts, 0)
         finally:
@@ -103,8 +113,16 @@ def test_a_dead_workers_groups_are_made_again_under_their_ordinals(ray_cluster, 
             assert (await asyncio.wait_for(in_flight, 60)).ordinal == 2
 
             await until_held(rollouts, 2)
-            streams = [stream for worker in rollouts.workers if (stream := await worker.lease.remote("reader", 8, 0.1)) is not None]
-            rows = {row["ordinal"]: row["completion_ids"] for stream in streams for row in table_from_ipc(stream).to_pylist()}
+            streams = [
+                stream
+                for worker in rollouts.workers
+                if (stream := await worker.lease.remote("reader", 8, 0.1)) is not None
+            ]
+            rows = {
+                row["ordinal"]: row["completion_ids"]
+                for stream in streams
+                for row in table_from_ipc(stream).to_pylist()
+            }
             assert set(rows) == {0, 2} and sum(map(len, rows[0])) == first.tokens
         finally:
             await rollouts.close()
@@ -127,7 +145,9 @@ def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path)
         rollouts.when_lost = when_lost
         try:
             await rollouts.ready()
-            await asyncio.gather(*(rollouts.rollout(Prompt(ordinal, 0, "p", (2,)), 0) for ordinal in (5, 6)))
+            await asyncio.gather(
+                *(rollouts.rollout(Prompt(ordinal, 0, "p", (2,)), 0) for ordinal in (5, 6))
+            )
             gate.touch()
             for worker in rollouts.workers:
                 ray.kill(worker, no_restart=False)
@@ -142,7 +162,10 @@ def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path)
         return lost
 
     ((ordinal, kind, message),) = asyncio.run(scenario())
-    assert (ordinal, kind) == (6, RolloutFailed) and "was not generated within rollout.deadline_s = 2 s" in message
+    assert (ordinal, kind) == (
+        6,
+        RolloutFailed,
+    ) and "was not generated within rollout.deadline_s = 2 s" in message
 
 
 def test_a_cancelled_rollout_is_given_up_by_its_worker(ray_cluster, tmp_path):
@@ -199,7 +222,9 @@ def test_a_worker_that_ray_loses_by_another_error_than_a_death_is_watched_on(mon
 
     async def scenario():
         again = []
-        rollouts = RayRollouts([StandIn([RpcError("GCS is away"), ActorDiedError()], asyncio.Event())], 60.0)
+        rollouts = RayRollouts(
+            [StandIn([RpcError("GCS is away"), ActorDiedError()], asyncio.Event())], 60.0
+        )
         make_again = rollouts._make_again
 
         async def noted(held):

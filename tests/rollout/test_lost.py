@@ -34,28 +34,49 @@ class Handle:
 
 
 def rows(directory):
-    return [json.loads(line) for file in directory.glob("lost_requests_*.jsonl") for line in file.read_text().splitlines()]
+    return [
+        json.loads(line)
+        for file in directory.glob("lost_requests_*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
 
 
 def test_a_request_that_an_engine_died_of_is_asked_again_and_kept_once(tmp_path):
     said = "Traceback of a replica\n  EngineDied: the vLLM engine's process has died"
-    from_a_replica = ray.exceptions.RayTaskError("generate", said, EngineDied("dead")).as_instanceof_cause()
+    from_a_replica = ray.exceptions.RayTaskError(
+        "generate", said, EngineDied("dead")
+    ).as_instanceof_cause()
     handle = Handle(from_a_replica, StaleReplica("behind"), ray.exceptions.ActorDiedError())
     generate = ServeGenerate(handle, LostRequests(tmp_path / "kept", 1))
     generated = asyncio.run(generate.generate(replace(REQUEST, deadline_s=30.0)))
     assert len(generated.completions) == 2 and handle.seeds == [7] * 4
     (row,) = rows(tmp_path / "kept")
     assert row["error"].endswith("EngineDied: the vLLM engine's process has died")
-    assert (row["prompt_ids"], row["n"], row["max_tokens"], row["seed"], row["min_version"]) == ([4, 5, 6], 2, 8, 7, 3)
+    assert (row["prompt_ids"], row["n"], row["max_tokens"], row["seed"], row["min_version"]) == (
+        [4, 5, 6],
+        2,
+        8,
+        7,
+        3,
+    )
     assert (tmp_path / "kept" / f"lost_requests_1_{os.getpid()}.jsonl").exists()
 
 
 @pytest.mark.parametrize(
-    "death", [ray.exceptions.OutOfMemoryError("killed"), ray.exceptions.NodeDiedError("gone"), ray.exceptions.ObjectLostError("ab", None, "")]
+    "death",
+    [
+        ray.exceptions.OutOfMemoryError("killed"),
+        ray.exceptions.NodeDiedError("gone"),
+        ray.exceptions.ObjectLostError("ab", None, ""),
+    ],
 )
 def test_a_replica_that_ray_ends_or_that_goes_with_its_node_is_asked_elsewhere(tmp_path, death):
     handle = Handle(death)
-    generated = asyncio.run(ServeGenerate(handle, LostRequests(tmp_path / "kept", 1)).generate(replace(REQUEST, deadline_s=30.0)))
+    generated = asyncio.run(
+        ServeGenerate(handle, LostRequests(tmp_path / "kept", 1)).generate(
+            replace(REQUEST, deadline_s=30.0)
+        )
+    )
     assert len(generated.completions) == 2 and len(rows(tmp_path / "kept")) == 1
 
 

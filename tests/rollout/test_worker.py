@@ -58,7 +58,10 @@ def test_a_group_waits_in_the_outbox_as_one_row():
     assert (finished.ordinal, finished.begun) == (5, 0)
     assert group.attempt == 2 and group.prompt == PROMPT
     assert finished.tokens == sum(len(t.completion.token_ids) for t in group.trajectories)
-    assert all(t.completion.text == " ".join(map(str, t.completion.token_ids)) and set(t.loss_mask) == {1} for t in group.trajectories)
+    assert all(
+        t.completion.text == " ".join(map(str, t.completion.token_ids)) and set(t.loss_mask) == {1}
+        for t in group.trajectories
+    )
 
 
 @pytest.mark.parametrize(("max_length", "most"), [(None, 8), (9, 6), (4, 1)])
@@ -70,7 +73,13 @@ def test_a_completion_ends_at_max_length_with_its_prompt(max_length, most):
 
 def test_a_request_keeps_the_tokens_that_the_config_keeps():
     generate = Recording()
-    config = make_config(top_p=0.9, top_k=50, min_p=0.05, algorithm={"loss": "reinforce", "old_policy": "learner"}, staleness={"max_staleness": 0})
+    config = make_config(
+        top_p=0.9,
+        top_k=50,
+        min_p=0.05,
+        algorithm={"loss": "reinforce", "old_policy": "learner"},
+        staleness={"max_staleness": 0},
+    )
     asyncio.run(RolloutWorker(WorkerSpec(config, "run", 2, lambda: generate)).rollout(PROMPT, 0))
     assert [(one.top_p, one.top_k, one.min_p) for one in generate.requests] == [(0.9, 50, 0.05)]
 
@@ -94,9 +103,13 @@ def test_a_retry_asks_for_the_version_committed_by_then():
 
 def test_a_group_fails_at_its_deadline_and_says_why():
     async def scenario():
-        await make_worker(Recording(*[StaleReplica("behind")] * 100), deadline_s=0.3).rollout(PROMPT, 0)
+        await make_worker(Recording(*[StaleReplica("behind")] * 100), deadline_s=0.3).rollout(
+            PROMPT, 0
+        )
 
-    with pytest.raises(RolloutFailed, match=r"group 5 .* rollout.deadline_s = 0.3 s .*StaleReplica: behind"):
+    with pytest.raises(
+        RolloutFailed, match=r"group 5 .* rollout.deadline_s = 0.3 s .*StaleReplica: behind"
+    ):
         asyncio.run(scenario())
 
 
@@ -105,17 +118,31 @@ def test_a_generator_timeout_fails_the_group():
         asyncio.run(make_worker(Recording(GenerationTimeout("late"))).rollout(PROMPT, 0))
 
 
-@pytest.mark.parametrize("error", [KeyError("tokens"), ValueError("a request that nobody tried\nwith two lines"), ZeroDivisionError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("tokens"),
+        ValueError("a request that nobody tried\nwith two lines"),
+        ZeroDivisionError(),
+    ],
+)
 def test_an_exception_that_nobody_foresaw_is_that_groups_failure_with_its_stack(error):
     async def scenario():
         worker = make_worker(Recording(error))
         with pytest.raises(RolloutFailed) as failed:
             await worker.rollout(PROMPT, 0)
-        return str(failed.value), (await worker.rollout(PROMPT, 0)).ordinal, await worker.under_way()
+        return (
+            str(failed.value),
+            (await worker.rollout(PROMPT, 0)).ordinal,
+            await worker.under_way(),
+        )
 
     said, again, under_way = asyncio.run(scenario())
     first, _, stack = said.partition("\n")
-    assert first == f"not foreseen: group 5: {type(error).__name__}: {' '.join(str(error).split())}" and "raise self.errors.pop(0)" in stack
+    assert (
+        first == f"not foreseen: group 5: {type(error).__name__}: {' '.join(str(error).split())}"
+        and "raise self.errors.pop(0)" in stack
+    )
     assert (again, under_way) == (5, 0), "the worker goes on"
 
 
@@ -125,7 +152,10 @@ def test_a_replica_that_gives_too_few_completions_fails_one_group():
             generated = await super().generate(request)
             return replace(generated, completions=generated.completions[:1])
 
-    with pytest.raises(RolloutFailed, match=r"not foreseen: group 5: RuntimeError: replica .* gave 1 completions for group 5, not 4"):
+    with pytest.raises(
+        RolloutFailed,
+        match=r"not foreseen: group 5: RuntimeError: replica .* gave 1 completions for group 5, not 4",
+    ):
         asyncio.run(make_worker(Few()).rollout(PROMPT, 0))
 
 
@@ -135,7 +165,11 @@ def test_seeds_differ_by_ordinal_and_run_seed():
 
 
 def test_requests_carry_what_ends_a_loop():
-    for settings, wanted in (({}, None), ({"repetition_stop": 20}, (16, 20)), ({"repetition_stop": 20, "repetition_ngram": 4}, (4, 20))):
+    for settings, wanted in (
+        ({}, None),
+        ({"repetition_stop": 20}, (16, 20)),
+        ({"repetition_stop": 20, "repetition_ngram": 4}, (4, 20)),
+    ):
         generate = Recording()
         asyncio.run(make_worker(generate, **settings).rollout(PROMPT, 0))
         assert generate.requests[0].repetition == wanted

@@ -19,7 +19,9 @@ def test_the_number_of_files_grows_by_its_logarithm_and_nothing_is_lost(tmp_path
         merging.add(path)
         most = max(most, len(list(tmp_path.iterdir())) if number % 97 == 0 else 0)
     assert most < 3 * MERGE_EVERY
-    assert [int(word) for path in sorted(tmp_path.iterdir()) for word in path.read_text().split()] == list(range(10_000))
+    assert [
+        int(word) for path in sorted(tmp_path.iterdir()) for word in path.read_text().split()
+    ] == list(range(10_000))
 
 
 def test_large_files_are_left_as_they_are(tmp_path):
@@ -30,4 +32,6 @@ def test_large_files_are_left_as_they_are(tmp_path):
         with path.open("wb") as file:
             file.truncate(MERGED_BYTES)
         merging.add(path)
-    assert asked == [1] * 4 and len(list(tmp_path.iterdir())) == 4, "each is a level by itself, and goes no further"
+    assert asked == [1] * 4 and len(list(tmp_path.iterdir())) == 4, (
+        "each is a level by itself, and goes no further"
+    )

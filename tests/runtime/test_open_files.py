@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from asyncrl.confined import EscapesDirectory
-from asyncrl.runtime.files import DiskFull, NotAFile, append_to, make_directory, open_regular, read_text, replace_text, replacing
+from asyncrl.runtime.files import (
+    DiskFull,
+    NotAFile,
+    append_to,
+    make_directory,
+    open_regular,
+    read_text,
+    replace_text,
+    replacing,
+)
 
 
 def write(path):
@@ -26,7 +35,9 @@ WRITERS = pytest.mark.parametrize("writer", [write, append])
 @WRITERS
 def test_a_file_is_written_and_missing_directories_are_made(tmp_path, writer):
     writer(tmp_path / "a" / "b" / "file")
-    assert read_text(tmp_path / "a" / "b" / "file") == "new" and os.listdir(tmp_path / "a" / "b") == ["file"]
+    assert read_text(tmp_path / "a" / "b" / "file") == "new" and os.listdir(
+        tmp_path / "a" / "b"
+    ) == ["file"]
 
 
 @WRITERS
@@ -54,7 +65,9 @@ def test_a_link_under_the_temporary_name_is_removed_and_not_followed(tmp_path):
     (tmp_path / "victim").write_text("precious")
     (tmp_path / f".file.{os.getpid()}").symlink_to(tmp_path / "victim")
     write(tmp_path / "file")
-    assert (tmp_path / "victim").read_text() == "precious" and (tmp_path / "file").read_text() == "new"
+    assert (tmp_path / "victim").read_text() == "precious" and (
+        tmp_path / "file"
+    ).read_text() == "new"
 
 
 def other_kinds(directory):
@@ -65,7 +78,10 @@ def other_kinds(directory):
     return listener
 
 
-@pytest.mark.parametrize(("name", "kind"), [("directory", "a directory"), ("pipe", "a named pipe"), ("socket", "a socket")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("directory", "a directory"), ("pipe", "a named pipe"), ("socket", "a socket")],
+)
 def test_what_is_no_file_is_an_error_with_its_name(tmp_path, monkeypatch, name, kind):
     monkeypatch.chdir(tmp_path)  # a socket's path is short
     with other_kinds(tmp_path):

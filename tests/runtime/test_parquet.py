@@ -31,7 +31,9 @@ def dangerous(path, marker):
     from ray.data._internal.object_extensions.arrow import ArrowPythonObjectType
 
     kind = ArrowPythonObjectType()
-    column = pa.ExtensionArray.from_storage(kind, pa.array([pickle.dumps(Touch(marker))], kind.storage_type))
+    column = pa.ExtensionArray.from_storage(
+        kind, pa.array([pickle.dumps(Touch(marker))], kind.storage_type)
+    )
     pq.write_table(pa.table({"attempt": [0], "ordinal": [0], "extra": column}), path)
 
 
@@ -43,17 +45,26 @@ def marker(tmp_path):
 
 
 def test_a_table_comes_back(tmp_path):
-    table = pa.table({"a": [1, None, 3], "b": [["x"], [], None]}).replace_schema_metadata({"key": "value"})
+    table = pa.table({"a": [1, None, 3], "b": [["x"], [], None]}).replace_schema_metadata(
+        {"key": "value"}
+    )
     write_table(table, tmp_path / "file.parquet")
     found = read_table(tmp_path / "file.parquet")
-    assert found.equals(table) and found.schema.metadata == {b"key": b"value"} == read_schema(tmp_path / "file.parquet").metadata
+    assert (
+        found.equals(table)
+        and found.schema.metadata
+        == {b"key": b"value"}
+        == read_schema(tmp_path / "file.parquet").metadata
+    )
     assert read_table(tmp_path / "file.parquet", ["b"]).column_names == ["b"]
 
 
 def test_an_extension_type_is_refused_before_pyarrow_sees_it(tmp_path, marker):
     dangerous(tmp_path / "file.parquet", marker)
     for read in (read_table, read_schema):
-        with pytest.raises(ExtensionTypeError, match=r"file\.parquet has a column of an Arrow extension type"):
+        with pytest.raises(
+            ExtensionTypeError, match=r"file\.parquet has a column of an Arrow extension type"
+        ):
             read(tmp_path / "file.parquet")
 
 
@@ -86,7 +97,11 @@ def test_every_run_file_is_read_that_way(tmp_path, marker):
 
 
 def test_nothing_else_reads_or_writes_parquet():
-    users = {path.name for path in PACKAGE.rglob("*.py") if "pyarrow.parquet" in path.read_text() or "ParquetFile" in path.read_text()}
+    users = {
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        if "pyarrow.parquet" in path.read_text() or "ParquetFile" in path.read_text()
+    }
     assert users == {"parquet.py"}
 
 
@@ -107,7 +122,9 @@ def test_a_changed_byte_of_a_page_is_an_error(tmp_path):
     assert changed > 10
 
 
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1PAR1", b"PAR1" + b"\xff" * 4 + b"PAR1", b"x" * 100])
+@pytest.mark.parametrize(
+    "content", [b"", b"PAR1", b"PAR1PAR1", b"PAR1" + b"\xff" * 4 + b"PAR1", b"x" * 100]
+)
 def test_what_is_no_parquet_file_is_named(tmp_path, content):
     (tmp_path / "file.parquet").write_bytes(content)
     with pytest.raises(pa.ArrowInvalid):

@@ -6,21 +6,34 @@ import zlib
 import pytest
 import torch
 
-from asyncrl.runtime.shared import NotShared, Probe, answer_probe, size_and_checksum, sync_directory, wait_until_seen, write_summed
+from asyncrl.runtime.shared import (
+    NotShared,
+    Probe,
+    answer_probe,
+    size_and_checksum,
+    sync_directory,
+    wait_until_seen,
+    write_summed,
+)
 
 
 def test_a_sum_made_while_writing_is_that_of_the_file(tmp_path):
     state = {"weights": torch.arange(300_000, dtype=torch.float64).view(3, -1), "step": 7}
     written = write_summed(tmp_path / "state.pt", lambda file: torch.save(state, file))
     content = (tmp_path / "state.pt").read_bytes()
-    assert written == (len(content), zlib.crc32(content)) == size_and_checksum(tmp_path / "state.pt")
+    assert (
+        written == (len(content), zlib.crc32(content)) == size_and_checksum(tmp_path / "state.pt")
+    )
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     assert torch.equal(loaded["weights"], state["weights"]) and loaded["step"] == 7
 
 
 def test_any_buffer_is_summed_by_its_bytes(tmp_path):
     array = torch.arange(10, dtype=torch.int32).numpy()
-    assert write_summed(tmp_path / "a", lambda file: (file.write(array), file.write(b"ab"))) == (42, zlib.crc32(array.tobytes() + b"ab"))
+    assert write_summed(tmp_path / "a", lambda file: (file.write(array), file.write(b"ab"))) == (
+        42,
+        zlib.crc32(array.tobytes() + b"ab"),
+    )
 
 
 def test_it_waits_for_a_file_that_is_seen_late(tmp_path):
@@ -35,7 +48,10 @@ def test_it_waits_for_a_file_that_is_seen_late(tmp_path):
 
 def test_what_is_never_seen_is_named(tmp_path):
     (tmp_path / "short").write_bytes(b"12")
-    with pytest.raises(NotShared, match=r"short was written with 1,234 bytes on another node, and here 2 bytes are there after 0.1 s; share it"):
+    with pytest.raises(
+        NotShared,
+        match=r"short was written with 1,234 bytes on another node, and here 2 bytes are there after 0.1 s; share it",
+    ):
         wait_until_seen(tmp_path, {"short": 1234}, "share it", within_s=0.1)
 
 

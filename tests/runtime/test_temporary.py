@@ -20,7 +20,12 @@ MAKES = "from asyncrl.runtime.temporary import temporary_folder as f; folder = f
 def test_a_killed_process_leaves_none_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    makers = [subprocess.Popen([sys.executable, "-c", MAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    makers = [
+        subprocess.Popen(
+            [sys.executable, "-c", MAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
     killed, living = (Path(maker.stdout.readline().strip()) for maker in makers)
     makers[0].send_signal(signal.SIGKILL)
     makers[0].wait()
@@ -61,14 +66,26 @@ def short(monkeypatch):
 
 def test_what_libraries_leave_behind_goes_with_the_process(short):
     """pymp-…, vllm_dist_… and sockets lay in the temporary directory itself, for ever once their process was killed."""
-    makers = [subprocess.Popen([sys.executable, "-c", LISTENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    makers = [
+        subprocess.Popen(
+            [sys.executable, "-c", LISTENS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
     killed, stopped = (Path(maker.stdout.readline().strip()) for maker in makers)
     assert {path.name for path in short.iterdir()} == {killed.name, stopped.name}
-    assert len(list(killed.iterdir())) == 2 == len([*killed.glob("listener-*"), *killed.glob("tmp*")])
+    assert (
+        len(list(killed.iterdir())) == 2 == len([*killed.glob("listener-*"), *killed.glob("tmp*")])
+    )
     makers[0].send_signal(signal.SIGKILL)
     makers[0].wait()
     said, _ = makers[1].communicate("\n")
-    assert Path(said.strip()).parent == short, "the temporary directory is the old one again, for multiprocessing as well"
+    assert Path(said.strip()).parent == short, (
+        "the temporary directory is the old one again, for multiprocessing as well"
+    )
     remove_left_behind(short)
     assert list(short.iterdir()) == []
 
@@ -101,8 +118,18 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_killed_driver_leaves_nothing_of_a_sink(short, tmp_path):
     """wandb makes folders when it is imported, and removes them only at a clean end."""
     folders = [Path(__file__).parents[1], *sys.path]
-    environment = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    done = subprocess.run([sys.executable, "-c", WANDB, tmp_path], env=environment, capture_output=True, text=True, timeout=120)
+    environment = {
+        **os.environ,
+        "WANDB_MODE": "disabled",
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", WANDB, tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout.strip() == str(short), done.stderr
     [left] = short.glob("asyncrl_wandb_*")
     assert len(list(left.glob("tmp*wandb*"))) >= 2
@@ -125,6 +152,10 @@ def test_what_an_engine_makes_after_its_start_was_cancelled_goes_as_well(short, 
     with pytest.raises(TimeoutError):
         asyncio.run(cancelled())
     place = engine._temporary
-    assert Path(tempfile.gettempdir()) == place.path and place.path.parent == short and os.environ["TMPDIR"] == str(place.path)
+    assert (
+        Path(tempfile.gettempdir()) == place.path
+        and place.path.parent == short
+        and os.environ["TMPDIR"] == str(place.path)
+    )
     place.close()
     assert list(short.iterdir()) == []

@@ -20,9 +20,26 @@ from pathlib import Path
 from asyncrl.sandbox import Level, Limits, LocalSandbox, Program, SandboxError
 
 HERE = Path(__file__).parent
-SMALL = Limits(wall_s=6.0, cpu_s=1.5, memory_bytes=256 << 20, processes=16, disk_bytes=4 << 20, files=64, output_bytes=64 << 10)
+SMALL = Limits(
+    wall_s=6.0,
+    cpu_s=1.5,
+    memory_bytes=256 << 20,
+    processes=16,
+    disk_bytes=4 << 20,
+    files=64,
+    output_bytes=64 << 10,
+)
 
-QUICK = ("forks", "large files", "many files", "deleted files", "deep folders", "spin, deaf", "sleep", "stopped")
+QUICK = (
+    "forks",
+    "large files",
+    "many files",
+    "deleted files",
+    "deep folders",
+    "spin, deaf",
+    "sleep",
+    "stopped",
+)
 """Nothing ends these but the clock."""
 
 BOMBS = {
@@ -253,8 +270,11 @@ def try_escapes(directory, setuid, run):
         changed = sorted(
             name
             for name, is_changed in {
-                "folder": sorted(p.name for p in folder.iterdir()) != ["canary", "owned", "removable", "socket"],
-                "owned": after is None or (after.st_mode, after.st_mtime, after.st_size) != (before.st_mode, before.st_mtime, before.st_size),
+                "folder": sorted(p.name for p in folder.iterdir())
+                != ["canary", "owned", "removable", "socket"],
+                "owned": after is None
+                or (after.st_mode, after.st_mtime, after.st_size)
+                != (before.st_mode, before.st_mtime, before.st_size),
                 "shared memory": Path("/dev/shm", target["token"]).exists(),
                 "datagrams": received(datagrams),
             }.items()
@@ -297,7 +317,15 @@ def attack(level, python, directory, setuid):
     def outside(stdin):
         with tempfile.TemporaryDirectory(dir=directory) as here:
             command = [python, "-c", source]
-            return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, cwd=here, close_fds=False)
+            return subprocess.run(
+                command,
+                input=stdin,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                cwd=here,
+                close_fds=False,
+            )
 
     try:
         result, changed = try_escapes(directory, setuid, inside)
@@ -310,12 +338,18 @@ def attack(level, python, directory, setuid):
         name, source = bomb
         limits = dataclasses.replace(SMALL, wall_s=1.0) if name in QUICK else SMALL
         ended = sandbox.run(Program.python(source, token), limits)
-        shown = {"stdout": ended.stdout[:200], "stderr": ended.stderr[-300:], "bytes": [len(ended.stdout), len(ended.stderr)]}
+        shown = {
+            "stdout": ended.stdout[:200],
+            "stderr": ended.stderr[-300:],
+            "bytes": [len(ended.stdout), len(ended.stderr)],
+        }
         return name, dataclasses.asdict(ended) | shown
 
     with ThreadPoolExecutor(4) as threads:
         bombs = dict(threads.map(explode, BOMBS.items()))
-    folders = [p.name for p in Path(os.environ["TMPDIR"]).iterdir() if p.name.startswith("asyncrl-sandbox")]
+    folders = [
+        p.name for p in Path(os.environ["TMPDIR"]).iterdir() if p.name.startswith("asyncrl-sandbox")
+    ]
     return {
         "status": result.status,
         "stderr": result.stderr,

@@ -122,7 +122,11 @@ def read_other_process(t):
 
 
 def list_processes(t):
-    return [name for name in os.listdir("/proc") if name == str(t["victim"]) and open(f"/proc/{name}/cmdline").read()]
+    return [
+        name
+        for name in os.listdir("/proc")
+        if name == str(t["victim"]) and open(f"/proc/{name}/cmdline").read()
+    ]
 
 
 def read_parent_memory(t):
@@ -253,7 +257,9 @@ def new_user_namespace(t):
 
 def new_namespace_by_clone(t):
     number = (56, 220)[AT]
-    child = libc.syscall(ctypes.c_long(number), ctypes.c_long(0x10000000 | 17), None, None, None, None)
+    child = libc.syscall(
+        ctypes.c_long(number), ctypes.c_long(0x10000000 | 17), None, None, None, None
+    )
     if child == 0:
         os._exit(0)
     if child > 0:
@@ -316,7 +322,14 @@ def ring(t):
 
 
 def keyring_add(t):
-    return call("add_key", ctypes.c_char_p(b"user"), ctypes.c_char_p(t["token"].encode()), ctypes.c_char_p(b"x"), 1, -3)
+    return call(
+        "add_key",
+        ctypes.c_char_p(b"user"),
+        ctypes.c_char_p(t["token"].encode()),
+        ctypes.c_char_p(b"x"),
+        1,
+        -3,
+    )
 
 
 def keyring_read(t):
@@ -399,7 +412,12 @@ def old_calling_convention(t):
         return None
     child = os.fork()
     if child == 0:
-        code = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        code = mmap.mmap(
+            -1,
+            4096,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC,
+        )
         code.write(b"\xb8\x14\x00\x00\x00\xcd\x80\xc3")  # mov eax, getpid; int 0x80; ret
         address = ctypes.addressof(ctypes.c_char.from_buffer(code))
         os._exit(0 if ctypes.CFUNCTYPE(ctypes.c_int)(address)() == os.getpid() else 1)
@@ -409,7 +427,9 @@ def old_calling_convention(t):
 ESCAPES = {
     name: act
     for name, act in list(globals().items())
-    if callable(act) and getattr(act, "__module__", None) == __name__ and name not in ("call", "may_signal", "is_open")
+    if callable(act)
+    and getattr(act, "__module__", None) == __name__
+    and name not in ("call", "may_signal", "is_open")
 }
 
 

@@ -75,7 +75,9 @@ ENDS_ALIKE = {
 def readable_python():
     """An interpreter that every user may read: a sandbox that gives its programs another user needs one."""
     candidates = [os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"]
-    return next((c for c in candidates if os.path.exists(c) and not c.startswith("/root/")), candidates[0])
+    return next(
+        (c for c in candidates if os.path.exists(c) and not c.startswith("/root/")), candidates[0]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +101,23 @@ def attacked(place):
     @functools.cache
     def attacked(level, user):
         other = {} if user == os.geteuid() else {"user": user, "group": user, "extra_groups": []}
-        environment = {"PYTHONPATH": str(PACKAGES), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(place / "temporary"), "PATH": os.environ["PATH"]}
+        environment = {
+            "PYTHONPATH": str(PACKAGES),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TMPDIR": str(place / "temporary"),
+            "PATH": os.environ["PATH"],
+        }
         python = readable_python()
         command = [python, str(HERE / "attack.py"), level, python, str(place), str(place / "id")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=place, **other)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=environment,
+            cwd=place,
+            **other,
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -110,7 +125,11 @@ def attacked(place):
 
 
 USERS = [os.geteuid()] if os.geteuid() else [0, SOMEBODY]
-DEFAULT = {("namespaces", 0), ("landlock", SOMEBODY)} if os.geteuid() == 0 else {(level, os.geteuid()) for level in ("namespaces", "landlock")}
+DEFAULT = (
+    {("namespaces", 0), ("landlock", SOMEBODY)}
+    if os.geteuid() == 0
+    else {(level, os.geteuid()) for level in ("namespaces", "landlock")}
+)
 SETUPS = [
     pytest.param(
         level,
@@ -145,18 +164,35 @@ def test_bombs_end_and_leave_nothing(attacked, level, user):
     if "refused" in report:
         return  # test_no_way_out has looked at the refusal
     bombs = report["bombs"]
-    assert {name: bomb["status"] for name, bomb in bombs.items() if name in ENDS_ALIKE and bomb["status"] not in ENDS_ALIKE[name]} == {}
-    assert {name: bomb["status"] for name, bomb in bombs.items() if name not in ENDS_ALIKE and bomb["status"] != "exited"} == {}
+    assert {
+        name: bomb["status"]
+        for name, bomb in bombs.items()
+        if name in ENDS_ALIKE and bomb["status"] not in ENDS_ALIKE[name]
+    } == {}
+    assert {
+        name: bomb["status"]
+        for name, bomb in bombs.items()
+        if name not in ENDS_ALIKE and bomb["status"] != "exited"
+    } == {}
     # Landlock leaves the kernel's own count to a user that nobody else has, which root alone can give.
     exact = level == "namespaces" or user == 0
     assert int((bombs["forks, counted"]["stdout"] or "0").split()[0]) <= (16 if exact else 16 * 16)
-    assert {bombs[name]["status"] for name in ("forks, counted", "threads")} == {"exited"} or not exact
+    assert {bombs[name]["status"] for name in ("forks, counted", "threads")} == {
+        "exited"
+    } or not exact
     assert bombs["threads"]["stdout"] == "refused\n" or not exact
-    assert bombs["memory of one"]["exit_code"] == 1 and "MemoryError" in bombs["memory of one"]["stderr"]
+    assert (
+        bombs["memory of one"]["exit_code"] == 1
+        and "MemoryError" in bombs["memory of one"]["stderr"]
+    )
     assert bombs["shared memory"]["stdout"] == "refused\nrefused\n"
     assert bombs["one large file"]["exit_code"] in (1, None)
     assert bombs["war on the warden"]["stdout"] == "alive\n"
-    assert bombs["core"]["stdout"] == "False []\n" and bombs["closed folders"]["stdout"] == "left\n" and bombs["survivors"]["stdout"] == "done\n"
+    assert (
+        bombs["core"]["stdout"] == "False []\n"
+        and bombs["closed folders"]["stdout"] == "left\n"
+        and bombs["survivors"]["stdout"] == "done\n"
+    )
     assert max(bomb["bytes"] for bomb in bombs.values())[0] <= 64 << 10
     assert max(bomb["memory_bytes"] for bomb in bombs.values()) < 1 << 30
     assert max(bomb["seconds"] for bomb in bombs.values()) < 20

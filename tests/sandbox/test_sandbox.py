@@ -12,7 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.sandbox import Level, Limits, LocalSandbox, Program, SandboxError, SandboxUnavailable, open_sandbox, probe, run, run_async
+from asyncrl.sandbox import (
+    Level,
+    Limits,
+    LocalSandbox,
+    Program,
+    SandboxError,
+    SandboxUnavailable,
+    open_sandbox,
+    probe,
+    run,
+    run_async,
+)
 from asyncrl.sandbox.__main__ import main
 from asyncrl.sandbox.supervisor import _remove
 from asyncrl.testing import FakeSandbox
@@ -38,7 +49,11 @@ def processes_with(mark):
     found = []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
-            if name.isdigit() and Path("/proc", name, "cmdline").read_bytes() == b"sleep\0" + mark.encode() + b"\0":
+            if (
+                name.isdigit()
+                and Path("/proc", name, "cmdline").read_bytes()
+                == b"sleep\0" + mark.encode() + b"\0"
+            ):
                 found.append(int(name))
     return found
 
@@ -52,10 +67,19 @@ def wait_for(what, seconds=30):
 
 
 def test_results(sandbox):
-    done = sandbox.run(Program.python("import helper, sys; print(helper.N, sys.stdin.read(), 'ä'); sys.exit(3)", "in", {"helper.py": "N = 5"}), LIMITS)
+    done = sandbox.run(
+        Program.python(
+            "import helper, sys; print(helper.N, sys.stdin.read(), 'ä'); sys.exit(3)",
+            "in",
+            {"helper.py": "N = 5"},
+        ),
+        LIMITS,
+    )
     assert (done.status, done.exit_code, done.stdout, done.ok) == ("exited", 3, "5 in ä\n", False)
     assert done.level == sandbox.level and 0 < done.seconds < 30
-    assert sandbox.run(Program.python("raise ValueError('no')"), LIMITS).stderr.endswith("ValueError: no\n")
+    assert sandbox.run(Program.python("raise ValueError('no')"), LIMITS).stderr.endswith(
+        "ValueError: no\n"
+    )
     assert sandbox.run(Program.python("import os; os.kill(os.getpid(), 9)"), LIMITS).exit_code == -9
     assert sandbox.run(Program.python("import os; os.write(1, b'\\xff')"), LIMITS).stdout == "�"
     assert sandbox.run(Program(("cat", "a/b.txt"), files={"a/b.txt": b"x"}), LIMITS).stdout == "x"
@@ -129,7 +153,9 @@ def test_nothing_runs_below_the_level_that_was_asked_for(monkeypatch):
     with pytest.raises(ValueError):
         open_sandbox("none")
     assert Level.NAMESPACES.reaches(Level.LANDLOCK) and not Level.LANDLOCK.reaches(Level.NAMESPACES)
-    assert Level.CONTAINER.reaches(Level.NAMESPACES) and not Level.NAMESPACES.reaches(Level.CONTAINER)
+    assert Level.CONTAINER.reaches(Level.NAMESPACES) and not Level.NAMESPACES.reaches(
+        Level.CONTAINER
+    )
 
 
 HERE = Path(__file__).parent
@@ -158,11 +184,23 @@ def test_a_machine_that_lacks_a_level_says_why_and_runs_nothing(level):
         print("refused:", error)
     """
     # A machine that has none of its own cannot make the namespace that forbids them.
-    closing = [] if level == "namespaces" and Level.NAMESPACES not in probe().reached else [sys.executable, str(CLOSED[level])]
+    closing = (
+        []
+        if level == "namespaces" and Level.NAMESPACES not in probe().reached
+        else [sys.executable, str(CLOSED[level])]
+    )
     command = [*closing, sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(PACKAGES)})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(PACKAGES)},
+    )
     assert done.returncode == 0, done.stderr
-    assert {"namespaces": "unshare: ", "landlock": "Landlock: "}[level] in done.stdout.splitlines()[0]
+    assert {"namespaces": "unshare: ", "landlock": "Landlock: "}[level] in done.stdout.splitlines()[
+        0
+    ]
     assert f"{level:<11} no: " in done.stdout
     last = done.stdout.splitlines()[-1]
     assert (
@@ -199,7 +237,9 @@ def test_cancelling_kills_the_program(sandbox):
 def test_the_program_dies_with_its_caller(sandbox):
     program, mark = sleeping()
     code = f"from asyncrl.sandbox import *; LocalSandbox(Level({sandbox.level.value!r})).run(Program({program.argv!r}), Limits(wall_s=600.0))"
-    caller = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(PACKAGES)})
+    caller = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(PACKAGES)}
+    )
     wait_for(lambda: processes_with(mark))
     caller.kill()
     caller.wait()
@@ -212,7 +252,11 @@ def test_the_program_dies_with_its_supervisor(sandbox):
     async def killed():
         task = asyncio.ensure_future(sandbox.run_async(program, LIMITS))
         await asyncio.to_thread(wait_for, lambda: processes_with(mark))
-        supervisor = [int(child) for child in children() if b"asyncrl.sandbox.supervisor" in Path("/proc", child, "cmdline").read_bytes()]
+        supervisor = [
+            int(child)
+            for child in children()
+            if b"asyncrl.sandbox.supervisor" in Path("/proc", child, "cmdline").read_bytes()
+        ]
         os.kill(supervisor[-1], 9)
         with pytest.raises(SandboxError, match="ended without a result"):
             await task
@@ -222,7 +266,11 @@ def test_the_program_dies_with_its_supervisor(sandbox):
 
 
 def children():
-    return [child for task in os.listdir("/proc/self/task") for child in Path(f"/proc/self/task/{task}/children").read_text().split()]
+    return [
+        child
+        for task in os.listdir("/proc/self/task")
+        for child in Path(f"/proc/self/task/{task}/children").read_text().split()
+    ]
 
 
 def test_removes_what_no_recursion_could(tmp_path):
@@ -249,12 +297,19 @@ def test_prints_what_is_reached(capsys):
     best = probe().best
     assert main([]) == (0 if best else 1)
     printed = capsys.readouterr().out
-    assert printed.endswith(f"level {best or 'none'}\n") and "namespaces " in printed and "landlock " in printed
+    assert (
+        printed.endswith(f"level {best or 'none'}\n")
+        and "namespaces " in printed
+        and "landlock " in printed
+    )
 
 
 def test_the_fake_keeps_what_it_was_given():
     fake = FakeSandbox(lambda program: ended(program.stdin.decode()))
     assert fake.run(Program.python("", "a")).stdout == "a"
-    assert asyncio.run(fake.run_async(Program.python("", "b"), LIMITS)).ok and fake.limits == [Limits(), LIMITS]
+    assert asyncio.run(fake.run_async(Program.python("", "b"), LIMITS)).ok and fake.limits == [
+        Limits(),
+        LIMITS,
+    ]
     with pytest.raises(ValueError, match="landlock"):
         FakeSandbox(lambda program: ended(level=Level.LANDLOCK)).run(Program.python(""))

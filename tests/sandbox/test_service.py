@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.sandbox import Level, Limits, Program, SandboxError, SandboxUnavailable, open_sandbox, probe
+from asyncrl.sandbox import (
+    Level,
+    Limits,
+    Program,
+    SandboxError,
+    SandboxUnavailable,
+    open_sandbox,
+    probe,
+)
 from asyncrl.sandbox.service import MOST_BODY, TOKEN, SandboxServer, ServiceSandbox
 from asyncrl.testing import FakeSandbox
 from asyncrl.testing.sandbox import ended
@@ -44,7 +52,12 @@ def ask(url, method="POST", path="/run", body=b"", headers=None):
 
 
 def test_runs_there_what_is_asked_here(serve):
-    fake = FakeSandbox(lambda program: ended(program.stdin.decode() + program.files["a"].decode("latin-1"), level=Level.CONTAINER), Level.CONTAINER)
+    fake = FakeSandbox(
+        lambda program: ended(
+            program.stdin.decode() + program.files["a"].decode("latin-1"), level=Level.CONTAINER
+        ),
+        Level.CONTAINER,
+    )
     sandbox = open_sandbox(Level.CONTAINER, service=serve(fake))
     result = sandbox.run(Program(("cat",), b"in", {"a": b"\xff"}), Limits(wall_s=3.0))
     assert (result.stdout, result.level, result.ok) == ("inÿ", Level.CONTAINER, True)
@@ -54,7 +67,9 @@ def test_runs_there_what_is_asked_here(serve):
 def test_a_level_below_the_one_asked_for_is_refused(serve):
     fake = FakeSandbox(lambda program: ended(level=Level.LANDLOCK), Level.LANDLOCK)
     url = serve(fake)
-    with pytest.raises(SandboxUnavailable, match=r"'namespaces' is asked for, and the service at .* has 'landlock'"):
+    with pytest.raises(
+        SandboxUnavailable, match=r"'namespaces' is asked for, and the service at .* has 'landlock'"
+    ):
         open_sandbox(Level.NAMESPACES, service=url)
     sandbox = open_sandbox(Level.LANDLOCK, service=url)
     sandbox.level = Level.NAMESPACES  # as if it had said so at the start
@@ -110,9 +125,20 @@ def test_a_failure_there_is_an_error_here(serve):
 
 def test_the_command_serves_a_real_sandbox(monkeypatch):
     monkeypatch.setenv(TOKEN, SECRET)
-    command = [sys.executable, "-m", "asyncrl.sandbox", "serve", "--port", "0", "--level", "landlock"]
+    command = [
+        sys.executable,
+        "-m",
+        "asyncrl.sandbox",
+        "serve",
+        "--port",
+        "0",
+        "--level",
+        "landlock",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as server:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as server:
         try:
             line = server.stdout.readline()
             if probe().best is None:

@@ -6,9 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.sandbox.syscalls import ALLOWED, ATTRIBUTES, CHECKED, MACHINES, MODES, TIMES, UnknownMachine, numbers, seccomp_filter
+from asyncrl.sandbox.syscalls import (
+    ALLOWED,
+    ATTRIBUTES,
+    CHECKED,
+    MACHINES,
+    MODES,
+    TIMES,
+    UnknownMachine,
+    numbers,
+    seccomp_filter,
+)
 
-ALLOW, KILL, EPERM, ENOTTY, ENOSYS, EOPNOTSUPP = 0x7FFF0000, 0x80000000, 0x50001, 0x50019, 0x50026, 0x5005F
+ALLOW, KILL, EPERM, ENOTTY, ENOSYS, EOPNOTSUPP = (
+    0x7FFF0000,
+    0x80000000,
+    0x50001,
+    0x50019,
+    0x50026,
+    0x5005F,
+)
 HEADERS = {
     "x86_64": (Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), r"#define __NR_(\w+) (\d+)"),
     "aarch64": (Path("/usr/include/asm-generic/unistd.h"), r"#define __NR(?:3264)?_(\w+) (\d+)"),
@@ -59,7 +76,11 @@ def judge(program, machine, number, arguments=(), arch=None):
         elif code == 0x06:
             return value
         else:
-            holds = {0x15: accumulator == value, 0x25: accumulator > value, 0x35: accumulator >= value}[code]
+            holds = {
+                0x15: accumulator == value,
+                0x25: accumulator > value,
+                0x35: accumulator >= value,
+            }[code]
             at += if_true if holds else if_false
 
 
@@ -67,16 +88,22 @@ def judge(program, machine, number, arguments=(), arch=None):
 @pytest.mark.parametrize(("modes", "times"), [(True, True), (True, False), (False, False)])
 def test_allows_its_table_and_nothing_else(machine, modes, times):
     program = seccomp_filter(modes, times, machine)
-    known = set(numbers(ALLOWED | (MODES if modes else {}) | (TIMES if times else {}), machine).values())
+    known = set(
+        numbers(ALLOWED | (MODES if modes else {}) | (TIMES if times else {}), machine).values()
+    )
     absent = set(numbers(ATTRIBUTES, machine).values())
     checked = set(numbers(CHECKED, machine).values())
     for number in set(range(600)) - checked:
-        denied = EOPNOTSUPP if number in absent else ENOSYS if number == 435 or number > 462 else EPERM
+        denied = (
+            EOPNOTSUPP if number in absent else ENOSYS if number == 435 or number > 462 else EPERM
+        )
         wanted = ALLOW if number in known else denied
         assert judge(program, machine, number) == wanted, number
     assert judge(program, machine, 1 << 30) == ENOSYS  # the x32 calls of x86-64
     column = list(MACHINES).index(machine)
-    assert {name for name, row in DENIED.items() if judge(program, machine, row[column]) != EPERM} == set()
+    assert {
+        name for name, row in DENIED.items() if judge(program, machine, row[column]) != EPERM
+    } == set()
     for number in (0, 1, 59, 221):
         assert judge(program, machine, number, arch=MACHINES[OTHER[machine]][1]) == KILL
         assert judge(program, machine, number, arch=0x40000003) == KILL  # 32-bit x86
@@ -116,10 +143,20 @@ def test_allows_its_table_and_nothing_else(machine, modes, times):
     ],
 )
 def test_looks_at_arguments(machine, name, arguments, wanted):
-    assert judge(seccomp_filter(False, False, machine), machine, numbers(CHECKED, machine)[name], arguments) == wanted
+    assert (
+        judge(
+            seccomp_filter(False, False, machine),
+            machine,
+            numbers(CHECKED, machine)[name],
+            arguments,
+        )
+        == wanted
+    )
 
 
-@pytest.mark.parametrize("machine", [machine for machine, (path, _) in HEADERS.items() if path.exists()])
+@pytest.mark.parametrize(
+    "machine", [machine for machine, (path, _) in HEADERS.items() if path.exists()]
+)
 def test_numbers_are_those_of_the_headers(machine):
     path, pattern = HEADERS[machine]
     header = {name: int(number) for name, number in re.findall(pattern, path.read_text())}
@@ -127,7 +164,11 @@ def test_numbers_are_those_of_the_headers(machine):
     ours = numbers(ALLOWED | ATTRIBUTES | CHECKED | MODES | TIMES, machine)
     assert len(ours) > 150
     new = {"fchmodat2"}  # younger than many headers
-    assert {name: number for name, number in ours.items() if name not in new and header.get(renamed.get(name, name)) != number} == {}
+    assert {
+        name: number
+        for name, number in ours.items()
+        if name not in new and header.get(renamed.get(name, name)) != number
+    } == {}
 
 
 def test_an_unknown_machine_is_refused():

@@ -44,10 +44,15 @@ def started(endless: Endless, n: int) -> Any:
 
 def test_siblings_have_seeds_of_their_own() -> None:
     assert [request.seed for request in siblings(ASKED, 3)] == [7, 8, 9]
-    assert [request.seed for request in siblings(GenerateRequest((5,), 1, 9, 1.0), 2)] == [None, None]
+    assert [request.seed for request in siblings(GenerateRequest((5,), 1, 9, 1.0), 2)] == [
+        None,
+        None,
+    ]
 
 
-@pytest.mark.parametrize(("tokens", "seconds"), [(16, 300.0), (1500, 300.0), (1501, 301.0), (16_384, 3277.0)])
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [(16, 300.0), (1500, 300.0), (1501, 301.0), (16_384, 3277.0)]
+)
 def test_long_answers_have_longer(tokens: int, seconds: float) -> None:
     """A full engine makes some five tokens a second of one completion."""
     assert Sampling(model="m").request([5], tokens).deadline_s == seconds
@@ -92,7 +97,9 @@ def test_a_slow_reader_holds_the_pieces_back() -> None:
         await anext(pieces)
         for _ in range(1000):
             await asyncio.sleep(0)
-        assert sum(endless.given.values()) <= 1 + 3 + 3, "one read, one waiting place and one at hand for each choice"
+        assert sum(endless.given.values()) <= 1 + 3 + 3, (
+            "one read, one waiting place and one at hand for each choice"
+        )
         await pieces.aclose()
 
     endless = Endless()

@@ -18,13 +18,42 @@ from asyncrl.serving.identity import ServedModel
 from asyncrl.testing import FakeServed
 
 MODEL = ServedModel("tiny", max_model_len=64, vocabulary=200, longest_token=4)
-LEAVES = st.none() | st.booleans() | st.integers(-3, 300) | st.floats(allow_nan=False) | st.text(max_size=5) | st.sampled_from(["user", "text", "tiny", 10**30])
-VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "x"]), inner, max_size=3)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.sampled_from(["user", "text", "tiny", 10**30])
 )
-MESSAGES = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": VALUES}), max_size=3)
-PROMPTS = VALUES | st.lists(st.integers(0, 199), max_size=5) | st.lists(st.text(max_size=5), max_size=3)
-NAMES = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *NEUTRAL, "max_completion_tokens", "user"} - {"model", "prompt", "messages"})
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "x"]), inner, max_size=3
+        )
+    ),
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": VALUES}
+    ),
+    max_size=3,
+)
+PROMPTS = (
+    VALUES | st.lists(st.integers(0, 199), max_size=5) | st.lists(st.text(max_size=5), max_size=3)
+)
+NAMES = sorted(
+    {
+        *ChatBody.model_fields,
+        *CompletionBody.model_fields,
+        *NEUTRAL,
+        "max_completion_tokens",
+        "user",
+    }
+    - {"model", "prompt", "messages"}
+)
 OTHERS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3)
 
 
@@ -40,12 +69,24 @@ async def answered(path: str, body: Any) -> tuple[int, str]:
         sent.append(message)
 
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": headers,
+        "query_string": b"",
+    }
     await asyncio.wait_for(routes(FakeServed(MODEL), None)(scope, receive, send), 30)
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]).decode()
 
 
-@pytest.mark.parametrize(("path", "field", "values"), [("/v1/chat/completions", "messages", MESSAGES | VALUES), ("/v1/completions", "prompt", PROMPTS)])
+@pytest.mark.parametrize(
+    ("path", "field", "values"),
+    [
+        ("/v1/chat/completions", "messages", MESSAGES | VALUES),
+        ("/v1/completions", "prompt", PROMPTS),
+    ],
+)
 def test_any_body_has_an_answer(path: str, field: str, values: st.SearchStrategy[Any]) -> None:
     @settings(deadline=None, max_examples=400)
     @given(values, OTHERS)
@@ -54,7 +95,11 @@ def test_any_body_has_an_answer(path: str, field: str, values: st.SearchStrategy
         assert status in (200, 400), text
         if status == 400:
             error = json.loads(text)["error"]
-            assert error["type"] == "invalid_request_error" and error["message"] and "\n" not in error["message"]
+            assert (
+                error["type"] == "invalid_request_error"
+                and error["message"]
+                and "\n" not in error["message"]
+            )
         elif text.startswith("data: "):
             assert text.endswith("data: [DONE]\n\n") and '"error"' not in text
         else:

@@ -34,33 +34,71 @@ WHO = {"role": "user", "content": "Say this is a test"}
 def endpoint() -> Iterator[SimpleNamespace]:
     """`replica` (a fake), `client`, `address`."""
     replica = FakeServed(MODEL)
-    with listening(routes(replica, KEY)) as address, OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
+    with (
+        listening(routes(replica, KEY)) as address,
+        OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client,
+    ):
         yield SimpleNamespace(replica=replica, client=client, address=address)
 
 
 def test_chat_as_the_readme_shows_it(endpoint: SimpleNamespace) -> None:
     endpoint.replica.held = Standing(WeightsId("abc", 1, 7), None)
-    messages: Any = [{"role": "developer", "content": "Talk like a pirate."}, {"role": "user", "content": "How do I check?"}]
-    completion = endpoint.client.chat.completions.create(model="tiny", messages=messages, n=2, seed=5, max_completion_tokens=20)
-    assert completion.object == "chat.completion" and completion.id.startswith("chatcmpl-") and completion.model == "tiny"
+    messages: Any = [
+        {"role": "developer", "content": "Talk like a pirate."},
+        {"role": "user", "content": "How do I check?"},
+    ]
+    completion = endpoint.client.chat.completions.create(
+        model="tiny", messages=messages, n=2, seed=5, max_completion_tokens=20
+    )
+    assert (
+        completion.object == "chat.completion"
+        and completion.id.startswith("chatcmpl-")
+        and completion.model == "tiny"
+    )
     assert [choice.index for choice in completion.choices] == [0, 1]
     prompt = "s:Talk like a pirate.;u:How do I check?;a:"
     for choice, request in zip(completion.choices, endpoint.replica.requests, strict=True):
-        assert choice.message.role == "assistant" and choice.logprobs is None and choice.finish_reason in ("stop", "length")
-        assert choice.message.content == "".join(map(chr, choice.token_ids)) and choice.versions[0]["end"] == len(choice.token_ids)
-        assert request.prompt_ids == tuple(map(ord, prompt)) == tuple(completion.prompt_token_ids) and request.max_tokens == 20
+        assert (
+            choice.message.role == "assistant"
+            and choice.logprobs is None
+            and choice.finish_reason in ("stop", "length")
+        )
+        assert choice.message.content == "".join(map(chr, choice.token_ids)) and choice.versions[0][
+            "end"
+        ] == len(choice.token_ids)
+        assert (
+            request.prompt_ids == tuple(map(ord, prompt)) == tuple(completion.prompt_token_ids)
+            and request.max_tokens == 20
+        )
     assert [request.seed for request in endpoint.replica.requests] == [5, 6]
     assert completion.usage.prompt_tokens == len(prompt)
-    assert completion.usage.completion_tokens == sum(len(choice.token_ids) for choice in completion.choices)
-    assert completion.serving == "serving version 7 of run abc, attempt 1, the last of an ended lease"
+    assert completion.usage.completion_tokens == sum(
+        len(choice.token_ids) for choice in completion.choices
+    )
+    assert (
+        completion.serving == "serving version 7 of run abc, attempt 1, the last of an ended lease"
+    )
 
 
 def test_an_answer_can_be_sent_back_as_a_message(endpoint: SimpleNamespace) -> None:
     """As multi-turn examples do: the client's own message object, with the fields that are null in it."""
     create = endpoint.client.chat.completions.create
     answer = create(model="tiny", messages=[WHO], max_tokens=4, seed=1).choices[0].message
-    create(model="tiny", messages=[WHO, answer, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], max_tokens=4)
-    assert endpoint.replica.requests[1].prompt_ids == tuple(map(ord, f"u:Say this is a test;a:{answer.content};u:a\nb;a:"))
+    create(
+        model="tiny",
+        messages=[
+            WHO,
+            answer,
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+        ],
+        max_tokens=4,
+    )
+    assert endpoint.replica.requests[1].prompt_ids == tuple(
+        map(ord, f"u:Say this is a test;a:{answer.content};u:a\nb;a:")
+    )
 
 
 def test_a_chat_without_a_limit_may_fill_the_context(endpoint: SimpleNamespace) -> None:
@@ -70,11 +108,29 @@ def test_a_chat_without_a_limit_may_fill_the_context(endpoint: SimpleNamespace) 
 
 
 def test_a_streamed_chat_is_the_same_answer(endpoint: SimpleNamespace) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "messages": [WHO], "n": 3, "seed": 9, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [WHO],
+        "n": 3,
+        "seed": 9,
+        "max_tokens": 12,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
     whole = endpoint.client.chat.completions.create(**asked)
-    chunks = list(endpoint.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert all(chunk.object == "chat.completion.chunk" and chunk.id == chunks[0].id for chunk in chunks)
-    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage and all(chunk.usage is None for chunk in chunks[:-1])
+    chunks = list(
+        endpoint.client.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert all(
+        chunk.object == "chat.completion.chunk" and chunk.id == chunks[0].id for chunk in chunks
+    )
+    assert (
+        chunks[-1].choices == []
+        and chunks[-1].usage == whole.usage
+        and all(chunk.usage is None for chunk in chunks[:-1])
+    )
     assert chunks[0].prompt_token_ids == whole.prompt_token_ids
     for choice in whole.choices:
         own = [chunk for chunk in chunks[:-1] if chunk.choices[0].index == choice.index]
@@ -82,31 +138,54 @@ def test_a_streamed_chat_is_the_same_answer(endpoint: SimpleNamespace) -> None:
         assert [part.delta.role for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
         assert "".join(part.delta.content for part in parts) == choice.message.content
         assert [token for part in parts for token in part.token_ids] == choice.token_ids
-        assert [token for part in parts for token in part.logprobs.content] == choice.logprobs.content
-        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
+        assert [
+            token for part in parts for token in part.logprobs.content
+        ] == choice.logprobs.content
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [
+            choice.finish_reason
+        ]
         assert parts[-1].versions == choice.versions and own[-1].serving == whole.serving
     assert len(chunks) > 4, "nothing came in pieces"
 
 
 def test_logprobs_in_the_form_of_chats(endpoint: SimpleNamespace) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": [WHO], "seed": 2, "max_tokens": 6}
-    choice = endpoint.client.chat.completions.create(**asked, logprobs=True, top_logprobs=2).choices[0]
+    choice = endpoint.client.chat.completions.create(
+        **asked, logprobs=True, top_logprobs=2
+    ).choices[0]
     for token, written in zip(choice.token_ids, choice.logprobs.content, strict=True):
-        assert (written.token, written.bytes, written.logprob) == (chr(token), list(chr(token).encode()), -token / 100)
-        assert [(top.token, top.logprob) for top in written.top_logprobs] == [("\x03", -0.03), ("\x04", -0.04)]
+        assert (written.token, written.bytes, written.logprob) == (
+            chr(token),
+            list(chr(token).encode()),
+            -token / 100,
+        )
+        assert [(top.token, top.logprob) for top in written.top_logprobs] == [
+            ("\x03", -0.03),
+            ("\x04", -0.04),
+        ]
     alone = endpoint.client.chat.completions.create(**asked, logprobs=True).choices[0]
     assert [token.top_logprobs for token in alone.logprobs.content] == [[]] * len(alone.token_ids)
 
 
 def test_completions_as_the_documentation_shows_them(endpoint: SimpleNamespace) -> None:
-    completion = endpoint.client.completions.create(model="tiny", prompt="Say this is a test", max_tokens=7, temperature=0)
-    assert completion.object == "text_completion" and completion.choices[0].text == "".join(map(chr, completion.choices[0].token_ids))
-    assert completion.choices[0].logprobs.token_logprobs == [-token / 100 for token in completion.choices[0].token_ids]
+    completion = endpoint.client.completions.create(
+        model="tiny", prompt="Say this is a test", max_tokens=7, temperature=0
+    )
+    assert completion.object == "text_completion" and completion.choices[0].text == "".join(
+        map(chr, completion.choices[0].token_ids)
+    )
+    assert completion.choices[0].logprobs.token_logprobs == [
+        -token / 100 for token in completion.choices[0].token_ids
+    ]
 
 
-@pytest.mark.parametrize("prompts", [["ab", "cde"], [[97, 98], [99, 100, 101]]], ids=["texts", "tokens"])
+@pytest.mark.parametrize(
+    "prompts", [["ab", "cde"], [[97, 98], [99, 100, 101]]], ids=["texts", "tokens"]
+)
 def test_a_list_of_prompts(endpoint: SimpleNamespace, prompts: Any) -> None:
-    completion = endpoint.client.completions.create(model="tiny", prompt=prompts, n=2, seed=3, max_tokens=5)
+    completion = endpoint.client.completions.create(
+        model="tiny", prompt=prompts, n=2, seed=3, max_tokens=5
+    )
     assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
     asked = [(request.prompt_ids, request.seed) for request in endpoint.replica.requests]
     assert asked == [((97, 98), 3), ((97, 98), 4), ((99, 100, 101), 3), ((99, 100, 101), 4)]
@@ -117,40 +196,72 @@ def test_a_list_of_prompts(endpoint: SimpleNamespace, prompts: Any) -> None:
 
 def test_echo_and_logprobs(endpoint: SimpleNamespace) -> None:
     """As evaluation harnesses score a text: the prompt's own tokens, and those of the completion."""
-    choice = endpoint.client.completions.create(model="tiny", prompt=[[97, 98]], max_tokens=2, echo=True, logprobs=1, temperature=0, seed=1).choices[0]
+    choice = endpoint.client.completions.create(
+        model="tiny", prompt=[[97, 98]], max_tokens=2, echo=True, logprobs=1, temperature=0, seed=1
+    ).choices[0]
     tokens = [97, 98, *choice.token_ids]
-    assert choice.text == "".join(map(chr, tokens)) and choice.logprobs.tokens == [chr(token) for token in tokens]
+    assert choice.text == "".join(map(chr, tokens)) and choice.logprobs.tokens == [
+        chr(token) for token in tokens
+    ]
     assert choice.logprobs.token_logprobs == [None, *(-token / 100 for token in tokens[1:])]
     assert choice.logprobs.text_offset == list(range(len(tokens)))
-    assert choice.logprobs.top_logprobs == [None, *({"\x03": -0.03, chr(token): -token / 100} for token in tokens[1:])]
-    alone = endpoint.client.completions.create(model="tiny", prompt="ab", max_tokens=0, echo=True, logprobs=0).choices[0]
-    assert (alone.text, alone.logprobs.token_logprobs, alone.logprobs.top_logprobs) == ("ab", [None, -0.98], None)
-    plain = endpoint.client.completions.create(model="tiny", prompt=[97], max_tokens=2, echo=True, n=2, seed=1)
+    assert choice.logprobs.top_logprobs == [
+        None,
+        *({"\x03": -0.03, chr(token): -token / 100} for token in tokens[1:]),
+    ]
+    alone = endpoint.client.completions.create(
+        model="tiny", prompt="ab", max_tokens=0, echo=True, logprobs=0
+    ).choices[0]
+    assert (alone.text, alone.logprobs.token_logprobs, alone.logprobs.top_logprobs) == (
+        "ab",
+        [None, -0.98],
+        None,
+    )
+    plain = endpoint.client.completions.create(
+        model="tiny", prompt=[97], max_tokens=2, echo=True, n=2, seed=1
+    )
     assert [one.text[0] for one in plain.choices] == ["a", "a"]
 
 
 def test_streamed_completions_are_the_same_answer(endpoint: SimpleNamespace) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "prompt": ["ab", "cd"], "n": 2, "seed": 4, "max_tokens": 9, "echo": True, "logprobs": 2}
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": ["ab", "cd"],
+        "n": 2,
+        "seed": 4,
+        "max_tokens": 9,
+        "echo": True,
+        "logprobs": 2,
+    }
     whole = endpoint.client.completions.create(**asked)
     chunks = list(endpoint.client.completions.create(**asked, stream=True))
     for choice in whole.choices:
         parts = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
         assert "".join(part.text for part in parts) == choice.text
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            assert [one for part in parts for one in getattr(part.logprobs, name)] == getattr(choice.logprobs, name), name
-        assert parts[-1].finish_reason == choice.finish_reason and parts[-1].versions == choice.versions
+            assert [one for part in parts for one in getattr(part.logprobs, name)] == getattr(
+                choice.logprobs, name
+            ), name
+        assert (
+            parts[-1].finish_reason == choice.finish_reason
+            and parts[-1].versions == choice.versions
+        )
 
 
 def test_the_async_client_and_its_stream_helper(endpoint: SimpleNamespace) -> None:
     async def scenario() -> str:
         async with AsyncOpenAI(base_url=f"{endpoint.address}/v1", api_key=KEY) as client:
-            async with client.chat.completions.stream(model="tiny", messages=[WHO], max_tokens=6, seed=1) as stream:  # type: ignore[list-item]
+            async with client.chat.completions.stream(
+                model="tiny", messages=[WHO], max_tokens=6, seed=1
+            ) as stream:  # type: ignore[list-item]
                 deltas = [event.delta async for event in stream if event.type == "content.delta"]
             final = (await stream.get_final_completion()).choices[0].message.content
             assert "".join(deltas) == final
             return str(final)
 
-    whole = endpoint.client.chat.completions.create(model="tiny", messages=[WHO], max_tokens=6, seed=1)
+    whole = endpoint.client.chat.completions.create(
+        model="tiny", messages=[WHO], max_tokens=6, seed=1
+    )
     assert asyncio.run(scenario()) == whole.choices[0].message.content
 
 
@@ -159,40 +270,129 @@ def test_the_async_client_and_its_stream_helper(endpoint: SimpleNamespace) -> No
     [
         ({"model": "other"}, openai.NotFoundError, "use 'tiny'"),
         ({"messages": []}, openai.BadRequestError, "messages: "),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, openai.BadRequestError, "messages: send a list of messages with a role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, openai.BadRequestError, "parts of type text"),
-        ({"messages": [{**WHO, "cache_control": {}}]}, openai.BadRequestError, "messages.0.cache_control is unknown; leave it out"),
+        (
+            {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+            openai.BadRequestError,
+            "messages: send a list of messages with a role",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
+            openai.BadRequestError,
+            "parts of type text",
+        ),
+        (
+            {"messages": [{**WHO, "cache_control": {}}]},
+            openai.BadRequestError,
+            "messages.0.cache_control is unknown; leave it out",
+        ),
         ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages: send a list"),
-        ({"messages": [WHO, WHO]}, openai.BadRequestError, "the chat template of 'tiny' refuses the messages (roles must alternate)"),
-        ({"messages": [{"role": "user", "content": "x" * 1025}]}, openai.BadRequestError, "messages has 1,025 characters, above the 1,024"),
-        ({"messages": [WHO] * 257}, openai.BadRequestError, "messages has 257 messages, above the 256 tokens"),
-        ({"messages": [{"role": "user", "content": "x" * 300}]}, openai.BadRequestError, "messages of 305 tokens leaves no room in the 256"),
+        (
+            {"messages": [WHO, WHO]},
+            openai.BadRequestError,
+            "the chat template of 'tiny' refuses the messages (roles must alternate)",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x" * 1025}]},
+            openai.BadRequestError,
+            "messages has 1,025 characters, above the 1,024",
+        ),
+        (
+            {"messages": [WHO] * 257},
+            openai.BadRequestError,
+            "messages has 257 messages, above the 256 tokens",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x" * 300}]},
+            openai.BadRequestError,
+            "messages of 305 tokens leaves no room in the 256",
+        ),
         ({"max_tokens": 250}, openai.BadRequestError, "shorten one"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tool calls are not implemented"),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "only text is written"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            openai.BadRequestError,
+            "tool calls are not implemented",
+        ),
+        (
+            {"response_format": {"type": "json_object"}},
+            openai.BadRequestError,
+            "only text is written",
+        ),
         ({"top_logprobs": 3}, openai.BadRequestError, "it acts only with logprobs: true"),
-        ({"logprobs": True, "top_logprobs": 21}, openai.BadRequestError, "less than or equal to 20"),
+        (
+            {"logprobs": True, "top_logprobs": 21},
+            openai.BadRequestError,
+            "less than or equal to 20",
+        ),
         ({"logprobs": 3}, openai.BadRequestError, "logprobs: input should be a valid boolean"),
         ({"top_p": 0.5}, openai.BadRequestError, "use temperature"),
-        ({"extra_body": {"chat_template": "{{ 1 }}"}}, openai.BadRequestError, "chat_template is unknown"),
-        ({"extra_body": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}}, openai.BadRequestError, "chat_template is not a variable"),
-        ({"extra_body": {"chat_template_kwargs": {"a": ["x"]}}}, openai.BadRequestError, "chat_template_kwargs: "),
+        (
+            {"extra_body": {"chat_template": "{{ 1 }}"}},
+            openai.BadRequestError,
+            "chat_template is unknown",
+        ),
+        (
+            {"extra_body": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}},
+            openai.BadRequestError,
+            "chat_template is not a variable",
+        ),
+        (
+            {"extra_body": {"chat_template_kwargs": {"a": ["x"]}}},
+            openai.BadRequestError,
+            "chat_template_kwargs: ",
+        ),
         ({"extra_body": {"prompt": "a"}}, openai.BadRequestError, "prompt is unknown"),
     ],
     ids=lambda value: "",
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_chat_may_not_ask(endpoint: SimpleNamespace, change: dict[str, Any], kind: type[Exception], words: str, stream: bool) -> None:
+def test_what_a_chat_may_not_ask(
+    endpoint: SimpleNamespace,
+    change: dict[str, Any],
+    kind: type[Exception],
+    words: str,
+    stream: bool,
+) -> None:
     with pytest.raises(kind) as refused:
-        endpoint.client.chat.completions.create(**{"model": "tiny", "messages": [WHO], "max_tokens": 4, "stream": stream, **change})
+        endpoint.client.chat.completions.create(
+            **{"model": "tiny", "messages": [WHO], "max_tokens": 4, "stream": stream, **change}
+        )
     assert words in str(refused.value) and endpoint.replica.requests == []
 
 
 def test_fields_that_change_nothing_are_taken_by_chats(endpoint: SimpleNamespace) -> None:
-    neutral: dict[str, Any] = {"frequency_penalty": 0, "logit_bias": None, "logprobs": None, "metadata": {}, "parallel_tool_calls": True, "presence_penalty": 0}
-    neutral |= {"response_format": {"type": "text"}, "service_tier": "auto", "store": False, "stop": None, "tool_choice": "none", "tools": None, "top_p": 1}
-    neutral |= {"user": "me", "safety_identifier": "me", "modalities": ["text"], "stream": None, "seed": None, "stream_options": None, "max_tokens": None}
-    endpoint.client.chat.completions.create(model="tiny", messages=[WHO], max_completion_tokens=4, **neutral)
+    neutral: dict[str, Any] = {
+        "frequency_penalty": 0,
+        "logit_bias": None,
+        "logprobs": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "presence_penalty": 0,
+    }
+    neutral |= {
+        "response_format": {"type": "text"},
+        "service_tier": "auto",
+        "store": False,
+        "stop": None,
+        "tool_choice": "none",
+        "tools": None,
+        "top_p": 1,
+    }
+    neutral |= {
+        "user": "me",
+        "safety_identifier": "me",
+        "modalities": ["text"],
+        "stream": None,
+        "seed": None,
+        "stream_options": None,
+        "max_tokens": None,
+    }
+    endpoint.client.chat.completions.create(
+        model="tiny", messages=[WHO], max_completion_tokens=4, **neutral
+    )
     endpoint.client.chat.completions.create(model="tiny", messages=[WHO], max_tokens=4)
     assert endpoint.replica.requests[0] == endpoint.replica.requests[1]
 
@@ -206,38 +406,68 @@ def test_a_failure_before_the_first_piece_has_a_status(endpoint: SimpleNamespace
 
 
 @pytest.mark.parametrize("failure", [StaleReplica("at 3"), ValueError("secret inside")], ids=str)
-def test_a_failure_in_a_stream_is_its_last_event(endpoint: SimpleNamespace, failure: Exception) -> None:
+def test_a_failure_in_a_stream_is_its_last_event(
+    endpoint: SimpleNamespace, failure: Exception
+) -> None:
     endpoint.replica.failure, endpoint.replica.fails_after = failure, 2
     for create in (
-        lambda: endpoint.client.chat.completions.create(model="tiny", messages=[WHO], seed=1, stream=True),
-        lambda: endpoint.client.completions.create(model="tiny", prompt="a", max_tokens=90, seed=1, stream=True),
+        lambda: endpoint.client.chat.completions.create(
+            model="tiny", messages=[WHO], seed=1, stream=True
+        ),
+        lambda: endpoint.client.completions.create(
+            model="tiny", prompt="a", max_tokens=90, seed=1, stream=True
+        ),
     ):
         pieces = []
         with pytest.raises(openai.APIError) as failed:
             pieces.extend(create())
         said = json.dumps(failed.value.body)
-        assert ("no replica" if isinstance(failure, StaleReplica) else "the generator failed") in said and "secret" not in said
-    sent = raw(endpoint, {"model": "tiny", "prompt": "a", "max_tokens": 90, "seed": 1, "stream": True})
-    assert sent.count("data: ") == 3 and sent.rstrip().rpartition("data: ")[2].startswith('{"error"') and "[DONE]" not in sent
+        assert (
+            "no replica" if isinstance(failure, StaleReplica) else "the generator failed"
+        ) in said and "secret" not in said
+    sent = raw(
+        endpoint, {"model": "tiny", "prompt": "a", "max_tokens": 90, "seed": 1, "stream": True}
+    )
+    assert (
+        sent.count("data: ") == 3
+        and sent.rstrip().rpartition("data: ")[2].startswith('{"error"')
+        and "[DONE]" not in sent
+    )
 
 
 def raw(endpoint: SimpleNamespace, body: dict[str, Any]) -> str:
     """The bytes of a stream, as text."""
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{endpoint.address}/v1/completions", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(
+        f"{endpoint.address}/v1/completions", json.dumps(body).encode(), headers
+    )
     with urllib.request.urlopen(request, timeout=30) as answer:
-        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8" and answer.headers["content-length"] is None
+        assert (
+            answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+            and answer.headers["content-length"] is None
+        )
         return str(answer.read().decode())
 
 
 def test_model_text_cannot_forge_an_event(endpoint: SimpleNamespace) -> None:
     """Line ends in a text stay inside the JSON of their event."""
-    sent = raw(endpoint, {"model": "tiny", "prompt": "data: x\n\ndata: [DONE]\n\n\r\u2028", "max_tokens": 1, "echo": True, "stream": True})
+    sent = raw(
+        endpoint,
+        {
+            "model": "tiny",
+            "prompt": "data: x\n\ndata: [DONE]\n\n\r\u2028",
+            "max_tokens": 1,
+            "echo": True,
+            "stream": True,
+        },
+    )
     assert [line[:7] for line in sent.split("\n\n")] == ["data: {", "data: [", ""]
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completions"])
-def test_a_client_that_leaves_a_stream_ends_all_its_generations(endpoint: SimpleNamespace, chat: bool) -> None:
+def test_a_client_that_leaves_a_stream_ends_all_its_generations(
+    endpoint: SimpleNamespace, chat: bool
+) -> None:
     ended, running = threading.Semaphore(0), endpoint.replica.stream
 
     async def endless(request: GenerateRequest, details: Details) -> Any:
@@ -266,22 +496,59 @@ def test_metrics_are_prometheus_own_form(endpoint: SimpleNamespace) -> None:
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(f"{endpoint.address}/metrics", timeout=30)
     endpoint.replica.held = Standing(WeightsId("abc", 1, 7), None)
-    request = urllib.request.Request(f"{endpoint.address}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    request = urllib.request.Request(
+        f"{endpoint.address}/metrics", headers={"Authorization": f"Bearer {KEY}"}
+    )
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert answer.headers["content-type"].startswith("text/plain; version=")
         text = answer.read().decode()
     names = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP")}
-    assert names == set(re.findall(r"`(asyncrl_generator_\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
-    samples = {(one.name, *sorted(one.labels.items())): one.value for family in text_string_to_metric_families(text) for one in family.samples}
+    assert names == set(
+        re.findall(r"`(asyncrl_generator_\w+)`", (ROOT / "docs" / "metrics.md").read_text())
+    )
+    samples = {
+        (one.name, *sorted(one.labels.items())): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+    }
     replica = ("replica", "fake")
-    assert samples["asyncrl_generator_tokens_generated_total", replica] == 12 and samples["asyncrl_generator_kv_use", replica] == 0.5
-    assert samples["asyncrl_generator_weights_version", replica] == 7 and samples["asyncrl_generator_update_pause_seconds", replica] == 0.04
-    info = ("asyncrl_generator_weights_info", ("attempt", "1"), ("model", "tiny"), replica, ("run_id", "abc"))
+    assert (
+        samples["asyncrl_generator_tokens_generated_total", replica] == 12
+        and samples["asyncrl_generator_kv_use", replica] == 0.5
+    )
+    assert (
+        samples["asyncrl_generator_weights_version", replica] == 7
+        and samples["asyncrl_generator_update_pause_seconds", replica] == 0.04
+    )
+    info = (
+        "asyncrl_generator_weights_info",
+        ("attempt", "1"),
+        ("model", "tiny"),
+        replica,
+        ("run_id", "abc"),
+    )
     assert samples[info] == 1
-    asked = {key[1:]: value for key, value in samples.items() if key[0] == "asyncrl_generator_http_requests_total"}
-    expected = {("/v1/completions", 200): 1, ("/v1/completions", 404): 1, ("/v1/models", 401): 1, ("/metrics", 401): 1}
-    assert asked == {(("path", path), replica, ("status", str(status))): times for (path, status), times in expected.items()}
-    assert samples["asyncrl_generator_http_request_seconds_count", ("path", "/v1/completions"), replica] == 2
+    asked = {
+        key[1:]: value
+        for key, value in samples.items()
+        if key[0] == "asyncrl_generator_http_requests_total"
+    }
+    expected = {
+        ("/v1/completions", 200): 1,
+        ("/v1/completions", 404): 1,
+        ("/v1/models", 401): 1,
+        ("/metrics", 401): 1,
+    }
+    assert asked == {
+        (("path", path), replica, ("status", str(status))): times
+        for (path, status), times in expected.items()
+    }
+    assert (
+        samples[
+            "asyncrl_generator_http_request_seconds_count", ("path", "/v1/completions"), replica
+        ]
+        == 2
+    )
 
 
 def test_paths_are_counted_below_the_application_and_made_up_ones_together() -> None:

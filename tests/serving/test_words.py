@@ -31,21 +31,36 @@ def test_a_chat_has_the_tokens_that_a_run_gives_it(llama_model: Path) -> None:
     chat = Chat({"model": "llama", "messages": MESSAGES}, served_model(llama_model))
     (request,) = asyncio.run(chat.requests(ModelWords(str(llama_model)), served_model(llama_model)))
     (expected,) = Template(str(llama_model)).render([MESSAGES]).ids
-    assert request.prompt_ids == tuple(expected) and request.prompt_ids.count(load_tokenizer(str(llama_model)).bos_token_id) <= 1
+    assert (
+        request.prompt_ids == tuple(expected)
+        and request.prompt_ids.count(load_tokenizer(str(llama_model)).bos_token_id) <= 1
+    )
 
 
 def test_a_plain_prompt_has_the_tokens_that_a_run_gives_it(llama_model: Path) -> None:
-    completions = Completions({"model": "llama", "prompt": ["What is 2", "and 3"]}, served_model(llama_model))
-    requests = asyncio.run(completions.requests(ModelWords(str(llama_model)), served_model(llama_model)))
-    assert [list(request.prompt_ids) for request in requests] == Template(str(llama_model)).render(["What is 2", "and 3"]).ids
+    completions = Completions(
+        {"model": "llama", "prompt": ["What is 2", "and 3"]}, served_model(llama_model)
+    )
+    requests = asyncio.run(
+        completions.requests(ModelWords(str(llama_model)), served_model(llama_model))
+    )
+    assert [list(request.prompt_ids) for request in requests] == Template(str(llama_model)).render(
+        ["What is 2", "and 3"]
+    ).ids
 
 
 def test_every_token_has_a_text(llama_model: Path) -> None:
     words, tokenizer = ModelWords(str(llama_model)), load_tokenizer(str(llama_model))
     ids = [*tokenizer.encode("What is 2 plus 日?"), tokenizer.eos_token_id]
     texts = asyncio.run(words.spell(ids))
-    assert texts[ids[0]] == tokenizer.bos_token and texts[tokenizer.eos_token_id] == tokenizer.eos_token
-    assert "".join(texts[token] for token in ids[1:-1] if "\ufffd" not in texts[token]) == "What is 2 plus ?"
+    assert (
+        texts[ids[0]] == tokenizer.bos_token
+        and texts[tokenizer.eos_token_id] == tokenizer.eos_token
+    )
+    assert (
+        "".join(texts[token] for token in ids[1:-1] if "\ufffd" not in texts[token])
+        == "What is 2 plus ?"
+    )
     assert sum("\ufffd" in texts[token] for token in ids) == 3, "the bytes of one character"
 
 
@@ -61,7 +76,9 @@ def test_parts_of_characters_have_numbers_and_no_bytes(llama_model: Path) -> Non
 
         async def stream(self, request: GenerateRequest, details: Details) -> Any:
             best = tuple((one, -1.0) for one in parts)
-            yield Piece(Tokens(tuple(parts), (-1.0, float("-inf"), -2.0), (best,) * 3), "日", "stop")
+            yield Piece(
+                Tokens(tuple(parts), (-1.0, float("-inf"), -2.0), (best,) * 3), "日", "stop"
+            )
 
     async def told(dialect: Any) -> Any:
         requests = await dialect.requests(Parts.words, model)
@@ -81,7 +98,10 @@ def test_a_model_without_a_template_says_so(llama_model: Path, tmp_path: Path) -
     plain = shutil.copytree(llama_model, tmp_path / "plain")
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         (plain / name).unlink(missing_ok=True)
-    with pytest.raises(ApiError, match=r"the chat template of 'llama' refuses the messages \(there is no chat template\); .* or use /v1/completions"):
+    with pytest.raises(
+        ApiError,
+        match=r"the chat template of 'llama' refuses the messages \(there is no chat template\); .* or use /v1/completions",
+    ):
         chat = Chat({"model": "llama", "messages": MESSAGES}, served_model(llama_model))
         asyncio.run(chat.requests(ModelWords(str(plain)), served_model(llama_model)))
 

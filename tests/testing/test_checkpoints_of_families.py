@@ -23,7 +23,9 @@ def test_a_checkpoint_loads_as_it_was_saved(name: str, tmp_path: Path) -> None:
     state = torch.random.get_rng_state()
     path = family(name).save(tmp_path, seed=3)
     assert torch.equal(state, torch.random.get_rng_state())
-    model, loading = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(loading.values()), loading
     found = logits(model.eval())
     assert torch.equal(found, logits(family(name).build(seed=3)))
@@ -36,7 +38,9 @@ def test_the_families_are_many_and_tiny() -> None:
     assert len(FAMILIES) >= 35
     assert all(name == made.name for name, made in FAMILIES.items())
     assert len({made.title for made in FAMILIES.values()}) == len(FAMILIES)
-    assert all(sum(p.numel() for p in made.build().parameters()) < 300_000 for made in FAMILIES.values())
+    assert all(
+        sum(p.numel() for p in made.build().parameters()) < 300_000 for made in FAMILIES.values()
+    )
 
 
 def test_a_setting_that_the_family_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -36,7 +36,9 @@ def test_a_stop_string_may_be_any_number_of_tokens(tokenizer: AutoTokenizer) -> 
 
 def test_spaces_at_the_edges_of_a_stop_string_are_kept(llama_model: Path) -> None:
     """A tokenizer may drop the space before a text's first word, and not within a text."""
-    assert make_stops(AutoTokenizer.from_pretrained(llama_model), [], [" plus", ".\n\n", "日本"]).strings == (" plus", ".\n\n", "日本")
+    assert make_stops(
+        AutoTokenizer.from_pretrained(llama_model), [], [" plus", ".\n\n", "日本"]
+    ).strings == (" plus", ".\n\n", "日本")
 
 
 def test_chat_end_token(tokenizer: AutoTokenizer) -> None:
@@ -55,27 +57,44 @@ def test_chat_end_token(tokenizer: AutoTokenizer) -> None:
     ],
     ids=["an x in the end token", "no end token", "a template that refuses"],
 )
-def test_the_end_of_an_assistants_turn_in_odd_templates(tokenizer: AutoTokenizer, template: str, end: str | None) -> None:
+def test_the_end_of_an_assistants_turn_in_odd_templates(
+    tokenizer: AutoTokenizer, template: str, end: str | None
+) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|context_end|>"]})
     tokenizer.chat_template = template
-    assert chat_end_token(tokenizer) == (None if end is None else tokenizer.convert_tokens_to_ids(end))
+    assert chat_end_token(tokenizer) == (
+        None if end is None else tokenizer.convert_tokens_to_ids(end)
+    )
 
 
 def test_special_tokens_that_only_tokenizer_json_names(llama_model: Path, tmp_path: Path) -> None:
     """As Phi-3's `<|end|>`: no text shows it, whatever the config lists."""
     model = shutil.copytree(llama_model, tmp_path / "unlisted")
     file = model / "tokenizer_config.json"
-    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "extra_special_tokens"}))
+    file.write_text(
+        json.dumps(
+            {
+                key: value
+                for key, value in json.loads(file.read_text()).items()
+                if key != "extra_special_tokens"
+            }
+        )
+    )
     unlisted = load_tokenizer(str(model))
     end = unlisted.convert_tokens_to_ids("<|end|>")
     assert end not in unlisted.all_special_ids and decode(unlisted, [end]) == ""
-    assert make_stops(unlisted, [], ["<|user|>"]) == Stops({2: ("tokenizer EOS",), 3: ("rollout_stop '<|user|>'",), end: ("chat end token",)})
+    assert make_stops(unlisted, [], ["<|user|>"]) == Stops(
+        {2: ("tokenizer EOS",), 3: ("rollout_stop '<|user|>'",), end: ("chat end token",)}
+    )
 
 
 def test_what_cannot_stop(tokenizer: AutoTokenizer) -> None:
     with pytest.raises(ValueError, match="'Ä' never shows in a text"):
         make_stops(tokenizer, [], ["Ä"])
-    with pytest.raises(ValueError, match=r"'<eos>\\n' never shows in a text of this tokenizer \(its tokens: \['<eos>', '\\n'\]\); name a special token alone"):
+    with pytest.raises(
+        ValueError,
+        match=r"'<eos>\\n' never shows in a text of this tokenizer \(its tokens: \['<eos>', '\\n'\]\); name a special token alone",
+    ):
         make_stops(tokenizer, [], ["<eos>\n"])
     with pytest.raises(ValueError, match="empty string, which would stop at once"):
         make_stops(tokenizer, [], [""])
@@ -88,8 +107,17 @@ def test_a_text_ends_before_the_first_stop_string() -> None:
     assert text_before("1+2=3", ["x"]) == text_before("1+2=3", []) == "1+2=3"
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON object"), ("[]", "is no JSON object"), ('{"eos_token_id": "2"}', "has eos_token_id = '2'")])
-def test_a_damaged_generation_config_is_named(tmp_path: Path, tokenizer: AutoTokenizer, text: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON object"),
+        ("[]", "is no JSON object"),
+        ('{"eos_token_id": "2"}', "has eos_token_id = '2'"),
+    ],
+)
+def test_a_damaged_generation_config_is_named(
+    tmp_path: Path, tokenizer: AutoTokenizer, text: str, message: str
+) -> None:
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=f"generation_config.json {message}"):
         load_stops(tmp_path, tokenizer)

@@ -21,8 +21,17 @@ FULL = (
     "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
 )
 NO_SYSTEM = "{{ bos_token }}{% for m in messages if m.role != 'system' %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}<|assistant|>"
-STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + NO_SYSTEM
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+STRICT = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    + NO_SYSTEM
+)
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+    },
+}
 CHAT = [{"role": "user", "content": "3+4="}]
 
 
@@ -31,7 +40,9 @@ def model(llama_model: Path, tmp_path: Path) -> Any:
     """`model(template)`: the checkpoint with this chat template; without one for None."""
 
     def make(template: str | None = FULL) -> str:
-        directory = shutil.copytree(llama_model, tmp_path / f"model_{len(list(tmp_path.iterdir()))}")
+        directory = shutil.copytree(
+            llama_model, tmp_path / f"model_{len(list(tmp_path.iterdir()))}"
+        )
         file = directory / "tokenizer_config.json"
         tree = json.loads(file.read_text())
         tree.pop("chat_template", None)
@@ -48,9 +59,19 @@ def test_settings_are_in_every_prompt_and_said(model: Any) -> None:
     template = Template(model(), True, {"enable_thinking": False}, "Be brief.", [ADD])
     rendered = template.render(["3+4=", CHAT])
     schema = json.dumps([ADD])
-    assert rendered.texts == [f"{BOS}<|user|>tools: {schema}{END}<|system|>Be brief.{END}<|user|>3+4={END}<|assistant|><think></think>"] * 2
+    assert (
+        rendered.texts
+        == [
+            f"{BOS}<|user|>tools: {schema}{END}<|system|>Be brief.{END}<|user|>3+4={END}<|assistant|><think></think>"
+        ]
+        * 2
+    )
     assert all(ids.count(1) == 1 for ids in rendered.ids)
-    assert template.check(["3+4="]) == ["system prompt of 9 characters", "1 tool", "enable_thinking = False"]
+    assert template.check(["3+4="]) == [
+        "system prompt of 9 characters",
+        "1 tool",
+        "enable_thinking = False",
+    ]
     assert Template(model(), True).check(["3+4="]) == []
 
 
@@ -61,27 +82,42 @@ def test_a_variable_may_have_the_value_that_the_template_takes_anyway(model: Any
 
 def test_a_template_that_writes_todays_date_is_said(model: Any) -> None:
     """As Llama 3.2's does: a run over midnight, or one that is resumed, would train on other prompts than were checked."""
-    dated = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}Today Date: {{ date_string }}" + FULL
+    dated = (
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}Today Date: {{ date_string }}"
+        + FULL
+    )
     path = model(dated)
     [note] = Template(path, True).check(["3+4="])
     assert note.startswith("the template writes today's date, so prompts change from day to day")
     fixed = Template(path, True, {"date_string": "26 Jul 2024"})
-    assert fixed.check(["3+4="]) == ["date_string = '26 Jul 2024'"] and fixed.render(["3+4="]).texts[0].startswith("Today Date: 26 Jul 2024")
+    assert fixed.check(["3+4="]) == ["date_string = '26 Jul 2024'"] and fixed.render(
+        ["3+4="]
+    ).texts[0].startswith("Today Date: 26 Jul 2024")
 
 
 def test_a_prompts_own_tools_stand_in_for_those_of_the_settings(model: Any) -> None:
     double = {"type": "function", "function": {"name": "double", "parameters": {"default": None}}}
     template = Template(model(), tools=[ADD])
-    own, text, none, empty = template.render([CHAT] * 4, [[double], json.dumps([double]), None, []]).texts
-    assert '"name": "double"' in own and '"default": null' in own, "a null that a schema has is one of its values"
+    own, text, none, empty = template.render(
+        [CHAT] * 4, [[double], json.dumps([double]), None, []]
+    ).texts
+    assert '"name": "double"' in own and '"default": null' in own, (
+        "a null that a schema has is one of its values"
+    )
     assert '"name": "double"' in text and '"name": "add"' not in own + text
     assert none == empty and '"name": "add"' in none
     without = Template(template.model)
-    assert without.check([CHAT, CHAT], [None, [double]]) == ["1 tool"] and without.render([CHAT], [None]).texts[0].startswith(f"{BOS}<|user|>3")
+    assert without.check([CHAT, CHAT], [None, [double]]) == ["1 tool"] and without.render(
+        [CHAT], [None]
+    ).texts[0].startswith(f"{BOS}<|user|>3")
 
 
 def test_a_chat_with_tool_calls_keeps_its_shape(model: Any) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 3}}}]}
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 3}}}],
+    }
     [text] = Template(model()).render([[*CHAT, call, {"role": "tool", "content": "7"}]]).texts
     assert text == f"{BOS}<|user|>3+4={END}<|assistant|>{END}call add<|tool|>7{END}<|assistant|>"
 
@@ -91,22 +127,46 @@ def test_strings_and_chats_are_told_apart_one_by_one(model: Any) -> None:
     template = Template(model())
     alone = [template.render([value]) for value in ("3+4=", CHAT, f"{BOS}3+4=")]
     together = template.render(["3+4=", CHAT, f"{BOS}3+4="])
-    assert together.texts == [one.texts[0] for one in alone] and together.ids == [one.ids[0] for one in alone]
+    assert together.texts == [one.texts[0] for one in alone] and together.ids == [
+        one.ids[0] for one in alone
+    ]
     assert together.own_bos == 1 and [ids.count(1) for ids in together.ids] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("jinja", "settings", "message"),
     [
-        (NO_SYSTEM, {"system_prompt": "Be brief."}, "data.system_prompt: the chat template of model.path = .* leaves system messages out"),
-        (STRICT, {"system_prompt": "Be brief."}, r"row 0: the chat template of .* refuses the chat \(System role not supported\)"),
-        (NO_SYSTEM, {"tools": [ADD]}, "data.tools or data.tools_column: the chat template of .* leaves tools out"),
-        (NO_SYSTEM, {"kwargs": {"enable_thinking": False}}, "data.chat_template_kwargs: the chat template of .* knows no enable_thinking"),
-        (FULL, {"kwargs": {"add_generation_prompt": False}}, "add_generation_prompt is not a variable of a template"),
+        (
+            NO_SYSTEM,
+            {"system_prompt": "Be brief."},
+            "data.system_prompt: the chat template of model.path = .* leaves system messages out",
+        ),
+        (
+            STRICT,
+            {"system_prompt": "Be brief."},
+            r"row 0: the chat template of .* refuses the chat \(System role not supported\)",
+        ),
+        (
+            NO_SYSTEM,
+            {"tools": [ADD]},
+            "data.tools or data.tools_column: the chat template of .* leaves tools out",
+        ),
+        (
+            NO_SYSTEM,
+            {"kwargs": {"enable_thinking": False}},
+            "data.chat_template_kwargs: the chat template of .* knows no enable_thinking",
+        ),
+        (
+            FULL,
+            {"kwargs": {"add_generation_prompt": False}},
+            "add_generation_prompt is not a variable of a template",
+        ),
         (FULL, {"kwargs": {"thinking": 1}}, "knows no thinking, so it would do nothing; remove it"),
     ],
 )
-def test_what_a_template_ignores_is_refused(model: Any, jinja: str, settings: dict[str, Any], message: str) -> None:
+def test_what_a_template_ignores_is_refused(
+    model: Any, jinja: str, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(TemplateError, match=message) as error:
         Template(model(jinja), True, **settings).check(["3+4="])
     assert "\n" not in str(error.value)
@@ -115,17 +175,35 @@ def test_what_a_template_ignores_is_refused(model: Any, jinja: str, settings: di
 @pytest.mark.parametrize(
     ("settings", "values", "message"),
     [
-        ({"system_prompt": "Be brief."}, ["3+4="], "data.system_prompt acts on chats, and these prompts are plain strings; set data.apply_chat_template: true"),
+        (
+            {"system_prompt": "Be brief."},
+            ["3+4="],
+            "data.system_prompt acts on chats, and these prompts are plain strings; set data.apply_chat_template: true",
+        ),
         ({"tools": [ADD]}, ["3+4=", CHAT], "data.tools acts on chats"),
-        ({"kwargs": {"enable_thinking": False}}, ["3+4="], "data.chat_template_kwargs acts on chats"),
-        ({"system_prompt": "Be brief."}, [CHAT, [{"role": "system", "content": "Be long."}, *CHAT]], "row 8 has a system message of its own"),
-        ({"apply": True}, ["3+4=", f"{BOS}<|user|>3+4={END}"], "row 8 begins with '<s>', as a rendered template does, and would be rendered twice"),
+        (
+            {"kwargs": {"enable_thinking": False}},
+            ["3+4="],
+            "data.chat_template_kwargs acts on chats",
+        ),
+        (
+            {"system_prompt": "Be brief."},
+            [CHAT, [{"role": "system", "content": "Be long."}, *CHAT]],
+            "row 8 has a system message of its own",
+        ),
+        (
+            {"apply": True},
+            ["3+4=", f"{BOS}<|user|>3+4={END}"],
+            "row 8 begins with '<s>', as a rendered template does, and would be rendered twice",
+        ),
         ({}, [CHAT, []], r"row 8 holds '\[\]': neither a string nor chat messages"),
         ({}, [CHAT, [{"role": "user"}]], "row 8 holds .*: neither a string nor chat messages"),
         ({}, [CHAT, None], "row 8 holds 'None': neither a string nor chat messages"),
     ],
 )
-def test_prompts_that_do_not_go_with_the_settings(model: Any, settings: dict[str, Any], values: list[Any], message: str) -> None:
+def test_prompts_that_do_not_go_with_the_settings(
+    model: Any, settings: dict[str, Any], values: list[Any], message: str
+) -> None:
     with pytest.raises(TemplateError, match=message):
         Template(model(), **settings).render(values, first_row=7)
 
@@ -140,13 +218,30 @@ def test_a_model_without_a_template(model: Any) -> None:
     bare = model(None)
     assert load_tokenizer(bare).chat_template is None
     assert Template(bare).render(["3+4="]).texts == ["3+4="]
-    with pytest.raises(TemplateError, match="its tokenizer has no chat template; use string prompts"):
+    with pytest.raises(
+        TemplateError, match="its tokenizer has no chat template; use string prompts"
+    ):
         Template(bare, system_prompt="Be brief.").render([CHAT])
 
 
-@pytest.mark.parametrize("expression", ["m.content.index('</think>')", "1 // (messages | length - 1)", "'%d' | format(m.content)", "range(10**9)"])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "m.content.index('</think>')",
+        "1 // (messages | length - 1)",
+        "'%d' | format(m.content)",
+        "range(10**9)",
+    ],
+)
 def test_a_template_may_raise_anything(model: Any, expression: str) -> None:
     path = model("{% for m in messages %}{{ " + expression + " }}{% endfor %}")
     with pytest.raises(TemplateError, match=r"row 0: the chat template of .* refuses the chat"):
         Template(path, True).render(["3+4="])
-    assert chat_end_token(load_tokenizer(model("{% for m in messages %}{{ m.content.index('</think>') }}{% endfor %}"))) is None
+    assert (
+        chat_end_token(
+            load_tokenizer(
+                model("{% for m in messages %}{{ m.content.index('</think>') }}{% endfor %}")
+            )
+        )
+        is None
+    )

@@ -24,11 +24,34 @@ def byte_level() -> Any:
 @cache
 def with_word_marks() -> Any:
     """As Llama 2's: a mark before each word, whose space a text loses at its beginning; other characters are bytes."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁cat", "cat", "s", "▁sat", ".", "a", "t"]
-    unigram = models.Unigram([(piece, -float(len(pieces) - len(piece))) for piece in pieces], unk_id=0, byte_fallback=True)
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁the",
+        "▁cat",
+        "cat",
+        "s",
+        "▁sat",
+        ".",
+        "a",
+        "t",
+    ]
+    unigram = models.Unigram(
+        [(piece, -float(len(pieces) - len(piece))) for piece in pieces],
+        unk_id=0,
+        byte_fallback=True,
+    )
     tokenizer = Tokenizer(unigram)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1, right=0)])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1, right=0),
+        ]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
@@ -44,18 +67,28 @@ SIZES = st.lists(st.integers(0, 4), max_size=60)
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.lists(st.integers(0, 349), max_size=60), SIZES, st.lists(st.text(st.characters(codec="ascii"), min_size=1, max_size=4), max_size=3))
+@given(
+    st.lists(st.integers(0, 349), max_size=60),
+    SIZES,
+    st.lists(st.text(st.characters(codec="ascii"), min_size=1, max_size=4), max_size=3),
+)
 def test_any_tokens_of_bytes(ids: list[int], sizes: list[int], stops: list[str]) -> None:
     whole = text_before(decode(byte_level(), ids), stops)
     assert "".join(parts_of(byte_level(), ids, sizes, stops)) == whole
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.text(st.sampled_from("the cats sat. äß日🙂\n"), max_size=40), SIZES, st.lists(st.sampled_from([".", " sat", "s s", "日🙂"]), max_size=2))
+@given(
+    st.text(st.sampled_from("the cats sat. äß日🙂\n"), max_size=40),
+    SIZES,
+    st.lists(st.sampled_from([".", " sat", "s s", "日🙂"]), max_size=2),
+)
 @example(" the cat", [1, 1, 1], [])
 def test_texts_of_marked_words(text: str, sizes: list[int], stops: list[str]) -> None:
     ids = with_word_marks().encode(text, add_special_tokens=False)
-    assert "".join(parts_of(with_word_marks(), ids, sizes, stops)) == text_before(decode(with_word_marks(), ids), stops)
+    assert "".join(parts_of(with_word_marks(), ids, sizes, stops)) == text_before(
+        decode(with_word_marks(), ids), stops
+    )
 
 
 def test_text_comes_as_soon_as_nothing_can_change_it() -> None:
@@ -63,5 +96,9 @@ def test_text_comes_as_soon_as_nothing_can_change_it() -> None:
     ids = tokenizer.encode("ab 日c", add_special_tokens=False)
     parts = parts_of(tokenizer, ids, [1] * len(ids), [])
     assert parts[:2] == ["a", "b"] and "" in parts and "日" in parts and parts[-1] == ""
-    stopped = parts_of(tokenizer, tokenizer.encode("a<b<e!x", add_special_tokens=False), [1] * 7, ["<e!"])
-    assert stopped == ["a", "", "<b", "", "", "", "", ""], "what may begin a stop string is kept back, and nothing comes after one"
+    stopped = parts_of(
+        tokenizer, tokenizer.encode("a<b<e!x", add_special_tokens=False), [1] * 7, ["<e!"]
+    )
+    assert stopped == ["a", "", "<b", "", "", "", "", ""], (
+        "what may begin a stop string is kept back, and nothing comes after one"
+    )

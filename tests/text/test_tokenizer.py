@@ -40,19 +40,28 @@ def changed(model: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
-def test_text_survives_both_ways_whatever_class_the_checkpoint_names(misnamed: Path, llama_model: Path) -> None:
+def test_text_survives_both_ways_whatever_class_the_checkpoint_names(
+    misnamed: Path, llama_model: Path
+) -> None:
     ours, theirs = load_tokenizer(str(misnamed)), AutoTokenizer.from_pretrained(misnamed)
     for text in ROUND_TRIP_TEXTS:
         assert decode(ours, ours.encode(text, add_special_tokens=False)) == text
-    assert theirs.decode(ours.encode("What is 2", add_special_tokens=False)) == "WhatĠisĠ2", "transformers' own class does what it did"
-    assert tokenizer_fingerprint(ours) == tokenizer_fingerprint(load_tokenizer(str(llama_model))) != tokenizer_fingerprint(theirs)
+    assert theirs.decode(ours.encode("What is 2", add_special_tokens=False)) == "WhatĠisĠ2", (
+        "transformers' own class does what it did"
+    )
+    assert (
+        tokenizer_fingerprint(ours)
+        == tokenizer_fingerprint(load_tokenizer(str(llama_model)))
+        != tokenizer_fingerprint(theirs)
+    )
 
 
 def test_two_sides_that_differ_are_refused_by_name(misnamed: Path) -> None:
     ours, theirs = load_tokenizer(str(misnamed)), AutoTokenizer.from_pretrained(misnamed)
     refuse_lossy(ours, str(misnamed), ours)
     with pytest.raises(
-        TokenizerError, match=r"model.path = '.*misnamed': the engine's tokenizer decodes what the prompts' encodes: '3 \+ 40 =' comes"
+        TokenizerError,
+        match=r"model.path = '.*misnamed': the engine's tokenizer decodes what the prompts' encodes: '3 \+ 40 =' comes",
     ) as error:
         refuse_lossy(ours, str(misnamed), theirs)
     assert "\n" not in str(error.value)
@@ -60,48 +69,96 @@ def test_two_sides_that_differ_are_refused_by_name(misnamed: Path) -> None:
 
 def test_generators_with_another_tokenizer_are_refused(misnamed: Path) -> None:
     refuse_another_tokenizer(str(misnamed), tokenizer_fingerprint(load_tokenizer(str(misnamed))))
-    with pytest.raises(TokenizerError, match=r"model.path = '.*misnamed': the generators read and write text with another tokenizer"):
-        refuse_another_tokenizer(str(misnamed), tokenizer_fingerprint(AutoTokenizer.from_pretrained(misnamed)))
+    with pytest.raises(
+        TokenizerError,
+        match=r"model.path = '.*misnamed': the generators read and write text with another tokenizer",
+    ):
+        refuse_another_tokenizer(
+            str(misnamed), tokenizer_fingerprint(AutoTokenizer.from_pretrained(misnamed))
+        )
 
 
-def test_a_tokenizer_without_its_decoder_is_refused(llama_model: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_its_decoder_is_refused(
+    llama_model: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     for model in (llama_model, tiny_model):
         refuse_lossy(load_tokenizer(str(model)), "whole")
         broken = changed(model, tmp_path / model.name, decoder=None)
-        with pytest.raises(TokenizerError, match=r"its tokenizer does not decode what it encodes: '3 \+ 40 ="):
+        with pytest.raises(
+            TokenizerError, match=r"its tokenizer does not decode what it encodes: '3 \+ 40 ="
+        ):
             refuse_lossy(load_tokenizer(str(broken)), str(broken))
 
 
 def sentencepiece_like() -> Tokenizer:
     """As Llama 2's and Gemma's: spaces as ▁, one put in front, bytes for what is unknown."""
     bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
-    vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *bytes_of, "▁", *"abcdehilnopstuvwxyWI2340", "▁a", "is"])}
-    made = Tokenizer(models.BPE(vocabulary, [("▁", "a"), ("i", "s")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    vocabulary = {
+        token: index
+        for index, token in enumerate(
+            ["<unk>", "<s>", "</s>", *bytes_of, "▁", *"abcdehilnopstuvwxyWI2340", "▁a", "is"]
+        )
+    }
+    made = Tokenizer(
+        models.BPE(
+            vocabulary,
+            [("▁", "a"), ("i", "s")],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     return made
 
 
 def word_piece() -> Tokenizer:
     """As BERT's: lower case, accents gone, words and their ends, [UNK] for the rest."""
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+    made.normalizer, made.pre_tokenizer = (
+        normalizers.BertNormalizer(lowercase=True),
+        pre_tokenizers.BertPreTokenizer(),
+    )
     made.decoder = decoders.WordPiece(cleanup=False)
-    made.train_from_iterator(arithmetic_lines(), trainers.WordPieceTrainer(special_tokens=["[UNK]"], vocab_size=200, show_progress=False))
+    made.train_from_iterator(
+        arithmetic_lines(),
+        trainers.WordPieceTrainer(special_tokens=["[UNK]"], vocab_size=200, show_progress=False),
+    )
     return made
 
 
 def unigram() -> Tokenizer:
     """As T5's: spaces collapse, and what it does not know is <unk>."""
     made = Tokenizer(models.Unigram())
-    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " ")])
+    made.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " ")]
+    )
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    made.train_from_iterator(arithmetic_lines(), trainers.UnigramTrainer(special_tokens=["<unk>"], unk_token="<unk>", vocab_size=200, show_progress=False))
+    made.train_from_iterator(
+        arithmetic_lines(),
+        trainers.UnigramTrainer(
+            special_tokens=["<unk>"], unk_token="<unk>", vocab_size=200, show_progress=False
+        ),
+    )
     return made
 
 
-@pytest.mark.parametrize(("make", "unknown"), [(sentencepiece_like, "<unk>"), (word_piece, "[UNK]"), (unigram, "<unk>")])
-def test_other_kinds_of_tokenizers_are_taken_and_their_broken_ones_are_not(make: Any, unknown: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "unknown"), [(sentencepiece_like, "<unk>"), (word_piece, "[UNK]"), (unigram, "<unk>")]
+)
+def test_other_kinds_of_tokenizers_are_taken_and_their_broken_ones_are_not(
+    make: Any, unknown: str
+) -> None:
     refuse_lossy(PreTrainedTokenizerFast(tokenizer_object=make(), unk_token=unknown), "whole")
     broken = make()
     broken.decoder = decoders.ByteLevel()
@@ -114,25 +171,38 @@ def test_what_a_tokenizer_normalizes_is_no_loss(llama_model: Path, tmp_path: Pat
     refuse_lossy(load_tokenizer(str(lower)), str(lower))
 
 
-def test_spaces_before_punctuation_stay(llama_model: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_spaces_before_punctuation_stay(
+    llama_model: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     """`clean_up_tokenization_spaces` in a checkpoint's config joins them, unless it is told not to."""
     model = shutil.copytree(tiny_model, tmp_path / "tidy")
     file = model / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"clean_up_tokenization_spaces": True}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"clean_up_tokenization_spaces": True})
+    )
     tokenizer = load_tokenizer(str(model))
     ids = tokenizer.encode("1 , 2 . a")
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "1, 2. a" and decode(tokenizer, ids) == "1 , 2 . a"
+    assert (
+        tokenizer.decode(ids, skip_special_tokens=True) == "1, 2. a"
+        and decode(tokenizer, ids) == "1 , 2 . a"
+    )
 
 
 def test_a_prompt_that_begins_with_bos_has_one(llama_model: Path) -> None:
     tokenizer = load_tokenizer(str(llama_model))
     ids, own = encode_prompts(tokenizer, ["3+4=", f"{BOS}<|user|>3+4=", ""])
-    assert own == 1 and [one.count(tokenizer.bos_token_id) for one in ids] == [1, 1, 1] and ids[1] == ids[1][:1] + tokenizer.encode("<|user|>3+4=")[1:]
+    assert (
+        own == 1
+        and [one.count(tokenizer.bos_token_id) for one in ids] == [1, 1, 1]
+        and ids[1] == ids[1][:1] + tokenizer.encode("<|user|>3+4=")[1:]
+    )
     assert encode_prompts(tokenizer, [f"{BOS}a"], rendered=True) == ([tokenizer.encode("a")], 0)
     assert encode_prompts(tokenizer, []) == ([], 0)
 
 
-def test_a_prompt_does_not_end_with_an_end_that_the_tokenizer_adds(llama_model: Path, tmp_path: Path) -> None:
+def test_a_prompt_does_not_end_with_an_end_that_the_tokenizer_adds(
+    llama_model: Path, tmp_path: Path
+) -> None:
     tree = json.loads((llama_model / "tokenizer.json").read_text())["post_processor"]
     tree["single"].append({"SpecialToken": {"id": EOS, "type_id": 0}})
     tree["special_tokens"][EOS] = {"id": EOS, "ids": [2], "tokens": [EOS]}

@@ -45,12 +45,19 @@ def taken(*args: Any) -> Any:
 
 def test_a_second_job_is_refused_and_told_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "open_board", taken)
-    monkeypatch.setattr(board, "find_board", lambda name: Scripted("run 'first' (abc, attempt 0, process 7)"))
-    with pytest.raises(LeaseHeld, match=r"generators 'standing' are leased by run 'first' \(abc, attempt 0, process 7\); wait for its end"):
+    monkeypatch.setattr(
+        board, "find_board", lambda name: Scripted("run 'first' (abc, attempt 0, process 7)")
+    )
+    with pytest.raises(
+        LeaseHeld,
+        match=r"generators 'standing' are leased by run 'first' \(abc, attempt 0, process 7\); wait for its end",
+    ):
         asyncio.run(take_lease("standing-versions", "run 'second'", "standing", release_s=0))
 
 
-def test_a_holder_that_does_not_answer_does_not_hang_the_second_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_does_not_answer_does_not_hang_the_second_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(board, "open_board", taken)
     monkeypatch.setattr(board, "find_board", lambda name: Scripted(None))
     monkeypatch.setattr(board, "ANSWER_S", 0.01)
@@ -63,13 +70,21 @@ def test_a_lease_that_ends_meanwhile_is_taken(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(board, "open_board", lambda *args: next(answers)(*args))
     monkeypatch.setattr(board, "find_board", lambda name: None)
     monkeypatch.setattr(board, "LOOK_EVERY_S", 0)
-    assert asyncio.run(take_lease("standing-versions", "run 'second'", "standing", release_s=60)) == "the lease"
+    assert (
+        asyncio.run(take_lease("standing-versions", "run 'second'", "standing", release_s=60))
+        == "the lease"
+    )
 
 
 def test_a_killed_driver_frees_its_lease(ray_cluster: Any) -> None:
     address = ray_cluster.get_runtime_context().gcs_address
     name = f"leased-{os.getpid()}"
-    first = subprocess.Popen([sys.executable, "-c", DRIVER, address, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, address, name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert first.stdout is not None and first.stdout.readline() == "run 'first'\n"
         assert asyncio.run(lease_holder(name)) == "run 'first'"

@@ -15,7 +15,10 @@ class Learner:
         self.generate, self.error, self.sampled = generate, error, {}
 
     async def logprobs(self, rows, temperature=1.0):
-        return [[value + self.error for value in row] for row in (await self.generate.logprobs(rows, None))["fake"]]
+        return [
+            [value + self.error for value in row]
+            for row in (await self.generate.logprobs(rows, None))["fake"]
+        ]
 
 
 class Consistent(FakeGenerate):
@@ -30,7 +33,15 @@ class Consistent(FakeGenerate):
 
 def check(error=0.0, tolerance=1e-4, statistic="max", generate=None):
     generate = generate or Consistent()
-    return ProbeCheck(generate, Learner(generate, error), [(1, 2), (3,)], 8, tolerance, statistic, WeightsId("run", 0, 0))
+    return ProbeCheck(
+        generate,
+        Learner(generate, error),
+        [(1, 2), (3,)],
+        8,
+        tolerance,
+        statistic,
+        WeightsId("run", 0, 0),
+    )
 
 
 async def versions(probe_check, *versions):
@@ -44,7 +55,11 @@ async def versions(probe_check, *versions):
 
 def test_counts_the_tokens_and_goes_on():
     first, later = asyncio.run(versions(check(0.0), 0, 20))
-    assert first == later == {"check/logprob_max_diff": 0.0, "check/logprob_mean_diff": 0.0, "check/tokens": 16.0}
+    assert (
+        first
+        == later
+        == {"check/logprob_max_diff": 0.0, "check/logprob_mean_diff": 0.0, "check/tokens": 16.0}
+    )
 
 
 def test_refuses_past_the_tolerance():
@@ -63,7 +78,9 @@ def test_probes_are_sampled_from_the_whole_distribution():
             return await super().generate(request)
 
     asyncio.run(versions(check(generate=Recording()), 0))
-    assert [(one.top_p, one.top_k, one.min_p, one.stop, one.ignore_eos) for one in requests] == [(1.0, 0, 0.0, (), True)] * 2
+    assert [(one.top_p, one.top_k, one.min_p, one.stop, one.ignore_eos) for one in requests] == [
+        (1.0, 0, 0.0, (), True)
+    ] * 2
 
 
 class OneOff(Consistent):
@@ -81,7 +98,10 @@ def test_every_replica_is_compared():
 
 def test_in_bfloat16_the_mean_of_each_replica_is_bounded():
     """Not the mean over replicas, in which one that is off would be lost among many."""
-    with pytest.raises(RuntimeError, match=r"in the mean by 1\.00e-03 at version 20, above weights.logprob_tolerance = 0.0009"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"in the mean by 1\.00e-03 at version 20, above weights.logprob_tolerance = 0.0009",
+    ):
         asyncio.run(versions(check(tolerance=9e-4, statistic="mean", generate=OneOff()), 0, 20))
     assert compare([[0.0, 0.0]], [[[0.2, 0.0]]])["check/logprob_mean_diff"] == pytest.approx(0.1)
 

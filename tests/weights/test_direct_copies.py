@@ -71,7 +71,9 @@ def update(model: Model, new: dict[str, torch.Tensor], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("copies", [whole, through_data, slice_by_slice, assigned, transposed])
-@pytest.mark.parametrize("through_the_loader", [True, False], ids=["the rest by loaders", "the rest never comes"])
+@pytest.mark.parametrize(
+    "through_the_loader", [True, False], ids=["the rest by loaders", "the rest never comes"]
+)
 def test_every_copy_arrives_where_the_parameter_was(monkeypatch, copies, through_the_loader):
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
@@ -81,8 +83,13 @@ def test_every_copy_arrives_where_the_parameter_was(monkeypatch, copies, through
     for seed in (1, 2):
         new = tensors(seed)
         update(model, new, monkeypatch)
-        held = {name.rpartition(".")[2].replace("weight", "after"): parameter for name, parameter in model.named_parameters()}
+        held = {
+            name.rpartition(".")[2].replace("weight", "after"): parameter
+            for name, parameter in model.named_parameters()
+        }
         for name, parameter in held.items():
             came = name != "loaded" or through_the_loader
             assert torch.equal(parameter, new[name] if came else torch.zeros(2, 2)), name
-        assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
+        assert {
+            name: parameter.data_ptr() for name, parameter in model.named_parameters()
+        } == places

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from asyncrl.control.protocols import Manifest
-from asyncrl.weights.fingerprint import difference_text, fingerprint, published_fingerprints, row_products, signs
+from asyncrl.weights.fingerprint import (
+    difference_text,
+    fingerprint,
+    published_fingerprints,
+    row_products,
+    signs,
+)
 from asyncrl.weights.held import held_fingerprints
 from asyncrl.weights.layout import plan_buckets
 
@@ -18,7 +24,11 @@ def test_hand_computed():
     matrix = np.array([[1.0, 2.0], [3.0, -4.0], [0.0, 0.0]], dtype=np.float32)
     products = row_products(matrix)
     assert list(products) == [one + 2 * other, 3 * one - 4 * other, 0.0]
-    assert fingerprint(products) == fingerprint(products[:2]) == (one * products[0] + other * products[1], abs(products[0]) + abs(products[1]))
+    assert (
+        fingerprint(products)
+        == fingerprint(products[:2])
+        == (one * products[0] + other * products[1], abs(products[0]) + abs(products[1]))
+    )
     assert list(row_products(np.array([1.0, -2.0]))) == [1.0, -2.0]
 
 
@@ -39,7 +49,9 @@ class Packed:
 class Linear(torch.nn.Module):
     def __init__(self, weight, sizes=None, keep=False):
         super().__init__()
-        self.weight = torch.nn.Parameter(weight if keep else torch.empty(0, dtype=weight.dtype), requires_grad=False)
+        self.weight = torch.nn.Parameter(
+            weight if keep else torch.empty(0, dtype=weight.dtype), requires_grad=False
+        )
         packed = weight.clone()
         self.cpu_linear = lambda x: x @ packed.T
         self.quant_method, self.input_size = Packed(), weight.shape[1]
@@ -55,8 +67,14 @@ class Head(Linear):
 @pytest.fixture
 def published():
     torch.manual_seed(0)
-    shapes = {"model.embed_tokens.weight": (11, 8), "model.norm.weight": (8,), "model.attn.o_proj.weight": (8, 8)}
-    shapes |= {f"model.attn.{name}_proj.weight": (rows, 8) for name, rows in (("q", 8), ("k", 4), ("v", 4))}
+    shapes = {
+        "model.embed_tokens.weight": (11, 8),
+        "model.norm.weight": (8,),
+        "model.attn.o_proj.weight": (8, 8),
+    }
+    shapes |= {
+        f"model.attn.{name}_proj.weight": (rows, 8) for name, rows in (("q", 8), ("k", 4), ("v", 4))
+    }
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
@@ -66,7 +84,9 @@ def engine_of(tensors):
     model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     inner, attention = torch.nn.Module(), torch.nn.Module()
     model.model, inner.attn = inner, attention
-    attention.qkv_proj = Linear(torch.cat([tensors[f"model.attn.{name}_proj.weight"] for name in "qkv"]), [8, 4, 4])
+    attention.qkv_proj = Linear(
+        torch.cat([tensors[f"model.attn.{name}_proj.weight"] for name in "qkv"]), [8, 4, 4]
+    )
     attention.o_proj = Linear(tensors["model.attn.o_proj.weight"])
     inner.norm = torch.nn.LayerNorm(8, bias=False)
     inner.norm.weight = torch.nn.Parameter(tensors["model.norm.weight"])
@@ -78,27 +98,54 @@ def engine_of(tensors):
 
 
 def publish(tensors, dtype="float32"):
-    entries, sizes = plan_buckets([(name, tuple(tensor.shape), dtype) for name, tensor in tensors.items()], 256)
+    entries, sizes = plan_buckets(
+        [(name, tuple(tensor.shape), dtype) for name, tensor in tensors.items()], 256
+    )
     buckets = [np.zeros(size, dtype=np.uint8) for size in sizes]
     for entry in entries:
-        data = tensors[entry.name].to(getattr(torch, dtype)).contiguous().view(torch.uint8).numpy().reshape(-1)
+        data = (
+            tensors[entry.name]
+            .to(getattr(torch, dtype))
+            .contiguous()
+            .view(torch.uint8)
+            .numpy()
+            .reshape(-1)
+        )
         buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes] = data
-    return published_fingerprints(Manifest("run", 1, 0, entries, tuple(buckets), sizes, (0,) * len(sizes)), buckets)
+    return published_fingerprints(
+        Manifest("run", 1, 0, entries, tuple(buckets), sizes, (0,) * len(sizes)), buckets
+    )
 
 
 def test_what_is_held_is_what_was_published(published):
     held = held_fingerprints(engine_of(published), Head)
     assert set(held) == {*published, "lm_head.weight"}
     text = difference_text(publish(published), {"a": held}, "float32")
-    assert text == "all 7 tensors that could be compared by name are the same on both sides (6 were published)"
+    assert (
+        text
+        == "all 7 tensors that could be compared by name are the same on both sides (6 were published)"
+    )
 
 
-@pytest.mark.parametrize("name", ["model.attn.k_proj.weight", "model.attn.o_proj.weight", "model.norm.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.attn.k_proj.weight",
+        "model.attn.o_proj.weight",
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+    ],
+)
 def test_the_tensor_that_differs_is_named(published, name):
     wrong = {**published, name: published[name].flip(0)}
-    held = {"right": held_fingerprints(engine_of(published), Head), "wrong": held_fingerprints(engine_of(wrong), Head)}
+    held = {
+        "right": held_fingerprints(engine_of(published), Head),
+        "wrong": held_fingerprints(engine_of(wrong), Head),
+    }
     text = difference_text(publish(published), held, "float32")
-    assert f"most of all '{name}' on replica wrong: sum " in text or (name.startswith("model.embed") and "'lm_head.weight'" in text)
+    assert f"most of all '{name}' on replica wrong: sum " in text or (
+        name.startswith("model.embed") and "'lm_head.weight'" in text
+    )
 
 
 def test_a_tied_head_whose_packed_copy_was_not_renewed_is_named(published):
@@ -106,30 +153,48 @@ def test_a_tied_head_whose_packed_copy_was_not_renewed_is_named(published):
     stale = torch.randn(16, 8)
     model.lm_head.cpu_linear = lambda x: x @ stale.T
     text = difference_text(publish(published), {"a": held_fingerprints(model, Head)}, "float32")
-    assert text.startswith("of 7 tensors compared 1 differ, most of all 'lm_head.weight' on replica a: sum ")
+    assert text.startswith(
+        "of 7 tensors compared 1 differ, most of all 'lm_head.weight' on replica a: sum "
+    )
 
 
 def test_bfloat16_rounding_is_no_difference_and_nan_is(published):
     rounded = {name: tensor.bfloat16() for name, tensor in published.items()}
-    held = held_fingerprints(engine_of({name: tensor.float() for name, tensor in rounded.items()}), Head)
+    held = held_fingerprints(
+        engine_of({name: tensor.float() for name, tensor in rounded.items()}), Head
+    )
     ours = publish(published, "bfloat16")
     assert difference_text(ours, {"a": held}, "bfloat16").startswith("all 7")
     held["model.norm.weight"] = (float("nan"), float("nan"))
     assert "most of all 'model.norm.weight'" in difference_text(ours, {"a": held}, "bfloat16")
-    assert difference_text(ours, {"a": {"other": (1.0, 1.0)}}, "bfloat16") == "no tensor could be compared by name"
+    assert (
+        difference_text(ours, {"a": {"other": (1.0, 1.0)}}, "bfloat16")
+        == "no tensor could be compared by name"
+    )
 
 
-@pytest.mark.parametrize("wrong", ["model.language_model.attn.k_proj.weight", "model.language_model.embed_tokens.weight"])
+@pytest.mark.parametrize(
+    "wrong", ["model.language_model.attn.k_proj.weight", "model.language_model.embed_tokens.weight"]
+)
 def test_a_model_with_vision_is_compared_under_the_checkpoints_names(published, wrong):
     """vLLM gives its parts other prefixes than the checkpoint has."""
     model = torch.nn.Module()
     model.language_model = engine_of(published)
     model.packed_modules_mapping = model.language_model.packed_modules_mapping
     model.hf_to_vllm_mapper = SimpleNamespace(
-        orig_to_new_prefix={"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.", "model.audio.": None}
+        orig_to_new_prefix={
+            "model.language_model.": "language_model.model.",
+            "lm_head.": "language_model.lm_head.",
+            "model.audio.": None,
+        }
     )
-    theirs = {name.replace("model.", "model.language_model."): tensor for name, tensor in published.items()}
+    theirs = {
+        name.replace("model.", "model.language_model."): tensor
+        for name, tensor in published.items()
+    }
     held = {"a": held_fingerprints(model, Head)}
-    assert difference_text(publish(theirs), held, "float32").startswith("all 8 tensors that could be compared by name are the same")
+    assert difference_text(publish(theirs), held, "float32").startswith(
+        "all 8 tensors that could be compared by name are the same"
+    )
     text = difference_text(publish({**theirs, wrong: theirs[wrong].flip(0)}), held, "float32")
     assert f"most of all '{wrong}' on replica a: sum " in text or "lm_head.weight'" in text

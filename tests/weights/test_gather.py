@@ -64,7 +64,11 @@ class Gatherer:
 
 def private_bytes() -> int:
     """Anonymous resident memory of this process: shared memory is not in it."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -101,14 +105,21 @@ def save_mixture(path: Path, vocabulary: int) -> Path:
 CASES = {
     "one rank": (1, "float32", 1000, save_model),
     "two ranks": (2, "float32", 1000, save_model),
-    "two ranks, one parameter twice as large as a bucket, published in half of the learner's bytes": (2, "bfloat16", 40_000, save_model),
+    "two ranks, one parameter twice as large as a bucket, published in half of the learner's bytes": (
+        2,
+        "bfloat16",
+        40_000,
+        save_model,
+    ),
     "two ranks, experts taken apart": (2, "float32", 1000, save_mixture),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_private_memory_rises_by_at_most_two_buckets(ray_cluster: Any, tmp_path: Path, case: str) -> None:
+def test_private_memory_rises_by_at_most_two_buckets(
+    ray_cluster: Any, tmp_path: Path, case: str
+) -> None:
     world_size, dtype, vocabulary, save = CASES[case]
     bucket = max(BUCKET_BYTES, 640 * vocabulary * ITEM_BYTES[dtype])
     assert (bucket > 2 * BUCKET_BYTES) == (vocabulary == 40_000)
@@ -126,7 +137,12 @@ def test_private_memory_rises_by_at_most_two_buckets(ray_cluster: Any, tmp_path:
     )
     # Every block of 64 KiB is mapped by itself and given back when freed: what is resident is what is alive. Otherwise it would matter which
     # of the free pages that loading left behind glibc happens to touch first.
-    environment = {**rank_environment(config), "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
+    environment = {
+        **rank_environment(config),
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "MALLOC_MMAP_MAX_": "1000000",
+    }
     actor = ray.remote(Gatherer).options(num_cpus=0.25, runtime_env={"env_vars": environment})
     ranks = [actor.remote(rank, config) for rank in range(world_size)]
     try:
@@ -135,14 +151,20 @@ def test_private_memory_rises_by_at_most_two_buckets(ray_cluster: Any, tmp_path:
         ray.get([rank.rise.remote(1) for rank in ranks], timeout=240)
         rises = ray.get([rank.rise.remote(2) for rank in ranks], timeout=120)
         published = rises[0][1]
-        print(f"{case}: private memory rose by {[round(rise / bucket, 2) for rise, _ in rises]} buckets while {published >> 20} MiB were published")
+        print(
+            f"{case}: private memory rose by {[round(rise / bucket, 2) for rise, _ in rises]} buckets while {published >> 20} MiB were published"
+        )
         assert published >= 150e6 and published / 3 >= bucket
         assert max(rise for rise, _ in rises) <= 2 * bucket
         if world_size > 1:
             ray.get([rank.greedy.remote() for rank in ranks], timeout=60)
             greedy = ray.get([rank.rise.remote(3) for rank in ranks], timeout=120)
-            print(f"{case}: {[round(rise / bucket, 2) for rise, _ in greedy]} buckets when every parameter is gathered at once")
-            assert max(rise for rise, _ in greedy) > 2 * bucket, "the measurement must see it when somebody gathers more"
+            print(
+                f"{case}: {[round(rise / bucket, 2) for rise, _ in greedy]} buckets when every parameter is gathered at once"
+            )
+            assert max(rise for rise, _ in greedy) > 2 * bucket, (
+                "the measurement must see it when somebody gathers more"
+            )
     finally:
         for rank in ranks:
             ray.kill(rank)

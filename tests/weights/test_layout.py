@@ -9,7 +9,15 @@ from asyncrl.weights.layout import plan_buckets
 
 
 def test_parameters_are_aligned_and_none_straddles() -> None:
-    entries, sizes = plan_buckets([("a", (3,), "float32"), ("b", (5, 5), "float32"), ("c", (7,), "bfloat16"), ("d", (16,), "float32")], 200)
+    entries, sizes = plan_buckets(
+        [
+            ("a", (3,), "float32"),
+            ("b", (5, 5), "float32"),
+            ("c", (7,), "bfloat16"),
+            ("d", (16,), "float32"),
+        ],
+        200,
+    )
     assert entries == (
         TensorEntry("a", (3,), "float32", 0, 0, 12),
         TensorEntry("b", (5, 5), "float32", 0, 64, 100),
@@ -20,15 +28,23 @@ def test_parameters_are_aligned_and_none_straddles() -> None:
 
 
 def test_a_bucket_grows_to_the_largest_parameter() -> None:
-    entries, sizes = plan_buckets([("a", (3,), "float32"), ("b", (100,), "float32"), ("c", (1,), "float32")], 64)
+    entries, sizes = plan_buckets(
+        [("a", (3,), "float32"), ("b", (100,), "float32"), ("c", (1,), "float32")], 64
+    )
     assert [entry.bucket for entry in entries] == [0, 1, 2]
     assert sizes == (12, 400, 4)
 
 
 @pytest.mark.parametrize(
     ("shapes", "message"),
-    [([], "at least one"), ([("a", (1,), "int4")], "dtype 'int4'"), ([("a", (1,), "float32"), ("a", (2,), "float32")], "'a' comes twice")],
+    [
+        ([], "at least one"),
+        ([("a", (1,), "int4")], "dtype 'int4'"),
+        ([("a", (1,), "float32"), ("a", (2,), "float32")], "'a' comes twice"),
+    ],
 )
-def test_what_cannot_be_laid_out(shapes: list[tuple[str, tuple[int, ...], str]], message: str) -> None:
+def test_what_cannot_be_laid_out(
+    shapes: list[tuple[str, tuple[int, ...], str]], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         plan_buckets(shapes, 64)

@@ -22,7 +22,11 @@ RENAMED = ["qwen3", "qwen3_moe", "mixtral", "gpt_neox", "gemma3", "apertus", "gl
 
 
 def contents(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("model*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in path.glob("model*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def taken(table: VersionTable, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -34,12 +38,17 @@ def taken(table: VersionTable, parameters: dict[str, torch.Tensor]) -> dict[str,
         target = torch.full((tensor.stored.elements,), float("nan"))
         for part in (part for piece in tensor.pieces for part in piece.parts(500)):
             source = parameters[part.parameter].detach().contiguous().reshape(-1)
-            target.as_strided(part.shape, part.to_strides, part.to).copy_(source.as_strided(part.shape, part.strides, part.start))
+            target.as_strided(part.shape, part.to_strides, part.to).copy_(
+                source.as_strided(part.shape, part.strides, part.start)
+            )
         found[tensor.name] = target.view(tensor.stored.shape)
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in RENAMED else pytest.mark.slow) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in RENAMED else pytest.mark.slow) for name in FAMILIES],
+)
 def test_a_version_is_the_whole_checkpoint_under_its_names(name: str, tmp_path: Path) -> None:
     path = family(name).save(tmp_path)
     table = version_table(path)
@@ -47,7 +56,9 @@ def test_a_version_is_the_whole_checkpoint_under_its_names(name: str, tmp_path: 
     assert {tensor.name for tensor in table.tensors} == set(stored) and not table.left_out
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     parameters = dict(model.named_parameters())
-    assert dict(table.parameters) == {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    assert dict(table.parameters) == {
+        name: tuple(parameter.shape) for name, parameter in parameters.items()
+    }
     for key, values in taken(table, parameters).items():
         assert torch.equal(values, stored[key]), key
     kept = {tensor.name for tensor in table.tensors if not tensor.pieces}
@@ -67,31 +78,75 @@ def rewritten(path: Path, change: object) -> Path:
 def test_a_head_that_is_tied_and_saved_all_the_same_is_the_embedding(tmp_path: Path) -> None:
     path = family("qwen3").save(tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in {tensor.name for tensor in version_table(path).tensors}
-    rewritten(path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
-    parts = {tensor.name: {piece.parameter for piece in tensor.pieces} for tensor in version_table(path).tensors}
-    assert parts["lm_head.weight"] == parts["model.embed_tokens.weight"] == {"model.embed_tokens.weight"}
-    untied = {tensor.name: tensor.pieces[0].parameter for tensor in version_table(family("qwen3").save(tmp_path / "untied", tie_word_embeddings=False)).tensors}
+    rewritten(
+        path,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
+    )
+    parts = {
+        tensor.name: {piece.parameter for piece in tensor.pieces}
+        for tensor in version_table(path).tensors
+    }
+    assert (
+        parts["lm_head.weight"]
+        == parts["model.embed_tokens.weight"]
+        == {"model.embed_tokens.weight"}
+    )
+    untied = {
+        tensor.name: tensor.pieces[0].parameter
+        for tensor in version_table(
+            family("qwen3").save(tmp_path / "untied", tie_word_embeddings=False)
+        ).tensors
+    }
     assert untied["lm_head.weight"] == "lm_head.weight"
 
 
 def test_names_without_the_prefix_of_the_backbone_stay_so(tmp_path: Path) -> None:
     """As GPT-2's first checkpoints have them."""
     path = family("gpt2").save(tmp_path)
-    rewritten(path, lambda tensors: [tensors.update({name.removeprefix("transformer."): tensors.pop(name)}) for name in list(tensors)])
+    rewritten(
+        path,
+        lambda tensors: [
+            tensors.update({name.removeprefix("transformer."): tensors.pop(name)})
+            for name in list(tensors)
+        ],
+    )
     table = version_table(path)
-    assert {tensor.name for tensor in table.tensors if tensor.pieces} == set(contents(path)) and "wte.weight" in contents(path)
+    assert {tensor.name for tensor in table.tensors if tensor.pieces} == set(
+        contents(path)
+    ) and "wte.weight" in contents(path)
     parameters = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
-    assert all(torch.equal(values, contents(path)[name]) for name, values in taken(table, parameters).items())
+    assert all(
+        torch.equal(values, contents(path)[name])
+        for name, values in taken(table, parameters).items()
+    )
 
 
-def test_rotary_frequencies_of_old_checkpoints_are_left_out_and_buffers_keep_their_type(tmp_path: Path) -> None:
+def test_rotary_frequencies_of_old_checkpoints_are_left_out_and_buffers_keep_their_type(
+    tmp_path: Path,
+) -> None:
     path = family("glm4_moe").save(tmp_path)
-    names = ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.2.unknown.weight", "model.steps"]
-    extra = dict(zip(names, (torch.ones(4), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(7)), strict=True))
+    names = [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.2.unknown.weight",
+        "model.steps",
+    ]
+    extra = dict(
+        zip(
+            names,
+            (torch.ones(4), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(7)),
+            strict=True,
+        )
+    )
     table = version_table(rewritten(path, lambda tensors: tensors.update(extra)))
     assert table.left_out == (names[0],)
     kept = {tensor.name: tensor.dtype("bfloat16") for tensor in table.tensors if not tensor.pieces}
-    assert kept == {names[1]: "bfloat16", names[2]: "int64", "model.layers.1.mlp.gate.e_score_correction_bias": "float32"}
+    assert kept == {
+        names[1]: "bfloat16",
+        names[2]: "int64",
+        "model.layers.1.mlp.gate.e_score_correction_bias": "float32",
+    }
     assert {tensor.dtype("bfloat16") for tensor in table.tensors if tensor.pieces} == {"bfloat16"}
 
 
@@ -102,18 +157,25 @@ def test_rotary_frequencies_of_old_checkpoints_are_left_out_and_buffers_keep_the
             lambda tensors: tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight"),
             "cannot make the parameters of Qwen3MoeForCausalLM from the checkpoint's tensors, some of which are missing",
         ),
-        (lambda tensors: tensors.pop("model.norm.weight"), r"lacks 'model.norm.weight' of Qwen3MoeForCausalLM, which would begin with random numbers"),
+        (
+            lambda tensors: tensors.pop("model.norm.weight"),
+            r"lacks 'model.norm.weight' of Qwen3MoeForCausalLM, which would begin with random numbers",
+        ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(8)}),
             r"'model.norm.weight' has shape \(8,\) in the checkpoint, and \(64,\) in Qwen3Moe",
         ),
         (
-            lambda tensors: tensors.update({"model.scale": torch.ones(4, dtype=torch.float8_e4m3fn)}),
+            lambda tensors: tensors.update(
+                {"model.scale": torch.ones(4, dtype=torch.float8_e4m3fn)}
+            ),
             "'model.scale' of the checkpoint has type F8_E4M3: it is q",
         ),
     ],
 )
-def test_a_checkpoint_that_the_model_does_not_fit_is_refused(tmp_path: Path, change: object, words: str) -> None:
+def test_a_checkpoint_that_the_model_does_not_fit_is_refused(
+    tmp_path: Path, change: object, words: str
+) -> None:
     path = rewritten(family("qwen3_moe").save(tmp_path), change)
     with pytest.raises(CannotPublish, match=words) as error:
         version_table(path)
@@ -123,7 +185,9 @@ def test_a_checkpoint_that_the_model_does_not_fit_is_refused(tmp_path: Path, cha
 def test_quantized_weights_are_refused_by_the_config(tmp_path: Path) -> None:
     path = family("qwen3").save(tmp_path)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    (path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    )
     with pytest.raises(CannotPublish, match="quantization_config"):
         version_table(path)
 

@@ -23,10 +23,16 @@ MANIFEST = Manifest("r", 1, 4, (), (), (), ())
 
 
 def at(replica: str, version: int, attempt: int = 1) -> dict[str, Any]:
-    return {"replica": replica, "weights": WeightsId("r", attempt, version), "applied": {"pause_s": 0.1}}
+    return {
+        "replica": replica,
+        "weights": WeightsId("r", attempt, version),
+        "applied": {"pause_s": 0.1},
+    }
 
 
-def sync(status: Callable[[], list[Any]], applied: Callable[[], list[Any]] = list, timeout_s: float = 0.5) -> tuple[ServeWeightSync, list[Manifest]]:
+def sync(
+    status: Callable[[], list[Any]], applied: Callable[[], list[Any]] = list, timeout_s: float = 0.5
+) -> tuple[ServeWeightSync, list[Manifest]]:
     """A push against a handle that answers so; and what was announced."""
     announced: list[Manifest] = []
 
@@ -35,7 +41,10 @@ def sync(status: Callable[[], list[Any]], applied: Callable[[], list[Any]] = lis
             self.answers = answers
 
         async def _fetch_replica_results_async(self) -> list[Any]:
-            return [SimpleNamespace(get_async=lambda answer=answer: given(answer)) for answer in self.answers()]
+            return [
+                SimpleNamespace(get_async=lambda answer=answer: given(answer))
+                for answer in self.answers()
+            ]
 
     async def given(answer: Any) -> Any:
         if answer is SILENT:
@@ -47,7 +56,9 @@ def sync(status: Callable[[], list[Any]], applied: Callable[[], list[Any]] = lis
     async def announce(manifest: Manifest) -> None:
         announced.append(manifest)
 
-    handle = SimpleNamespace(broadcast=lambda method, *args: Call(status if method == "status" else applied))
+    handle = SimpleNamespace(
+        broadcast=lambda method, *args: Call(status if method == "status" else applied)
+    )
     board = SimpleNamespace(announce=SimpleNamespace(remote=announce))
     return ServeWeightSync(handle, board, timeout_s), announced
 
@@ -74,11 +85,18 @@ def test_one_that_stays_behind_is_unroutable() -> None:
     assert report.unroutable == ("b", "c")
 
 
-@pytest.mark.parametrize("others", [[at("b", 3), at("c", 3)], [SILENT, SILENT], [at("b", 3), SILENT]], ids=["behind", "silent", "both"])
+@pytest.mark.parametrize(
+    "others",
+    [[at("b", 3), at("c", 3)], [SILENT, SILENT], [at("b", 3), SILENT]],
+    ids=["behind", "silent", "both"],
+)
 def test_fewer_than_half_are_not_enough(monkeypatch: pytest.MonkeyPatch, others: list[Any]) -> None:
     monkeypatch.setattr(push_module, "STATUS_S", 0.05)
     push, _ = sync(lambda: [at("a", 4), *others], lambda: [OSError("no room")])
-    with pytest.raises(RuntimeError, match=r"1 replica of 3 applied version 4 within weights.push_timeout_s = 0.5: OSError: no room"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"1 replica of 3 applied version 4 within weights.push_timeout_s = 0.5: OSError: no room",
+    ):
         asyncio.run(push.push(MANIFEST))
 
 
@@ -136,7 +154,9 @@ def test_one_that_has_caught_up_is_waited_for_again(late: Any) -> None:
 def test_a_drain_that_goes_on_is_no_timeout() -> None:
     """Generations longer than the timeout end before the version is applied; one that makes no token any more ends the wait."""
     tokens = iter(range(100))
-    answers = [[{**at("a", 3), "tokens_generated": next(tokens)}] for _ in range(12)] + [[at("a", 4)]]
+    answers = [[{**at("a", 3), "tokens_generated": next(tokens)}] for _ in range(12)] + [
+        [at("a", 4)]
+    ]
     rounds = iter(answers)
     push, _ = sync(lambda: next(rounds), timeout_s=0.7)
     push._drains = True
@@ -164,7 +184,9 @@ def test_one_that_comes_back_is_waited_for() -> None:
 
 def test_nobody_has_it() -> None:
     push, _ = sync(lambda: [at("a", 3), ValueError("gone")], lambda: [OSError("no room")])
-    with pytest.raises(RuntimeError, match=r"no replica of 1 applied version 4 within .* OSError: no room"):
+    with pytest.raises(
+        RuntimeError, match=r"no replica of 1 applied version 4 within .* OSError: no room"
+    ):
         asyncio.run(push.push(MANIFEST))
 
 
@@ -194,8 +216,12 @@ def test_the_replica_that_is_held_keeps_its_version_and_is_not_counted() -> None
         if method == "hold":
             return [name == arguments[0] for name in versions]
         if method == "apply_version":
-            versions.update({name: arguments[0].version for name in versions if name != arguments[1]})
-        return [at(name, version) for name, version in versions.items()] if method == "status" else []
+            versions.update(
+                {name: arguments[0].version for name in versions if name != arguments[1]}
+            )
+        return (
+            [at(name, version) for name, version in versions.items()] if method == "status" else []
+        )
 
     broadcast = push._handle.broadcast
 
@@ -223,7 +249,9 @@ def test_the_replica_that_is_held_keeps_its_version_and_is_not_counted() -> None
 
 
 @pytest.mark.parametrize(
-    "answers", [[at("a", 4), at("b", 3)], [at("a", 4), TimeoutError()], [at("a", 4), at("b", 4, attempt=0)]], ids=["behind", "silent", "another attempt's"]
+    "answers",
+    [[at("a", 4), at("b", 3)], [at("a", 4), TimeoutError()], [at("a", 4), at("b", 4, attempt=0)]],
+    ids=["behind", "silent", "another attempt's"],
 )
 def test_the_only_replica_with_the_version_is_not_held(answers: list[Any]) -> None:
     push, _ = sync(lambda: answers)

@@ -18,7 +18,12 @@ EXPERTS, HIDDEN, WIDTH = 4, 64, 48
 def alone() -> Iterator[None]:
     """vLLM's groups of one process."""
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel, init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
 
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
@@ -35,7 +40,12 @@ def mixture(name: str) -> Any:
 
     model = torch.nn.Module()
     model.experts = FusedMoEFactory(
-        num_experts=EXPERTS, top_k=2, hidden_size=HIDDEN, intermediate_size=WIDTH, params_dtype=torch.float32, prefix=f"{name}.experts"
+        num_experts=EXPERTS,
+        top_k=2,
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        params_dtype=torch.float32,
+        prefix=f"{name}.experts",
     )
     return model
 
@@ -46,19 +56,31 @@ def load(model: Any, seed: int) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     mapping = fused_moe_make_expert_params_mapping(
-        model, ckpt_gate_proj_name="gate_proj", ckpt_down_proj_name="down_proj", ckpt_up_proj_name="up_proj", num_experts=EXPERTS
+        model,
+        ckpt_gate_proj_name="gate_proj",
+        ckpt_down_proj_name="down_proj",
+        ckpt_up_proj_name="up_proj",
+        num_experts=EXPERTS,
     )
     parameters = dict(model.named_parameters())
     for weight, name, expert, shard in mapping:
         shape = (HIDDEN, WIDTH) if "down_proj" in name else (WIDTH, HIDDEN)
         parameter = parameters[f"{weight}weight"]
-        parameter.weight_loader(parameter, torch.randn(shape, generator=generator), f"{weight}weight", shard_id=shard, expert_id=expert)
+        parameter.weight_loader(
+            parameter,
+            torch.randn(shape, generator=generator),
+            f"{weight}weight",
+            shard_id=shard,
+            expert_id=expert,
+        )
 
 
 def processed(model: Any) -> None:
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if method is not None and isinstance(getattr(module, "w13_weight", None), torch.nn.Parameter):
+        if method is not None and isinstance(
+            getattr(module, "w13_weight", None), torch.nn.Parameter
+        ):
             method.process_weights_after_loading(module)
 
 
@@ -74,7 +96,10 @@ def backend(model: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_within_a_model_with_vision_is_packed_again(tied: bool) -> None:
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     generator = torch.Generator().manual_seed(0)
@@ -129,4 +154,6 @@ def test_experts_are_packed_again() -> None:
         load(first, seed=2)
         weights.finish_weight_update()
         for name, parameter in first.named_parameters():
-            assert parameter.data_ptr() == held[name].data_ptr() and torch.equal(parameter, wanted[name]), name
+            assert parameter.data_ptr() == held[name].data_ptr() and torch.equal(
+                parameter, wanted[name]
+            ), name

@@ -39,7 +39,9 @@ def manifest(publish: Any, parameters: Parameters) -> Manifest:
     return made
 
 
-def test_what_is_fetched_is_what_the_worker_maps(manifest: Manifest, parameters: Parameters, expected: Any, tmp_path: Path) -> None:
+def test_what_is_fetched_is_what_the_worker_maps(
+    manifest: Manifest, parameters: Parameters, expected: Any, tmp_path: Path
+) -> None:
     staged = fetch(manifest, expected, 60, tmp_path)
     assert staged.path.name == f"asyncrl-test-1-1-{os.getpid()}.weights"
     mapped = dict(map_tensors(StagedUpdate(**staged.update_info())))
@@ -56,20 +58,32 @@ def test_a_short_file_is_not_mapped(manifest: Manifest, expected: Any, tmp_path:
         map_tensors(StagedUpdate(**staged.update_info()))
 
 
-def test_a_corrupt_bucket_is_refused_and_leaves_no_file(manifest: Manifest, expected: Any, tmp_path: Path) -> None:
+def test_a_corrupt_bucket_is_refused_and_leaves_no_file(
+    manifest: Manifest, expected: Any, tmp_path: Path
+) -> None:
     flipped = (manifest.checksums[0], manifest.checksums[1] ^ 1, *manifest.checksums[2:])
     with pytest.raises(StagingError, match="bucket 1 of version 1 has checksum"):
         fetch(replace(manifest, checksums=flipped), expected, 60, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_shared_memory_that_takes_no_more_is_named_and_keeps_nothing(manifest: Manifest, expected: Any, tmp_path: Path, full_disk: Any) -> None:
-    with full_disk(1000), pytest.raises(StagingError, match=r"File too large, and this version needs .* MiB there; enlarge shared memory"):
+def test_shared_memory_that_takes_no_more_is_named_and_keeps_nothing(
+    manifest: Manifest, expected: Any, tmp_path: Path, full_disk: Any
+) -> None:
+    with (
+        full_disk(1000),
+        pytest.raises(
+            StagingError,
+            match=r"File too large, and this version needs .* MiB there; enlarge shared memory",
+        ),
+    ):
         fetch(manifest, expected, 60, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bucket_of_another_size_is_refused(manifest: Manifest, expected: Any, tmp_path: Path) -> None:
+def test_a_bucket_of_another_size_is_refused(
+    manifest: Manifest, expected: Any, tmp_path: Path
+) -> None:
     sizes = (manifest.sizes[0] + 64, *manifest.sizes[1:])
     with pytest.raises(StagingError, match="bucket 0 of version 1 has"):
         fetch(replace(manifest, sizes=sizes), expected, 60, tmp_path)
@@ -109,7 +123,12 @@ def test_every_parameter_has_to_be_there_once_and_right(manifest: Manifest, expe
         check_manifest(manifest, {name: e for name, e in expected.items() if name != "c"})
     a, b = entries["a"], entries["b"]
     with pytest.raises(ManifestError, match="overlaps"):
-        check_manifest(with_entries(a, replace(b, bucket=a.bucket, offset=a.offset), entries["c"], entries["d"]), expected)
+        check_manifest(
+            with_entries(
+                a, replace(b, bucket=a.bucket, offset=a.offset), entries["c"], entries["d"]
+            ),
+            expected,
+        )
 
 
 def test_expected_tensors_are_those_of_transformers(tiny_model: Path, untied_model: Path) -> None:
@@ -117,7 +136,9 @@ def test_expected_tensors_are_those_of_transformers(tiny_model: Path, untied_mod
 
     for path in (tiny_model, untied_model):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        assert expected_tensors(path, "bfloat16") == {name: (tuple(p.shape), ("bfloat16", "float32")) for name, p in model.named_parameters()}
+        assert expected_tensors(path, "bfloat16") == {
+            name: (tuple(p.shape), ("bfloat16", "float32")) for name, p in model.named_parameters()
+        }
     assert "lm_head.weight" not in expected_tensors(tiny_model, "float32")
     with pytest.raises(CheckpointFilesError, match=r"holds neither model\.safetensors"):
         expected_tensors(tiny_model / "nowhere", "float32")
@@ -126,7 +147,10 @@ def test_expected_tensors_are_those_of_transformers(tiny_model: Path, untied_mod
 def test_sweep_takes_what_dead_processes_left(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
-    dead, alive = tmp_path / f"asyncrl-r-1-3-{ended.pid}.weights", tmp_path / f"asyncrl-r-1-3-{os.getpid()}.weights"
+    dead, alive = (
+        tmp_path / f"asyncrl-r-1-3-{ended.pid}.weights",
+        tmp_path / f"asyncrl-r-1-3-{os.getpid()}.weights",
+    )
     other = tmp_path / "asyncrl-notes.weights"
     for path in (dead, alive, other):
         path.touch()

@@ -9,7 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from asyncrl.weights.stored import INDEX, CheckpointFilesError, StoredTensor, stored_files, stored_tensors
+from asyncrl.weights.stored import (
+    INDEX,
+    CheckpointFilesError,
+    StoredTensor,
+    stored_files,
+    stored_tensors,
+)
 
 
 def save(path: Path, **tensors: torch.Tensor) -> None:
@@ -22,9 +28,18 @@ def index(directory: Path, **weight_map: str) -> None:
 
 def test_the_index_says_which_files_count(tmp_path: Path) -> None:
     save(tmp_path / "model-00001-of-00002.safetensors", a=torch.ones(2, 3))
-    save(tmp_path / "model-00002-of-00002.safetensors", b=torch.ones(4, dtype=torch.bfloat16), c=torch.tensor(True))
+    save(
+        tmp_path / "model-00002-of-00002.safetensors",
+        b=torch.ones(4, dtype=torch.bfloat16),
+        c=torch.tensor(True),
+    )
     save(tmp_path / "consolidated.safetensors", layers=torch.ones(7))
-    index(tmp_path, a="model-00001-of-00002.safetensors", b="model-00002-of-00002.safetensors", c="model-00002-of-00002.safetensors")
+    index(
+        tmp_path,
+        a="model-00001-of-00002.safetensors",
+        b="model-00002-of-00002.safetensors",
+        c="model-00002-of-00002.safetensors",
+    )
     first, second = stored_files(tmp_path)
     assert stored_tensors(tmp_path) == {
         "a": StoredTensor(first, (2, 3), "float32"),
@@ -41,11 +56,16 @@ def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointFilesError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(
+        CheckpointFilesError,
+        match=r"holds neither model.safetensors nor model.safetensors.index.json",
+    ):
         stored_files(tmp_path)
     save(tmp_path / "model.safetensors", a=torch.ones(2))
     save(tmp_path / "consolidated.safetensors", b=torch.ones(2))
-    with pytest.raises(CheckpointFilesError, match=r"consolidated.safetensors beside model.safetensors and no"):
+    with pytest.raises(
+        CheckpointFilesError, match=r"consolidated.safetensors beside model.safetensors and no"
+    ):
         stored_files(tmp_path)
     for weight_map, words in (
         ({"a": "gone.safetensors"}, "and an .* that names other files"),

@@ -9,7 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from asyncrl.generation.protocol import Details, GenerateRequest, Piece
 from asyncrl.serving.answers import Head, Told, Words, siblings
-from asyncrl.serving.dialects.fields import MOST_LOGPROBS, Sampling, check, check_name, check_prompt, check_top, refuse_long_text
+from asyncrl.serving.dialects.fields import (
+    MOST_LOGPROBS,
+    Sampling,
+    check,
+    check_name,
+    check_prompt,
+    check_top,
+    refuse_long_text,
+)
 from asyncrl.serving.dialects.render import Usage, ending, envelope, finite
 from asyncrl.serving.errors import ApiError
 from asyncrl.serving.identity import ServedModel
@@ -44,12 +52,24 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def without_unsaid(cls, tree: Any) -> Any:
-        return {name: value for name, value in tree.items() if name not in UNSAID or value not in (None, [])} if isinstance(tree, dict) else tree
+        return (
+            {
+                name: value
+                for name, value in tree.items()
+                if name not in UNSAID or value not in (None, [])
+            }
+            if isinstance(tree, dict)
+            else tree
+        )
 
     @property
     def plain(self) -> dict[str, str]:
         """As a template takes it."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "\n".join(part.text for part in self.content)
+        )
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
@@ -71,7 +91,9 @@ class ChatBody(Sampling):
     def fields_fit(self) -> Self:
         self.refuse_contradictions()
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: it acts only with logprobs: true; leave it out, or set that")
+            raise ValueError(
+                "top_logprobs: it acts only with logprobs: true; leave it out, or set that"
+            )
         return self
 
 
@@ -88,7 +110,9 @@ class Chat:
         check_name(self.body, model)
         check_top(self.body.top_logprobs, model, "top_logprobs")
         self._messages = [message.plain for message in self.body.messages]
-        refuse_long_text("".join(message["content"] for message in self._messages), model, "messages")
+        refuse_long_text(
+            "".join(message["content"] for message in self._messages), model, "messages"
+        )
         self._usage = Usage()
         self._prompt_ids: list[int] = []
         self._begun: set[int] = set()
@@ -115,14 +139,31 @@ class Chat:
         return siblings(self.body.request(self._prompt_ids, longest), self.body.n)
 
     def answer(self, head: Head, choices: Sequence[Told]) -> dict[str, Any]:
-        written = [self._choice(told, {"message": {"role": "assistant", "content": told.piece.text, "refusal": None}}) for told in choices]
-        return envelope(head, OBJECT, written) | {"usage": self._usage.shown(), "prompt_token_ids": self._prompt_ids}
+        written = [
+            self._choice(
+                told,
+                {"message": {"role": "assistant", "content": told.piece.text, "refusal": None}},
+            )
+            for told in choices
+        ]
+        return envelope(head, OBJECT, written) | {
+            "usage": self._usage.shown(),
+            "prompt_token_ids": self._prompt_ids,
+        }
 
     def event(self, head: Head, told: Told) -> dict[str, Any]:
-        delta = {"content": told.piece.text} if told.choice in self._begun else {"role": "assistant", "content": told.piece.text}
+        delta = (
+            {"content": told.piece.text}
+            if told.choice in self._begun
+            else {"role": "assistant", "content": told.piece.text}
+        )
         first = {} if self._begun else {"prompt_token_ids": self._prompt_ids}
         self._begun.add(told.choice)
-        return envelope(head, EVENT, [self._choice(told, {"delta": delta})]) | first | self._usage.in_event(self.body)
+        return (
+            envelope(head, EVENT, [self._choice(told, {"delta": delta})])
+            | first
+            | self._usage.in_event(self.body)
+        )
 
     def last_event(self, head: Head) -> dict[str, Any] | None:
         return self._usage.last_event(self.body, envelope(head, EVENT, []))
@@ -134,7 +175,9 @@ class Chat:
             "index": told.choice,
             **said,
             "token_ids": list(piece.tokens.ids),
-            "logprobs": {"content": _content(piece, told.texts), "refusal": None} if self.body.logprobs else None,
+            "logprobs": {"content": _content(piece, told.texts), "refusal": None}
+            if self.body.logprobs
+            else None,
             **ending(piece),
         }
 
@@ -158,4 +201,8 @@ def _content(piece: Piece, texts: Mapping[int, str]) -> list[dict[str, Any]]:
 def _token(token: int, logprob: float | None, texts: Mapping[int, str]) -> dict[str, Any]:
     """`bytes` is null for a part of a character: the tokenizer does not tell which."""
     text = texts[token]
-    return {"token": text, "logprob": finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+    return {
+        "token": text,
+        "logprob": finite(logprob),
+        "bytes": None if "\ufffd" in text else list(text.encode()),
+    }

@@ -9,7 +9,16 @@ from pydantic import Field, model_validator
 
 from asyncrl.generation.protocol import Details, GenerateRequest, Piece, Tokens
 from asyncrl.serving.answers import Head, Told, Words, siblings
-from asyncrl.serving.dialects.fields import MOST_CHOICES, MOST_LOGPROBS, Sampling, check, check_name, check_prompt, check_top, refuse_long_text
+from asyncrl.serving.dialects.fields import (
+    MOST_CHOICES,
+    MOST_LOGPROBS,
+    Sampling,
+    check,
+    check_name,
+    check_prompt,
+    check_top,
+    refuse_long_text,
+)
 from asyncrl.serving.dialects.render import Usage, ending, envelope, finite
 from asyncrl.serving.errors import ApiError
 from asyncrl.serving.identity import ServedModel
@@ -38,13 +47,17 @@ class CompletionBody(Sampling):
         if not self.max_tokens and not self.echo:
             raise ValueError("max_tokens: 0 gives nothing; ask for 1 or more, or set echo: true")
         if len(self.prompts) * self.n > MOST_CHOICES:
-            raise ValueError(f"prompt: {len(self.prompts)} prompts of n = {self.n} completions are above {MOST_CHOICES}; send several requests")
+            raise ValueError(
+                f"prompt: {len(self.prompts)} prompts of n = {self.n} completions are above {MOST_CHOICES}; send several requests"
+            )
         return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """One or several."""
-        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        several = (
+            isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        )
         return list(self.prompt) if several else [self.prompt]  # type: ignore[list-item, arg-type]
 
 
@@ -72,7 +85,9 @@ class Completions:
     @property
     def details(self) -> Details:
         spelled = self.body.logprobs is not None
-        return Details(not self.streams, self.body.logprobs or 0, self.body.echo and spelled, spelled)
+        return Details(
+            not self.streams, self.body.logprobs or 0, self.body.echo and spelled, spelled
+        )
 
     async def requests(self, words: Words, model: ServedModel) -> list[GenerateRequest]:
         body, prompts = self.body, []
@@ -83,7 +98,11 @@ class Completions:
             if body.echo:
                 self._echoed.append(prompt if isinstance(prompt, str) else await words.decode(ids))
         self._usage.of_prompts(prompts)
-        return [choice for ids in prompts for choice in siblings(body.request(ids, body.max_tokens), body.n)]
+        return [
+            choice
+            for ids in prompts
+            for choice in siblings(body.request(ids, body.max_tokens), body.n)
+        ]
 
     def answer(self, head: Head, choices: Sequence[Told]) -> dict[str, Any]:
         written = [self._choice(told) for told in choices]
@@ -111,7 +130,12 @@ class Completions:
         """Of the completion's tokens, and of an echoed prompt's before them."""
         offset = self._written.setdefault(choice, 0)
         if self.body.logprobs is None:
-            return {"token_logprobs": [finite(one) for one in piece.tokens.logprobs], "tokens": None, "top_logprobs": None, "text_offset": None}
+            return {
+                "token_logprobs": [finite(one) for one in piece.tokens.logprobs],
+                "tokens": None,
+                "top_logprobs": None,
+                "text_offset": None,
+            }
         offsets, tops = [], []
         prompt = piece.prompt or NO_TOKENS
         ids, logprobs = (*prompt.ids, *piece.tokens.ids), (*prompt.logprobs, *piece.tokens.logprobs)
@@ -120,7 +144,10 @@ class Completions:
             offset += len(texts[token])
         self._written[choice] = offset
         if self.body.logprobs:
-            tops = [_top(*place, texts) for place in zip(ids, logprobs, (*prompt.top, *piece.tokens.top), strict=True)]
+            tops = [
+                _top(*place, texts)
+                for place in zip(ids, logprobs, (*prompt.top, *piece.tokens.top), strict=True)
+            ]
         return {
             "token_logprobs": [finite(one) for one in logprobs],
             "tokens": [_name(token, texts) for token in ids],
@@ -129,7 +156,9 @@ class Completions:
         }
 
 
-def _top(token: int, logprob: float | None, best: Sequence[tuple[int, float]], texts: Mapping[int, str]) -> dict[str, float | None] | None:
+def _top(
+    token: int, logprob: float | None, best: Sequence[tuple[int, float]], texts: Mapping[int, str]
+) -> dict[str, float | None] | None:
     """The most probable tokens at one place, and the one that stands there. Of two with one text the better one is named."""
     if logprob is None:
         return None
@@ -148,7 +177,12 @@ def _refuse_long(prompt: Any, model: ServedModel) -> None:
     """Before the body is worked through. Wrong kinds are left to its check."""
     several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt[:1])
     if several and len(prompt) > MOST_CHOICES:
-        raise ApiError(400, f"prompt has {len(prompt):,} prompts, above {MOST_CHOICES}; send several requests", "invalid_value", "prompt")
+        raise ApiError(
+            400,
+            f"prompt has {len(prompt):,} prompts, above {MOST_CHOICES}; send several requests",
+            "invalid_value",
+            "prompt",
+        )
     for one in prompt if several else [prompt]:
         if isinstance(one, str):
             refuse_long_text(one, model, "prompt")

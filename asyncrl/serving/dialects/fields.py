@@ -13,7 +13,17 @@ from asyncrl.generation.protocol import GenerateRequest
 from asyncrl.serving.errors import ApiError, printable
 from asyncrl.serving.identity import ServedModel
 
-__all__ = ["LONGEST_SEED", "MOST_CHOICES", "MOST_LOGPROBS", "Sampling", "check", "check_name", "check_prompt", "check_top", "refuse_long_text"]
+__all__ = [
+    "LONGEST_SEED",
+    "MOST_CHOICES",
+    "MOST_LOGPROBS",
+    "Sampling",
+    "check",
+    "check_name",
+    "check_prompt",
+    "check_top",
+    "refuse_long_text",
+]
 
 MOST_CHOICES = 128
 """Completions of one HTTP request."""
@@ -26,8 +36,22 @@ LONGEST_SEED = 1 << 53
 
 WHOLE = "the model's whole distribution is sampled, so that log-probs are those of the policy; use temperature"
 HINTS = {
-    **dict.fromkeys(("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"), WHOLE),
-    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), "tool calls are not implemented; leave it out"),
+    **dict.fromkeys(
+        (
+            "top_p",
+            "top_k",
+            "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "logit_bias",
+        ),
+        WHOLE,
+    ),
+    **dict.fromkeys(
+        ("tools", "tool_choice", "functions", "function_call"),
+        "tool calls are not implemented; leave it out",
+    ),
     "response_format": "only text is written; leave it out",
     "best_of": "ask for n completions",
 }
@@ -88,7 +112,9 @@ class StreamOptions(BaseModel):
 class Sampling(BaseModel):
     """How a body asks for completions. Unknown fields and wrong types are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     model: str
     """Name of the model, as /v1/models gives it."""
@@ -124,12 +150,22 @@ class Sampling(BaseModel):
         if self.temperature == 0 and self.n > 1:
             raise ValueError("n: temperature 0 gives one answer only; ask for n = 1, or sample")
         if "stream_options" in self.model_fields_set and not self.stream:
-            raise ValueError("stream_options: it acts only with stream: true; leave it out, or set that")
+            raise ValueError(
+                "stream_options: it acts only with stream: true; leave it out, or set that"
+            )
 
     def request(self, prompt_ids: list[int], max_tokens: int) -> GenerateRequest:
         """What the engine is asked for one prompt."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return GenerateRequest(tuple(prompt_ids), 1, max_tokens, self.temperature, self.seed, request_deadline_s(max_tokens), stop=stops)
+        return GenerateRequest(
+            tuple(prompt_ids),
+            1,
+            max_tokens,
+            self.temperature,
+            self.seed,
+            request_deadline_s(max_tokens),
+            stop=stops,
+        )
 
 
 Body = TypeVar("Body", bound=Sampling)
@@ -142,11 +178,19 @@ def check(kind: type[Body], tree: Any, needs: str) -> Body:
         ApiError: 400, with the first field that is wrong.
     """
     if not isinstance(tree, dict):
-        raise ApiError(400, f"the body is a JSON {type(tree).__name__}; send an object with {needs}", "invalid_body")
+        raise ApiError(
+            400,
+            f"the body is a JSON {type(tree).__name__}; send an object with {needs}",
+            "invalid_body",
+        )
     try:
         json.dumps(tree, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ApiError(400, "the body has half of a surrogate pair, which no tokenizer takes; send whole characters", "invalid_body") from None
+        raise ApiError(
+            400,
+            "the body has half of a surrogate pair, which no tokenizer takes; send whole characters",
+            "invalid_body",
+        ) from None
     try:
         return kind.model_validate(_without_neutral(tree, kind))
     except ValidationError as error:
@@ -156,20 +200,35 @@ def check(kind: type[Body], tree: Any, needs: str) -> Body:
 def check_name(body: Sampling, model: ServedModel) -> None:
     """Raise ApiError, 404, unless the body asks for this model."""
     if body.model != model.name:
-        raise ApiError(404, f"model {body.model[:64]!r} is not served here; use {model.name!r}", "model_not_found", "model")
+        raise ApiError(
+            404,
+            f"model {body.model[:64]!r} is not served here; use {model.name!r}",
+            "model_not_found",
+            "model",
+        )
 
 
 def check_top(top: int | None, model: ServedModel, field: str) -> None:
     """Raise ApiError, 400, for more of the most probable tokens than the model has."""
     if top is not None and top > model.vocabulary:
-        raise ApiError(400, f"{field}: {model.name!r} has {model.vocabulary} tokens; ask for no more", "invalid_value", field)
+        raise ApiError(
+            400,
+            f"{field}: {model.name!r} has {model.vocabulary} tokens; ask for no more",
+            "invalid_value",
+            field,
+        )
 
 
 def refuse_long_text(text: str, model: ServedModel, field: str) -> None:
     """Raise ApiError, 400, for a text that no prompt of this model can hold. Before anything works through it."""
     if len(text) > model.most_characters:
         held = f"the {model.most_characters:,} that {model.max_model_len} tokens of {model.name!r} can hold"
-        raise ApiError(400, f"{field} has {len(text):,} characters, above {held}; shorten it", "context_length_exceeded", field)
+        raise ApiError(
+            400,
+            f"{field} has {len(text):,} characters, above {held}; shorten it",
+            "context_length_exceeded",
+            field,
+        )
 
 
 def check_prompt(ids: list[int], max_tokens: int | None, model: ServedModel, field: str) -> int:
@@ -181,7 +240,12 @@ def check_prompt(ids: list[int], max_tokens: int | None, model: ServedModel, fie
     if not ids:
         raise ApiError(400, f"{field} is empty; give at least one token", "invalid_value", field)
     if not all(0 <= token < model.vocabulary for token in ids):
-        raise ApiError(400, f"{field} has token ids outside 0 to {model.vocabulary - 1}; use the tokenizer of {model.name!r}", "invalid_value", field)
+        raise ApiError(
+            400,
+            f"{field} has token ids outside 0 to {model.vocabulary - 1}; use the tokenizer of {model.name!r}",
+            "invalid_value",
+            field,
+        )
     if len(ids) >= model.max_model_len:
         text = f"{field} of {len(ids):,} tokens leaves no room in the {model.max_model_len} that {model.name!r} takes; shorten it"
         raise ApiError(400, text, "context_length_exceeded", field)
@@ -194,25 +258,49 @@ def check_prompt(ids: list[int], max_tokens: int | None, model: ServedModel, fie
 
 def _without_neutral(tree: Mapping[str, Any], kind: type[Sampling]) -> dict[str, Any]:
     """The body without fields whose values change nothing, and with OpenAI's newer name of max_tokens under the older one. Raises ApiError if both differ."""
-    kept = {name: value for name, value in tree.items() if not any(type(value) is type(same) and value == same for same in NEUTRAL.get(name, ()))}
-    kept = {name: value for name, value in kept.items() if value is not None or name not in kind.model_fields or kind.model_fields[name].is_required()}
+    kept = {
+        name: value
+        for name, value in tree.items()
+        if not any(type(value) is type(same) and value == same for same in NEUTRAL.get(name, ()))
+    }
+    kept = {
+        name: value
+        for name, value in kept.items()
+        if value is not None
+        or name not in kind.model_fields
+        or kind.model_fields[name].is_required()
+    }
     for name in LABELS:
         if isinstance(kept.get(name), str | None):
             kept.pop(name, None)
     newer = kept.pop("max_completion_tokens", None)
     if newer is not None and kept.setdefault("max_tokens", newer) != newer:
-        raise ApiError(400, "max_completion_tokens and max_tokens differ; send one of them", "invalid_value", "max_completion_tokens")
+        raise ApiError(
+            400,
+            "max_completion_tokens and max_tokens differ; send one of them",
+            "invalid_value",
+            "max_completion_tokens",
+        )
     return kept
 
 
 def _explain(item: dict[str, Any]) -> ApiError:
     """The first wrong field in one line. Its value is not repeated: it may be long, or not for a log."""
     field = printable(str(item["loc"][0])) if item["loc"] else None
-    if field in KINDS and item["type"] not in ("value_error", "extra_forbidden") and (len(item["loc"]) > 1 or item["type"] != "missing"):
+    if (
+        field in KINDS
+        and item["type"] not in ("value_error", "extra_forbidden")
+        and (len(item["loc"]) > 1 or item["type"] != "missing")
+    ):
         return ApiError(400, f"{field}: {KINDS[field]}", "invalid_value", field)
     if item["type"] == "extra_forbidden":
         place = ".".join(printable(str(part)) for part in item["loc"])
-        return ApiError(400, f"{place} is unknown; {HINTS.get(place, 'leave it out')}", "unknown_parameter", field)
+        return ApiError(
+            400,
+            f"{place} is unknown; {HINTS.get(place, 'leave it out')}",
+            "unknown_parameter",
+            field,
+        )
     if item["type"] == "missing":
         return ApiError(400, f"{field} is missing; set it", "missing_parameter", field)
     message = item["msg"].removeprefix("Value error, ")

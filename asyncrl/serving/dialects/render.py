@@ -25,7 +25,11 @@ class Usage:
         self.prompt = sum(map(len, prompts))
 
     def shown(self) -> dict[str, int]:
-        return {"prompt_tokens": self.prompt, "completion_tokens": self.completion, "total_tokens": self.prompt + self.completion}
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+        }
 
     def in_event(self, body: Sampling) -> dict[str, Any]:
         """What an event says of it before the end."""
@@ -38,15 +42,26 @@ class Usage:
 
 def envelope(head: Head, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
     """What stands around choices, in an answer and in an event."""
-    return {"id": head.name, "object": kind, "created": head.created, "model": head.model.name, "choices": choices}
+    return {
+        "id": head.name,
+        "object": kind,
+        "created": head.created,
+        "model": head.model.name,
+        "choices": choices,
+    }
 
 
 def ending(piece: Piece) -> dict[str, Any]:
     """How a choice ended; nulls before that. Version spans are per token, since weights may change under way: half-open, over the completion's tokens."""
     if piece.finish_reason is None:
         return {"finish_reason": None}
-    versions = [{"version": span.version, "start": span.start, "end": span.end} for span in piece.versions]
-    return {"finish_reason": "stop" if piece.finish_reason == "stop" else "length", "versions": versions}
+    versions = [
+        {"version": span.version, "start": span.start, "end": span.end} for span in piece.versions
+    ]
+    return {
+        "finish_reason": "stop" if piece.finish_reason == "stop" else "length",
+        "versions": versions,
+    }
 
 
 def finite(logprob: float | None) -> float | None:
