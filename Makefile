@@ -1,4 +1,4 @@
-.PHONY: setup demo demo-seeds test test-all faults mutants lint types
+.PHONY: setup demo demo-seeds test test-all faults mutants lint types docs resolve sizes
 
 PYTHON := .venv/bin/python
 export PYTHONUNBUFFERED := 1
@@ -7,7 +7,7 @@ setup:
 	@.ci/setup
 
 demo: setup  ## the main job, end to end
-	@$(PYTHON) jobs/quickstart.py
+	@$(PYTHON) -m jobs.quickstart
 
 test: setup  ## the default tests, real vLLM and DeepSpeed included
 	@$(PYTHON) -m pytest -q
@@ -16,7 +16,7 @@ test-all: setup  ## what is too slow for `make test`
 	@$(PYTHON) -m pytest -q -m slow
 
 demo-seeds: setup  ## the main job with three seeds, and once with shuffled rewards: about an hour
-	@$(PYTHON) jobs/seeds.py
+	@$(PYTHON) -m jobs.quickstart.seeds
 
 faults: setup  ## kill and stop the parts of real runs, and break the control code; prints how long each part took to recover: about an hour
 	@$(PYTHON) -m pytest -q -m faults
@@ -30,3 +30,14 @@ lint: setup
 
 types: setup
 	@.venv/bin/mypy
+
+sizes: setup  ## how large the code and its docs are; no limits
+	@$(PYTHON) -m benchmarks.sizes
+
+docs: setup  ## build the docs into site/; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet && echo "docs: site/index.html"
+
+resolve: setup  ## whether the pinned packages go together on every supported Python
+	@for version in 3.11 3.12 3.13; do for extras in "--extra test --extra notebook --extra docs" "--extra gpu"; do \
+		.venv/bin/uv pip compile --quiet --python-version $$version $$extras pyproject.toml --output-file .venv/resolved.txt \
+		|| { echo "the packages do not go together on Python $$version with $$extras" >&2; exit 1; }; done; done

@@ -8,19 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.embedded import train
-    from asyncrl.reading import open_run
+    from asyncrl.run.embedded import train
+    from asyncrl.rundir.reader import open_run
 
 __all__ = ["open_run", "train"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "open_run":
-        from asyncrl.reading import open_run
+        from asyncrl.rundir.reader import open_run
 
         return open_run
     if name == "train":
-        from asyncrl.embedded import train
+        from asyncrl.run.embedded import train
 
         return train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

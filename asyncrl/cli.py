@@ -6,16 +6,16 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from asyncrl.config import Config, ConfigError, command_line, load_config
-from asyncrl.redact import print_shown
+from asyncrl.runtime.redact import print_shown
 
 if TYPE_CHECKING:
-    from asyncrl.reading import Run
+    from asyncrl.rundir.reader import Run
 
 __all__ = ["main"]
 
@@ -23,22 +23,64 @@ ON_A_CONFIG = {
     "train": "train a model as a YAML file says",
     "plan": "check a config and show what it asks for; allocates nothing",
 }
-AUDIT = "add up a run's groups, fates, metrics, evaluations and checkpoints again, and say of each invariant whether it holds"
-SAMPLES = "show whole prompts and completions of a run, with rewards, versions and staleness; also while it runs"
+AUDIT = (
+    "add up a run's groups, outcomes, metrics, evaluations and checkpoints again, and say of each"
+    " invariant whether it holds"
+)
+SAMPLES = (
+    "show whole prompts and completions of a run, with rewards, versions and staleness; also while"
+    " it runs"
+)
 EXPORT = "write a checkpoint's weights as a Hugging Face directory"
 PLAN_OPTIONS = {
     "brief": "ten lines in place of the whole plan",
     "config": "every setting with its value as well",
-    "cluster": "ask the cluster at RAY_ADDRESS, or the one that runs here, whether there is room, and who holds what is not free",
+    "cluster": (
+        "ask the cluster at RAY_ADDRESS, or the one that runs here, whether there is room, and who"
+        " holds what is not free"
+    ),
 }
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one subcommand and exit: 0 done, 1 failed, 2 a setting cannot be used, 130 interrupted."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Run one subcommand and exit: 0 done, 1 failed, 2 a setting cannot be used, 130
+    interrupted."""
+    parser, commands = _parser()
+    known, overrides = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    if known.command not in ON_A_CONFIG:
+        if overrides:
+            commands[known.command].error(f"unrecognized arguments: {' '.join(overrides)}")
+        with _reader_may_leave():
+            sys.exit(on_a_run(known))
+    if known.help:
+        _show_help(known.command)
+    if known.config is None:
+        print_shown(
+            "asyncrl: CONFIG is missing: give the path of a YAML file, such as"
+            " jobs/quickstart/quickstart.yaml",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    options = {option for option in PLAN_OPTIONS if getattr(known, f"show_{option}", False)}
+    sys.exit(run(known.command, known.config, overrides, options))
+
+
+def _show_help(command: str) -> NoReturn:
+    """Print the options of a command on a config, and every setting, and exit."""
+    if command == "plan":
+        for option, text in PLAN_OPTIONS.items():
+            print_shown(f"asyncrl plan CONFIG --{option}: {text}")
+    command_line(["--help"], {}, exit_on_error=True)
+    raise AssertionError("--help exits")
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser, and the parser of each command."""
     parser = argparse.ArgumentParser(
         prog="asyncrl",
-        description="Asynchronous reinforcement-learning post-training for language models, on Ray.",
+        description=(
+            "Asynchronous reinforcement-learning post-training for language models, on Ray."
+        ),
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {version('asyncrl')}")
@@ -51,78 +93,63 @@ def main(arguments: list[str] | None = None) -> None:
         )
         command.add_argument("config", nargs="?", metavar="CONFIG")
         command.add_argument("-h", "--help", action="store_true")
-        if name == "plan":
-            for option, text in PLAN_OPTIONS.items():
-                command.add_argument(
-                    f"--{option}", action="store_true", dest=f"show_{option}", help=text
-                )
+    for option, text in PLAN_OPTIONS.items():
+        commands.choices["plan"].add_argument(
+            f"--{option}", action="store_true", dest=f"show_{option}", help=text
+        )
     for name, text in (("samples", SAMPLES), ("audit", AUDIT), ("export", EXPORT)):
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("run", metavar="RUN", help="run directory, such as runs/quickstart")
-        if name == "samples":
-            command.add_argument(
-                "-n", type=int, default=3, metavar="N", dest="count", help="how many; default: 3"
-            )
-            command.add_argument(
-                "--order",
-                choices=["newest", "best", "worst"],
-                default="newest",
-                help="the last ones generated, or by reward; default: newest",
-            )
-            command.add_argument(
-                "--version",
-                type=int,
-                metavar="V",
-                dest="of_version",
-                help="only those that policy version V began",
-            )
-        if name == "export":
-            command.add_argument(
-                "--step",
-                type=int,
-                metavar="N",
-                help="policy version of the checkpoint; default: the newest",
-            )
-            command.add_argument(
-                "--out", metavar="DIRECTORY", help="default: export/step_N in the run directory"
-            )
-    known, overrides = parser.parse_known_args(arguments)
-    if known.command not in ON_A_CONFIG:
-        if overrides:
-            commands.choices[known.command].error(f"unrecognized arguments: {' '.join(overrides)}")
-        with _reader_may_leave():
-            sys.exit(on_a_run(known))
-    if known.help or known.config is None:
-        if not known.help:
-            print_shown(
-                "asyncrl: CONFIG is missing: give the path of a YAML file, such as jobs/quickstart.yaml",
-                file=sys.stderr,
-            )
-            sys.exit(2)
-        if known.command == "plan":
-            print_shown(
-                "".join(
-                    f"asyncrl plan CONFIG --{option}: {text}\n"
-                    for option, text in PLAN_OPTIONS.items()
-                )
-            )
-        command_line(["--help"], {}, exit_on_error=True)
-    options = {option for option in PLAN_OPTIONS if getattr(known, f"show_{option}", False)}
-    sys.exit(run(known.command, known.config, overrides, options))
+    _add_samples_options(commands.choices["samples"])
+    _add_export_options(commands.choices["export"])
+    return parser, commands.choices
+
+
+def _add_samples_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "-n", type=int, default=3, metavar="N", dest="count", help="how many; default: 3"
+    )
+    command.add_argument(
+        "--order",
+        choices=["newest", "best", "worst"],
+        default="newest",
+        help="the last ones generated, or by reward; default: newest",
+    )
+    command.add_argument(
+        "--version",
+        type=int,
+        metavar="V",
+        dest="of_version",
+        help="only those that policy version V began",
+    )
+
+
+def _add_export_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="policy version of the checkpoint; default: the newest",
+    )
+    command.add_argument(
+        "--out", metavar="DIRECTORY", help="default: export/step_N in the run directory"
+    )
 
 
 def run(command: str, path: str, overrides: list[str], options: Collection[str] = ()) -> int:
-    """The exit code of a subcommand on a config. `options`: those of PLAN_OPTIONS that were given."""
-    # As `python -m` does, and as Ray does for its workers: reward functions may lie in the current directory.
+    """The exit code of a subcommand on a config. `options`: those of PLAN_OPTIONS that were
+    given."""
+    # As `python -m` does, and as Ray does for its workers: reward functions may lie in the current
+    # directory.
     sys.path.insert(0, os.getcwd())
     try:
         config = load_config(path, overrides)
         if command == "plan":
             with _reader_may_leave():
                 return _plan(config, options)
-        from asyncrl.run import command_name, train
+        from asyncrl.run.train import command_name, run_training
 
-        return train(config, resume_command=[command_name(), "train", path, *overrides])
+        return run_training(config, resume_command=[command_name(), "train", path, *overrides])
     except ConfigError as error:
         print_shown(f"asyncrl: {error}", file=sys.stderr)
         return 2
@@ -130,7 +157,8 @@ def run(command: str, path: str, overrides: list[str], options: Collection[str] 
 
 @contextlib.contextmanager
 def _reader_may_leave() -> Iterator[None]:
-    """Whoever reads the standard output may leave early, as `head` does: the command ends, and says nothing of it."""
+    """Whoever reads the standard output may leave early, as `head` does: the command ends, and says
+    nothing of it."""
     try:
         yield
     except BrokenPipeError:
@@ -139,10 +167,10 @@ def _reader_may_leave() -> Iterator[None]:
 
 
 def _plan(config: Config, options: Collection[str]) -> int:
-    from asyncrl.plan import make_plan
-    from asyncrl.preflight.own import own_text, try_own
+    from asyncrl.preflight.model_snapshot import resolve_models
+    from asyncrl.preflight.own_functions import own_text, try_own
+    from asyncrl.preflight.plan import make_plan
     from asyncrl.preflight.rewards import rewards_text, try_rewards
-    from asyncrl.snapshot import resolve_models
 
     config, brief = resolve_models(config), "brief" in options
     plan = make_plan(config)
@@ -154,14 +182,14 @@ def _plan(config: Config, options: Collection[str]) -> int:
         for text in filter(None, tried):
             print_shown(f"\n{text}")
     if "cluster" in options:
-        from asyncrl.placement import plan_on_cluster
+        from asyncrl.preflight.placement import plan_on_cluster
 
         print_shown()
         if code := plan_on_cluster(config, plan.weights_bytes):
             return code
     if not brief:
         # It imports DeepSpeed, which takes seconds: the rest can be read meanwhile.
-        from asyncrl.learning.estimate import memory_text
+        from asyncrl.preflight.memory_estimate import memory_text
 
         print_shown(f"\n{memory_text(config)}")
     return 0
@@ -171,12 +199,12 @@ def on_a_run(known: argparse.Namespace) -> int:
     """The exit code of a subcommand on a run directory."""
     import pyarrow as pa
 
-    from asyncrl.reading import RunNotFound, open_run
+    from asyncrl.rundir.reader import RunNotFoundError, open_run
 
     try:
         directory = open_run(known.run)
         if known.command == "audit":
-            from asyncrl.audit import audit, audit_text
+            from asyncrl.run.audit import audit, audit_text
 
             checks = audit(directory)
             print_shown(audit_text(checks))
@@ -184,7 +212,7 @@ def on_a_run(known: argparse.Namespace) -> int:
         if known.command == "samples":
             return _samples(directory, known.count, known.order, known.of_version)
         return _export(directory.checkpoints_directory, directory.directory, known.step, known.out)
-    except (RunNotFound, ConfigError) as error:
+    except (RunNotFoundError, ConfigError) as error:
         print_shown(f"asyncrl: {error}", file=sys.stderr)
         return 2
     except pa.ArrowInvalid as error:
@@ -201,14 +229,15 @@ def _samples(directory: Run, count: int, order: str, version: int | None) -> int
     if not rows:
         of = "" if version is None else f" of version {version}"
         raise ConfigError(
-            f"{directory.directory} holds no completions{of} yet; the first appear in groups/ once they are scored"
+            f"{directory.directory} holds no completions{of} yet; the first appear in groups/ once"
+            " they are scored"
         )
     print_shown(samples_text(rows))
     return 0
 
 
 def _export(checkpoints: Path, run_directory: Path, step: int | None, out: str | None) -> int:
-    from asyncrl.learning.export import export_checkpoint, find_checkpoint
+    from asyncrl.run.export import export_checkpoint, find_checkpoint
 
     path = find_checkpoint(checkpoints, step)
     target = Path(out).absolute() if out else run_directory / "export" / path.name

@@ -1,18 +1,23 @@
-"""The table of docs/models.md: what each family of tiny random checkpoints does in the learner, and some of them in vLLM.
+"""The table of docs/models.md: what each family of tiny random checkpoints does in the learner, and
+some of them in vLLM.
 
     python -m benchmarks.model_table [--families NAME ...] [--no-engines] [--write]
 
 Every family of `asyncrl.testing.families` is taken through:
 
-load        `asyncrl plan`'s own rule for how it is trained: packed, one trajectory at a time, or refused.
+load        `asyncrl plan`'s own rule for how it is trained: packed, one trajectory at a time, or
+            refused.
 isolation   the check at a learner's start: no trajectory reaches another, nothing looks ahead.
-plain       log-probs and gradients of five trajectories as the learner computes them, beside those of transformers alone.
+plain       log-probs and gradients of five trajectories as the learner computes them, beside those
+            of transformers alone.
 train       log-probs of the policy told to train, beside those of the policy told to evaluate.
 names       what is published, tensor by tensor, beside the checkpoint's own files.
-vLLM        for the families of `ENGINES`: every parameter is changed, a version is published under the checkpoint's names and
-            loaded by vLLM as in a run; then the log-probs of what it samples beside the learner's.
+vLLM        for the families of `ENGINES`: every parameter is changed, a version is published under
+            the checkpoint's names and loaded by vLLM as in a run; then the log-probs of what it
+            samples beside the learner's.
 
-Exits with 1 if a family misses a bar. `--write` puts the table into docs/models.md, between its two marks.
+Exits with 1 if a family misses a bar. `--write` puts the table into docs/models.md, between its two
+marks.
 """
 
 from __future__ import annotations
@@ -43,7 +48,9 @@ UNSERVED: Mapping[str, str] = {
     "deepseek_v2": "no: differs by 0.7 nats at the published head sizes",
     "deepseek_v3": "no: differs by 0.7 nats at the published head sizes",
     "ernie4_5": "no: differs by 1.5 nats",
-    "ernie4_5_moe": "no: differs by 0.5 nats, as its experts are chosen without their correction bias there",
+    "ernie4_5_moe": (
+        "no: differs by 0.5 nats, as its experts are chosen without their correction bias there"
+    ),
     "gemma3": "no: wants an image processor",
     "jamba": "no: has no selective scan",
     "lfm2": "no: differs by 0.9 nats, as its queries are turned by other positions there",
@@ -53,8 +60,9 @@ UNSERVED: Mapping[str, str] = {
     "qwen3_5_text": "no: does not load a checkpoint of text alone",
     "qwen3_next": "no: computes in bfloat16 alone",
 }
-"""Families that vLLM 0.32.0 on CPU was asked for, and did not serve like the learner in float32: they are checked on the learner's side alone.
-`asyncrl.preflight.served` refuses those that a run could meet."""
+"""Families that vLLM 0.32.0 on CPU was asked for, and did not serve like the learner in float32:
+they are checked on the learner's side alone. `asyncrl.preflight.served` refuses those that a run
+could meet."""
 
 ENGINES = tuple(name for name in FAMILIES if name not in UNSERVED)
 """Families that go through vLLM as well."""
@@ -114,10 +122,7 @@ def learner_row(made: Family, folder: Path) -> Row:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.learning.batches import micro_batch, token_example
-    from asyncrl.learning.isolation import check_isolation
-    from asyncrl.learning.policy import load_policy
-    from asyncrl.learning.supported import support
+    from asyncrl.models import check_isolation, load_policy, micro_batch, support, token_example
 
     found = support(json.loads((folder / "config.json").read_text()))
     row = Row(
@@ -198,7 +203,7 @@ def _furthest(one: Any, other: Any) -> float:
 def _with_names(row: Row, folder: Path, model: Any) -> Row:
     from safetensors.torch import load_file
 
-    from asyncrl.weights.published import CannotPublish
+    from asyncrl.weights import CannotPublishError
 
     stored = {
         name: tensor
@@ -207,7 +212,7 @@ def _with_names(row: Row, folder: Path, model: Any) -> Row:
     }
     try:
         published = version_tensors(folder, model)
-    except CannotPublish as error:
+    except CannotPublishError as error:
         return replace(row, note=f"cannot be published: {error}")
     import torch
 
@@ -222,11 +227,12 @@ def _with_names(row: Row, folder: Path, model: Any) -> Row:
 
 
 def version_tensors(folder: Path, model: Any) -> dict[str, Any]:
-    """Every tensor of a version by its name in the checkpoint: of the model's parameters, or as the file has it."""
+    """Every tensor of a version by its name in the checkpoint: of the model's parameters, or as the
+    file has it."""
     import torch
     from safetensors import safe_open
 
-    from asyncrl.weights.published import version_table
+    from asyncrl.weights import version_table
 
     parameters = {
         name: parameter.detach().contiguous().reshape(-1)
@@ -247,10 +253,11 @@ def version_tensors(folder: Path, model: Any) -> dict[str, Any]:
 
 
 def disturbed(path: Path) -> Any:
-    """The policy of a checkpoint with every parameter changed; its version lies beside the checkpoint, for vLLM to load."""
+    """The policy of a checkpoint with every parameter changed; its version lies beside the
+    checkpoint, for vLLM to load."""
     import torch
 
-    from asyncrl.learning.policy import load_policy
+    from asyncrl.models import load_policy
 
     policy = load_policy(str(path), torch.float32, 1.0)
     draw = torch.Generator().manual_seed(0)
@@ -264,7 +271,8 @@ def disturbed(path: Path) -> Any:
 
 
 def say_samples(names: Sequence[str], folder: Path) -> None:
-    """What vLLM samples from each family after its update, a line of JSON each. vLLM is imported once for all."""
+    """What vLLM samples from each family after its update, a line of JSON each. vLLM is imported
+    once for all."""
     from vllm.model_executor.models import registry
 
     # vLLM looks at a model's class in a process of its own, which imports everything again.
@@ -286,7 +294,7 @@ def samples(path: Path) -> list[dict[str, Any]]:
     from vllm.config import WeightTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from asyncrl.weights.engine import BACKEND
+    from asyncrl.weights import BACKEND
 
     llm = LLM(
         model=str(path),
@@ -341,7 +349,7 @@ def from_learner(policy: Any, found: Sequence[Mapping[str, Any]]) -> float:
     """Largest difference between log-probs of vLLM's samples and the policy's own, in nats."""
     import torch
 
-    from asyncrl.learning.batches import micro_batch, token_example
+    from asyncrl.models import micro_batch, token_example
 
     worst = 0.0
     for sample in found:
@@ -368,7 +376,7 @@ def staged(tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 def in_engines(rows: Sequence[Row], names: Sequence[str], folder: Path) -> list[Row]:
     """The rows with vLLM's differences; vLLM runs in one process of its own."""
-    from asyncrl.generation.engine import engine_environment
+    from asyncrl.generation import engine_environment
 
     asked = [
         row.name for row in rows if row.name in names and not row.note and row.mode != "refused"
@@ -379,7 +387,10 @@ def in_engines(rows: Sequence[Row], names: Sequence[str], folder: Path) -> list[
     environment = (
         os.environ
         | engine_environment("cpu")
-        | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
+        | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "PYTHONPATH": str(ROOT),
+        }
     )
     command = [
         sys.executable,
@@ -421,7 +432,10 @@ def table(rows: Sequence[Row]) -> str:
     """The rows as Markdown, and why some are trained one at a time."""
     reasons = sorted({row.reason for row in rows if row.reason})
     lines = [
-        "| family | `model_type` | trained | log-probs | gradients | train - eval | tensors | vLLM |",
+        (
+            "| family | `model_type` | trained | log-probs | gradients | train - eval | tensors |"
+            " vLLM |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: row.title.lower()):
@@ -437,9 +451,8 @@ def table(rows: Sequence[Row]) -> str:
             if row.engine is None
             else _number(row.engine, " nats")
         )
-        lines.append(
-            f"| {' | '.join([row.title, f'`{FAMILIES[row.name].model_type}`', trained, *numbers, vllm])} |"
-        )
+        model_type = f"`{FAMILIES[row.name].model_type}`"
+        lines.append(f"| {' | '.join([row.title, model_type, trained, *numbers, vllm])} |")
     notes = [f"({number}) The model {reason}." for number, reason in enumerate(reasons, 1)]
     return "\n".join([*lines, "", *(line for note in notes for line in (note, ""))]).rstrip()
 

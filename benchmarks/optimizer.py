@@ -2,8 +2,9 @@
 
     python -m benchmarks.optimizer [--parameters 50000000] [--steps 5] [--threads 1]
 
-The parameters lie in one flat float32 tensor, as ZeRO-3 hands them to the optimizer. Prints CPU seconds a step and
-how many times the fused one's each needs; exits with 1 if fused is not the fastest.
+The parameters lie in one flat float32 tensor, as ZeRO-3 hands them to the optimizer. Prints CPU
+seconds a step and how many times the fused one's each needs; exits with 1 if fused is not the
+fastest.
 """
 
 from __future__ import annotations

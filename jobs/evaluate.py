@@ -1,8 +1,10 @@
-"""A finished run's model in a plain, fresh vLLM engine: greedy accuracy on the run's held-out prompts, beside what the run measured.
+"""A finished run's model in a plain, fresh vLLM engine: greedy accuracy on the run's held-out
+prompts, beside what the run measured.
 
-    python jobs/evaluate.py runs/quickstart
+    python -m jobs.evaluate runs/quickstart
 
-No Ray, no Serve, no published weights: only the files in `hf/`. Exit code 1 if the two accuracies are not the same.
+No Ray, no Serve, no published weights: only the files in `hf/`. Exit code 1 if the two accuracies
+are not the same.
 """
 
 import math
@@ -12,19 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# The current directory, where reward functions may lie, and the package beside this script.
-sys.path[:0] = [os.getcwd(), str(Path(__file__).resolve().parents[1])]
-
 from asyncrl.config import Config
-from asyncrl.data.prompts import read_prompts
-from asyncrl.generation.engine import engine_environment
-from asyncrl.plan import model_context
-from asyncrl.reading import RunNotFound, open_run
-from asyncrl.rewards.contract import GroupCall, RewardError, call_reward
-from asyncrl.text.stops import load_stops, text_before
-from asyncrl.text.tokenizer import decode, load_tokenizer
-from asyncrl.types import Prompt
-from asyncrl.weights.engine import TOKENIZER_MODE
+from asyncrl.contracts import Prompt
+from asyncrl.data import read_prompts
+from asyncrl.generation import engine_environment
+from asyncrl.preflight import data_spec, model_context
+from asyncrl.rewards import GroupCall, RewardError, call_reward
+from asyncrl.rundir import RunNotFoundError, open_run
+from asyncrl.text import decode, load_stops, load_tokenizer, text_before
+from asyncrl.weights import TOKENIZER_MODE
 
 ALLOWED_DIFFERENCE = 0.002
 """Two engines in float32 may break a tie of two tokens differently, now and then."""
@@ -36,15 +34,17 @@ def main(directory: str) -> int:
     config = run.config
     evaluations = run.records("evaluation")
     if not (run.directory / "hf").exists() or not evaluations or config.eval.data is None:
-        raise RunNotFound(
-            f"{directory!r} is not a finished run with an evaluation; give the directory of one, such as runs/quickstart"
+        raise RunNotFoundError(
+            f"{directory!r} is not a finished run with an evaluation; give the directory of one,"
+            " such as runs/quickstart"
         )
-    prompts = read_prompts(config.eval.data, config, config.eval.max_prompts)
+    prompts = read_prompts(config.eval.data, data_spec(config), config.eval.max_prompts)
     with output_in_file(run.directory / "logs" / "evaluate.log"):
         answers = greedy_answers(config, run.directory / "hf", prompts)
     fresh, recorded = accuracy(config, prompts, answers), evaluations[-1]["eval/greedy_accuracy"]
     print(
-        f"held-out greedy accuracy on {len(prompts)} prompts: {fresh:.2%} in a fresh vLLM engine from {run.directory / 'hf'}, {recorded:.2%} in the run"
+        f"held-out greedy accuracy on {len(prompts)} prompts: {fresh:.2%} in a fresh vLLM engine"
+        f" from {run.directory / 'hf'}, {recorded:.2%} in the run"
     )
     return int(abs(fresh - recorded) > ALLOWED_DIFFERENCE)
 
@@ -128,5 +128,5 @@ if __name__ == "__main__":
         sys.exit(f"usage: {Path(sys.argv[0]).name} RUN_DIRECTORY")
     try:
         sys.exit(main(sys.argv[1]))
-    except (RunNotFound, RewardError) as error:
+    except (RunNotFoundError, RewardError) as error:
         sys.exit(f"evaluate: {error}")

@@ -1,6 +1,8 @@
-"""A loss, an advantage and a group filter written as one's own; the first two give the numbers of the built-in `ppo` and `grpo`.
+"""A loss, an advantage and a group filter written as one's own; the first two give the numbers of
+the built-in `ppo` and `grpo`.
 
---algorithm.loss jobs.own_algorithm:clipped --algorithm.advantage jobs.own_algorithm:standardised --algorithm.group_filter jobs.own_algorithm:mixed
+--algorithm.loss jobs.own_algorithm:clipped --algorithm.advantage jobs.own_algorithm:standardized
+--algorithm.group_filter jobs.own_algorithm:mixed
 """
 
 import torch
@@ -14,11 +16,12 @@ def clipped(logprobs, old_logprobs, advantages):
     return loss, {"clipped": stopped, "ratio_below_half": ratio < 0.5}
 
 
-def standardised(rewards):
+def standardized(rewards):
     """GRPO's advantage, as `algorithm.advantage: grpo` has it."""
     return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
 
 def mixed(rewards):
-    """Only groups with two different rewards are trained, as under `algorithm.filter_zero_variance`."""
+    """Only groups with two different rewards are trained, as under
+    `algorithm.filter_zero_variance`."""
     return rewards.min() < rewards.max()

@@ -1,10 +1,10 @@
-"""`python jobs/train.py CONFIG.yaml [--section.field value …]`: the same as `asyncrl train`, for `ray job submit`."""
+"""`python -m jobs.train CONFIG.yaml [--section.field value …]`: the same as `asyncrl train`, for
+`ray job submit`.
+
+Ray uploads the working directory. `python -m` imports the package from there, before an installed
+one."""
 
 import sys
-from pathlib import Path
-
-# The working directory that Ray uploads holds the package; it must win over an installed one, on the driver as on the workers.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from asyncrl.cli import main
 

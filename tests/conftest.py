@@ -1,4 +1,5 @@
-"""Real parts that tests share: one local Ray cluster, tiny checkpoints, one Serve application with a real vLLM replica."""
+"""Real parts that tests share: one local Ray cluster, tiny checkpoints, one Serve application with
+a real vLLM replica."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from llama_checkpoint import save_llama
 
-from asyncrl.control.protocols import Manifest
+from asyncrl.contracts.messages import Manifest
 from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
 
 ENGINE_STARTS: list[str] = []
@@ -58,7 +59,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture
 def full_disk() -> Callable[[int], Any]:
-    """`full_disk(size)`: a context in which the kernel lets no file of this process grow beyond so many bytes."""
+    """`full_disk(size)`: a context in which the kernel lets no file of this process grow beyond so
+    many bytes."""
 
     @contextlib.contextmanager
     def limited(size: int) -> Iterator[None]:
@@ -74,16 +76,18 @@ def full_disk() -> Callable[[int], Any]:
 
 @pytest.fixture(scope="session")
 def engine_starts() -> list[str]:
-    """Append what you start, once per engine process: the session prints the count, and the default run may have four."""
+    """Append what you start, once per engine process: the session prints the count, and the default
+    run may have four."""
     return ENGINE_STARTS
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
-    """A cluster of this session's own, with two logical CPUs. Its workers can import the tests' modules, as actors and rewards need."""
+    """A cluster of this session's own, with two logical CPUs. Its workers can import the tests'
+    modules, as actors and rewards need."""
     import ray
 
-    from asyncrl.launch import start_local_ray
+    from asyncrl.preflight.cluster import start_local_ray
 
     folders = sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")})
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]).rstrip(
@@ -109,7 +113,8 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Somebody else's model: Llama-shaped, sharded, untied, with a BPE tokenizer and a chat template."""
+    """Somebody else's model: Llama-shaped, sharded, untied, with a BPE tokenizer and a chat
+    template."""
     return save_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
@@ -120,7 +125,8 @@ def save_qwen3() -> Callable[..., Path]:
 
 
 def save_tiny(directory: Path, tied: bool, **changes: Any) -> Path:
-    """Write the checkpoint: config, safetensors, tokenizer, generation config; `changes` go into the Qwen3Config."""
+    """Write the checkpoint: config, safetensors, tokenizer, generation config; `changes` go into
+    the Qwen3Config."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -164,7 +170,8 @@ def save_tiny(directory: Path, tied: bool, **changes: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def publish(ray_cluster: Any) -> Callable[..., Manifest]:
-    """`publish(parameters, version=1, bucket_bytes=…, run_id=…, attempt=…)`: put named tensors in the object store, as a learner would."""
+    """`publish(parameters, version=1, bucket_bytes=…, run_id=…, attempt=…)`: put named tensors in
+    the object store, as a learner would."""
     from asyncrl.weights.layout import plan_buckets
 
     def put(
@@ -203,15 +210,16 @@ def publish(ray_cluster: Any) -> Callable[..., Manifest]:
 def generators(
     ray_cluster: Any, tiny_model: Path, engine_starts: list[str]
 ) -> Iterator[SimpleNamespace]:
-    """ONE real vLLM replica under Serve for the session: `handle`, `board`, `app` (its settings), `name`. Versions only go up, so ask `next_version()`."""
+    """ONE real vLLM replica under Serve for the session: `handle`, `version registry`, `app` (its
+    settings), `name`. Versions only go up, so ask `next_version()`."""
     from asyncrl.config import GeneratorConfig
     from asyncrl.generation.app import start_generators, stop_generators
-    from asyncrl.generation.settings import GeneratorApp, board_name
-    from asyncrl.weights.board import open_board
+    from asyncrl.generation.settings import GeneratorApp, registry_name
+    from asyncrl.weights.version_registry import open_registry
 
     name = "test-generators"
     versions = iter(range(1, 1_000_000))
-    board = open_board(board_name(name))
+    registry = open_registry(registry_name(name))
     app = GeneratorApp(
         model=str(tiny_model),
         max_model_len=256,
@@ -220,7 +228,7 @@ def generators(
     engine_starts.append("generators")
     handle = start_generators(app, name)
     yield SimpleNamespace(
-        handle=handle, board=board, app=app, name=name, next_version=lambda: next(versions)
+        handle=handle, registry=registry, app=app, name=name, next_version=lambda: next(versions)
     )
     replicas = handle.broadcast("status").results(timeout_s=60)
     processes = [
@@ -229,6 +237,6 @@ def generators(
         for child in psutil.Process(replica["pid"]).children(recursive=True)
     ]
     stop_generators(name)
-    ray_cluster.kill(board)
+    ray_cluster.kill(registry)
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert alive == []

@@ -1,4 +1,5 @@
-"""A second opinion on a run's books, which shares no code with asyncrl: plain loops over what the files hold."""
+"""A second opinion on a run's books, which shares no code with asyncrl: plain loops over what the
+files hold."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ def wrong(directory: Path) -> list[str]:
             said.append(f"{row['ordinal']}: two rows")
         groups[key] = row
         said += [f"{row['ordinal']}: {what}" for what in wrong_in_row(row)]
-    fates = []
-    for fate in rows_of(directory, "fates"):
-        if fate not in fates[-4096:]:
-            fates.append(fate)
+    outcomes = []
+    for ended in rows_of(directory, "outcomes"):
+        if ended not in outcomes[-4096:]:
+            outcomes.append(ended)
     line, at = {len(attempts) - 1}, len(attempts) - 1
     left_at = {}
     while attempts[at]["from_attempt"] is not None:
@@ -37,43 +38,43 @@ def wrong(directory: Path) -> list[str]:
         left_at[before] = attempts[at]["version"]
         line.add(before)
         at = before
-    trained = [fate for fate in fates if fate["outcome"] == "trained"]
+    trained = [ended for ended in outcomes if ended["outcome"] == "trained"]
     kept = [
-        fate
-        for fate in trained
-        if fate["ended_in"] in line
-        and fate["trained_at_version"] < left_at.get(fate["ended_in"], 1 << 60)
+        ended
+        for ended in trained
+        if ended["ended_in"] in line
+        and ended["trained_at_version"] < left_at.get(ended["ended_in"], 1 << 60)
     ]
     said += [
         f"{ordinal}: trained {count} times"
-        for ordinal, count in Counter(fate["ordinal"] for fate in kept).items()
+        for ordinal, count in Counter(ended["ordinal"] for ended in kept).items()
         if count > 1
     ]
     steps, generations = defaultdict(list), {}
-    for fate in trained:
-        steps[fate["ended_in"], fate["trained_at_version"]].append(fate)
+    for ended in trained:
+        steps[ended["ended_in"], ended["trained_at_version"]].append(ended)
     for (attempt, version), batch in steps.items():
         if (
             len(batch) != attempts[attempt]["groups_per_step"]
-            or len({fate["step"] for fate in batch}) != 1
+            or len({ended["step"] for ended in batch}) != 1
         ):
             said.append(f"{batch[0]['ordinal']}: its step, at version {version}, is no batch")
-    for fate in kept:
-        ordinal, row = fate["ordinal"], groups.get((fate["attempt"], fate["ordinal"]))
+    for ended in kept:
+        ordinal, row = ended["ordinal"], groups.get((ended["attempt"], ended["ordinal"]))
         if row is None:
             said.append(f"{ordinal}: trained without a row")
             continue
         versions = [span["version"] for spans in row["versions"] for span in spans]
-        staleness = fate["trained_at_version"] - min(versions, default=fate["trained_at_version"])
+        staleness = ended["trained_at_version"] - min(versions, default=ended["trained_at_version"])
         if (
-            staleness != fate["staleness"]
-            or staleness > attempts[fate["ended_in"]]["max_staleness"]
+            staleness != ended["staleness"]
+            or staleness > attempts[ended["ended_in"]]["max_staleness"]
         ):
             said.append(f"{ordinal}: staleness {staleness}")
-        if max(versions, default=0) > fate["trained_at_version"]:
+        if max(versions, default=0) > ended["trained_at_version"]:
             said.append(f"{ordinal}: a version from the future")
-        if sum(map(len, row["completion_ids"])) != fate["completion_tokens"]:
-            said.append(f"{ordinal}: {fate['completion_tokens']} tokens in its fate")
+        if sum(map(len, row["completion_ids"])) != ended["completion_tokens"]:
+            said.append(f"{ordinal}: {ended['completion_tokens']} tokens in its outcome")
         if len(row["completion_ids"]) != attempts[row["attempt"]]["n_samples_per_prompt"]:
             said.append(f"{ordinal}: {len(row['completion_ids'])} trajectories")
         made = json.dumps(

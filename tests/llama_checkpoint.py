@@ -1,5 +1,6 @@
-"""Somebody else's model: a Llama-shaped checkpoint with a byte-level BPE tokenizer trained on the spot, a chat template, an untied head and several
-shards, written with the public libraries alone."""
+"""Somebody else's model: a Llama-shaped checkpoint with a byte-level BPE tokenizer trained on the
+spot, a chat template, an untied head and several shards, written with the public libraries alone.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +18,17 @@ PAD, BOS, EOS, USER, ASSISTANT, END = SPECIAL = [
     "<|end|>",
 ]
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' +"
+    " message['content'] + '<|end|>' }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{%"
+    " endif %}"
 )
 VOCABULARY = 384
 """Rows of the embedding: more than the tokenizer has, as in most released models."""
 
 
 def save_llama(directory: Path, layers: int = 2, **changes: Any) -> Path:
-    """Write config, sharded safetensors, tokenizer and generation config; `changes` go into the LlamaConfig."""
+    """Write config, sharded safetensors, tokenizer and generation config; `changes` go into the
+    LlamaConfig."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -58,7 +61,8 @@ def save_llama(directory: Path, layers: int = 2, **changes: Any) -> Path:
 
 
 def claim_llama_class(directory: Path) -> Path:
-    """Name `LlamaTokenizerFast` in the checkpoint, as DeepSeek's do: transformers then makes a sentencepiece tokenizer of the byte-level vocabulary."""
+    """Name `LlamaTokenizerFast` in the checkpoint, as DeepSeek's do: transformers then makes a
+    sentencepiece tokenizer of the byte-level vocabulary."""
     file = directory / "tokenizer_config.json"
     file.write_text(
         json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"})
@@ -67,7 +71,8 @@ def claim_llama_class(directory: Path) -> Path:
 
 
 def tokenizer() -> Any:
-    """Byte-level BPE with merges from sums in words and figures; it puts BOS before a plain text, and the template writes its own."""
+    """Byte-level BPE with merges from sums in words and figures; it puts BOS before a plain text,
+    and the template writes its own."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,99 +1,58 @@
-"""Imports go downward only, and heavy libraries have one home each: read from the source, import statements inside functions included."""
+"""The rules of who imports whom, read from the source: imports inside functions count too."""
+
+from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "asyncrl"
-LAYERS = {
-    0: [
-        "clock",
-        "config",
-        "contracts",
-        "confined",
-        "contracts",
-        "derived",
-        "environment",
-        "names",
-        "redact",
-        "rules",
-        "runtime",
-        "sandbox",
-        "text",
-        "types",
-    ],
-    1: [
-        "algorithms",
-        "data.balance",
-        "data.blocks",
-        "data.mixture",
-        "data.packing",
-        "data.truncation",
-        "control.staleness",
-    ],
-    2: ["control", "generation.protocol"],
-    3: ["stacks", "data", "generation", "serving", "rollout", "rewards", "learning", "weights"],
-    4: [
-        "embedded",
-        "launch",
-        "run",
-        "cli",
-        "observe",
-        "plan",
-        "preflight",
-        "placement",
-        "room",
-        "holders",
-        "directory",
-        "resume",
-        "rundir",
-        "audit",
-        "evaluation",
-        "reading",
-        "snapshot",
-    ],
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "asyncrl"
+LAYERS = (
+    ("contracts", "sandbox"),
+    ("runtime",),
+    ("config", "text"),
+    ("algorithms", "packing"),
+    ("models",),
+    ("control",),
+    ("data", "rollout", "rewards", "weights", "learning", "frozen", "generation", "serving"),
+    ("rundir",),
+    ("observe",),
+    ("preflight",),
+    ("run",),
+    ("cli",),
+)
+"""Folders from the bottom up. A folder imports only from those below it; `testing` is free."""
+STATIONS = LAYERS[6]
+BETWEEN_STATIONS = {
+    ("generation", "weights"),
+    ("learning", "weights"),
+    ("serving", "generation"),
 }
-FREE = {
-    "testing",
-    "testing.clock",
-    "testing.control",
-    "testing.engine",
-    "testing.generators",
-    "testing.sandbox",
-    "",
-}
+"""(importer, imported): the only stations that know another."""
+TAKE_CONFIG = ("config", "rundir", "observe", "preflight", "run", "cli", "testing")
+"""Folders that may take a whole `Config`."""
 HOMES = {
     "vllm": ["generation", "weights"],
-    "deepspeed": ["learning", "weights.gather"],
-    "ray.serve": ["generation", "weights.push"],
-    "ray.data": ["data", "rewards"],
+    "deepspeed": ["learning", "weights.gather", "preflight.memory_estimate", "run.export"],
+    "ray.serve": ["generation", "serving", "weights.push", "runtime.serve_calls", "preflight"],
+    "ray.data": ["data", "rewards", "runtime.ray_stream"],
+    "ray._private": ["runtime", "preflight"],
 }
 
 
-def modules():
+def modules() -> Iterator[tuple[str, Path]]:
     for path in sorted(PACKAGE.rglob("*.py")):
-        name = (
-            ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-            .removesuffix("__init__")
-            .rstrip(".")
-        )
-        yield name, path
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        yield name.removesuffix("__init__").rstrip("."), path
 
 
-def layer(name):
-    fitting = [
-        (len(prefix), number)
-        for number, prefixes in LAYERS.items()
-        for prefix in prefixes
-        if name == prefix or name.startswith(prefix + ".")
-    ]
-    return max(fitting)[1]
-
-
-def imports(path):
+def imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -102,25 +61,151 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [
-        pytest.param(name, path, id=name or "asyncrl")
-        for name, path in modules()
-        if name not in FREE
-    ],
+def folder(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def layer(name: str) -> int:
+    return next(number for number, folders in enumerate(LAYERS) if folder(name) in folders)
+
+
+def ours(path: Path) -> set[str]:
+    """The modules of the package that a file imports."""
+    known = {name for name, _ in modules()}
+    named = {module.removeprefix("asyncrl.") for module in imports(path) if "asyncrl." in module}
+    return (named & known) - {""}
+
+
+def lies_in(name: str, homes: list[str]) -> bool:
+    return any(name == home or name.startswith(home + ".") for home in homes)
+
+
+FOLDERS = ["", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))]
+SCRIPTS = sorted(
+    path.relative_to(ROOT) for top in ("jobs", "benchmarks") for path in (ROOT / top).rglob("*.py")
 )
-def test_imports_go_downward(name, path):
-    ours = {
-        module.removeprefix("asyncrl.") for module in imports(path) if module.startswith("asyncrl.")
-    }
-    known = {other for other, _ in modules()}
-    higher = sorted(other for other in ours & known if layer(other) > layer(name))
+PLACED = [
+    pytest.param(name, path, id=name)
+    for name, path in modules()
+    if folder(name) not in ("", "testing")
+]
+
+
+@pytest.mark.parametrize(("name", "path"), PLACED)
+def test_imports_go_downward(name: str, path: Path) -> None:
+    higher = sorted(other for other in ours(path) if layer(other) > layer(name))
     assert not higher, f"{name} (layer {layer(name)}) imports {higher}"
 
 
-def test_nothing_is_computed_with_the_wall_clock():
-    """Somebody may set it: deadlines and intervals are counted on the monotonic clock. Only records have the time of day."""
+def test_stations_do_not_know_one_another() -> None:
+    arrows = {
+        (name, other)
+        for name, path in modules()
+        for other in ours(path)
+        if folder(name) in STATIONS and folder(other) in STATIONS
+        if folder(name) != folder(other)
+        if (folder(name), folder(other)) not in BETWEEN_STATIONS
+    }
+    assert not arrows
+
+
+def test_folders_import_one_another_one_way() -> None:
+    """No circle of folders, and none of modules: whatever is imported was there before."""
+    arrows: dict[str, set[str]] = {name: ours(path) - {name} for name, path in modules()}
+    for graph in (_by_folder(arrows), arrows):
+        while leaves := [name for name, targets in graph.items() if not targets & set(graph)]:
+            for leaf in leaves:
+                del graph[leaf]
+        assert not graph, f"circles among {sorted(graph)}"
+
+
+def _by_folder(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
+    graph: dict[str, set[str]] = {}
+    for name, targets in arrows.items():
+        if folder(name) not in ("", "testing"):
+            graph.setdefault(folder(name), set()).update(
+                {folder(target) for target in targets} - {folder(name)}
+            )
+    return graph
+
+
+def test_only_some_folders_take_a_whole_config() -> None:
+    """A station takes a small spec of its own, which `preflight.specs` makes."""
+    takers = {
+        name
+        for name, path in modules()
+        if folder(name) not in TAKE_CONFIG
+        if "asyncrl.config.Config" in imports(path)
+    }
+    assert not takers
+
+
+SURFACE = {
+    "": "open_run train",
+    "algorithms": "CHUNK_ELEMENTS LIVE_CHUNKS supervised_loss token_logprobs token_weights",
+    "config": (
+        "AlgorithmConfig CheckpointConfig Config ConfigError CorrectionConfig DataConfig "
+        "EvalConfig EvalSet GeneratorConfig HUB_CACHE LearnerConfig ModelConfig "
+        "ObserveConfig RewardConfig RewardFunction RolloutConfig SandboxConfig Section "
+        "Source Sources StalenessConfig WarmStartConfig WeightsConfig command_line "
+        "completion_room explain field_names is_hub_data is_hub_name load_config "
+        "sources_of"
+    ),
+    "contracts": "ConfigError Prompt State",
+    "control": "Coordinator Parts Schedule Staleness",
+    "data": "ROWS_PER_BLOCK RowsByNumber read_prompts",
+    "generation": "Engine GeneratorApp engine_environment",
+    "learning": "LearnerRank Meeting start_rank",
+    "models": (
+        "MicroBatch Policy Segments check_isolation checkpoint_activations load_policy "
+        "micro_batch register_attention support token_example"
+    ),
+    "observe": "MemoryPeak MemorySampler descendants process_name",
+    "packing": "pack pack_blocks pack_rows",
+    "preflight": "HEAD_GRADIENTS data_spec learner_spec make_plan model_context ray_cluster",
+    "rewards": "GroupCall RewardError call_reward",
+    "run": "RunFailedError Summary command_name concurrency_of launch_stations run_training",
+    "rundir": "Run RunDirectory RunNotFoundError open_run",
+    "sandbox": (
+        "Level Levels Limits LocalSandbox Program Result Sandbox SandboxError "
+        "SandboxUnavailableError open_sandbox probe run run_async"
+    ),
+    "serving": "build_standing_app",
+    "testing": (
+        "DeadlockError FakeCheckpoints FakeEngine FakeGenerate FakeLearner FakeLogprobCheck "
+        "FakePrompts FakeRecorder FakeReplicas FakeRollouts FakeSandbox FakeScores "
+        "FakeServed FakeWeightSync FakeWords SeededGenerator VirtualTimeLoop"
+    ),
+    "text": "decode load_stops load_tokenizer text_before",
+    "weights": "BACKEND CannotPublishError TOKENIZER_MODE version_table",
+}
+"""What each folder exports."""
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_exports_what_it_promises(name: str) -> None:
+    package = importlib.import_module(f"asyncrl.{name}" if name else "asyncrl")
+    exported = getattr(package, "__all__", [])
+    assert sorted(exported) == sorted(SURFACE.get(name, "").split())
+    for one in exported:
+        assert getattr(package, one) is not None
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=str)
+def test_jobs_and_benchmarks_use_the_public_surface_alone(path: Path) -> None:
+    source = (ROOT / path).read_text()
+    assert "sys.path" not in source
+    for module in imports(ROOT / path):
+        if module.startswith("asyncrl."):
+            depth = module.removeprefix("asyncrl.").split(".")
+            folder_name, *rest = depth
+            free = folder_name in ("testing", "cli")
+            assert free or not rest or rest[0] in SURFACE[folder_name].split(), module
+
+
+def test_nothing_is_computed_with_the_wall_clock() -> None:
+    """Somebody may set it: deadlines and intervals are counted on the monotonic clock. Only records
+    have the time of day."""
     wall = ("time.time", "datetime.now", "datetime.datetime.now")
     readers = {
         name
@@ -129,39 +214,31 @@ def test_nothing_is_computed_with_the_wall_clock():
         if ast.unparse(node) in wall
     }
     readers |= {name for name, path in modules() if "time.time" in imports(path)}
-    assert readers <= {"clock", "generation.http", "rollout.lost", "rewards.score", *FREE}
+    records = {"runtime.clock", "serving.http", "rollout.lost_requests", "rewards.score"}
+    assert {name for name in readers if folder(name) != "testing"} <= records
 
 
 @pytest.mark.parametrize("library", HOMES)
-def test_heavy_libraries_have_one_home(library):
+def test_heavy_libraries_have_one_home(library: str) -> None:
     users = {
         name
         for name, path in modules()
         if any(m == library or m.startswith(library + ".") for m in imports(path))
     }
-    strangers = {
-        name
-        for name in users
-        if not any(name == home or name.startswith(home + ".") for home in HOMES[library])
-    }
-    assert not strangers
+    assert not {name for name in users if not lies_in(name, HOMES[library])}
 
 
-def test_control_imports_neither_ray_nor_torch():
+def test_control_imports_no_files_and_no_heavy_library() -> None:
+    strangers = {"ray", "vllm", "deepspeed", "torch", "os", "shutil", "tempfile"}
     for name, path in modules():
-        if name.startswith("control"):
-            assert not {module.split(".")[0] for module in imports(path)} & {
-                "ray",
-                "vllm",
-                "deepspeed",
-                "torch",
-            }, name
+        if folder(name) == "control":
+            assert not {module.split(".")[0] for module in imports(path)} & strangers, name
 
 
-def test_the_sandbox_needs_the_standard_library_alone():
+def test_the_sandbox_needs_the_standard_library_alone() -> None:
     """Its supervisor starts without site-packages, and in front of every program."""
     for name, path in modules():
-        if name.startswith("sandbox"):
+        if folder(name) == "sandbox":
             others = {
                 module.split(".")[0]
                 for module in imports(path)
@@ -170,9 +247,13 @@ def test_the_sandbox_needs_the_standard_library_alone():
             assert others <= sys.stdlib_module_names, name
 
 
-def test_the_driver_imports_neither_torch_nor_vllm_nor_deepspeed():
-    """A process that only starts and watches others: each of these would cost it, and every reward process, seconds and hundreds of MiB."""
-    script = "import sys, asyncrl.run; print([name for name in ('torch', 'vllm', 'deepspeed') if name in sys.modules])"
+def test_the_driver_imports_neither_torch_nor_vllm_nor_deepspeed() -> None:
+    """A process that only starts and watches others: each of these would cost it, and every reward
+    process, seconds and hundreds of MiB."""
+    script = (
+        "import sys, asyncrl.run.train\n"
+        "print([name for name in ('torch', 'vllm', 'deepspeed') if name in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )

@@ -1,4 +1,5 @@
-"""One attempt to break each of the promises about security. What is guarded elsewhere as well: the HTTP routes (tests/generation/test_http.py)."""
+"""One attempt to break each of the promises about security. What is guarded elsewhere as well: the
+HTTP routes (tests/generation/test_http.py)."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ import pytest
 import yaml
 
 from asyncrl.config import Config, ConfigError, load_config
-from asyncrl.directory import RunDirectory
-from asyncrl.observe.metrics import MetricsWriter, read_metrics
 from asyncrl.observe.progress import Progress, ProgressView
-from asyncrl.reading import open_run
-from asyncrl.redact import RedactingFormatter, redact, redact_tree, shown
+from asyncrl.preflight import cluster
+from asyncrl.preflight.specs import data_spec
+from asyncrl.rundir.directory import RunDirectory
+from asyncrl.rundir.metrics import MetricsWriter, read_metrics
+from asyncrl.rundir.reader import open_run
+from asyncrl.runtime.redact import RedactingFormatter, redact, redact_tree, shown
 from asyncrl.runtime.shared import size_and_checksum
 from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
 
@@ -80,28 +83,27 @@ def config(root: Path, **changes: Any) -> Config:
 
 
 def test_ray_without_its_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl import launch
 
     ended: list[bool] = []
-    monkeypatch.setattr(launch, "is_token_auth_enabled", lambda: False)
-    monkeypatch.setattr(launch, "start_local_ray", lambda cpus, **options: None)
+    monkeypatch.setattr(cluster, "is_token_auth_enabled", lambda: False)
+    monkeypatch.setattr(cluster, "start_local_ray", lambda cpus, **options: None)
     monkeypatch.setattr(
-        launch.ray._private.worker,
+        cluster.ray._private.worker,
         "_global_node",
         type("Node", (), {"get_session_dir_path": lambda self: str(tmp_path)})(),
     )
-    monkeypatch.setattr(launch.ray, "shutdown", lambda: ended.append(True))
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: ended.append(True))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with (
         pytest.raises(RuntimeError, match="Ray's token authentication is off; unset RAY_AUTH_MODE"),
-        launch.cluster(config(tmp_path)),
+        cluster.ray_cluster(config(tmp_path)),
     ):
         raise AssertionError("the run went on")
     assert ended == [True]
 
 
 def test_a_local_cluster_has_a_token(ray_cluster: Any) -> None:
-    from asyncrl.launch import _refuse_open_ray
+    from asyncrl.preflight.cluster import _refuse_open_ray
 
     _refuse_open_ray()
 
@@ -134,7 +136,7 @@ def test_a_models_own_code_does_not_run(
 ) -> None:
     import torch
 
-    from asyncrl.learning.policy import load_policy
+    from asyncrl.models.policy import load_policy
     from asyncrl.text.tokenizer import load_tokenizer
 
     monkeypatch.setattr("builtins.input", lambda *text: "y")  # transformers asks, unless it is told
@@ -150,10 +152,11 @@ def test_a_models_own_code_does_not_run(
 def test_weights_come_from_safetensors_alone(
     tmp_path: Path, tiny_model: Path, marker: Path
 ) -> None:
-    """A directory with some safetensors file passes the plan; transformers would look for its usual names, and then for pickles."""
+    """A directory with some safetensors file passes the plan; transformers would look for its usual
+    names, and then for pickles."""
     import torch
 
-    from asyncrl.learning.policy import load_policy
+    from asyncrl.models.policy import load_policy
 
     for file in tiny_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -190,9 +193,14 @@ def test_no_call_that_runs_what_it_reads(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
-            assert not names & {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}, (
-                f"line {node.lineno}"
-            )
+            assert not names & {
+                "pickle",
+                "cloudpickle",
+                "dill",
+                "joblib",
+                "marshal",
+                "shelve",
+            }, f"line {node.lineno}"
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             given = {
@@ -334,12 +342,12 @@ def test_a_link_in_shared_memory_is_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run_id", ["../x", "a/../../etc/x", "/etc/x"])
 def test_a_manifest_does_not_name_a_staging_file_elsewhere(tmp_path: Path, run_id: str) -> None:
-    from asyncrl.control.protocols import Manifest
-    from asyncrl.weights.staging import StagingError, fetch
+    from asyncrl.contracts.messages import Manifest
+    from asyncrl.weights.staging import StagingError, fetch_version
 
     (tmp_path / "shm").mkdir()
     with pytest.raises(StagingError, match="would leave"):
-        fetch(Manifest(run_id, 0, 1, (), (), (), ()), {}, 1.0, tmp_path / "shm")
+        fetch_version(Manifest(run_id, 0, 1, (), (), (), ()), {}, 1.0, tmp_path / "shm")
     assert list((tmp_path / "shm").iterdir()) == []
 
 
@@ -347,7 +355,10 @@ def test_a_manifest_does_not_name_a_staging_file_elsewhere(tmp_path: Path, run_i
 
 
 def test_yaml_makes_no_objects(tmp_path: Path, marker: Path) -> None:
-    evil = f"!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.PosixPath [{str(marker)!r}]]"
+    evil = (
+        "!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.PosixPath"
+        f" [{str(marker)!r}]]"
+    )
     path = tmp_path / "config.yaml"
     path.write_text(f"name: {evil}\n")
     with pytest.raises(ConfigError, match="cannot be used as YAML"):
@@ -357,7 +368,8 @@ def test_yaml_makes_no_objects(tmp_path: Path, marker: Path) -> None:
 
 
 def test_a_dataset_runs_no_code(tmp_path: Path, marker: Path) -> None:
-    """A column of Ray's object type is unpickled by whoever looks at its values, once ray.data is imported."""
+    """A column of Ray's object type is unpickled by whoever looks at its values, once ray.data is
+    imported."""
     from ray.data._internal.object_extensions.arrow import ArrowPythonObjectType
 
     from asyncrl.data.sources import read_sources
@@ -384,7 +396,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("text", "reason"),
     [
         (BOMB, "its aliases stand for more than 100,000 values"),
-        ("name: &a [*a]\n", "an alias stands inside what it names"),
+        ("name: &a [*a]\n", "an alias is inside the value that it names"),
         ("name: " + "[" * 600 + "]" * 600, "deep inside one another"),
         ("name: " + "[" * 100 + "]" * 100, "more than 64 deep"),
         ("# " + "x" * (5 << 20), "characters, above"),
@@ -439,7 +451,8 @@ def test_a_config_that_is_a_pipe_is_named(tmp_path: Path) -> None:
 def test_import_paths_come_from_the_config_alone(
     tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that names a function, in every column that might be taken for one, is given to the reward as data."""
+    """A row that names a function, in every column that might be taken for one, is given to the
+    reward as data."""
     from asyncrl.data.prompts import read_prompt_rows
     from asyncrl.rewards.contract import GroupCall, call_reward
 
@@ -458,7 +471,9 @@ def test_import_paths_come_from_the_config_alone(
     pq.write_table(
         pa.table({name: [value] for name, value in row.items()}), tmp_path / "train.parquet"
     )
-    table = read_prompt_rows(str(tmp_path / "train.parquet"), config(tmp_path), "data.train").table
+    table = read_prompt_rows(
+        str(tmp_path / "train.parquet"), data_spec(config(tmp_path)), "data.train"
+    ).table
     (columns,) = table.drop_columns(["prompt"]).to_pylist()
     assert call_reward(
         "asyncrl.rewards.builtin:exact_match", GroupCall(["1 + 1 ="], ["2"], [(5,)], columns)
@@ -492,7 +507,9 @@ def test_secrets_stay_out_of_config_dumps(tmp_path: Path, secret: str) -> None:
         written = (directory.path / "config.yaml").read_text()
     assert "[redacted ASYNCRL_API_KEY]" in written and secret not in written
     assert secret not in json.dumps(hiding.dump())
-    source = (Path(sinks.__file__)).read_text() + (ROOT / "asyncrl" / "plan.py").read_text()
+    source = (Path(sinks.__file__)).read_text() + (
+        ROOT / "asyncrl" / "preflight" / "plan.py"
+    ).read_text()
     assert "model_dump(" not in source.replace("correction.model_dump(", ""), (
         "whoever shows a config shows `dump()`"
     )
@@ -521,7 +538,7 @@ def test_secrets_stay_out_of_logs(secret: str) -> None:
 
 
 def test_ray_logs_are_kept_without_secrets(tmp_path: Path, secret: str) -> None:
-    from asyncrl.launch import _keep_logs
+    from asyncrl.run.attempts import _keep_logs
 
     (tmp_path / "session").mkdir()
     (tmp_path / "session" / "worker.err").write_bytes(b"\xff said " + secret.encode())
@@ -696,7 +713,7 @@ def test_secrets_go_by_their_names_and_nothing_else_does() -> None:
         "monkey": "z",
         "tokens": ["a"],
     }
-    shipped = load_config(ROOT / "jobs" / "quickstart.yaml")
+    shipped = load_config(ROOT / "jobs" / "quickstart" / "quickstart.yaml")
     assert shipped.dump() == shipped.model_dump(mode="json")
 
 
@@ -727,7 +744,8 @@ def test_model_text_moves_no_terminal(live: bool) -> None:
 def test_an_error_that_quotes_model_text_moves_no_terminal(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncrl import cli, run
+    from asyncrl import cli
+    from asyncrl.run import train as run
 
     assert harmless(run._one_line(RuntimeError(HOSTILE))) and harmless(shown(HOSTILE))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree(tmp_path, prompt=HOSTILE)))
@@ -756,7 +774,8 @@ def test_names_of_files_and_columns_move_no_terminal(
 
 
 def test_model_text_is_no_html() -> None:
-    """People see it in notebooks, as tables of pandas, which escapes. Nothing of ours makes HTML, or tells pandas not to."""
+    """People see it in notebooks, as tables of pandas, which escapes. Nothing of ours makes HTML,
+    or tells pandas not to."""
     ours = [
         path
         for folder in ("asyncrl", "notebooks", "jobs")
@@ -776,15 +795,14 @@ def test_model_text_is_no_html() -> None:
 def test_a_cluster_without_a_token_may_be_used_by_a_setting_that_says_what_it_opens(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from asyncrl import launch
 
-    monkeypatch.setattr(launch, "is_token_auth_enabled", lambda: False)
+    monkeypatch.setattr(cluster, "is_token_auth_enabled", lambda: False)
     with pytest.raises(
         RuntimeError,
         match="ray_without_token: true uses it as it is, open to everyone who reaches its ports",
     ):
-        launch._refuse_open_ray()
-    launch._refuse_open_ray(allowed=True)
+        cluster._refuse_open_ray()
+    cluster._refuse_open_ray(allowed=True)
     assert (
         "everyone who reaches this cluster's ports can run code on its machines"
         in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""docs/troubleshooting.md quotes messages as the code says them: every fixed part of one occurs in a string of the package."""
+"""docs/troubleshooting.md quotes messages as the code says them: every fixed part of one occurs in
+a string of the package."""
 
 import ast
 import re
@@ -15,11 +16,13 @@ MESSAGES = [
     for line in block.splitlines()
 ]
 SHORTEST = 11
-"""Letters that at least one fixed part of a message must have: shorter ones occur in any program."""
+"""Letters that at least one fixed part of a message must have: shorter ones occur in any program.
+"""
 
 
 def strings(source):
-    """Every string of a module as it reads, with … for what is filled in. Neighbouring pieces are one string."""
+    """Every string of a module as it reads, with … for what is filled in. Neighboring pieces are
+    one string."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             yield "".join(

@@ -12,15 +12,16 @@ from asyncrl.algorithms.own import is_own, own_advantages
 __all__ = [
     "STD_FLOOR",
     "Advantage",
-    "batch_normalised",
+    "batch_normalized",
     "group_advantages",
     "moments_over_ranks",
     "soft_overlong_penalty",
-    "standardised",
+    "standardized",
 ]
 
 STD_FLOOR = 1e-6
-"""Added to a standard deviation, and to MaxRL's mean, so that equal rewards give zero advantages and no division by zero."""
+"""Added to a standard deviation, and to MaxRL's mean, so that equal rewards give zero advantages
+and no division by zero."""
 
 Advantage = Literal[
     "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
@@ -30,30 +31,35 @@ Advantage = Literal[
 def group_advantages(
     rewards: Sequence[float | None], usable: Sequence[bool], method: str
 ) -> list[float | None]:
-    """Advantage of each trajectory of one group; None where it is not usable. Only the n usable trajectories enter the statistics.
+    """Advantage of each trajectory of one group; None where it is not usable. Only the n usable
+    trajectories enter the statistics.
 
-    grpo: (r - mean) / (std + 1e-6), population std (DeepSeekMath, arXiv:2402.03300, eq. 3 and section 4.1.2). verl and TRL divide by the sample std,
-    so that their advantages are sqrt((n - 1) / n) times these.
-    dr_grpo: r - mean (arXiv:2503.20783, section 3.2).
-    rloo: r - mean of the others = n / (n - 1) · (r - mean) (arXiv:2402.14740, section 3.2).
-    maxrl: (r - mean) / (mean + 1e-6), for rewards of 0 and above (arXiv:2602.02710, section 3).
-    reinforce_plus_plus: r; reinforce_plus_plus_baseline: r - mean; both are then normalised over the step (`batch_normalised`).
-    gae: r; the learner makes token advantages of it with its value head (`values.gae`).
-    package.module:function: what that gives for the rewards of two or more; a single one has nothing to compare with, and 0.
+    grpo: (r - mean) / (std + 1e-6), population std (DeepSeekMath, arXiv:2402.03300, eq. 3 and
+    section 4.1.2). verl and TRL divide by the sample std, so that their advantages are sqrt((n - 1)
+    / n) times these. dr_grpo: r - mean (arXiv:2503.20783, section 3.2). rloo: r - mean of the
+    others = n / (n - 1) · (r - mean) (arXiv:2402.14740, section 3.2). maxrl: (r - mean) / (mean +
+    1e-6), for rewards of 0 and above (arXiv:2602.02710, section 3). reinforce_plus_plus: r;
+    reinforce_plus_plus_baseline: r - mean; both are then normalized over the step
+    (`batch_normalized`). gae: r; the learner makes token advantages of it with its value head
+    (`values.gae`). package.module:function: what that gives for the rewards of two or more; a
+    single one has nothing to compare with, and 0.
 
     Example:
         group_advantages([1.0, 0.0, None], [True, True, False], "dr_grpo") == [0.5, -0.5, None]
 
     Raises:
-        ValueError: the lengths differ, the method is unknown, a usable trajectory has no finite reward, or a negative one under maxrl.
+        ValueError: the lengths differ, the method is unknown, a usable trajectory has no finite
+            reward, or a negative one under maxrl.
     """
     if len(rewards) != len(usable):
         raise ValueError(
-            f"{len(rewards)} rewards came with {len(usable)} usable flags; give one flag for each trajectory"
+            f"{len(rewards)} rewards came with {len(usable)} usable flags; give one flag for each"
+            " trajectory"
         )
     if not is_own(method) and method not in get_args(Advantage):
         raise ValueError(
-            f"algorithm.advantage = {method!r} is unknown; use one of {', '.join(get_args(Advantage))}"
+            f"algorithm.advantage = {method!r} is unknown; use one of"
+            f" {', '.join(get_args(Advantage))}"
         )
     kept = np.array(
         [
@@ -67,7 +73,8 @@ def group_advantages(
         return [None] * len(rewards)
     if not np.isfinite(kept).all():
         raise ValueError(
-            f"rewards of usable trajectories must be finite numbers, not {kept.tolist()}; give those trajectories another status"
+            f"rewards of usable trajectories must be finite numbers, not {kept.tolist()}; give"
+            " those trajectories another status"
         )
     values = iter(_advantages(kept, method).tolist())
     return [next(values) if use else None for use in usable]
@@ -76,27 +83,28 @@ def group_advantages(
 def _advantages(rewards: np.ndarray, method: str) -> np.ndarray:
     if is_own(method):
         return own_advantages(method, rewards) if len(rewards) > 1 else np.zeros(len(rewards))
-    centred: np.ndarray = rewards - rewards.mean()
+    centered: np.ndarray = rewards - rewards.mean()
     match method:
         case "grpo":
-            return np.asarray(centred / (rewards.std() + STD_FLOOR))
+            return np.asarray(centered / (rewards.std() + STD_FLOOR))
         case "rloo":
-            return np.asarray(centred * (len(rewards) / max(len(rewards) - 1, 1)))
+            return np.asarray(centered * (len(rewards) / max(len(rewards) - 1, 1)))
         case "maxrl":
             if (rewards < 0).any():
                 raise ValueError(
-                    f"algorithm.advantage: maxrl is defined for rewards of 0 and above, not {rewards.tolist()}; use grpo or rloo"
+                    "algorithm.advantage: maxrl is defined for rewards of 0 and above, not"
+                    f" {rewards.tolist()}; use grpo or rloo"
                 )
-            return np.asarray(centred / (rewards.mean() + STD_FLOOR))
+            return np.asarray(centered / (rewards.mean() + STD_FLOOR))
         case "reinforce_plus_plus" | "gae":
             return rewards
         case _:  # dr_grpo, reinforce_plus_plus_baseline
-            return centred
+            return centered
 
 
-def batch_normalised(advantages: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """(A - mean) / (std + 1e-6) over the loss tokens of a whole step: trajectory i counts tokens[i] times (REINFORCE++, arXiv:2501.03262,
-    section 3)."""
+def batch_normalized(advantages: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    """(A - mean) / (std + 1e-6) over the loss tokens of a whole step: trajectory i counts tokens[i]
+    times (REINFORCE++, arXiv:2501.03262, section 3)."""
     values, counts = np.asarray(advantages, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
     mean = np.average(values, weights=counts)
     std = np.sqrt(np.average((values - mean) ** 2, weights=counts))
@@ -106,7 +114,8 @@ def batch_normalised(advantages: Sequence[float], tokens: Sequence[int]) -> list
 def moments_over_ranks(
     values: np.ndarray, summed: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[float, float]:
-    """Mean and population std of all ranks' values, in two passes: E[v²] - E[v]² would lose the std of values far from 0.
+    """Mean and population std of all ranks' values, in two passes: E[v²] - E[v]² would lose the std
+    of values far from 0.
 
     Args:
         values: this rank's, any number of them.
@@ -119,14 +128,15 @@ def moments_over_ranks(
     return float(mean), float(np.sqrt(squares / count))
 
 
-def standardised(values: np.ndarray, mean: float, std: float) -> np.ndarray:
-    """(A - mean) / (std + 1e-6), with mean and std of all token advantages of the step (the whitening of PPO's advantages: Andrychowicz et al. 2020,
-    arXiv:2006.05990, choice C67)."""
+def standardized(values: np.ndarray, mean: float, std: float) -> np.ndarray:
+    """(A - mean) / (std + 1e-6), with mean and std of all token advantages of the step (the
+    whitening of PPO's advantages: Andrychowicz et al. 2020, arXiv:2006.05990, choice C67)."""
     return np.asarray((values - mean) / (std + STD_FLOOR))
 
 
 def soft_overlong_penalty(tokens: int, longest: int, buffer: int, penalty: float) -> float:
-    """What a completion of so many tokens adds to its reward: 0 up to longest - buffer, then falling linearly to -penalty at longest (DAPO's soft
-    overlong punishment, arXiv:2503.14476, eq. 13). buffer = 0 switches it off."""
+    """What a completion of so many tokens adds to its reward: 0 up to longest - buffer, then
+    falling linearly to -penalty at longest (DAPO's soft overlong punishment, arXiv:2503.14476, eq.
+    13). buffer = 0 switches it off."""
     over = tokens - (longest - buffer)
     return -penalty * min(over, buffer) / buffer if buffer and over > 0 else 0.0

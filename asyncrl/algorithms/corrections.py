@@ -1,7 +1,9 @@
-"""Corrections for training on what another policy sampled: weights and masks per token, without gradient.
+"""Corrections for training on what another policy sampled: weights and masks per token, without
+gradient.
 
-Everywhere log-ratios are log π_learner - log π_behaviour (or a part of it), in nats, [N] for the N loss tokens of some trajectories;
-`sequence` [N] says to which of the `sequences` trajectories each token belongs. A masked token keeps its place in every denominator.
+Everywhere log-ratios are log π_learner - log π_behavior (or a part of it), in nats, [N] for the N
+loss tokens of some trajectories; `sequence` [N] says to which of the `sequences` trajectories each
+token belongs. A masked token keeps its place in every denominator.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.kl import LOG_RATIO_LIMIT, LOW_VAR_LIMIT, KLEstimator
+from asyncrl.algorithms.objective_spec import Level
 
 __all__ = [
     "LOG_RATIO_LIMIT",
@@ -24,8 +27,6 @@ __all__ = [
     "sequence_mean",
     "sequence_sum",
 ]
-
-Level = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 
 
 def sequence_sum(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
@@ -47,8 +48,10 @@ def sequence_max(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
 def importance_weights(
     log_weight: Tensor, sequence: Tensor, sequences: int, level: Literal["token", "sequence"]
 ) -> Tensor:
-    """Importance weights [N]: exp(log_weight) per token, or the product over the whole trajectory for each of its tokens. Cut at a cap they are truncated
-    importance sampling (Ionides 2008; for LLMs: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
+    """Importance weights [N]: exp(log_weight) per token, or the product over the whole trajectory
+    for each of its tokens. Cut at a cap they are truncated importance sampling (Ionides 2008; for
+    LLMs: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training").
     """
     if level == "sequence":
         log_weight = sequence_sum(log_weight, sequence, sequences)[sequence]
@@ -56,23 +59,25 @@ def importance_weights(
 
 
 def band_mask(log_ratio: Tensor, low: float, high: float) -> Tensor:
-    """[N] bool, True where low ≤ exp(log_ratio) ≤ high: two-sided masking of single tokens (IcePop, arXiv:2510.18855, which keeps the ratio as the
-    weight inside the band: algorithm.old_policy: learner, correction.truncation: token and a cap of at least mask_above)."""
+    """[N] bool, True where low ≤ exp(log_ratio) ≤ high: two-sided masking of single tokens (IcePop,
+    arXiv:2510.18855, which keeps the ratio as the weight inside the band: algorithm.old_policy:
+    learner, correction.truncation: token and a cap of at least mask_above).
+    """
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return (ratio >= low) & (ratio <= high)
 
 
 def kl_estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
-    """Per-token estimate of KL(p || q) from tokens of p, with l = log_ratio = log q - log p: k1 = -l, k2 = l²/2, k3 = exp(l) - 1 - l,
-    low_var = k3, at most 10 (http://joschu.net/blog/kl-approx.html)."""
+    """Per-token estimate of KL(p || q) from tokens of p, with l = log_ratio = log q - log p: k1 =
+    -l, k2 = l²/2, k3 = exp(l) - 1 - l, low_var = k3, at most 10
+    (http://joschu.net/blog/kl-approx.html)."""
     clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
         return -clamped
     if estimator == "k2":
         return clamped.square() / 2
-    k3 = (
-        clamped.expm1() - clamped
-    )  # exp(l) - 1 is rounded at 1e-7 in float32, which is k3 itself at l = 5e-4
+    # expm1, because exp(l) - 1 rounds at 1e-7 in float32, which is all of k3 at l = 5e-4.
+    k3 = clamped.expm1() - clamped
     return k3.clamp(max=LOW_VAR_LIMIT) if estimator == "low_var" else k3
 
 
@@ -84,8 +89,9 @@ def rejection_mask(
     level: Level,
     above: float,
 ) -> Tensor:
-    """[N] bool, False where the KL estimate is above the threshold: of the token, or the trajectory's sum, mean or largest, which then
-    rejects all of its tokens. k1 is signed, so its absolute value is compared."""
+    """[N] bool, False where the KL estimate is above the threshold: of the token, or the
+    trajectory's sum, mean or largest, which then rejects all of its tokens. k1 is signed, so its
+    absolute value is compared."""
     values = kl_estimate(log_ratio, estimator)
     if level == "sequence_sum":
         values = sequence_sum(values, sequence, sequences)[sequence]
@@ -99,8 +105,10 @@ def rejection_mask(
 def off_policy_sequence_mask(
     log_ratio: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, above: float
 ) -> Tensor:
-    """[N] bool, False for the tokens of a trajectory of negative advantage whose mean of -log_ratio is above the threshold: bad answers that
-    the learner would hardly give any more teach it nothing (DeepSeek-V3.2, arXiv:2512.02556, section 3.1)."""
+    """[N] bool, False for the tokens of a trajectory of negative advantage whose mean of -log_ratio
+    is above the threshold: bad answers that the learner would hardly give any more teach it nothing
+    (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
+    """
     distance = sequence_mean(
         -log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), sequence, sequences
     )[sequence]

@@ -18,11 +18,13 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def reward_kl(logprobs: Sequence[float], reference_logprobs: Sequence[float]) -> float:
-    """Estimate k1 of KL(behaviour || reference) of one trajectory, in nats: the sum of log μ - log π_ref over its T tokens, which the behaviour policy
-    sampled. Log-ratios are clamped to ± 20 nats.
+    """Estimate k1 of KL(behavior || reference) of one trajectory, in nats: the sum of log μ - log
+    π_ref over its T tokens, which the behavior policy sampled. Log-ratios are clamped to ± 20
+    nats.
 
-    A reward enters the gradient as a constant times ∇log μ, and E[k1 · ∇log μ] is the divergence's own gradient. The other estimators have its value, not
-    its gradient: with k3 it is that of KL(μ || π_ref) - KL(π_ref || μ), which vanishes near the reference.
+    A reward enters the gradient as a constant times ∇log μ, and E[k1 · ∇log μ] is the divergence's
+    own gradient. The other estimators have its value, not its gradient: with k3 it is that of KL(μ
+    || π_ref) - KL(π_ref || μ), which vanishes near the reference.
 
     Raises:
         ValueError: the lengths differ.

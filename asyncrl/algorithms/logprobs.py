@@ -1,4 +1,5 @@
-"""Token log-probs from hidden states and the head's weight, in chunks: the logits [N, vocabulary] never exist whole."""
+"""Token log-probs from hidden states and the head's weight, in chunks: the logits [N, vocabulary]
+never exist whole."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ __all__ = [
 ]
 
 LIVE_CHUNKS = 7
-"""Float32 tensors of the size of a chunk of logits that are alive at once in the backward pass. `jobs/bench_memory.py` prints how many: 6.8."""
+"""Float32 tensors of the size of a chunk of logits that are alive at once in the backward pass.
+`benchmarks/memory.py` prints how many: 6.8."""
 CHUNK_ELEMENTS = 1 << 23
-"""Logits of one chunk, where nothing else is said: 224 MiB for all that is alive of it."""
+"""Logits of one chunk, by default: 224 MiB for all that is alive of it."""
 
 
 def chunk_elements(memory_bytes: int) -> int:
@@ -73,8 +75,9 @@ def token_logprobs(
     """Log-probs of `targets` [N] and entropies [N] (without gradient, unless asked for) of
     softmax(logit_map(hidden @ weight.T + bias) / temperature), float32 nats.
 
-    `hidden` is [N, H], `weight` [V, H], `bias` [V]. With more than one chunk the logits are computed again in the backward pass, and the gradients of
-    weight and bias add up over the chunks in float32, whatever their type.
+    `hidden` is [N, H], `weight` [V, H], `bias` [V]. With more than one chunk the logits are
+    computed again in the backward pass, and the gradients of weight and bias add up over the chunks
+    in float32, whatever their type.
 
     Raises:
         ValueError: the temperature is not above 0.
@@ -91,8 +94,10 @@ def token_logprobs(
 
 
 class _Chunked(torch.autograd.Function):
-    """`_chunk` over so many rows at a time; of a chunk only the results are kept. Left to autograd, the gradient of the head would be added up in the
-    weight's own type: in bfloat16 a sum of 600 like chunks loses a sixth or more, since what is small against the sum so far is rounded away."""
+    """`_chunk` over so many rows at a time; of a chunk only the results are kept. Left to autograd,
+    the gradient of the head would be added up in the weight's own type: in bfloat16 a sum of 600
+    like chunks loses a sixth or more, since what is small against the sum so far is rounded away.
+    """
 
     @staticmethod
     def forward(
@@ -170,7 +175,8 @@ def greedy_tokens(
     chunk_elements: int = CHUNK_ELEMENTS,
     logit_map: LogitMap = IDENTITY,
 ) -> Tensor:
-    """The most probable next token [N] for each row of `hidden` [N, H]; the lowest id wins a tie."""
+    """The most probable next token [N] for each row of `hidden` [N, H]; the lowest id wins a
+    tie."""
     rows = _chunk_rows(weight, chunk_elements)
     return torch.cat(
         [

@@ -1,4 +1,5 @@
-"""A loss, an advantage and a group filter of the user's own, called and checked. docs/own_algorithms.md has the contracts; pure, as the built-in ones are."""
+"""A loss, an advantage and a group filter of the user's own, called and checked.
+docs/own_algorithms.md has the contracts; pure, as the built-in ones are."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def is_own(name: str) -> bool:
 def own_loss(
     function: str, told: Mapping[str, Tensor | int]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss [N] of each token, which tokens it clips [N], and the sum of each of its other metrics over the tokens.
+    """The loss [N] of each token, which tokens it clips [N], and the sum of each of its other
+    metrics over the tokens.
 
     Args:
         told: its arguments. `logprobs` [N] has the gradient.
@@ -47,7 +49,8 @@ def own_loss(
     _check_tensor(name, "loss", loss, logprobs)
     if logprobs.requires_grad and not loss.requires_grad:
         raise FunctionError(
-            f"{name} returned a loss without a gradient; compute it from logprobs, and not under torch.no_grad or detached"
+            f"{name} returned a loss without a gradient; compute it from logprobs, and not under"
+            " torch.no_grad or detached"
         )
     if not isinstance(metrics, Mapping) or not all(
         isinstance(key, str) and key and "/" not in key for key in metrics
@@ -70,7 +73,8 @@ def own_loss(
         if known_finite and not bool(torch.isfinite(values).all()):
             at = int((~torch.isfinite(values)).nonzero()[0])
             raise FunctionError(
-                f"{name} returned {float(values[at].detach())} as {key} of token {at} from finite arguments; clamp the log-ratio before exp"
+                f"{name} returned {float(values[at].detach())} as {key} of token {at} from finite"
+                " arguments; clamp the log-ratio before exp"
             )
     clipped = metrics.get(CLIPPED, torch.zeros_like(logprobs, dtype=torch.bool)).detach()
     return (
@@ -85,15 +89,18 @@ def _check_tensor(name: str, what: str, values: Any, like: Tensor) -> None:
 
     if not isinstance(values, torch.Tensor):
         raise FunctionError(
-            f"{name} returned {what} as {type(values).__name__}; return a tensor with one value for each token"
+            f"{name} returned {what} as {type(values).__name__}; return a tensor with one value for"
+            " each token"
         )
     if values.shape != like.shape:
         raise FunctionError(
-            f"{name} returned {what} of shape {list(values.shape)}; return shape {list(like.shape)}, one value for each token"
+            f"{name} returned {what} of shape {list(values.shape)}; return shape"
+            f" {list(like.shape)}, one value for each token"
         )
     if values.device != like.device:
         raise FunctionError(
-            f"{name} returned {what} on {values.device}; return it on {like.device}, where its arguments are"
+            f"{name} returned {what} on {values.device}; return it on {like.device}, where its"
+            " arguments are"
         )
     if what == "loss" and not values.is_floating_point():
         raise FunctionError(f"{name} returned {what} of {values.dtype}; return {like.dtype}")
@@ -112,20 +119,24 @@ def own_advantages(function: str, rewards: np.ndarray) -> np.ndarray:
         Exception
     ):  # whatever an object of its own raises while it is read, such as a tensor with a gradient
         raise FunctionError(
-            f"{name} returned {type(given).__name__}; return {len(rewards)} floats, one for each reward"
+            f"{name} returned {type(given).__name__}; return {len(rewards)} floats, one for each"
+            " reward"
         ) from None
     if read.dtype.kind not in "biuf":
         raise FunctionError(
-            f"{name} returned {type(given).__name__} of {read.dtype}; return {len(rewards)} floats, one for each reward"
+            f"{name} returned {type(given).__name__} of {read.dtype}; return {len(rewards)} floats,"
+            " one for each reward"
         )
     values = read.astype(np.float64)
     if values.shape != rewards.shape:
         raise FunctionError(
-            f"{name} returned shape {list(values.shape)}; return shape {list(rewards.shape)}, one advantage for each reward"
+            f"{name} returned shape {list(values.shape)}; return shape {list(rewards.shape)}, one"
+            " advantage for each reward"
         )
     if not np.isfinite(values).all():
         raise FunctionError(
-            f"{name} returned {values.tolist()} for the rewards {rewards.tolist()}; return finite numbers, such as 0 where a std is 0"
+            f"{name} returned {values.tolist()} for the rewards {rewards.tolist()}; return finite"
+            " numbers, such as 0 where a std is 0"
         )
     return values
 
@@ -151,6 +162,7 @@ def own_verdict(
     given, name = call_function("algorithm.group_filter", function, told)
     if not isinstance(given, bool | np.bool_):
         raise FunctionError(
-            f"{name} returned {type(given).__name__}; return True to train the group, False to leave it out"
+            f"{name} returned {type(given).__name__}; return True to train the group, False to"
+            " leave it out"
         )
     return bool(given)

@@ -8,9 +8,11 @@ __all__ = ["pass_at_k"]
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of k samples of a prompt passes: 1 - C(n - passed, k) / C(n, k).
+    """Unbiased estimate of the probability that at least one of k samples of a prompt passes: 1 -
+    C(n - passed, k) / C(n, k).
 
-    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. Integers until the last division, so nothing cancels.
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. Integers until
+    the last division, so nothing cancels.
 
     Args:
         n: samples of the prompt.

@@ -15,8 +15,10 @@ def gae(
     lam: float,
     token_rewards: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Advantages [T] of one trajectory's tokens by generalised advantage estimation (arXiv:1506.02438, eq. 16): A_t = δ_t + γ·λ·A_{t+1}, with
-    δ_t = r_t + γ·V_{t+1} - V_t. The reward, less what came with tokens before, comes with the last token, after which the value is 0.
+    """Advantages [T] of one trajectory's tokens by generalized advantage estimation
+    (arXiv:1506.02438, eq. 16): A_t = δ_t + γ·λ·A_{t+1}, with δ_t = r_t + γ·V_{t+1} - V_t. The
+    reward, less what came with tokens before, comes with the last token, after which the value is
+    0.
 
     Args:
         values: [T], V of the state in which each token was chosen.
@@ -35,5 +37,6 @@ def gae(
 
 
 def value_loss(values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
-    """Sum over tokens [N] of weight · (V - R)² / 2. PPO's clip around the values before the step would never act: a batch gets one step."""
+    """Sum over tokens [N] of weight · (V - R)² / 2. PPO's clip around the values before the step
+    would never act: a batch gets one step."""
     return (weights * (values - returns).square()).sum() / 2

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 __all__ = [
     "MARK",
+    "SOURCE_COLUMN",
     "as_json",
     "column_values",
     "damaged",
@@ -26,6 +27,9 @@ __all__ = [
     "unreadable",
     "without_absent",
 ]
+
+SOURCE_COLUMN = "source_name"
+"""Column with the name of a row's source; only where there are several."""
 
 MARK = {b"asyncrl": b"json"}
 """Metadata of a field whose strings are JSON text."""
@@ -153,7 +157,8 @@ def damaged(column: pa.ChunkedArray) -> str | None:
 
 
 def unreadable(column: pa.ChunkedArray) -> str | None:
-    """Why Python cannot have one of the values, though it can have others of the type; None if it can have all.
+    """Why Python cannot have one of the values, though it can have others of the type; None if it
+    can have all.
 
     A map may have a key twice, a time lie outside the years 1 to 9999, a time zone be unknown here.
     """
@@ -167,7 +172,10 @@ def unreadable(column: pa.ChunkedArray) -> str | None:
             row, why = next(
                 found for found in enumerate(map(_why_unreadable, block), first) if found[1]
             )
-            return f"in row {row} holds a value that Python cannot have ({why}); correct it, or leave the row out"
+            return (
+                f"in row {row} holds a value that Python cannot have ({why}); correct it, or leave"
+                " the row out"
+            )
     return None
 
 

@@ -1,7 +1,9 @@
-"""A hash of all that a group's row holds, made once when the group is scored. It is the same after Parquet, compaction and slicing.
+"""A hash of all that a group's row holds, made once when the group is scored. It is the same after
+Parquet, compaction and slicing.
 
-The group's fate carries it, so a reader can tell a row that was changed, replaced or given to another ordinal. What a row hashes to never depends on
-the rows beside it: a value that is missing in one of them does not show in another.
+The group's outcome carries it, so a reader can tell a row that was changed, replaced or given to
+another ordinal. What a row hashes to never depends on the rows beside it: a value that is missing
+in one of them does not show in another.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.types import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TOKEN_REWARDS_COLUMN
+from asyncrl.contracts.rows import COLUMNS, REFERENCE_COLUMN, SCORED_COLUMNS, TOKEN_REWARDS_COLUMN
 
 __all__ = ["content_hashes"]
 
@@ -32,7 +34,8 @@ PER_TOKEN = frozenset(
 )
 """Columns that grow with the tokens: their bytes are hashed as Arrow holds them."""
 TYPED = frozenset({*COLUMNS, *SCORED_COLUMNS})
-"""Columns whose Arrow type never changes. A dataset's column and `reward_parts` may get another one when files are merged, so plain values are hashed."""
+"""Columns whose Arrow type never changes. A dataset's column and `reward_parts` may get another one
+when files are merged, so plain values are hashed."""
 
 ENCODE = json.JSONEncoder(sort_keys=True, default=str).encode
 
@@ -71,20 +74,24 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _token_bytes(array: pa.Array) -> list[bytes]:
-    """Of each row the lengths of its lists and its items. A row in which a value is missing is hashed as JSON."""
+    """Of each row the lengths of its lists and its items. A row in which a value is missing is
+    hashed as JSON."""
     if (parts := _parts(array)) is not None:
         return _cut(parts, len(array))
     alone = [array.take(pa.array([row])) for row in range(len(array))]
     return [
-        _cut(parts, 1)[0]
-        if (parts := _parts(one)) is not None
-        else json.dumps(one.to_pylist()).encode()
+        (
+            _cut(parts, 1)[0]
+            if (parts := _parts(one)) is not None
+            else json.dumps(one.to_pylist()).encode()
+        )
         for one in alone
     ]
 
 
 def _parts(array: pa.Array) -> list[tuple[np.ndarray, np.ndarray | None]] | None:
-    """(items, places of them at which each row begins and the last one ends; None = one item for each row). None if a value is missing."""
+    """(items, places of them at which each row begins and the last one ends; None = one item for
+    each row). None if a value is missing."""
     parts: list[tuple[np.ndarray, np.ndarray | None]] = []
     bounds = None
     while isinstance(array, pa.ListArray):
@@ -112,7 +119,8 @@ def _cut(parts: Sequence[tuple[np.ndarray, np.ndarray | None]], rows: int) -> li
 
 
 def _plain(value: Any) -> Any:
-    """The value without what a merge of files changes: fields that are None, and whole numbers that became floats."""
+    """The value without what a merge of files changes: fields that are None, and whole numbers that
+    became floats."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items() if item is not None}
     if isinstance(value, list | tuple):

@@ -1,0 +1,13 @@
+"""The coordinator and what it decides by: plain asyncio over small protocols."""
+
+from __future__ import annotations
+
+from asyncrl.runtime.exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    Coordinator="coordinator",
+    Parts="coordinator",
+    Schedule="coordinator",
+    Staleness="staleness",
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from asyncrl.control.protocols import Scored
+from asyncrl.contracts.messages import Scored
 from asyncrl.control.staleness import Staleness
 
 __all__ = ["Buffer", "Frontier", "Outstanding"]
@@ -13,10 +13,11 @@ __all__ = ["Buffer", "Frontier", "Outstanding"]
 
 @dataclass(slots=True)
 class Outstanding:
-    """An admitted group without an outcome. `begun` is a lower bound until the group is finished: committed at its admission."""
+    """An admitted group without an outcome. `begun` is a lower bound until the group is finished:
+    committed at its admission."""
 
     ordinal: int
-    begun: int
+    oldest_version: int
     running: bool = True
     scored: Scored | None = None
     training: bool = False
@@ -82,23 +83,23 @@ class Buffer:
 
     def restore(self, scored: Scored, made_in: int) -> None:
         """A group that waited in the checkpoint waits here again."""
-        self.admit(scored.ordinal, scored.begun)
+        self.admit(scored.ordinal, scored.oldest_version)
         self.groups[scored.ordinal].made_in = made_in
         self.add_scored(scored)
 
-    def finished(self, ordinal: int, begun: int, tokens: int) -> None:
-        """The group is generated; its oldest token version is known now. What is scored is what counts: a copy that was made after it, when the first
-        seemed lost, changes nothing."""
+    def finished(self, ordinal: int, oldest_version: int, tokens: int) -> None:
+        """The group is generated; its oldest token version is known now. What is scored is what
+        counts: a copy that was made after it, when the first seemed lost, changes nothing."""
         group = self.groups.get(ordinal)
         if group is not None and group.scored is None:
-            group.running, group.begun, group.tokens = False, begun, tokens
+            group.running, group.oldest_version, group.tokens = False, oldest_version, tokens
 
     def add_scored(self, scored: Scored) -> None:
         """The group may be trained."""
         group = self.groups[scored.ordinal]
-        group.running, group.begun, group.tokens, group.scored = (
+        group.running, group.oldest_version, group.tokens, group.scored = (
             False,
-            scored.begun,
+            scored.oldest_version,
             scored.tokens,
             scored,
         )
@@ -109,37 +110,50 @@ class Buffer:
         return self.groups.pop(ordinal)
 
     def stale(self, learner_version: int) -> list[int]:
-        """Groups beyond the bound. Under `wait` only ready ones are looked for, a last guard: the cut leaves none."""
+        """Groups beyond the bound. Under `wait` only ready ones are looked for, a last guard: the
+        cut leaves none."""
         candidates = (
             self._ready()
             if self.staleness.on_stale == "wait"
             else [g for g in self.groups.values() if not g.training]
         )
-        return [g.ordinal for g in candidates if self.staleness.is_stale(g.begun, learner_version)]
+        return [
+            g.ordinal
+            for g in candidates
+            if self.staleness.is_stale(g.oldest_version, learner_version)
+        ]
 
     def next_batch(self, learner_version: int) -> list[Scored] | None:
-        """The batch to train next, oldest version first, then by ordinal; None while it is not full or its cut would let a group expire."""
-        ready = [g for g in self._ready() if not self.staleness.is_stale(g.begun, learner_version)]
+        """The batch to train next, oldest version first, then by ordinal; None while it is not full
+        or its cut would let a group expire."""
+        ready = [
+            g
+            for g in self._ready()
+            if not self.staleness.is_stale(g.oldest_version, learner_version)
+        ]
         batch = ready[: self.staleness.groups_per_step]
         if len(batch) < self.staleness.groups_per_step:
             return None
         taken = {group.ordinal for group in batch}
         if not self.staleness.may_cut(
-            [g.begun for g in self.groups.values() if g.ordinal not in taken], learner_version
+            [g.oldest_version for g in self.groups.values() if g.ordinal not in taken],
+            learner_version,
         ):
             return None
         return [group.scored for group in batch if group.scored is not None]
 
     def untrainable(self, learner_version: int) -> list[int]:
-        """Ready groups that cannot be trained in time under `wait`, whatever comes: none unless the bound or the batch has become smaller since they
-        were admitted. For every j = 0 … S, (j + 1) * B groups begun at learner_version - S + j or before can be; the oldest go first."""
+        """Ready groups that cannot be trained in time under `wait`, whatever comes: none unless the
+        bound or the batch has become smaller since they were admitted. For every j = 0 … S, (j + 1)
+        * B groups begun at learner_version - S + j or before can be; the oldest go first.
+        """
         if self.staleness.on_stale == "drop":
             return []
         bound, size = self.staleness.max_staleness, self.staleness.groups_per_step
         room = [(j + 1) * size for j in range(bound + 1)]
         left_out = []
         for group in self._ready():
-            age = learner_version - group.begun
+            age = learner_version - group.oldest_version
             if age <= bound and all(room[bound - age :]):
                 room[bound - age :] = [left - 1 for left in room[bound - age :]]
             else:
@@ -157,4 +171,4 @@ class Buffer:
 
     def _ready(self) -> list[Outstanding]:
         ready = [g for g in self.groups.values() if g.scored is not None and not g.training]
-        return sorted(ready, key=lambda group: (group.begun, group.ordinal))
+        return sorted(ready, key=lambda group: (group.oldest_version, group.ordinal))

@@ -1,7 +1,9 @@
-"""How many groups are generated at once: as many as the engines' KV caches hold, found while running.
+"""How many groups are generated at once: as many as the engines' KV caches hold, found while
+running.
 
-Past that point an engine preempts: it throws the KV cache of a running completion away and computes it again later, so more at once makes
-less in the end. Well below it the engine idles. Where the point lies depends on how long completions are, which changes while a policy learns.
+Past that point an engine preempts: it throws the KV cache of a running completion away and computes
+it again later, so more at once makes less in the end. Well below it the engine idles. Where the
+point lies depends on how long completions are, which changes while a policy learns.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections import Counter
 from itertools import zip_longest
 from typing import Any
 
-from asyncrl.control.protocols import EngineLoad
+from asyncrl.contracts.messages import EngineLoad
 
 __all__ = ["Concurrency", "first_limit"]
 
@@ -22,8 +24,9 @@ CUT = 0.9
 
 
 def first_limit(kv_tokens: int, max_num_seqs: int, samples: int, longest: int) -> float:
-    """Groups to begin with: a completion holds half of its tokens on average while it runs, so twice as many as fit when each is as long as it may be;
-    and no more than the engines run at once, with one group in the queue.
+    """Groups to begin with: a completion holds half of its tokens on average while it runs, so
+    twice as many as fit when each is as long as it may be; and no more than the engines run at
+    once, with one group in the queue.
 
     Args:
         kv_tokens: tokens that the KV caches of all engines hold.
@@ -35,13 +38,15 @@ def first_limit(kv_tokens: int, max_num_seqs: int, samples: int, longest: int) -
 
 
 class Concurrency:
-    """A limit on the groups that run at once, moved by what the engines say with every group they finish.
+    """A limit on the groups that run at once, moved by what the engines say with every group they
+    finish.
 
-    grow: the limit is what holds groups back, and the cache has room: one more for each group that finishes at first, so it doubles in the time
-    that a group takes; once an engine has been full, one more for each `limit` groups.
-    trim: the cache is nearly full, or more completions wait in the queue than keep the engine full: the finished group is not replaced.
-    cut: a completion was preempted: a tenth less, and no further cut until as many groups have finished as then ran, since those were admitted
-    under the old limit.
+    grow: the limit is what holds groups back, and the cache has room: one more for each group that
+    finishes at first, so it doubles in the time that a group takes; once an engine has been full,
+    one more for each `limit` groups. trim: the cache is nearly full, or more completions wait in
+    the queue than keep the engine full: the finished group is not replaced. cut: a completion was
+    preempted: a tenth less, and no further cut until as many groups have finished as then ran,
+    since those were admitted under the old limit.
     """
 
     def __init__(self, first: float, most: int, queue: int = 0, adaptive: bool = True) -> None:
@@ -49,7 +54,8 @@ class Concurrency:
         Args:
             first: groups to begin with.
             most: the limit never exceeds it (the staleness budget, or less).
-            queue: completions that may wait in an engine's queue; while some do, the limit does not grow.
+            queue: completions that may wait in an engine's queue; while some do, the limit does not
+                grow.
             adaptive: False = `most`, always.
         """
         self.most, self.queue, self.adaptive = most, queue, adaptive
@@ -96,7 +102,8 @@ class Concurrency:
         return sum(load.preemptions for load in self.loads.values())
 
     def metrics(self) -> dict[str, Any]:
-        """The limit, the decisions so far, what all engines have lost so far, and how the one is that spoke last."""
+        """The limit, the decisions so far, what all engines have lost so far, and how the one is
+        that spoke last."""
         found: dict[str, Any] = {
             "control/concurrency": int(self.limit),
             "control/preemptions": self.preemptions,

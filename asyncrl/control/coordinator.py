@@ -1,18 +1,20 @@
 """The coordinator: five loops over small protocols, joined by one condition variable.
 
-| loop       | consumes            | produces                                        | waits for                      | ends                          |
-|------------|---------------------|-------------------------------------------------|--------------------------------|-------------------------------|
-| rollouts   | prompts, slots      | groups                                          | a slot, a completion           | never by itself               |
-| scoring    | groups              | scored groups in the buffer                     | rewards                        | never by itself               |
-| learning   | batches             | an applied step, then a gathered version        | a full, fresh batch            | after max_steps               |
-| publishing | a gathered version  | a committed version                             | replicas                       | when the last one is committed |
-| evaluation | a committed version | evaluation metrics                              | its own prompts                | after the last one, if due    |
+| loop       | consumes            | produces            | waits for            | ends            |
+|------------|---------------------|---------------------|----------------------|-----------------|
+| rollouts   | prompts, slots      | groups              | a slot, a completion | never           |
+| scoring    | groups              | scored groups       | rewards              | never           |
+| learning   | batches             | applied steps,      | a full batch         | after max_steps |
+|            |                     | gathered versions   |                      |                 |
+| publishing | a gathered version  | a committed version | replicas             | after the last  |
+| evaluation | a committed version | evaluation metrics  | its own prompts      | after the last  |
 
-An evaluation takes one of several replicas for itself: that one keeps its version while publishing goes on to the others. With a single replica,
-publishing waits for the evaluation, unless `evaluate_in_flight` lets versions change under it.
+An evaluation takes one of several replicas for itself: that one keeps its version while publishing
+goes on to the others. With a single replica, publishing waits for the evaluation, unless
+`evaluate_in_flight` lets versions change under it.
 
-A loop that never ends by itself and does so all the same is an error. Everything runs on one event loop and nothing here
-imports Ray, vLLM or DeepSpeed: on fakes a whole run takes milliseconds.
+A loop that should never end, and does, is an error. Everything runs on one event
+loop and nothing here imports Ray, vLLM or DeepSpeed: on fakes a whole run takes milliseconds.
 """
 
 from __future__ import annotations
@@ -25,57 +27,56 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
+from asyncrl.contracts.errors import EvaluationLostError, RolloutFailedError
+from asyncrl.contracts.messages import Example, Manifest, PushReport, Scored, StepResult
+from asyncrl.contracts.outcomes import FILTERED, UNFORESEEN, WAYS_OUT, Outcome
+from asyncrl.contracts.protocols import (
+    Checkpoints,
+    Learner,
+    PromptSource,
+    Rollouts,
+    Scores,
+    WeightSync,
+)
+from asyncrl.contracts.rows import Prompt
+from asyncrl.contracts.state import State
 from asyncrl.control.buffer import Buffer, Frontier, Outstanding
-from asyncrl.control.checkpoint import Checkpoints, State
 from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
-from asyncrl.control.fates import Fate
-from asyncrl.control.protocols import (
-    FILTERED,
-    UNFORESEEN,
-    WAYS_OUT,
-    EvaluationLost,
-    Example,
-    Learner,
-    Manifest,
-    PromptSource,
-    PushReport,
-    RolloutFailed,
-    Rollouts,
-    Scored,
-    Scores,
-    StepResult,
-    WeightSync,
-    unforeseen,
-)
 from asyncrl.control.staleness import Staleness
-from asyncrl.types import Prompt
+from asyncrl.runtime.failures import unforeseen
 
-__all__ = ["Coordinator", "LogprobCheck", "Parts", "Progress", "Recorder", "Schedule"]
+__all__ = ["Coordinator", "LogprobCheck", "Parts", "Recorder", "RunProgress", "Schedule"]
 
 LOST_ROUNDS = 100
-"""Batches' worth of groups that may end one after the other without a step, until the run is given up."""
+"""Batches' worth of groups that may end one after the other without a step, until the run is given
+up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How far and how often. Steps and versions count from the run's beginning, over all attempts."""
+    """How far and how often. Steps and versions count from the run's beginning, over all
+    attempts."""
 
     max_steps: int
     staleness: Staleness
     max_skipped_steps: int = 3
     max_errors: int = 100
-    """Groups and completions of evaluations that may end with an exception that nobody foresaw; one more ends the run."""
+    """Groups and completions of evaluations that may end with an exception that nobody foresaw; one
+    more ends the run."""
     least_usable: int = 2
-    """Usable trajectories without which a group is dropped: one that is compared with its siblings needs another."""
+    """Usable trajectories without which a group is dropped: one that is compared with its siblings
+    needs another."""
     filter_zero_variance: bool = False
-    """Groups whose rewards are all equal are filtered: their advantages are zero, and another group takes their slot."""
+    """Groups whose rewards are all equal are filtered: their advantages are zero, and another group
+    takes their slot."""
     checkpoint_every: int = 0
     check_every: int = 0
     """Versions between two log-prob checks; 0 = none but the one at start."""
     evaluate_every: int = 0
     evaluate_in_flight: bool = False
-    """Evaluate over changing versions: no replica is held for an evaluation, and none holds publishing up."""
+    """Evaluate over changing versions: no replica is held for an evaluation, and none holds
+    publishing up."""
 
 
 class Recorder(Protocol):
@@ -83,12 +84,13 @@ class Recorder(Protocol):
 
     def record(self, event: str, step: int, version: int, metrics: Mapping[str, Any]) -> None: ...
 
-    def fates(self, fates: list[Fate], outstanding: list[int]) -> None:
-        """Groups that have come to their end, and the ordinals admitted in this attempt that have not. Returns at once."""
+    def outcomes(self, outcomes: list[Outcome], outstanding: list[int]) -> None:
+        """Groups that have come to their end, and the ordinals admitted in this attempt that have
+        not. Returns at once."""
         ...
 
     async def flushed(self) -> None:
-        """Every fate given so far is on the disk."""
+        """Every outcome given so far is on the disk."""
         ...
 
 
@@ -105,7 +107,8 @@ class LogprobCheck(Protocol):
 
 
 Evaluate = Callable[[int, str | None], Awaitable[Mapping[str, float]]]
-"""Evaluate the committed version given, on the replica that is held at it (None: on all of them). Raises EvaluationLost if that one is gone."""
+"""Evaluate the committed version given, on the replica that is held at it (None: on all of them).
+Raises EvaluationLostError if that one is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,8 @@ class UnderEvaluation:
 
 @dataclass(slots=True)
 class Parts:
-    """The stations as the coordinator sees them. `evaluate`, `check` and `concurrency` are optional; without the last, only the pace holds groups back."""
+    """The stations as the coordinator sees them. `evaluate`, `check` and `concurrency` are
+    optional; without the last, only the pace holds groups back."""
 
     prompts: PromptSource
     rollouts: Rollouts
@@ -136,7 +140,7 @@ class Parts:
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """What a person sees while it runs; read by the live table."""
 
     phase: str = "starting"
@@ -174,7 +178,7 @@ class Coordinator:
         """
         self.parts = parts
         self.schedule = schedule
-        self.begun = state
+        self.start_state = state
         self.attempt = state.attempt
         self.buffer = Buffer(schedule.staleness, Frontier(state.frontier, state.finished_above))
         for scored, (made_in, _) in zip(restored, state.waiting, strict=True):
@@ -182,7 +186,7 @@ class Coordinator:
         self.first_version = state.version
         self.last_marked = state.version if state.last_marked is None else state.last_marked
         self.gathered = state.version - 1
-        self.progress = Progress(
+        self.progress = RunProgress(
             phase="publishing", version=state.version, attempted=state.steps_attempted
         )
         self.skipped_in_row = state.skipped_in_row
@@ -198,14 +202,14 @@ class Coordinator:
         """Groups dropped while they waited to be scored; their worker may forget them."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """Rollouts under way, by ordinal."""
-        self._fates: list[Fate] = []
+        self._outcomes: list[Outcome] = []
         self._ended_since_step: Counter[str] = Counter()
         self._scored_since_step: list[Scored] = []
         self._idle_since: float | None = None
         self._at_last_step = (0, 0.0, 0.0)
         """Tokens generated, seconds that generators waited, and the clock."""
 
-    async def run(self) -> Progress:
+    async def run(self) -> RunProgress:
         """Train to the last version, commit and evaluate it. Raises what ended a loop too early."""
         endless = {"rollouts": self._rollouts, "scoring": self._scoring}
         finite = {
@@ -231,8 +235,8 @@ class Coordinator:
             for task in loops.values():
                 task.cancel()
             await asyncio.gather(*loops.values(), return_exceptions=True)
-            self._fates += [
-                Fate(
+            self._outcomes += [
+                Outcome(
                     self._made_in(group),
                     ordinal,
                     "waiting",
@@ -242,12 +246,13 @@ class Coordinator:
                 )
                 for ordinal, group in self.buffer.groups.items()
             ]
-            self._flush_fates()
+            self._flush_outcomes()
             await self.parts.recorder.flushed()
         self.progress.phase = "done"
         return self.progress
 
-    # rollouts: prompts, slots → groups. Waits for a slot, then for a completion. Never ends by itself.
+    # rollouts: prompts, slots → groups. Waits for a slot, then for a completion. Never ends by
+    # itself.
 
     async def _rollouts(self) -> None:
         async with asyncio.TaskGroup() as groups:
@@ -270,22 +275,22 @@ class Coordinator:
         ) * staleness.groups_per_step + staleness.over_sampling
         if progress.committed < self.first_version or len(self.buffer) >= needed:
             return False
-        if self.parts.concurrency is not None and not self.parts.concurrency.may_run(
-            self.buffer.running
-        ):
+        limit = self.parts.concurrency
+        if limit is not None and not limit.may_run(self.buffer.running):
             return False
         return staleness.may_admit(len(self.buffer), progress.version, progress.committed)
 
     async def _rollout(self, prompt: Prompt) -> None:
         try:
             finished = await self.parts.rollouts.rollout(prompt, self.progress.committed)
-        except RolloutFailed as error:
+        except RolloutFailedError as error:
             await self._fail_rollout(prompt.ordinal, str(error))
             return
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
-            # A part cancelled what it did for this group. As a cancelled task the group would hold its slot for ever.
+            # A part cancelled what it did for this group. As a cancelled task the group would hold
+            # its slot for ever.
             await self._fail_rollout(prompt.ordinal, unforeseen(f"group {prompt.ordinal}", error))
             return
         async with self._changing():
@@ -296,19 +301,19 @@ class Coordinator:
             ):
                 self.parts.concurrency.observe(finished.load, self.buffer.running)
             self.progress.generated_tokens += finished.tokens
-            self.buffer.finished(prompt.ordinal, finished.begun, finished.tokens)
+            self.buffer.finished(prompt.ordinal, finished.oldest_version, finished.tokens)
             self._count_idle()
 
     async def _fail_rollout(self, ordinal: int, why: str) -> None:
         async with self._changing():
             group = self.buffer.groups.get(ordinal)
-            if (
-                group is not None and group.scored is None
-            ):  # a lost group's first copy may have been scored after all
+            # A lost group's first copy may have been scored after all.
+            if group is not None and group.scored is None:
                 self._fail(ordinal, why)
 
     def _fail(self, ordinal: int, why: str) -> None:
-        """The group has failed: its fate gets the first line, and what nobody foresaw is counted."""
+        """The group has failed: its outcome gets the first line, and what nobody foresaw is
+        counted."""
         self._end(ordinal, "failed", why.partition("\n")[0])
         if why.startswith(UNFORESEEN):
             self._count_errors(1, why)
@@ -326,14 +331,16 @@ class Coordinator:
         )
         if progress.errors > most:
             raise RuntimeError(
-                f"errors = {progress.errors}, above rollout.max_errors = {most}; the last: {first}; its stack is in metrics.jsonl"
+                f"errors = {progress.errors}, above rollout.max_errors = {most}; the last: {first};"
+                " its stack is in metrics.jsonl"
             )
 
     def _shared(self, replica: str) -> bool:
-        """Whether an evaluation loads this replica too: what its engine says meanwhile is not of the rollouts alone."""
+        """Whether an evaluation loads this replica too: what its engine says meanwhile is not of
+        the rollouts alone."""
         return self.evaluation is not None and self.evaluation.replica in (None, replica)
 
-    # scoring: groups → scored groups in the buffer. Waits for rewards. Never ends by itself.
+    # scoring: groups → scored groups in the buffer. Waits for rewards. Never ends.
 
     async def _scoring(self) -> None:
         while True:
@@ -349,7 +356,7 @@ class Coordinator:
         if scored.lost:
             self._fail(scored.ordinal, scored.failure or "lost")
             return
-        self.buffer.finished(scored.ordinal, scored.begun, scored.tokens)
+        self.buffer.finished(scored.ordinal, scored.oldest_version, scored.tokens)
         self._scored_since_step.append(scored)
         if scored.failure is not None and scored.failure.startswith(UNFORESEEN):
             self._fail(scored.ordinal, scored.failure)
@@ -364,7 +371,8 @@ class Coordinator:
             self._end(
                 scored.ordinal,
                 "dropped",
-                f"usable trajectories: {scored.usable}, fewer than {self.schedule.least_usable}; masked: {masked or 'none'}",
+                f"usable trajectories: {scored.usable}, fewer than {self.schedule.least_usable};"
+                f" masked: {masked or 'none'}",
             )
         elif self.schedule.filter_zero_variance and len(set(scored.rewards)) == 1:
             self._end(scored.ordinal, "filtered", "zero variance")
@@ -372,7 +380,8 @@ class Coordinator:
             self.buffer.add_scored(scored)
             self._count_idle()
 
-    # learning: batches → an applied step, then a gathered version. Waits for a full, fresh batch. Ends after max_steps.
+    # learning: batches → an applied step, then a gathered version. Waits for a full, fresh batch.
+    # Ends after max_steps.
 
     async def _learning(self) -> None:
         async with self._changing():
@@ -384,7 +393,9 @@ class Coordinator:
                 )
         await self._gather()
         async with self._when(lambda: self.progress.committed >= self.first_version):
-            pass  # The first check asks the learner at that version, and groups of a checkpoint could be trained before it.
+            # The first check asks the learner at that version, and groups of a checkpoint could be
+            # trained before it.
+            pass
         while self.progress.version < self.schedule.max_steps:
             self.progress.phase = "training"
             clock = asyncio.get_running_loop().time
@@ -401,14 +412,15 @@ class Coordinator:
             try:
                 await (
                     self.parts.recorder.flushed()
-                )  # whoever reads of a step finds its fates, also after a kill
+                )  # a reader of a step finds its outcomes, also after a kill
             finally:
                 self._record_step(metrics, result.note, trained_at)
             given_up, self._given_up = self._given_up, []
             await self.parts.rollouts.ack(given_up)
             if self.skipped_in_row >= self.schedule.max_skipped_steps:
                 raise RuntimeError(
-                    f"{self.skipped_in_row} steps in a row were skipped, the last: {result.note or result.reason}; {WAYS_OUT[result.reason]}"
+                    f"{self.skipped_in_row} steps in a row were skipped, the last:"
+                    f" {result.note or result.reason}; {WAYS_OUT[result.reason]}"
                 )
             if result.applied:
                 await self._save_if_due()
@@ -422,7 +434,8 @@ class Coordinator:
             self.learning_done = True
 
     async def _next_batch(self) -> tuple[list[Scored], float]:
-        """Waits for a batch; gathers the newest version meanwhile, as soon as the publication before it ends. Returns the gathers' seconds as well."""
+        """Waits for a batch; gathers the newest version meanwhile, as soon as the publication
+        before it ends. Returns the gathers' seconds as well."""
         clock, gathering = asyncio.get_running_loop().time, 0.0
         while True:
             async with self._when(lambda: self._gather_due() or self._cut_due()):
@@ -455,11 +468,12 @@ class Coordinator:
     def _settle(
         self, batch: list[Scored], result: StepResult, times: Mapping[str, float]
     ) -> dict[str, Any]:
-        """The batch has its outcome; an applied step is the next policy version. Returns the step's metrics."""
+        """The batch has its outcome; an applied step is the next policy version. Returns the step's
+        metrics."""
         progress = self.progress
         progress.attempted += 1
         trained_at = progress.version
-        staleness = [trained_at - scored.begun for scored in batch]
+        staleness = [trained_at - scored.oldest_version for scored in batch]
         if result.applied and max(staleness) > self.schedule.staleness.max_staleness:
             raise AssertionError(
                 f"a group of staleness {max(staleness)} was trained at version {progress.version}"
@@ -469,7 +483,7 @@ class Coordinator:
                 self._end(scored.ordinal, "trained", "", progress.version, stale)
             else:
                 self._end(scored.ordinal, "skipped", result.reason)
-        self._flush_fates()
+        self._flush_outcomes()
         self.skipped_in_row = 0 if result.applied else self.skipped_in_row + 1
         tokens = sum(scored.tokens for scored in batch)
         if result.applied:
@@ -516,13 +530,16 @@ class Coordinator:
             "control/ready": self.buffer.ready,
             "control/wasted_tokens": progress.wasted_tokens,
             "time/generators_waited_s": progress.generators_waited_s - waited,
-            "rollout/generated_tokens_per_s": (progress.generated_tokens - generated) / (now - then)
-            if then and now > then
-            else float("nan"),
+            "rollout/generated_tokens_per_s": (
+                (progress.generated_tokens - generated) / (now - then)
+                if then and now > then
+                else float("nan")
+            ),
         }
 
     async def _gather(self) -> None:
-        """Put the newest applied version up for publication. Called between two steps: it is a collective."""
+        """Put the newest applied version up for publication. Called between two steps: it is a
+        collective."""
         version = self.progress.version
         clock = asyncio.get_running_loop().time
         started = clock()
@@ -553,7 +570,8 @@ class Coordinator:
         started = clock()
         groups = [group.scored for group in self.buffer.waiting() if group.scored is not None]
         state = self.state()
-        self._flush_fates()  # the checkpoint counts on every outcome so far, also on those since the last step
+        # the checkpoint counts on every outcome so far, also on those since the last step
+        self._flush_outcomes()
         await self.parts.recorder.flushed()
         await self.parts.checkpoints.write(state, groups, self.parts.learner, self.parts.scores)
         self.parts.recorder.record(
@@ -561,10 +579,11 @@ class Coordinator:
         )
 
     def state(self) -> State:
-        """What a resume needs of control. Groups that are generated or scored just now have no outcome and do not wait yet: they are made again."""
+        """What a resume needs of control. Groups that are generated or scored just now have no
+        outcome and do not wait yet: they are made again."""
         frontier = self.buffer.frontier
         return replace(
-            self.begun,
+            self.start_state,
             version=self.progress.version,
             steps_attempted=self.progress.attempted,
             frontier=frontier.lowest,
@@ -580,7 +599,8 @@ class Coordinator:
         """The attempt that made the group."""
         return self.attempt if group.made_in is None else group.made_in
 
-    # publishing: a gathered version → a committed version. Waits for replicas. Ends when the last version is committed.
+    # publishing: a gathered version → a committed version. Waits for replicas. Ends when the last
+    # version is committed.
 
     async def _publishing(self) -> None:
         while True:
@@ -639,7 +659,8 @@ class Coordinator:
             self.evaluations_due.add(version)
         self.last_marked = version
 
-    # evaluation: a committed version → evaluation metrics. Waits for its own prompts. Ends after the last committed version.
+    # evaluation: a committed version → evaluation metrics. Waits for its own prompts. Ends after
+    # the last committed version.
 
     async def _evaluation(self) -> None:
         while True:
@@ -662,11 +683,12 @@ class Coordinator:
                 }
 
     async def _evaluate(self, evaluate: Evaluate, version: int) -> bool:
-        """False: the replica is gone. It is done again at the version that is committed then, on all replicas: prompts that end engines do so once."""
+        """False: the replica is gone. It is done again at the version that is committed then, on
+        all replicas: prompts that end engines do so once."""
         try:
             async with self._replica_at(version) as replica:
                 metrics = await evaluate(version, replica)
-        except EvaluationLost as error:
+        except EvaluationLostError as error:
             self.parts.recorder.record(
                 "evaluation_lost", self.progress.attempted, version, {"reason": str(error)}
             )
@@ -676,13 +698,15 @@ class Coordinator:
         if errors := int(metrics.get("eval/errors", 0)):
             self._count_errors(
                 errors,
-                f"evaluation of version {version}: {errors} completions; driver.log has the first one's stack",
+                f"evaluation of version {version}: {errors} completions; driver.log has the first"
+                " one's stack",
             )
         return True
 
     @asynccontextmanager
     async def _replica_at(self, version: int) -> AsyncIterator[str | None]:
-        """Let a replica keep the version, and the others go on; None: all of them have the version, or will not keep it. Nothing follows the last one."""
+        """Let a replica keep the version, and the others go on; None: all of them have the version,
+        or will not keep it. Nothing follows the last one."""
         in_flight, last = self.schedule.evaluate_in_flight, version >= self.schedule.max_steps
         replica = (
             None
@@ -725,8 +749,8 @@ class Coordinator:
         if outcome != "trained":
             self.progress.wasted_tokens += group.tokens or 0
         content = group.scored.content if group.scored is not None else None
-        self._fates.append(
-            Fate(
+        self._outcomes.append(
+            Outcome(
                 self._made_in(group),
                 ordinal,
                 outcome,
@@ -745,20 +769,21 @@ class Coordinator:
             > LOST_ROUNDS * self.schedule.staleness.groups_per_step
             and outcome != "trained"
         ):
-            self._flush_fates()
+            self._flush_outcomes()
             counts = ", ".join(f"{count} {name}" for name, count in self._ended_since_step.items())
             raise RuntimeError(
-                f"no step since {sum(self._ended_since_step.values())} groups ended ({counts}; last: {reason}): nothing is left to train on; look at "
-                "fates/*.parquet, and change what it says: the prompts, the reward, algorithm.filter_zero_variance or group_filter, or an engine whose "
-                "log-probs are NaN"
+                f"no step since {sum(self._ended_since_step.values())} groups ended ({counts};"
+                f" last: {reason}): nothing is left to train on; look at outcomes/*.parquet, and"
+                " change what it says: the prompts, the reward, algorithm.filter_zero_variance or"
+                " group_filter, or an engine whose log-probs are NaN"
             )
 
-    def _flush_fates(self) -> None:
+    def _flush_outcomes(self) -> None:
         outstanding = [
             ordinal for ordinal, group in self.buffer.groups.items() if group.made_in is None
         ]
-        self.parts.recorder.fates(self._fates, outstanding)
-        self._fates = []
+        self.parts.recorder.outcomes(self._outcomes, outstanding)
+        self._outcomes = []
         self.parts.scores.ended_below(self.buffer.frontier.lowest)
 
     def _count_idle(self) -> None:
@@ -791,7 +816,8 @@ class Coordinator:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody has cancelled this task, rather than that what it waits for was cancelled."""
+    """Whether somebody has cancelled this task, rather than that what it waits for was
+    cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

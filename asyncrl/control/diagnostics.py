@@ -1,4 +1,5 @@
-"""What a step's batch says about the run: staleness, rewards, lengths. Pure; names are explained in docs/metrics.md."""
+"""What a step's batch says about the run: staleness, rewards, lengths. Pure; names are explained in
+docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from asyncrl.control.protocols import Scored
+from asyncrl.contracts.messages import Scored
 
 __all__ = ["batch_metrics", "scoring_metrics"]
 
@@ -17,9 +18,9 @@ MASKED = ("unscored", "bad_logprob", "over_long", "no_token")
 def batch_metrics(
     batch: Sequence[Scored], version: int, max_staleness: int
 ) -> dict[str, float | list[int]]:
-    """Metrics of the batch that the learner trained at `version`. Means are over groups, those of rewards over usable trajectories, those of
-    lengths over all."""
-    staleness = [version - scored.begun for scored in batch]
+    """Metrics of the batch that the learner trained at `version`. Means are over groups, those of
+    rewards over usable trajectories, those of lengths over all."""
+    staleness = [version - scored.oldest_version for scored in batch]
     counted = Counter(staleness)
     rewards = [reward for scored in batch for reward in scored.rewards]
     completions = _trajectories(batch)
@@ -27,8 +28,9 @@ def batch_metrics(
         "staleness/mean": sum(staleness) / len(batch),
         "staleness/max": max(staleness),
         "staleness/histogram": [counted[age] for age in range(max_staleness + 1)],
-        "staleness/in_flight_mean": sum(scored.newest - scored.begun for scored in batch)
-        / len(batch),
+        "staleness/in_flight_mean": (
+            sum(scored.newest - scored.oldest_version for scored in batch) / len(batch)
+        ),
         "staleness/in_buffer_mean": sum(version - scored.newest for scored in batch) / len(batch),
         "reward/mean": sum(rewards) / len(rewards),
         "rollout/completion_tokens": sum(scored.tokens for scored in batch) / completions,
@@ -52,7 +54,8 @@ def _by_source(batch: Sequence[Scored]) -> dict[str, float | list[int]]:
 
 
 def scoring_metrics(arrived: Sequence[Scored]) -> dict[str, float]:
-    """Metrics of the groups that were scored since the step before, whatever became of them; NaN without any."""
+    """Metrics of the groups that were scored since the step before, whatever became of them; NaN
+    without any."""
     trajectories = _trajectories(arrived)
     zero_variance = sum(len(set(scored.rewards)) == 1 for scored in arrived)
     counts = {status: sum(scored.masked.get(status, 0) for scored in arrived) for status in MASKED}
@@ -62,9 +65,11 @@ def scoring_metrics(arrived: Sequence[Scored]) -> dict[str, float]:
     }
     names = dict.fromkeys(name for scored in arrived for name in scored.unscored)
     unscored = {
-        name: sum(scored.unscored.get(name, 0) for scored in arrived) / trajectories
-        if trajectories
-        else math.nan
+        name: (
+            sum(scored.unscored.get(name, 0) for scored in arrived) / trajectories
+            if trajectories
+            else math.nan
+        )
         for name in names
     }
     shares |= {f"reward/{name}/unscored_ratio": share for name, share in unscored.items()}
@@ -83,15 +88,15 @@ def _signs_of_gibberish(arrived: Sequence[Scored], trajectories: int) -> dict[st
         sum(scored.characters for scored in arrived),
     )
     return {
-        "rollout/logprob_mean": sum(scored.logprob_sum for scored in arrived) / tokens
-        if tokens
-        else math.nan,
-        "rollout/loop_ratio": sum(scored.looping for scored in arrived) / trajectories
-        if trajectories
-        else math.nan,
-        "rollout/unprintable_ratio": sum(scored.unprintable for scored in arrived) / characters
-        if characters
-        else math.nan,
+        "rollout/logprob_mean": (
+            sum(scored.logprob_sum for scored in arrived) / tokens if tokens else math.nan
+        ),
+        "rollout/loop_ratio": (
+            sum(scored.looping for scored in arrived) / trajectories if trajectories else math.nan
+        ),
+        "rollout/unprintable_ratio": (
+            sum(scored.unprintable for scored in arrived) / characters if characters else math.nan
+        ),
     }
 
 

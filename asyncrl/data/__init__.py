@@ -1,0 +1,12 @@
+"""Prompts and supervised rows: read, rendered, cut to length and streamed by Ray Data."""
+
+from __future__ import annotations
+
+from asyncrl.runtime.exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    ROWS_PER_BLOCK="prompts",
+    RowsByNumber="sources",
+    read_prompts="prompts",
+)

@@ -59,7 +59,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             number += 1
             if len(line) > MOST_ROW_BYTES:
                 raise ValueError(
-                    f"line {number} is longer than {MOST_ROW_BYTES >> 20} MiB, the most that one row may have; shorten its values, or leave the row out"
+                    f"line {number} is longer than {MOST_ROW_BYTES >> 20} MiB, the most that one"
+                    " row may have; shorten its values, or leave the row out"
                 )
             # Files that were joined have marks inside as well.
             line = line.removeprefix(b"\xef\xbb\xbf")
@@ -92,7 +93,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!a} stands twice in an object; keep one")
+        raise ValueError(f"the key {twice!a} appears twice in an object; keep one")
     return found
 
 
@@ -132,4 +133,7 @@ def _half_character(name: str, values: list[Any], places: list[int]) -> str:
     """The line of the first value that no UTF-8 text can hold, or of its key."""
     texts = [name + (json_text(value) or "") for value in values]
     broken = next(place for place, text in enumerate(texts) if SURROGATE.search(text))
-    return f"line {places[broken]} has half a character (a lone \\ud800 to \\udfff) at {name!a}, which no text can hold; remove it"
+    return (
+        f"line {places[broken]} has half a character (a lone \\ud800 to \\udfff) at {name!a}, which"
+        " no text can hold; remove it"
+    )

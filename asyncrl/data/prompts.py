@@ -1,7 +1,8 @@
 """Prompts: streamed by Ray Data as Arrow blocks, and the checks before a run starts.
 
-A prompt is known for ever by its ordinal. `asyncrl.data.mixture` says which row that is, and `asyncrl.data.sources` reads the rows.
-Ordinals are attached before rows stream, so neither a retried read task nor a resume can change which row an ordinal means.
+A prompt is known for ever by its ordinal. `asyncrl.data.mixture` says which row that is, and
+`asyncrl.data.sources` reads the rows. Ordinals are attached before rows stream, so neither a
+retried read task nor a resume can change which row an ordinal means.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.config import Config, ConfigError, Source, sources_of
+from asyncrl.config import ConfigError, Source, sources_of
 from asyncrl.contracts.columns import (
     column_values,
     encode_column,
@@ -27,13 +28,7 @@ from asyncrl.contracts.columns import (
     row_values,
     without_absent,
 )
-from asyncrl.data.groups import broken_stream
-from asyncrl.data.mixture import Order
-from asyncrl.data.sources import Rows, RowsByNumber, SourceRows, read_sources
-from asyncrl.data.truncation import Limit, Limits, TooLong, Truncated, TruncationReport, truncate
-from asyncrl.text.template import Rendered, Template, TemplateError
-from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
-from asyncrl.types import (
+from asyncrl.contracts.rows import (
     COLUMNS,
     REFERENCE_COLUMN,
     SCORED_COLUMNS,
@@ -41,6 +36,20 @@ from asyncrl.types import (
     TRAJECTORY_COLUMNS,
     Prompt,
 )
+from asyncrl.data.length_limits import (
+    LengthReport,
+    Limit,
+    Limits,
+    TooLongError,
+    Truncated,
+    truncate,
+)
+from asyncrl.data.mixture import Order
+from asyncrl.data.sources import Rows, RowsByNumber, SourceRows, read_sources
+from asyncrl.data.spec import DataSpec
+from asyncrl.runtime.ray_objects import broken_stream
+from asyncrl.text.template import Rendered, Template, TemplateError
+from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
 
 __all__ = [
     "PromptReport",
@@ -92,7 +101,7 @@ class PromptReport:
 
     rows: int
     """Rows that are used."""
-    truncation: TruncationReport
+    truncation: LengthReport
     """What the limits cut and left out."""
     longest: int
     """Tokens of the longest prompt that is used, as it is used."""
@@ -114,7 +123,8 @@ class PromptReport:
 
 
 def stream_ordinals(lowest: int, finished: frozenset[int]) -> Iterator[int]:
-    """The ordinals from a frontier on: `lowest` is the lowest unfinished one, `finished` those above it to leave out."""
+    """The ordinals from a frontier on: `lowest` is the lowest unfinished one, `finished` those
+    above it to leave out."""
     ordinal = lowest
     while True:
         if ordinal not in finished:
@@ -122,18 +132,20 @@ def stream_ordinals(lowest: int, finished: frozenset[int]) -> Iterator[int]:
         ordinal += 1
 
 
-def read_prompt_rows(data: Data, config: Config, field: str) -> Rows:
+def read_prompt_rows(data: Data, spec: DataSpec, field: str) -> Rows:
     """The rows of a setting that names prompts, with columns that may travel beside ours.
 
     Raises:
-        ConfigError: as `read_sources`, the column of tools is missing, or a column has a name of ours.
+        ConfigError: as `read_sources`, the column of tools is missing, or a column has a name of
+            ours.
     """
-    found = read_sources(data, field, config.data.prompt_column)
-    if config.data.tools_column not in (None, *found.table.column_names):
+    found = read_sources(data, field, spec.data.prompt_column)
+    if spec.data.tools_column not in (None, *found.table.column_names):
         raise ConfigError(
-            f"data.tools_column = {config.data.tools_column!r} is not a column of {named(data, field)}, which has {found.table.column_names}; name one of them"
+            f"data.tools_column = {spec.data.tools_column!r} is not a column of"
+            f" {named(data, field)}, which has {found.table.column_names}; name one of them"
         )
-    names = {*found.table.column_names} - {config.data.prompt_column}
+    names = {*found.table.column_names} - {spec.data.prompt_column}
     if taken := sorted(TAKEN_COLUMNS & names):
         raise ConfigError(
             f"{named(data, field)} has columns {taken}, names that asyncrl uses; rename them"
@@ -150,18 +162,18 @@ def named(data: Data, field: str) -> str:
 def prompt_values(table: pa.Table, column: str) -> list[Any]:
     """The prompts of a table, or its tools: strings, or chats with the keys that they were given.
 
-    A Parquet struct has every key in every row, so None there stands for a key that is absent.
+    A Parquet struct has every key in every row, so None there means an absent key.
     """
     field = table.schema.field(column)
     values = column_values(table[column], field)
     return [without_absent(value) for value in values] if pa.types.is_nested(field.type) else values
 
 
-def template_of(config: Config) -> Template:
+def template_of(spec: DataSpec) -> Template:
     """How the run's prompts become text and tokens."""
-    data = config.data
+    data = spec.data
     return Template(
-        config.model.path,
+        spec.model_path,
         data.apply_chat_template,
         data.chat_template_kwargs,
         data.system_prompt,
@@ -169,45 +181,45 @@ def template_of(config: Config) -> Template:
     )
 
 
-def render_rows(table: pa.Table, config: Config, first_row: int = 0) -> Rendered:
+def render_rows(table: pa.Table, spec: DataSpec, first_row: int = 0) -> Rendered:
     """The prompts of a table as the model sees them.
 
     Raises:
         TemplateError: a prompt cannot be rendered.
     """
-    return template_of(config).render(*_values(table, config), first_row=first_row)
+    return template_of(spec).render(*_values(table, spec), first_row=first_row)
 
 
-def _values(table: pa.Table, config: Config) -> tuple[list[Any], list[Any] | None]:
+def _values(table: pa.Table, spec: DataSpec) -> tuple[list[Any], list[Any] | None]:
     """The prompts of a table, and their tools if it has any."""
-    column = config.data.tools_column
-    return prompt_values(table, config.data.prompt_column), prompt_values(
-        table, column
-    ) if column is not None else None
+    column = spec.data.tools_column
+    return prompt_values(table, spec.data.prompt_column), (
+        prompt_values(table, column) if column is not None else None
+    )
 
 
 def check_prompts(
-    config: Config, data: Data | None = None, field: str = "data.train"
+    spec: DataSpec, data: Data | None = None, field: str = "data.train"
 ) -> PromptReport:
     """Read and tokenize all prompts before anything is allocated.
 
     Raises:
         ConfigError: a file, a column or a prompt cannot be used.
     """
-    data = data if data is not None else config.data.train
-    found = read_prompt_rows(data, config, field)
+    data = data if data is not None else spec.data.train
+    found = read_prompt_rows(data, spec, field)
     table = found.table
     kept: list[int] = []
-    longest, first, own_bos, truncation = 0, None, 0, TruncationReport()
+    longest, first, own_bos, truncation = 0, None, 0, LengthReport()
     notes: list[str] = []
     for start in range(0, table.num_rows, ROWS_PER_CHECK):
         block = table.slice(start, ROWS_PER_CHECK)
         try:
-            rendered = render_rows(block, config, start)
-            notes = notes or template_of(config).check(*_values(block, config))
+            rendered = render_rows(block, spec, start)
+            notes = notes or template_of(spec).check(*_values(block, spec))
             refuse_empty(rendered.ids, start, data, field)
-            texts, truncated = truncate_prompts(rendered.texts, rendered.ids, config, start)
-        except (TooLong, TemplateError) as error:
+            texts, truncated = truncate_prompts(rendered.texts, rendered.ids, spec, start)
+        except (TooLongError, TemplateError) as error:
             raise ConfigError(f"{named(data, field)}: {error}") from None
         own_bos += rendered.own_bos
         truncation += truncated.report
@@ -216,19 +228,21 @@ def check_prompts(
             longest = max(longest, int(np.diff(truncated.prompts.offsets).max()))
             first = first or (texts[0], tuple(truncated.prompts[0].as_py()))
     if first is None:
-        cut_away = truncation.no_completion and config.data.length_side == "keep_start"
+        cut_away = truncation.no_completion and spec.data.length_side == "keep_start"
         way_out = (
             "set data.length_side: keep_end, which cuts prompts at their start"
             if cut_away
             else "set its policy to truncate"
         )
         raise ConfigError(
-            f"{named(data, field)}: no prompt is left ({truncation.text()}); raise the limit, or {way_out}"
+            f"{named(data, field)}: no prompt is left ({truncation.text()}); raise the limit, or"
+            f" {way_out}"
         )
-    schema = _reward_schema(table, config)
+    schema = _reward_schema(table, spec)
     if own_bos:
         notes.append(
-            f"{own_bos} of {table.num_rows} prompts begin with BOS themselves: it is not added again"
+            f"{own_bos} of {table.num_rows} prompts begin with BOS themselves: it is not added"
+            " again"
         )
     return PromptReport(
         rows=len(kept),
@@ -257,7 +271,8 @@ def _used_of_sources(
     for source, rows in zip(sources, used, strict=True):
         if source.weight is not None and not rows:
             raise ConfigError(
-                f"{where}: no row of source {source.name!r} is left; raise the limit, or take the source out"
+                f"{where}: no row of source {source.name!r} is left; raise the limit, or take the"
+                " source out"
             )
     return tuple(
         replace(source, rows=int(rows)) for source, rows in zip(sources, used, strict=True)
@@ -272,17 +287,20 @@ def _largest_row(table: pa.Table) -> int:
 
 
 def refuse_empty(ids: Sequence[Sequence[int]], first_row: int, data: Data, field: str) -> None:
-    """Raise ConfigError if a prompt has no tokens: the first completion token needs a token before it."""
+    """Raise ConfigError if a prompt has no tokens: the first completion token needs a token before
+    it."""
     empty = [row for row, tokens in enumerate(ids, first_row) if not tokens]
     if empty:
         raise ConfigError(
-            f"{named(data, field)}: row {empty[0]} has an empty prompt, one of {len(empty)} such rows; remove them"
+            f"{named(data, field)}: row {empty[0]} has an empty prompt, one of {len(empty)} such"
+            " rows; remove them"
         )
 
 
-def limits(config: Config, targets: bool = False, split: bool = False) -> Limits:
-    """The limits of prompts, or of supervised rows, which have targets; `split`: of rows that packing will cut, whose prompt alone is bounded."""
-    data = config.data
+def limits(spec: DataSpec, targets: bool = False, split: bool = False) -> Limits:
+    """The limits of prompts, or of supervised rows, which have targets; `split`: of rows that
+    packing will cut, whose prompt alone is bounded."""
+    data = spec.data
     prompt = Limit(
         data.max_prompt_length,
         data.prompt_policy,
@@ -292,9 +310,10 @@ def limits(config: Config, targets: bool = False, split: bool = False) -> Limits
     )
     if split:
         return Limits(prompt)
-    policy = "error" if config.warm_start.splits else config.warm_start.completion_policy
+    chosen = spec.warm_start.completion_policy
+    policy = "error" if spec.warm_start.splits or chosen == "split" else chosen
     completion = Limit(
-        config.rollout.max_completion_length,
+        spec.max_completion_length,
         policy,
         "keep_start",
         "rollout.max_completion_length",
@@ -316,72 +335,77 @@ def limits(config: Config, targets: bool = False, split: bool = False) -> Limits
 
 
 def truncate_prompts(
-    texts: Sequence[str], ids: Sequence[Sequence[int]], config: Config, first_row: int = 0
+    texts: Sequence[str], ids: Sequence[Sequence[int]], spec: DataSpec, first_row: int = 0
 ) -> tuple[list[str], Truncated]:
-    """The prompts that are used, within the limits, and their texts: a prompt that was cut is decoded from the tokens that are left of it.
+    """The prompts that are used, within the limits, and their texts: a prompt that was cut is
+    decoded from the tokens that are left of it.
 
     Raises:
-        TooLong: as `truncate`.
+        TooLongError: as `truncate`.
     """
-    truncated = truncate(pa.array(ids, TOKENS), {}, limits(config), first_row)
+    truncated = truncate(pa.array(ids, TOKENS), {}, limits(spec), first_row)
     used = [texts[row] for row in truncated.kept]
     for place in np.flatnonzero(truncated.cut):
         used[place] = decode_prompt(
-            load_tokenizer(config.model.path), truncated.prompts[place].as_py()
+            load_tokenizer(spec.model_path), truncated.prompts[place].as_py()
         )
     return used, truncated
 
 
 def read_prompts(
-    data: Data, config: Config, limit: int | None = None, field: str = "eval.data"
+    data: Data, spec: DataSpec, limit: int | None = None, field: str = "eval.data"
 ) -> list[Prompt]:
-    """The first `limit` prompts of small data, in its order, with their row index as ordinal and epoch 0. Several sources take turns.
+    """The first `limit` prompts of small data, in its order, with their row index as ordinal and
+    epoch 0. Several sources take turns.
 
     Raises:
         ConfigError: as `check_prompts`.
     """
-    report = check_prompts(config, data, field)
-    found = read_prompt_rows(data, config, field)
+    report = check_prompts(spec, data, field)
+    found = read_prompt_rows(data, spec, field)
     table = found.table
     kept = report.kept if report.kept is not None else range(table.num_rows)
     rows = [kept[place] for place in in_turn(kept, found.sources)][:limit]
     by_number = RowsByNumber(table)
     chosen = by_number.table([by_number.row(row) for row in rows])
-    rendered = _render_table(_with_ordinals(chosen, rows, [0] * len(rows)), config)
+    rendered = _render_table(_with_ordinals(chosen, rows, [0] * len(rows)), spec)
     return list(_prompts(rendered, report.schema))
 
 
-def first_prompt(config: Config, report: PromptReport) -> Prompt:
-    """The first prompt of `data.train` that `report`, which `check_prompts` made of it, says is used."""
-    table = read_prompt_rows(config.data.train, config, "data.train").table
+def first_prompt(spec: DataSpec, report: PromptReport) -> Prompt:
+    """The first prompt of `data.train` that `report`, which `check_prompts` made of it, says is
+    used."""
+    table = read_prompt_rows(spec.data.train, spec, "data.train").table
     row = report.kept[0] if report.kept is not None else 0
     return next(
         _prompts(
-            _render_table(_with_ordinals(table.slice(row, 1), [row], [0]), config), report.schema
+            _render_table(_with_ordinals(table.slice(row, 1), [row], [0]), spec), report.schema
         )
     )
 
 
 def in_turn(rows: Sequence[int], sources: Sequence[SourceRows]) -> list[int]:
-    """Places of row numbers, in an order in which the sources take turns: any number of first ones has as many of each source, until it has no more."""
+    """Places of row numbers, in an order in which the sources take turns: any number of first ones
+    has as many of each source, until it has no more."""
     numbers = np.asarray(rows, np.int64)
     source = np.searchsorted(np.cumsum([one.rows for one in sources]), numbers, side="right")
     turn = np.empty(len(numbers), np.int64)
     for one in range(len(sources)):
         turn[source == one] = np.arange(int((source == one).sum()))
-    return np.lexsort((source, turn)).tolist()
+    order: list[int] = np.lexsort((source, turn)).tolist()
+    return order
 
 
-def prompt_ids_of(config: Config, ordinals: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+def prompt_ids_of(spec: DataSpec, ordinals: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
     """(ordinal, prompt's token ids) of ordinals of `data.train`, made again from the files.
 
     Raises:
         ConfigError: as `check_prompts`.
     """
-    report = check_prompts(config)
+    report = check_prompts(spec)
     order, rows = (
-        order_of(report, config),
-        RowsByNumber(read_prompt_rows(config.data.train, config, "data.train").table),
+        order_of(report, spec),
+        RowsByNumber(read_prompt_rows(spec.data.train, spec, "data.train").table),
     )
     for start in range(0, len(ordinals), ROWS_PER_CHECK):
         block = list(ordinals[start : start + ROWS_PER_CHECK])
@@ -389,7 +413,7 @@ def prompt_ids_of(config: Config, ordinals: Sequence[int]) -> Iterator[tuple[int
         taken = rows.table(
             [rows.row(report.kept[place] if report.kept is not None else place) for place in places]
         )
-        rendered = _render_table(_with_ordinals(taken, block, [0] * len(block)), config)
+        rendered = _render_table(_with_ordinals(taken, block, [0] * len(block)), spec)
         yield from zip(block, map(tuple, rendered["prompt_ids"].to_pylist()), strict=True)
 
 
@@ -399,48 +423,52 @@ def _with_ordinals(table: pa.Table, ordinals: Sequence[int], epochs: Sequence[in
     )
 
 
-def _render_table(table: pa.Table, config: Config) -> pa.Table:
-    """Replace the prompt column by prompt_text and prompt_ids, within the limits. Only rows that `check_prompts` kept come here.
+def _render_table(table: pa.Table, spec: DataSpec) -> pa.Table:
+    """Replace the prompt column by prompt_text and prompt_ids, within the limits. Only rows that
+    `check_prompts` kept come here.
 
     Raises:
         ConfigError: a row is not used after all, so that its ordinal would be missing.
     """
-    rendered = render_rows(table, config)
-    texts, truncated = truncate_prompts(rendered.texts, rendered.ids, config)
+    rendered = render_rows(table, spec)
+    texts, truncated = truncate_prompts(rendered.texts, rendered.ids, spec)
     if truncated.report.used < table.num_rows:
         raise ConfigError(
-            f"prompts are no longer those that were checked before the run ({truncated.report.text()}); give the file as it was, or start again"
+            "prompts are no longer those that were checked before the run"
+            f" ({truncated.report.text()}); give the file as it was, or start again"
         )
-    table = _with_messages(table, config)
+    table = _with_messages(table, spec)
     return table.append_column("prompt_text", pa.array(texts, pa.string())).append_column(
         "prompt_ids", truncated.prompts
     )
 
 
-def _gives_messages(table: pa.Table, config: Config) -> bool:
-    """Whether rewards get the chats of the prompts, as MESSAGES: there are some, and no other column has that name."""
-    column = config.data.prompt_column
+def _gives_messages(table: pa.Table, spec: DataSpec) -> bool:
+    """Whether rewards get the chats of the prompts, as MESSAGES: there are some, and no other
+    column has that name."""
+    column = spec.data.prompt_column
     field = table.schema.field(column)
-    chats = config.data.apply_chat_template or is_json(field) or pa.types.is_nested(field.type)
+    chats = spec.data.apply_chat_template or is_json(field) or pa.types.is_nested(field.type)
     return chats and MESSAGES not in {*table.column_names} - {column}
 
 
-def _reward_schema(table: pa.Table, config: Config) -> pa.Schema:
+def _reward_schema(table: pa.Table, spec: DataSpec) -> pa.Schema:
     """The columns that rewards get, of a dataset's table."""
-    column = config.data.prompt_column
+    column = spec.data.prompt_column
     fields = [field for field in table.schema if field.name != column]
-    return pa.schema([*fields, json_field(MESSAGES)] if _gives_messages(table, config) else fields)
+    return pa.schema([*fields, json_field(MESSAGES)] if _gives_messages(table, spec) else fields)
 
 
-def _with_messages(table: pa.Table, config: Config) -> pa.Table:
-    """The table with the chats of its prompts, as the dataset has them, in place of the prompts; null for a prompt that is no chat."""
-    column = config.data.prompt_column
+def _with_messages(table: pa.Table, spec: DataSpec) -> pa.Table:
+    """The table with the chats of its prompts, as the dataset has them, in place of the prompts;
+    null for a prompt that is no chat."""
+    column = spec.data.prompt_column
     rest = table.drop_columns([column])
-    if not _gives_messages(table, config):
+    if not _gives_messages(table, spec):
         return rest
     of_string = (
         (lambda text: [{"role": "user", "content": text}])
-        if config.data.apply_chat_template
+        if spec.data.apply_chat_template
         else (lambda text: None)
     )
     chats = [
@@ -463,20 +491,20 @@ def _prompts(table: pa.Table, schema: pa.Schema) -> Iterator[Prompt]:
         yield Prompt(ordinal, epoch, text, tuple(ids), columns, schema)
 
 
-def order_of(report: PromptReport, config: Config) -> Order:
+def order_of(report: PromptReport, spec: DataSpec) -> Order:
     """Which row an ordinal means, among the rows that are used."""
     weights = tuple(source.weight for source in report.sources if source.weight is not None)
     rows = tuple(source.rows for source in report.sources)
-    return Order(rows, weights or None, config.seed, config.data.shuffle)
+    return Order(rows, weights or None, spec.seed, spec.data.shuffle)
 
 
 def _stream_tables(
-    data: Data, config: Config, report: PromptReport, lowest: int, finished: frozenset[int]
+    data: Data, spec: DataSpec, report: PromptReport, lowest: int, finished: frozenset[int]
 ) -> Iterator[pa.Table]:
-    """Raw rows with ordinal and epoch, block after block, without end. Runs in the read task, which holds the rows. A block ends early if its rows are
-    large."""
-    rows = RowsByNumber(read_prompt_rows(data, config, "data.train").table)
-    order = order_of(report, config)
+    """Raw rows with ordinal and epoch, block after block, without end. Runs in the read task, which
+    holds the rows. A block ends early if its rows are large."""
+    rows = RowsByNumber(read_prompt_rows(data, spec, "data.train").table)
+    order = order_of(report, spec)
     block: list[tuple[int, int, pa.RecordBatch]] = []
     size = 0
     for ordinal in stream_ordinals(lowest, finished):
@@ -492,7 +520,8 @@ def _stream_tables(
 
 
 class ReorderWindow:
-    """Gives prompts back in ordinal order, each once, in whatever order and however often they come."""
+    """Gives prompts back in ordinal order, each once, in whatever order and however often they
+    come."""
 
     def __init__(self, lowest: int, finished: frozenset[int]) -> None:
         self._ordinals = stream_ordinals(lowest, finished)
@@ -516,11 +545,12 @@ class ReorderWindow:
 
 
 class RayPromptSource:
-    """`PromptSource`: one endless Ray Data execution, consumed by a thread; `next()` waits on the event loop without blocking it."""
+    """`PromptSource`: one endless Ray Data execution, consumed by a thread; `next()` waits on the
+    event loop without blocking it."""
 
     def __init__(
         self,
-        config: Config,
+        spec: DataSpec,
         report: PromptReport,
         lowest: int = 0,
         finished: Iterable[int] = (),
@@ -529,7 +559,7 @@ class RayPromptSource:
         """Start streaming.
 
         Args:
-            report: of `check_prompts(config)`.
+            report: of `check_prompts(spec)`.
             lowest: the lowest unfinished ordinal (the frontier).
             finished: ordinals above it that are finished; they are left out.
             stacks: as of `stream_blocks`.
@@ -540,17 +570,18 @@ class RayPromptSource:
         most = max(1, min(WAITING_PROMPTS, WAITING_BYTES // max(1, report.largest_row)))
         self._waiting: queue.Queue[Prompt | BaseException] = queue.Queue(most)
         self._begun, self._closed = threading.Event(), threading.Event()
-        tables = functools.partial(_stream_tables, config.data.train, config, report)
+        tables = functools.partial(_stream_tables, spec.data.train, spec, report)
         self._thread = threading.Thread(
             target=self._consume,
-            args=(tables, functools.partial(_render_table, config=config)),
+            args=(tables, functools.partial(_render_table, spec=spec)),
             name="prompts",
             daemon=True,
         )
         self._thread.start()
 
     async def next(self) -> Prompt:
-        """The next prompt in ordinal order. Raises RuntimeError if the stream broke, PartDied if a process died."""
+        """The next prompt in ordinal order. Raises RuntimeError if the stream broke, PartDiedError
+        if a process died."""
         item: Prompt | BaseException | None
         while True:
             try:
@@ -562,8 +593,9 @@ class RayPromptSource:
             if item is not None:
                 return item
 
-    async def begun(self) -> bool:
-        """Whether the execution's task runs: its first block has come. A stream that broke has begun: `next` raises its error."""
+    async def started(self) -> bool:
+        """Whether the execution's task runs: its first block has come. A stream that broke has
+        begun: `next` raises its error."""
         return self._begun.is_set()
 
     async def close(self) -> None:
@@ -578,8 +610,9 @@ class RayPromptSource:
             return None
 
     def _consume(self, tables: Any, stage: Any) -> None:
-        """Where the task's process dies, a new execution begins at the first prompt that has not come."""
-        from asyncrl.data.stream import Deaths, stream_blocks
+        """Where the task's process dies, a new execution begins at the first prompt that has not
+        come."""
+        from asyncrl.runtime.ray_stream import Deaths, stream_blocks
 
         window, deaths = ReorderWindow(*self._frontier), Deaths("prompt")
         while not self._closed.is_set():
@@ -596,7 +629,7 @@ class RayPromptSource:
                 raise RuntimeError("it ended, though it has no end")
             except Exception as error:
                 if not deaths.survived(error):
-                    # Handed to whoever waits in next(): this thread has no other way to be heard.
+                    # The caller that waits in next() raises it: this thread has no other way.
                     self._begun.set()
                     self._put(error)
                     return

@@ -15,15 +15,21 @@ import numpy as np
 import pyarrow as pa
 
 from asyncrl.config import ConfigError, Source, sources_of
-from asyncrl.contracts.columns import MARK, as_json, damaged, is_json, uncarried, unreadable
+from asyncrl.contracts.columns import (
+    MARK,
+    SOURCE_COLUMN,
+    as_json,
+    damaged,
+    is_json,
+    uncarried,
+    unreadable,
+)
 from asyncrl.data.jsonl import MOST_ROW_BYTES, read_jsonl
 from asyncrl.data.splits import folder_files, is_data_file
 from asyncrl.runtime import parquet
 
-__all__ = ["SOURCE_COLUMN", "Rows", "RowsByNumber", "SourceRows", "files_of", "read_sources"]
+__all__ = ["Rows", "RowsByNumber", "SourceRows", "files_of", "read_sources"]
 
-SOURCE_COLUMN = "source_name"
-"""Column with the name of a row's source; only where there are several."""
 ROWS_PER_LOOK = 1024
 """Rows that are weighed together before each is weighed alone."""
 WHOLE = {pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32()}
@@ -79,7 +85,8 @@ def read_sources(
     for table, one in zip(tables, found, strict=True):
         if SOURCE_COLUMN in table.column_names:
             raise ConfigError(
-                f"{field}: source {one.name!r} has a column {SOURCE_COLUMN!r}, a name that asyncrl uses for the sources of rows; rename it"
+                f"{field}: source {one.name!r} has a column {SOURCE_COLUMN!r}, a name that asyncrl"
+                " uses for the sources of rows; rename it"
             )
     if len(sources) == 1:
         return Rows(tables[0], tuple(found))
@@ -110,7 +117,8 @@ def files_of(source: Source, field: str) -> list[Path]:
         if files := sorted(place for place in places if place.is_file()):
             return files
     raise ConfigError(
-        f"{field} = {source.path!r}: no such file; give a Parquet or JSONL file, a glob, a folder, or owner/name of a dataset on the hub"
+        f"{field} = {source.path!r}: no such file; give a Parquet or JSONL file, a glob, a folder,"
+        " or owner/name of a dataset on the hub"
     )
 
 
@@ -172,13 +180,15 @@ def _with_prompt_column(table: pa.Table, source: Source, wanted: str, field: str
     if named not in table.column_names:
         setting = f"{field}: prompt_column" if source.prompt_column else "data.prompt_column"
         raise ConfigError(
-            f"{setting} = {named!r} is not a column of {source.path!r}, which has {table.column_names}; name one of them"
+            f"{setting} = {named!r} is not a column of {source.path!r}, which has"
+            f" {table.column_names}; name one of them"
         )
     if named == wanted:
         return table
     if wanted in table.column_names:
         raise ConfigError(
-            f"{field} = {source.path!r} has a column {wanted!r} beside its prompt_column {named!r}; rename it, or set data.prompt_column to another name"
+            f"{field} = {source.path!r} has a column {wanted!r} beside its prompt_column {named!r};"
+            " rename it, or set data.prompt_column to another name"
         )
     return table.rename_columns([wanted if name == named else name for name in table.column_names])
 
@@ -199,7 +209,8 @@ def _unified(tables: Sequence[pa.Table], field: str) -> pa.Table:
         except (TypeError, pa.ArrowException):
             kinds = sorted({str(t.schema.field(wanted.name).type) for t in _having(tables, wanted)})
             raise ConfigError(
-                f"{field}: column {wanted.name!r} has types {kinds} in different files, which no column can hold together; give it one type, or rename one"
+                f"{field}: column {wanted.name!r} has types {kinds} in different files, which no"
+                " column can hold together; give it one type, or rename one"
             ) from None
         chunks = [chunk for part in parts for chunk in part.chunks]
         columns.append(pa.chunked_array(chunks, wanted.type))

@@ -98,7 +98,8 @@ def _below(names: Sequence[str], subset: str | None) -> list[str]:
 
 
 def _name_splits(names: Sequence[str], subset: str | None) -> dict[str, list[str]]:
-    """Split → files. Those without a split's word in their path are `train`, if all are so; else "" has them."""
+    """Split → files. Those without a split's word in their path are `train`, if all are so; else ""
+    has them."""
     splits: dict[str, list[str]] = {}
     for name in _below(names, subset):
         words = re.split(r"[^a-z0-9]+", name.lower())

@@ -1,4 +1,5 @@
-"""Supervised rows: a prompt and the target that should follow it, as token ids, within the limits of both."""
+"""Supervised rows: a prompt and the target that should follow it, as token ids, within the limits
+of both."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from asyncrl.config import Config, ConfigError
+from asyncrl.config import ConfigError
 from asyncrl.contracts.columns import column_values
+from asyncrl.data.length_limits import LengthReport, TooLongError, truncate
 from asyncrl.data.prompts import (
     ROWS_PER_CHECK,
     TOKENS,
@@ -19,7 +21,7 @@ from asyncrl.data.prompts import (
     refuse_empty,
     render_rows,
 )
-from asyncrl.data.truncation import TooLong, TruncationReport, truncate
+from asyncrl.data.spec import DataSpec
 from asyncrl.text.stops import chat_end_token
 from asyncrl.text.template import TemplateError
 from asyncrl.text.tokenizer import load_tokenizer
@@ -30,40 +32,43 @@ Row = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and target ids."""
 
 
-def read_supervised(config: Config, data: Data, field: str) -> tuple[list[Row], TruncationReport]:
-    """The rows of a file with prompts and warm_start.target_column, in its order (several sources take turns), and what the limits did.
-    Those of warm_start.data may be of any length under warm_start.completion_policy: split.
+def read_supervised(spec: DataSpec, data: Data, field: str) -> tuple[list[Row], LengthReport]:
+    """The rows of a file with prompts and warm_start.target_column, in its order (several sources
+    take turns), and what the limits did. Those of warm_start.data may be of any length under
+    warm_start.completion_policy: split.
 
-    EOS is appended to a target before anything is cut, so a target cut at its end has none: the model is not taught to stop in mid-answer. A row
-    without a target (null) has nothing to learn from, and is refused.
+    EOS is appended to a target before anything is cut, so a target cut at its end has none: the
+    model is not taught to stop in mid-answer. A row without a target (null) has nothing to learn
+    from, and is refused.
 
     Raises:
         ConfigError: the file, a column or a row cannot be used, or no row is left.
     """
-    found = read_prompt_rows(data, config, field)
+    found = read_prompt_rows(data, spec, field)
     table, kept = found.table, list[int]()
-    column = config.warm_start.target_column
+    column = spec.warm_start.target_column
     if column not in table.column_names:
-        others = sorted(set(table.column_names) - {config.data.prompt_column})
+        others = sorted(set(table.column_names) - {spec.data.prompt_column})
         raise ConfigError(
-            f"warm_start.target_column = {column!r} is not a column of {named(data, field)}, which has {others}; name one of them"
+            f"warm_start.target_column = {column!r} is not a column of {named(data, field)}, which"
+            f" has {others}; name one of them"
         )
-    split = config.warm_start.splits and field == "warm_start.data"
+    split = spec.warm_start.splits and field == "warm_start.data"
     rows: list[Row] = []
-    report = TruncationReport()
+    report = LengthReport()
     for start in range(0, table.num_rows, ROWS_PER_CHECK):
         block = table.slice(start, ROWS_PER_CHECK)
         try:
-            prompts = render_rows(block, config, start).ids
+            prompts = render_rows(block, spec, start).ids
             refuse_empty(prompts, start, data, field)
-            targets = _targets(column_values(block[column], block.schema.field(column)), config)
+            targets = _targets(column_values(block[column], block.schema.field(column)), spec)
             truncated = truncate(
                 pa.array(prompts, TOKENS),
                 {"completion": pa.array(targets, TOKENS)},
-                limits(config, targets=True, split=split),
+                limits(spec, targets=True, split=split),
                 start,
             )
-        except (TooLong, TemplateError) as error:
+        except (TooLongError, TemplateError) as error:
             raise ConfigError(f"{named(data, field)}: {error}") from None
         rows += zip(
             truncated.prompts.to_pylist(),
@@ -74,28 +79,31 @@ def read_supervised(config: Config, data: Data, field: str) -> tuple[list[Row], 
         report += truncated.report
     if not rows:
         raise ConfigError(
-            f"{named(data, field)}: no row is left ({report.text()}); raise the limits, or give targets in {column!r}"
+            f"{named(data, field)}: no row is left ({report.text()}); raise the limits, or give"
+            f" targets in {column!r}"
         )
     return [rows[place] for place in in_turn(kept, found.sources)], report
 
 
-def supervised_rows(config: Config) -> tuple[list[Row], list[Row]]:
-    """The warm start's rows, and the first eval.max_prompts held-out ones. `make_plan` has checked both files."""
-    assert config.warm_start.data is not None and config.eval.data is not None
-    train, _ = read_supervised(config, config.warm_start.data, "warm_start.data")
-    held_out, _ = read_supervised(config, config.eval.data, "eval.data")
-    return train, held_out[: config.eval.max_prompts]
+def supervised_rows(spec: DataSpec) -> tuple[list[Row], list[Row]]:
+    """The warm start's rows, and the first eval.max_prompts held-out ones. `make_plan` has checked
+    both files."""
+    assert spec.warm_start.data is not None and spec.eval.data is not None
+    train, _ = read_supervised(spec, spec.warm_start.data, "warm_start.data")
+    held_out, _ = read_supervised(spec, spec.eval.data, "eval.data")
+    return train, held_out[: spec.eval.max_prompts]
 
 
-def _targets(values: Sequence[object], config: Config) -> list[list[int]]:
-    """Token ids of the targets with the token that ends them appended: that of the chat template's turns where it renders the prompts, else EOS. None of a
-    null."""
-    tokenizer = load_tokenizer(config.model.path)
-    end = chat_end_token(tokenizer) if config.data.apply_chat_template else None
+def _targets(values: Sequence[object], spec: DataSpec) -> list[list[int]]:
+    """Token ids of the targets with the token that ends them appended: that of the chat template's
+    turns where it renders the prompts, else EOS. None of a null."""
+    tokenizer = load_tokenizer(spec.model_path)
+    end = chat_end_token(tokenizer) if spec.data.apply_chat_template else None
     end = tokenizer.eos_token_id if end is None else end
     if end is None:
         raise ConfigError(
-            f"model.path = {config.model.path!r}: its tokenizer has no EOS, so supervised rows could not teach where to stop; name one there"
+            f"model.path = {spec.model_path!r}: its tokenizer has no EOS, so supervised rows"
+            " could not teach where to stop; name one there"
         )
     ids = tokenizer(
         ["" if value is None else str(value) for value in values], add_special_tokens=False

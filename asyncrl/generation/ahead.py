@@ -1,13 +1,16 @@
-"""The engine's process, started before vLLM asks for it, so that both sides of an engine import vLLM at the same time.
+"""The engine's process, started before vLLM asks for it, so that both sides of an engine import
+vLLM at the same time.
 
-That import is most of an engine's start, and vLLM makes one after the other. A fork of a process that has it is no way out: with torch, Ray or CUDA
-loaded it is unsafe, and in a Ray actor vLLM refuses it.
+That import is most of an engine's start, and vLLM makes one after the other. A fork of a process
+that has it is no way out: with torch, Ray or CUDA loaded it is unsafe, and in a Ray actor vLLM
+refuses it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -28,10 +31,12 @@ _handing = threading.Lock()
 
 
 class AheadProcess:
-    """A spawned process that prepares itself and then waits for what it is to run. It ends with the one that spawned it.
+    """A spawned process that prepares itself and then waits for what it is to run. It ends with the
+    one that spawned it.
 
-    To vLLM it is the multiprocessing context and the process that it makes there: `Process(...)`, `start()`, and then all that a process has.
-    As a context manager it kills the process if the block fails, or if nobody has given it work.
+    To vLLM it is the multiprocessing context and the process that it makes there: `Process(...)`,
+    `start()`, and then all that a process has. As a context manager it kills the process if the
+    block fails, or if nobody has given it work.
     """
 
     def __init__(self, prepare: Callable[[], None]) -> None:
@@ -40,7 +45,8 @@ class AheadProcess:
         self._process = context.Process(target=_run_what_comes, args=(prepare, work))
         self._process.start()
         work.close()
-        # At its end Python waits for each process that it spawned, and this one would wait for its work.
+        # At its end Python waits for each process that it spawned, and this one would wait for its
+        # work.
         self._at_exit = multiprocessing.util.Finalize(None, self._process.kill, exitpriority=0)
         self._target: tuple[Callable[..., None], Mapping[str, Any]] | None = None
 
@@ -95,8 +101,8 @@ class AheadProcess:
 
 
 def keep_fatal_error(folder: str, record: logging.LogRecord) -> bool:
-    """A logger's filter that lets everything through. It writes down the exception that vLLM logs before its engine's process ends: the process that waits
-    for it learns only that it is gone."""
+    """A logger's filter that lets everything through. It writes down the exception that vLLM logs
+    before its engine's process ends: the process that waits for it learns only that it is gone."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None:
         (Path(folder) / FATAL).write_text(f"{type(error).__name__}: {' '.join(str(error).split())}")
@@ -112,12 +118,14 @@ def fatal_error(folder: Path | None) -> str | None:
 
 
 def import_engine(folder: str) -> None:
-    """What the process of an engine does first; its last error will be in `folder`. It imports no model and no worker: some of them read, when they are
-    imported, variables that vLLM sets while it makes its config."""
+    """What the process of an engine does first; its last error will be in `folder`. It imports no
+    model and no worker: some of them read, when they are imported, variables that vLLM sets while
+    it makes its config."""
     import vllm.v1.engine.core  # noqa: F401
     from vllm.utils.system_utils import set_process_title
 
-    # Titles lie where the process's first environment was: they can be set later only if one was before that changed.
+    # Titles lie where the process's first environment was: they can be set later only if one was
+    # before that changed.
     set_process_title("EngineCore")
     # A handler would be gone when vLLM configures its logging once more.
     logging.getLogger("vllm.v1.engine.core").addFilter(functools.partial(keep_fatal_error, folder))
@@ -130,8 +138,7 @@ def handed_to_vllm(process: AheadProcess) -> Iterator[None]:
     Raises:
         RuntimeError: none was made, or vLLM spawned one after all.
     """
-    from vllm.v1.engine import utils
-
+    utils: Any = importlib.import_module("vllm.v1.engine.utils")
     with _handing:
         get_mp_context = utils.get_mp_context
         get_mp_context()  # for what it sets in the environment
@@ -142,7 +149,8 @@ def handed_to_vllm(process: AheadProcess) -> Iterator[None]:
             utils.get_mp_context = get_mp_context
     if not process.taken:
         raise RuntimeError(
-            "vLLM did not take the engine's process that was started ahead: is this the version of vLLM that pyproject.toml names?"
+            "vLLM did not take the engine's process that was started ahead: is this the version of"
+            " vLLM that pyproject.toml names?"
         )
 
 

@@ -1,6 +1,8 @@
-"""The generator application: built the same way for `serve deploy` and for a job that starts its own."""
+"""The generator application: built the same way for `serve deploy` and for a job that starts its
+own."""
 
-# No postponed annotations here: Serve reads the builder's annotation, and validates YAML arguments against it only if it is a class.
+# No postponed annotations here: Serve reads the builder's annotation, and validates YAML arguments
+# against it only if it is a class.
 
 import asyncio
 import logging
@@ -15,20 +17,14 @@ from ray.serve.config import ProxyLocation, RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
 
-from asyncrl.data.groups import DEATHS
-from asyncrl.generation.broadcast import ask_all
+from asyncrl.contracts.errors import EngineDiedError, GenerationTimeoutError, StaleReplicaError
+from asyncrl.contracts.messages import Generated, GenerateRequest, WeightsId
 from asyncrl.generation.engine import engine_environment
-from asyncrl.generation.protocol import (
-    EngineDied,
-    Generated,
-    GenerateRequest,
-    GenerationTimeout,
-    StaleReplica,
-    WeightsId,
-)
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.router import VersionRouter
 from asyncrl.generation.settings import GeneratorApp
+from asyncrl.runtime.ray_objects import DEATHS
+from asyncrl.runtime.serve_calls import ask_all
 
 __all__ = [
     "ServeGenerate",
@@ -50,25 +46,30 @@ MAX_ONGOING_REQUESTS = 100_000
 """Requests that one replica accepts: vLLM queues them, and admission bounds them."""
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
-"""Seconds between two tries of a request that no replica could take: doubled from the first to the longest."""
+"""Seconds between two tries of a request that no replica could take: doubled from the first to the
+longest."""
 
 ROUTING_S = 1.0
-"""Seconds after which Serve asks a replica again whether it is held. Until then it may still get requests, and refuses those for newer weights."""
+"""Seconds after which Serve asks a replica again whether it is held. Until then it may still get
+requests, and refuses those for newer weights."""
 
 LOGPROBS_DEADLINE_S = 300.0
-"""Seconds that scoring the probes may take. A replica that has not answered after half of them is left out."""
+"""Seconds that scoring the probes may take. A replica that has not answered after half of them is
+left out."""
 
 STATUS_S = 5.0
 """Seconds that a replica gets to say where it is: less than the watchdog waits for all of them."""
 
-UNABLE = (StaleReplica, *DEATHS, DeploymentUnavailableError)
-"""What a replica raises that cannot answer now, and Serve when there is none: ask another, or later."""
-DIED = (EngineDied, *DEATHS)
+UNABLE = (StaleReplicaError, *DEATHS, DeploymentUnavailableError)
+"""What a replica raises that cannot answer now, and Serve when there is none: ask another, or
+later."""
+DIED = (EngineDiedError, *DEATHS)
 """Those of a request under which its engine or replica ended."""
 
 
-def build_app(args: GeneratorApp) -> serve.Application:
-    """The Serve application: with `http`, the routes of `asyncrl.generation.http`, else none. Weights have none in either case."""
+def build_app(args: GeneratorApp, replica: type[Generator] | None = None) -> serve.Application:
+    """The Serve application of replicas of this class (default: `Generator`). Weights have no HTTP
+    route."""
     generator = args.generator
     options: dict[str, Any] = {
         "num_cpus": generator.num_cpus,
@@ -76,41 +77,37 @@ def build_app(args: GeneratorApp) -> serve.Application:
     }
     if generator.device == "cuda":
         options["num_gpus"] = 1
+    routing: dict[str, Any] = {
+        "request_router_class": VersionRouter,
+        "request_routing_stats_period_s": ROUTING_S,
+    }
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=generator.num_replicas,
         ray_actor_options=options,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        request_router_config=RequestRouterConfig(
-            request_router_class=VersionRouter, request_routing_stats_period_s=ROUTING_S
-        ),
-        # An event loop on a starved machine answers late: Serve replaces a replica after three checks in a row without an answer.
+        request_router_config=RequestRouterConfig(**routing),
+        # An event loop on a starved machine answers late: Serve replaces a replica after three
+        # checks in a row without an answer.
         health_check_period_s=5,
         health_check_timeout_s=args.stall_timeout_s / 3,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=20,
         max_constructor_retry_count=2,
-    )(_replica_class(args))
+    )(replica or Generator)
     return deployment.bind(args.model_dump())
 
 
-def _replica_class(args: GeneratorApp) -> type[Generator]:
-    if not args.http:
-        return Generator
-    from asyncrl.generation.standing import HttpGenerator
-
-    return HttpGenerator
-
-
 def begin_generators(args: GeneratorApp, name: str) -> Any:
-    """Ask Serve for the application and return its handle at once; no HTTP port is opened. See `wait_for_generators`."""
+    """Ask Serve for the application and return its handle at once; no HTTP port is opened. See
+    `wait_for_generators`."""
     serve.start(proxy_location=ProxyLocation.Disabled)
     target = serve.RunTarget(target=build_app(args), name=name, route_prefix=None)
     return serve.run_many([target], wait_for_applications_running=False)[0]
 
 
 def application(name: str) -> Any:
-    """Handle of an application that stands already."""
+    """Handle of an application that is already deployed."""
     return serve.get_app_handle(name)
 
 
@@ -142,7 +139,8 @@ async def wait_for_generators(name: str, timeout_s: float) -> None:
             raise RuntimeError(f"generators {name!r} failed to start: {_cause(message)}")
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"generators {name!r} were not up after generator.start_timeout_s = {timeout_s:g}: {message}"
+                f"generators {name!r} were not up after generator.start_timeout_s = {timeout_s:g}:"
+                f" {message}"
             )
         await asyncio.sleep(0.2)
 
@@ -154,7 +152,8 @@ def _cause(message: str) -> str:
 
 
 def start_generators(args: GeneratorApp, name: str) -> Any:
-    """Start the application, wait until it answers, and return its handle. Raises RuntimeError if it does not come up."""
+    """Start the application, wait until it answers, and return its handle. Raises RuntimeError if
+    it does not come up."""
     handle = begin_generators(args, name)
     asyncio.run(wait_for_generators(name, args.start_timeout_s))
     return handle
@@ -166,19 +165,22 @@ def stop_generators(name: str) -> None:
 
 
 async def end_generators(name: str) -> None:
-    """End the application and its engines; wait for it. Whoever gives up the wait leaves no thread behind that still asks Serve."""
+    """End the application and its engines; wait for it. Whoever gives up the wait leaves no thread
+    behind that still asks Serve."""
     await asyncio.to_thread(serve.delete, name, _blocking=False)
     while name in (await asyncio.to_thread(serve.status)).applications:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
 
 
 def forget_controller() -> None:
-    """To be called after `ray.shutdown`. Serve would take its controller for that of the next cluster this process starts: both count jobs from 1."""
+    """To be called after `ray.shutdown`. Serve would take its controller for that of the next
+    cluster this process starts: both count jobs from 1."""
     context._disconnect()
 
 
 class ServeGenerate:
-    """`Generate` over a Serve handle: what a replica cannot answer goes to another, until the request's deadline."""
+    """`Generate` over a Serve handle: what a replica cannot answer goes to another, until the
+    request's deadline."""
 
     def __init__(
         self,
@@ -187,13 +189,15 @@ class ServeGenerate:
     ) -> None:
         """
         Args:
-            lost: told of each request under which an engine or a replica ended. It is asked again all the same.
+            lost: called for each request during which an engine or a replica ended. The request is
+                still repeated.
         """
         self._handle, self._lost = handle, lost
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        """Raises GenerationTimeout when no replica has answered after `request.deadline_s` seconds, and StaleReplica if the one that the request names
-        cannot answer it any more."""
+        """Raises GenerationTimeoutError when no replica has answered after `request.deadline_s`
+        seconds, and StaleReplicaError if the one that the request names cannot answer it any
+        more."""
 
         async def once(left: float) -> Generated:
             response = self._handle.generate.remote(replace(request, deadline_s=left))
@@ -205,7 +209,7 @@ class ServeGenerate:
                 if (
                     task is None or not task.cancelling()
                 ):  # Serve raises it where a replica that ends cancels its requests
-                    raise StaleReplica("a replica has cancelled the request") from None
+                    raise StaleReplicaError("a replica has cancelled the request") from None
                 response.cancel()  # else the engine would go on for nobody
                 raise
             except DIED as error:
@@ -217,18 +221,19 @@ class ServeGenerate:
                 request.deadline_s, once, UNABLE if request.replica is None else ()
             )
         except UNABLE as error:
-            raise StaleReplica(
-                f"replica {request.replica} cannot answer any more: {type(error).__name__}: {error}".splitlines()[
-                    0
-                ]
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise StaleReplicaError(
+                f"replica {request.replica} cannot answer any more: {why}"
             ) from None
         return generated
 
     async def logprobs(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None
     ) -> dict[str, list[tuple[float, ...]]]:
-        """Of every replica that has the weights and lives; after `LOGPROBS_GRACE_S`, of at least half of them. Raises GenerationTimeout when none has
-        answered after `LOGPROBS_DEADLINE_S`."""
+        """Of every replica that has the weights and lives; after `LOGPROBS_GRACE_S`, of at least
+        half of them. Raises GenerationTimeoutError when none has answered after
+        `LOGPROBS_DEADLINE_S`.
+        """
 
         async def everywhere(left: float) -> dict[str, list[tuple[float, ...]]]:
             answers = await ask_all(
@@ -245,7 +250,7 @@ class ServeGenerate:
             for failed in [answer for answer in answered if isinstance(answer, BaseException)]:
                 raise failed
             if not answered:
-                raise StaleReplica(
+                raise StaleReplicaError(
                     "; ".join(
                         f"{type(answer).__name__}: {answer}".splitlines()[0] for answer in answers
                     )
@@ -258,7 +263,7 @@ class ServeGenerate:
         return answer
 
     async def statuses(self) -> list[dict[str, Any]]:
-        """What each replica says of itself; one that is dead, or stands still, says nothing."""
+        """The status of each replica. A dead or hanging replica gives none."""
         answers = await ask_all(self._handle, "status", timeout_s=STATUS_S)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
@@ -273,7 +278,8 @@ class ServeGenerate:
         call: Callable[[float], Any],
         retried: tuple[type[BaseException], ...] = UNABLE,
     ) -> Any:
-        """The first answer to `call(seconds left)`; what it raises of `retried` makes it try again."""
+        """The first answer to `call(seconds left)`; what it raises of `retried` makes it try
+        again."""
         deadline = time.monotonic() + deadline_s
         pause, reason = FIRST_RETRY_S, ""
         while (remaining := deadline - time.monotonic()) > 0:
@@ -289,8 +295,9 @@ class ServeGenerate:
                     reason = f"; last answer: {type(error).__name__}: {error}".splitlines()[0]
             await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
             pause = min(2 * pause, LONGEST_RETRY_S)
-        raise GenerationTimeout(f"no replica answered within {deadline_s:g} s{reason}")
+        raise GenerationTimeoutError(f"no replica answered within {deadline_s:g} s{reason}")
 
 
 LOGPROBS_GRACE_S = 20.0
-"""Seconds after which the check of log-probs waits for no single replica: half of them are enough."""
+"""Seconds after which the check of log-probs waits for no single replica: half of them are enough.
+"""

@@ -1,6 +1,8 @@
-"""One vLLM engine as a plain class: token ids in, log-probs and version spans out, weights changed under running generations.
+"""One vLLM engine as a plain class: token ids in, log-probs and version spans out, weights changed
+under running generations.
 
-Knows neither Ray nor Serve. vLLM is imported in `start`, so that this module costs nothing to import.
+Knows neither Ray nor Serve. vLLM is imported in `start`, so that this module costs nothing to
+import.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,25 +21,22 @@ from typing import Any
 
 import psutil
 
-from asyncrl.environment import Caches, claim_caches, passed_on, preload_openmp
-from asyncrl.generation.ahead import AheadProcess, fatal_error, handed_to_vllm, import_engine
-from asyncrl.generation.protocol import (
-    Details,
-    EngineDied,
-    GenerateRequest,
-    GenerationTimeout,
-    InvalidRequest,
-    Piece,
-    StaleReplica,
-    Tokens,
+from asyncrl.contracts.errors import (
+    EngineDiedError,
+    GenerationTimeoutError,
+    InvalidRequestError,
+    StaleReplicaError,
 )
+from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
+from asyncrl.contracts.rows import TRUNCATED, Completion, VersionSpan
+from asyncrl.generation.ahead import AheadProcess, fatal_error, handed_to_vllm, import_engine
 from asyncrl.generation.settings import GeneratorApp
+from asyncrl.runtime.environment import Caches, claim_caches, passed_on, preload_openmp
+from asyncrl.runtime.stacks import stack_here
 from asyncrl.runtime.temporary import TemporaryPlace
-from asyncrl.stacks import stack_here
 from asyncrl.text.stops import Stops, load_stops, special_token, text_before
 from asyncrl.text.streaming import TextStream
-from asyncrl.text.tokenizer import decode, load_tokenizer, refuse_lossy, tokenizer_fingerprint
-from asyncrl.types import TRUNCATED, Completion, VersionSpan
+from asyncrl.text.tokenizer import decode, load_tokenizer, refuse_lossy, tokenizer_hash
 from asyncrl.weights.engine import BACKEND, OWNED, STACKS, TOKENIZER_MODE
 
 __all__ = ["PAUSE", "Engine", "engine_environment", "version_spans"]
@@ -47,12 +46,14 @@ PAUSE: dict[str, dict[str, Any]] = {
     "recompute": {"mode": "keep", "clear_cache": True},
     "drain": {"mode": "wait", "clear_cache": True},
 }
-"""`generator.in_flight` → arguments of vLLM's pause. Not clearing the cache is what keeps the old KV."""
+"""`generator.in_flight` → arguments of vLLM's pause. Not clearing the cache is what keeps the old
+KV."""
 
 QUIET_STEPS = 2
-"""Engine steps after which what vLLM had to say of the completions that it took up again has been said: the next step is scheduled while one runs."""
+"""Steps after which vLLM has finished reporting preemptions of recomputed requests. vLLM schedules
+the next step while one runs."""
 UNREAD_S = 1.0
-"""Seconds in which an answer that has come is read, before an engine counts as one that does not answer."""
+"""Seconds to read an answer that has arrived, before the engine counts as silent."""
 
 REASON_LENGTH = 400
 """Characters of vLLM's words on a request that it refuses: they may repeat the request."""
@@ -62,8 +63,9 @@ STOP_TIMEOUT_S = 10.0
 
 
 def engine_environment(device: str) -> dict[str, str]:
-    """Environment variables of a process that holds an engine; its child processes inherit them. What the user has set for torch, vLLM and the like
-    passes through (`asyncrl.environment`), but for what asyncrl itself needs."""
+    """Environment variables of a process that holds an engine; its child processes inherit them.
+    What the user has set for torch, vLLM and the like passes through
+    (`asyncrl.runtime.environment`), but for what asyncrl itself needs."""
     ours = {
         OWNED: "1",
         "VLLM_PLUGINS": "asyncrl_weights",
@@ -74,8 +76,9 @@ def engine_environment(device: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device == "cpu":
-        # One thread per engine: two replicas share two cores with the learner, and vLLM would pin threads to cores of its own choice.
-        # Without TORCH_COMPILE_DISABLE the first generation calls a C++ compiler for one small kernel of the sampler, for about 15 s.
+        # One thread per engine: two replicas share two cores with the learner, and vLLM would pin
+        # threads to cores of its own choice. Without TORCH_COMPILE_DISABLE the first generation
+        # calls a C++ compiler for one small kernel of the sampler, for about 15 s.
         chosen = {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
@@ -87,9 +90,10 @@ def engine_environment(device: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """Seconds of a start: importing vLLM, which the engine's process does meanwhile; its config (the model's class is inspected, in a process of its own the
-    first time on a machine); what the engine's process then still needs (its workers, the model, the cache); the first generation. And whether compile
-    caches were damaged."""
+    """Seconds of a start: importing vLLM, which the engine's process does meanwhile; its config
+    (the model's class is inspected, in a process of its own the first time on a machine); what the
+    engine's process then still needs (its workers, the model, the cache); the first generation. And
+    whether compile caches were damaged."""
 
     import_s: float
     config_s: float
@@ -100,29 +104,34 @@ class LoadTimes:
 
 
 class Engine:
-    """vLLM's AsyncLLM with versioned weights. Use from one event loop: `await start()`, then the rest, then `stop()`."""
+    """vLLM's AsyncLLM with versioned weights. Use from one event loop: `await start()`, then the
+    rest, then `stop()`."""
 
     def __init__(self, app: GeneratorApp) -> None:
         self.app = app
         self.version = 0
         self._updates = 0
-        """Updates applied: a salt for the prefix cache. The same version of another run or attempt is another one."""
+        """Updates applied: a salt for the prefix cache. The same version of another run or attempt
+        is another one."""
         self.broken: str | None = None
         """Why the weights are in an unknown state, if an update failed after it had begun."""
         self.tokens_at_pause: tuple[int, ...] = ()
         """Tokens that each unfinished completion had when the last update paused it."""
         self.stops = Stops({})
         """What ends every completion, beside a request's own strings."""
-        self.tokenizer_fingerprint = ""
+        self.tokenizer_hash = ""
         self.load: LoadTimes | None = None
         self.kv_use = 0.0
-        """Share of the KV cache's blocks in use after the last engine step outside an update, 0 to 1."""
+        """Share of the KV cache's blocks in use after the last engine step outside an update, 0 to
+        1."""
         self.waiting = 0
-        """Completions in the queue after the last engine step outside an update, less those that an update put there."""
+        """Completions in the queue after the last engine step outside an update, less those that an
+        update put there."""
         self.preemptions = 0
         """Completions that lost their KV cache because it was full."""
         self.aborted: list[int] = []
-        """Completions of requests that were given up: item k counts those of 2^(k-1) to 2^k - 1 tokens, item 0 those of none."""
+        """Completions of requests that were given up: item k counts those of 2^(k-1) to 2^k - 1
+        tokens, item 0 those of none."""
         self.aborted_tokens = 0
         self.kv_cache_tokens = 0
         """Tokens that the KV cache holds."""
@@ -132,8 +141,9 @@ class Engine:
         self._running = 0
         """Completions that ran in the last engine step outside an update."""
         self._recomputed = 0
-        """Completions that `recompute` took out at the last update, and that have not said so yet: vLLM counts them as preempted. Forgotten once the
-        queue is empty: then all of them run again."""
+        """Completions that `recompute` took out at the last update, and that have not said so yet:
+        vLLM counts them as preempted. Forgotten once the queue is empty: then all of them run
+        again."""
         self._calm_steps = 0
         """Engine steps in a row that left the queue empty."""
         self._llm: Any = None
@@ -142,7 +152,8 @@ class Engine:
         self._open = asyncio.Event()
         self._processes: list[psutil.Process] = []
         self._temporary: TemporaryPlace | None = None
-        """Temporary files and sockets of vLLM and this process, and where the engine's processes say what they do when they are asked."""
+        """Temporary files and sockets of vLLM and this process, and where the engine's processes
+        say what they do when they are asked."""
         self._probe: asyncio.Future[bool] | None = None
         """The last question whether the engine's loop still turns, answered or not."""
         self._probed_at = 0.0
@@ -157,13 +168,15 @@ class Engine:
         except Exception:
             self._temporary.close()
             raise
-        # When cancelled, the thread that makes the engine goes on: what it still makes belongs in that folder, which goes after this process.
+        # When cancelled, the thread that makes the engine goes on: what it still makes belongs in
+        # that folder, which goes after this process.
 
     async def _load(self, caches: Caches) -> LoadTimes:
         begun = time.monotonic()
         if self.app.generator.device == "cpu":
             os.environ["LD_PRELOAD"] = preload_openmp(os.environ.get("LD_PRELOAD", ""))
         before = {process.pid for process in psutil.Process().children(recursive=True)}
+        assert self._temporary is not None
         with AheadProcess(functools.partial(import_engine, str(self._temporary.path))) as process:
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -181,7 +194,8 @@ class Engine:
                         stat_loggers=[self._stat_logger()],
                     )
 
-            # The constructor blocks for as long as the engine's process loads; the output loop has to be made by this event loop.
+            # The constructor blocks for as long as the engine's process loads; the output loop has
+            # to be made by this event loop.
             self._llm = await asyncio.to_thread(make)
         self.kv_cache_tokens = int(vllm_config.cache_config.num_gpu_blocks or 0) * int(
             vllm_config.cache_config.block_size
@@ -196,7 +210,7 @@ class Engine:
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         refuse_lossy(self._tokenizer, self.app.model, self._llm.get_tokenizer())
-        self.tokenizer_fingerprint = tokenizer_fingerprint(self._tokenizer)
+        self.tokenizer_hash = tokenizer_hash(self._tokenizer)
         self.stops = load_stops(
             self.app.model, self._tokenizer, self.app.rollout_stop, self.app.rollout_stop_token_ids
         )
@@ -231,7 +245,8 @@ class Engine:
         return self._tokens
 
     def take_longest_gap(self) -> float:
-        """Longest time between two steps that made tokens, while completions were under way, since the last call; seconds."""
+        """Longest time between two steps that made tokens, while completions were under way, since
+        the last call; seconds."""
         longest, self._longest_gap_s = self._longest_gap_s, 0.0
         return longest
 
@@ -247,16 +262,18 @@ class Engine:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token; for a tokenizer of bytes, its bytes, which are no fewer."""
+        """Characters of the longest token; for a tokenizer of bytes, its bytes, which are no
+        fewer."""
         return max(map(len, self._llm.get_tokenizer().get_vocab()))
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """n completions of one prompt.
 
         Raises:
-            GenerationTimeout: not done `deadline_s` seconds from now; aborted.
-            StaleReplica: the engine was lost in an update, or has been stopped.
-            InvalidRequest: the prompt leaves no room for max_tokens in the model's context, or vLLM refuses the request.
+            GenerationTimeoutError: not done `deadline_s` seconds from now; aborted.
+            StaleReplicaError: the engine was lost in an update, or has been stopped.
+            InvalidRequestError: the prompt leaves no room for max_tokens in the model's context, or
+                vLLM refuses the request.
         """
         from vllm.exceptions import VLLMClientError
 
@@ -273,8 +290,9 @@ class Engine:
         strings = self._stops(request).strings
         return tuple(_completion(output, self._tokenizer, strings) for output in outputs)
 
-    async def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
-        """One completion (`request.n` is 1) in pieces, as the engine makes it. `max_tokens` 0: only the prompt is read. Closing the stream aborts it.
+    async def stream(self, request: GenerateRequest, details: Details) -> AsyncGenerator[Piece]:
+        """One completion (`request.n` is 1) in pieces, as the engine makes it. `max_tokens` 0: only
+        the prompt is read. Closing the stream aborts it.
 
         Raises:
             Whatever `generate` does, also between two pieces.
@@ -291,11 +309,11 @@ class Engine:
             asked = (
                 f"prompt of {len(request.prompt_ids)} tokens + max_tokens = {request.max_tokens}"
             )
-            raise InvalidRequest(f"{asked} is above max_model_len = {self.max_model_len}")
+            raise InvalidRequestError(f"{asked} is above max_model_len = {self.max_model_len}")
 
     def _refuse_stopped(self) -> None:
         if self._llm is None:
-            raise StaleReplica("the engine has been stopped, or was never started")
+            raise StaleReplicaError("the engine has been stopped, or was never started")
 
     async def logprobs(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]
@@ -303,7 +321,7 @@ class Engine:
         """Log-probs (nats, temperature 1) of each row's second ids, given its first.
 
         Raises:
-            StaleReplica: the engine was lost.
+            StaleReplicaError: the engine was lost.
         """
         self._refuse_stopped()
         await self._open.wait()
@@ -314,15 +332,18 @@ class Engine:
         )
 
     async def fingerprints(self) -> dict[str, Sequence[float]]:
-        """What the engine holds: published name → fingerprint (`asyncrl.weights.fingerprint`). Generation rests meanwhile."""
+        """What the engine holds: published name → fingerprint (`asyncrl.weights.fingerprint`).
+        Generation rests meanwhile."""
         held: dict[str, Sequence[float]] = (await self._llm.collective_rpc("held_fingerprints"))[0]
         return held
 
     async def apply(self, update: Mapping[str, Any], version: int) -> dict[str, float]:
-        """Change to a staged version: pause, load, label, resume. Returns pause_s, apply_s (seconds) and in_flight (completions).
+        """Change to a staged version: pause, load, label, resume. Returns pause_s, apply_s
+        (seconds) and in_flight (completions).
 
         Raises:
-            RuntimeError: the update failed after it had begun. The engine is stopped and must be replaced.
+            RuntimeError: the update failed after it had begun. The engine is stopped and must be
+                replaced.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -371,8 +392,9 @@ class Engine:
     async def check(self) -> None:
         """Raise RuntimeError if the engine is dead or its weights are in an unknown state.
 
-        An engine that stands still raises nothing of itself: one that answers no probe for `generator.stall_timeout_s` is ended here, and with it its
-        requests. Between any two steps it answers, however slow they are.
+        An engine that hangs raises nothing: one that answers no probe for
+        `generator.stall_timeout_s` is ended here, and with it its requests. Between any two steps
+        it answers, however slow they are.
         """
         if self.broken is not None:
             raise RuntimeError(self.broken)
@@ -387,7 +409,7 @@ class Engine:
                 time.monotonic(),
             )
         elif time.monotonic() - self._probed_at > limit:
-            # If it was this process that stood still, the answer lies here unread.
+            # If it was this process that hung, the answer lies here unread.
             await asyncio.wait([self._probe], timeout=UNREAD_S)
             if self._probe.done():
                 return
@@ -404,7 +426,8 @@ class Engine:
                 process.kill()
 
     async def _paused(self, work: Callable[[], Awaitable[None]], failure: str) -> dict[str, float]:
-        self._open.clear()  # Requests that come now wait here: they would be salted and counted under the old version.
+        # Requests that come now wait here: they would be salted and counted under the old version.
+        self._open.clear()
         begun = time.monotonic()
         try:
             await self._llm.pause_generation(**PAUSE[self.app.generator.in_flight])
@@ -422,7 +445,8 @@ class Engine:
             applied = time.monotonic()
             await self._llm.resume_generation()
         except BaseException as error:
-            # The weights may be half old, half new, and vLLM has no way back: nothing may be generated from them. So also when cancelled.
+            # The weights may be half old, half new, and vLLM has no way back: nothing may be
+            # generated from them. So also when cancelled.
             self.broken = f"{failure}: {type(error).__name__}: {error}"
             if not isinstance(error, Exception):
                 raise
@@ -436,7 +460,8 @@ class Engine:
         }
 
     async def _score(self, prompt: list[int], completion: list[int]) -> tuple[float, ...]:
-        """One pass over both, as a prompt. vLLM always generates one token more: the context must have room for it."""
+        """One pass over both, as a prompt. vLLM always generates one token more: the context must
+        have room for it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -453,7 +478,8 @@ class Engine:
         return tuple(given[place][token].logprob for place, token in enumerate(completion))
 
     def _stops(self, request: GenerateRequest) -> Stops:
-        """What ends its completions: the engine's stops, unless it ignores ends, and its own strings. Those that are special tokens end it as tokens."""
+        """What ends its completions: the engine's stops, unless it ignores ends, and its own
+        strings. Those that are special tokens end it as tokens."""
         stops = Stops({}) if request.ignore_eos else self.stops
         own = {text: special_token(self._tokenizer, text) for text in request.stop}
         tokens = {token: ("request",) for token in own.values() if token is not None}
@@ -463,7 +489,8 @@ class Engine:
     async def _run(self, request: GenerateRequest) -> Sequence[Any]:
         prompt, sampling = list(request.prompt_ids), _sampling(request, self._stops(request))
         if self.app.generator.in_flight == "keep":
-            # The cache outlives an update, and a sibling that is first scheduled after it would find the prompt's KV of the old weights.
+            # The cache outlives an update, and a sibling that is first scheduled after it would
+            # find the prompt's KV of the old weights.
             alone = [_sibling(sampling, index) for index in range(request.n)]
             asked = [
                 asyncio.ensure_future(
@@ -507,7 +534,7 @@ class Engine:
         except EngineDeadError:
             raise self._died() from None
 
-    async def _outputs(self, request: GenerateRequest, details: Details) -> AsyncIterator[Any]:
+    async def _outputs(self, request: GenerateRequest, details: Details) -> AsyncGenerator[Any]:
         """vLLM's outputs of one completion. Raises as `stream` does."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
@@ -534,7 +561,7 @@ class Engine:
                 if not (await asyncio.wait([coming], timeout=deadline - time.monotonic()))[0]:
                     raise TimeoutError
                 if (output := coming.result()) is None:
-                    raise EngineDied("the vLLM engine ended a request without an answer")
+                    raise EngineDiedError("the vLLM engine ended a request without an answer")
                 ended = output.finished
                 yield output
         except EngineDeadError:
@@ -554,25 +581,26 @@ class Engine:
 
     def _refuse_lost(self) -> None:
         if self.broken is not None:
-            raise StaleReplica(self.broken)
+            raise StaleReplicaError(self.broken)
         self._refuse_stopped()
         if self._llm.errored:
-            raise StaleReplica("the vLLM engine's process has died")
+            raise StaleReplicaError("the vLLM engine's process has died")
 
-    def _died(self) -> EngineDied:
+    def _died(self) -> EngineDiedError:
         cause = fatal_error(self._temporary.path if self._temporary is not None else None)
-        return EngineDied(f"the vLLM engine's process has died{f': {cause}' if cause else ''}")
+        return EngineDiedError(f"the vLLM engine's process has died{f': {cause}' if cause else ''}")
 
     async def _answer(self, prompt: Any, sampling: Any, name: str) -> Any:
         final = None
         async for output in self._llm.generate(prompt, sampling, name):
             final = output
         if final is None:
-            raise EngineDied("the vLLM engine ended a request without an answer")
+            raise EngineDiedError("the vLLM engine ended a request without an answer")
         return final
 
     def _count_aborted(self, name: str) -> None:
-        """Count the completions of a request that is given up, those that had ended included; vLLM forgets them when it aborts."""
+        """Count the completions of a request that is given up, those that had ended included; vLLM
+        forgets them when it aborts."""
         processor = self._llm.output_processor
         states = [processor.request_states[one] for one in processor.external_req_ids.get(name, ())]
         self._count_lost([state.detokenizer.num_output_tokens() for state in states])
@@ -611,7 +639,8 @@ class Engine:
         engine = self
 
         class EngineStats(StatLoggerBase):
-            """What each engine step says. Completions in flight give no output before their end, so tokens are counted here."""
+            """What each engine step says. Completions in flight give no output before their end, so
+            tokens are counted here."""
 
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
 
@@ -645,7 +674,8 @@ class Engine:
 
 
 def version_spans(labels: Sequence[Any], tokens: int) -> tuple[VersionSpan, ...]:
-    """vLLM's weight-version spans with integer versions. Labels that are no number are the checkpoint's own weights: version 0."""
+    """vLLM's weight-version spans with integer versions. Labels that are no number are the
+    checkpoint's own weights: version 0."""
     spans: list[VersionSpan] = []
     for label in labels:
         version = int(label.version) if label.version.isdecimal() else 0
@@ -668,8 +698,9 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
         {} if app.max_model_len is None else {"max_model_len": app.max_model_len}
     )
     if generator.device == "cpu":
-        # A seeded request whose prefill comes in pieces (a recompute of many, too) makes vLLM rewind its random generator,
-        # which torch's CPU generator cannot: the engine dies. So every prefill is whole.
+        # A seeded request whose prefill comes in pieces (a recompute of many, too) makes vLLM
+        # rewind its random generator, which torch's CPU generator cannot: the engine dies. So every
+        # prefill is whole.
         device = {
             "kv_cache_memory_bytes": generator.kv_cache_memory_bytes,
             "enforce_eager": True,
@@ -695,8 +726,9 @@ def _engine_config(app: GeneratorApp) -> tuple[Any, Any]:
         arguments.enable_prefix_caching = False
     config = arguments.create_engine_config()
     if generator.device == "cpu":
-        # vLLM gives a CPU worker a process of its own so that it can bind its threads. Ours are not bound, and without it
-        # an engine starts one import of vLLM earlier and does not spend a core on polling between the two.
+        # vLLM gives a CPU worker a process of its own so that it can bind its threads. Ours are not
+        # bound, and without it an engine starts one import of vLLM earlier and does not spend a
+        # core on polling between the two.
         config.parallel_config.distributed_executor_backend = "uni"
         return config, UniProcExecutor
     return config, Executor.get_class(config)
@@ -717,9 +749,9 @@ def _sampling(request: GenerateRequest, stops: Stops) -> Any:
         seed=request.seed,
         ignore_eos=request.ignore_eos,
         stop_token_ids=list(stops.tokens),
-        repetition_detection=RepetitionDetectionParams(max_pattern_size=ngram, min_count=times)
-        if ngram
-        else None,
+        repetition_detection=(
+            RepetitionDetectionParams(max_pattern_size=ngram, min_count=times) if ngram else None
+        ),
         stop=list(stops.strings),
         logprobs=0,
         flat_logprobs=True,
@@ -729,7 +761,8 @@ def _sampling(request: GenerateRequest, stops: Stops) -> Any:
 
 
 def _stream_sampling(request: GenerateRequest, stops: Stops, details: Details) -> Any:
-    """Of one completion in pieces. vLLM makes at least one token, also where the prompt alone is read."""
+    """Of one completion in pieces. vLLM makes at least one token, also where the prompt alone is
+    read."""
     from vllm.sampling_params import RequestOutputKind
 
     sampling = _sampling(replace(request, max_tokens=max(request.max_tokens, 1)), stops)
@@ -742,20 +775,22 @@ def _stream_sampling(request: GenerateRequest, stops: Stops, details: Details) -
 
 
 def _sibling(sampling: Any, index: int) -> Any:
-    """The parameters of one of n completions as a request of its own, with the seed that vLLM gives it among the n."""
+    """The parameters of one of n completions as a request of its own, with the seed that vLLM gives
+    it among the n."""
     alone = sampling.clone()
     alone.n = 1
     alone.seed = None if sampling.seed is None else sampling.seed + index
     return alone
 
 
-def _invalid(error: Exception) -> InvalidRequest:
-    return InvalidRequest(" ".join(str(error).split())[:REASON_LENGTH])
+def _invalid(error: Exception) -> InvalidRequestError:
+    return InvalidRequestError(" ".join(str(error).split())[:REASON_LENGTH])
 
 
-def _late(request: GenerateRequest) -> GenerationTimeout:
-    return GenerationTimeout(
-        f"{request.n} completions of up to {request.max_tokens} tokens were not done in {request.deadline_s:g} s"
+def _late(request: GenerateRequest) -> GenerationTimeoutError:
+    return GenerationTimeoutError(
+        f"{request.n} completions of up to {request.max_tokens} tokens were not done in"
+        f" {request.deadline_s:g} s"
     )
 
 
@@ -782,7 +817,8 @@ def _piece(output: Any, request: GenerateRequest, text: TextStream, details: Det
 
 
 def _tokens(ids: Sequence[int], told: Any, details: Details) -> Tokens:
-    """vLLM's flat log-probs: at each place the token itself, then the most probable ones; nothing at a prompt's first token."""
+    """vLLM's flat log-probs: at each place the token itself, then the most probable ones; nothing
+    at a prompt's first token."""
     places = list(zip(told.start_indices, told.end_indices, strict=True))
     logprobs = tuple(told.logprobs[start] if end > start else None for start, end in places)
     if not details.top:
@@ -796,7 +832,7 @@ def _tokens(ids: Sequence[int], told: Any, details: Details) -> Tokens:
 
 def _refuse_abort(output: Any) -> None:
     if output.finish_reason not in ("stop", *TRUNCATED):
-        raise StaleReplica(f"the vLLM engine ended a completion with {output.finish_reason!r}")
+        raise StaleReplicaError(f"the vLLM engine ended a completion with {output.finish_reason!r}")
 
 
 def _completion(output: Any, tokenizer: Any, stop: Sequence[str]) -> Completion:

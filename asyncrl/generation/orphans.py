@@ -1,7 +1,9 @@
-"""Generators whose driver is gone. Serve's controller is detached, so an application outlives a driver that was killed, and goes on holding its GPUs.
+"""Generators whose driver is gone. Serve's controller is detached, so an application outlives a
+driver that was killed, and goes on holding its GPUs.
 
-A watcher ends it. The watcher is a detached actor without CPUs. It needs a living Ray head and Serve controller, as the application does. It starts on the
-driver's node, where the code surely is. If that node is lost, Ray starts the watcher again on another one.
+A watcher ends it. The watcher is a detached actor without CPUs. It needs a living Ray head and
+Serve controller, as the application does. It starts on the driver's node, where the code surely is.
+If that node is lost, Ray starts the watcher again on another one.
 """
 
 from __future__ import annotations
@@ -16,31 +18,41 @@ from ray import serve
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.generation.app import end_generators
-from asyncrl.generation.settings import board_name
-from asyncrl.weights.board import BOARD_NAMESPACE, find_board, lease_holder, take_lease
+from asyncrl.generation.settings import registry_name
+from asyncrl.weights.version_registry import (
+    REGISTRY_NAMESPACE,
+    find_registry,
+    lease_holder,
+    take_lease,
+)
 
 __all__ = ["ApplicationWatcher", "application_name", "end_orphans", "watch_application"]
 
 logger = logging.getLogger("asyncrl")
 
 GRACE_S = 10.0
-"""Seconds between the end of the lease and the end of the application: what a dying driver has asked of Serve arrives meanwhile."""
+"""Seconds between the end of the lease and the end of the application: what a dying driver has
+asked of Serve arrives meanwhile."""
 LOOK_EVERY_S = 1.0
 NODE_LOST_S = 75.0
-"""Seconds in which Ray declares a node dead that is gone, and with it the drivers there: five health checks in a row, of 13 s each at most."""
+"""Seconds in which Ray declares a node dead that is gone, and with it the drivers there: five
+health checks in a row, of 13 s each at most."""
 END_S = 60.0
-"""Seconds that Serve gets to end an application: each of its replicas has 20 to end by itself."""
+"""Seconds that Serve gets to end an application: each of its replicas has 20 to end on its own."""
 
 
 def application_name(name: str, run_id: str, attempt: int | None = None) -> str:
-    """The Serve application of one attempt of a run, which no other attempt shares. Without an attempt: what the names of all of them begin with."""
+    """The Serve application of one attempt of a run, which no other attempt shares. Without an
+    attempt: what the names of all of them begin with."""
     return f"asyncrl-{name}-{run_id[:8]}-" + ("" if attempt is None else str(attempt))
 
 
 class ApplicationWatcher:
     """Ends an application once nobody holds the lease on it, and then itself."""
 
-    async def __init__(self, application: str, grace_s: float) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray awaits an actor's constructor
+        self, application: str, grace_s: float
+    ) -> None:
         self._application, self._grace_s = application, grace_s
         self._watching = asyncio.create_task(self._watch())
 
@@ -52,7 +64,9 @@ class ApplicationWatcher:
             try:
                 if await self._abandoned():
                     break
-            except Exception as error:  # Ray's control service or Serve's controller may be away for a while, and raise no narrower class
+            # Ray's control service or Serve's controller may be away for a while, and raise no
+            # narrower class
+            except Exception as error:
                 logger.warning(
                     "the watcher of %r tries again: %s: %s",
                     self._application,
@@ -74,15 +88,16 @@ class ApplicationWatcher:
         return True
 
     async def _leased(self) -> bool:
-        return await asyncio.to_thread(find_board, board_name(self._application)) is not None
+        return await asyncio.to_thread(find_registry, registry_name(self._application)) is not None
 
 
 def watch_application(application: str, grace_s: float = GRACE_S) -> Any:
-    """Start the watcher of an application whose lease this driver has, and return its actor handle."""
+    """Start the watcher of an application whose lease this driver has, and return its actor
+    handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor = ray.remote(ApplicationWatcher).options(
         name=f"{application}-watcher",
-        namespace=BOARD_NAMESPACE,
+        namespace=REGISTRY_NAMESPACE,
         lifetime="detached",
         num_cpus=0,
         scheduling_strategy=here,
@@ -94,21 +109,26 @@ def watch_application(application: str, grace_s: float = GRACE_S) -> Any:
 async def end_orphans(
     name: str, run_id: str, tell: Callable[[str], None] = lambda line: None
 ) -> None:
-    """End at once what earlier attempts of the run have left on this cluster. Their engines are not taken over: the config may have changed since, and
-    they still serve requests of the dead driver.
+    """End at once what earlier attempts of the run have left on this cluster. Their engines are not
+    taken over: the config may have changed since, and they still serve requests of the dead driver.
 
     Raises:
-        LeaseHeld: another driver has an attempt of this run, also after the time that Ray takes to notice the loss of its node.
+        LeaseHeldError: another driver has an attempt of this run, also after the time that Ray
+            takes to notice the loss of its node.
         RuntimeError: Serve does not end one.
     """
     for application in sorted(await _applications()):
         if application.startswith(application_name(name, run_id)):
-            if holder := await lease_holder(board_name(application)):
+            if holder := await lease_holder(registry_name(application)):
                 tell(
-                    f"waiting up to {NODE_LOST_S:g} s for the end of {holder}, which has {application}"
+                    f"waiting up to {NODE_LOST_S:g} s for the end of {holder}, which has"
+                    f" {application}"
                 )
             lease = await take_lease(
-                board_name(application), f"a new attempt of run {name!r}", application, NODE_LOST_S
+                registry_name(application),
+                f"a new attempt of run {name!r}",
+                application,
+                NODE_LOST_S,
             )
             tell(f"ending {application}, left by an earlier attempt")
             await _end(application)

@@ -1,4 +1,5 @@
-"""The generators that a run starts for itself. They outlive an attempt whose learner died: an engine takes far longer to start than a version to publish."""
+"""The generators that a run starts for itself. They outlive an attempt whose learner died: an
+engine takes far longer to start than a version to publish."""
 
 from __future__ import annotations
 
@@ -13,40 +14,45 @@ from ray.serve.schema import ApplicationStatus
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.generation.app import application, begin_generators, end_generators
-from asyncrl.generation.broadcast import ask_all
 from asyncrl.generation.orphans import watch_application
-from asyncrl.generation.settings import GeneratorApp, board_name
-from asyncrl.weights.board import take_lease
+from asyncrl.generation.settings import GeneratorApp, registry_name
+from asyncrl.runtime.serve_calls import ask_all
+from asyncrl.weights.version_registry import take_lease
 
 __all__ = ["OwnGenerators", "end_lease", "lease_generators"]
 
 logger = logging.getLogger("asyncrl")
 
 RELEASE_S = 10.0
-"""Seconds in which every replica says that it has given up an attempt's requests. Generators that are slower are started anew."""
+"""Seconds in which every replica says that it has given up an attempt's requests. Generators that
+are slower are started again."""
 
 
 async def lease_generators(name: str, run: str) -> Any:
-    """The lease on an application, whose actor is its board as well. `run` names the run for others. Raises LeaseHeld."""
-    return await take_lease(board_name(name), f"run {run}, process {os.getpid()}", name)
+    """The lease on an application, whose actor is its version registry as well. `run` names the run
+    for others. Raises LeaseHeldError."""
+    return await take_lease(registry_name(name), f"run {run}, process {os.getpid()}", name)
 
 
-def end_lease(board: Any, name: str) -> None:
+def end_lease(registry: Any, name: str) -> None:
     """Others may have the application from now on; if it goes on, it keeps the last weights."""
-    ray.kill(board)
+    ray.kill(registry)
     logger.info(
-        "the lease on generators %r has ended; if they go on, then with the last version that they applied",
+        "the lease on generators %r has ended; if they go on, then with the last version that they"
+        " applied",
         name,
     )
 
 
 class OwnGenerators:
-    """One Serve application of a run, with its lease. `begin` starts it, `release` readies it for the next attempt, `end` ends it."""
+    """One Serve application of a run, with its lease. `begin` starts it, `release` readies it for
+    the next attempt, `end` ends it."""
 
-    def __init__(self, name: str, board: Any, settings: GeneratorApp) -> None:
-        self.name, self.board, self.settings = name, board, settings
+    def __init__(self, name: str, registry: Any, settings: GeneratorApp) -> None:
+        self.name, self.registry, self.settings = name, registry, settings
         self.watcher: Any = None
-        """The actor that ends the application if this driver cannot. None where the cluster ends with the driver."""
+        """The actor that ends the application if this driver cannot. None where the cluster ends
+        with the driver."""
         self._beginning: asyncio.Future[Any] | None = None
 
     async def begin(self, watched: bool) -> Any:
@@ -63,13 +69,14 @@ class OwnGenerators:
         return self.settings.generator.model_copy(update={"attach": self.name})
 
     async def release(self, run_id: str, attempt: int) -> bool:
-        """Have every replica give up what the attempt has asked for, and withdraw its version. False: they cannot serve another attempt."""
+        """Have every replica give up what the attempt has asked for, and withdraw its version.
+        False: they cannot serve another attempt."""
         try:
             async with asyncio.timeout(RELEASE_S):
                 app = (await asyncio.to_thread(serve.status)).applications.get(self.name)
                 if app is None or app.status != ApplicationStatus.RUNNING:
                     return False
-                await self.board.withdraw.remote()
+                await self.registry.withdraw.remote()
                 answers = await ask_all(
                     application(self.name), "abandon", run_id, attempt, timeout_s=RELEASE_S
                 )
@@ -77,7 +84,7 @@ class OwnGenerators:
             Exception
         ) as error:  # Ray raises no narrower class for an actor of a cluster that is gone
             logger.warning(
-                "generators %r start anew with the next attempt: %s: %s",
+                "generators %r start again with the next attempt: %s: %s",
                 self.name,
                 type(error).__name__,
                 error,
@@ -86,7 +93,8 @@ class OwnGenerators:
         return bool(answers) and not any(isinstance(answer, BaseException) for answer in answers)
 
     async def end(self) -> None:
-        """End the application, then the lease. If this fails or is cut short, the watcher goes on, and ends the application once the lease has ended."""
+        """End the application, then the lease. If this fails or is cut short, the watcher goes on,
+        and ends the application once the lease has ended."""
         try:
             if self._beginning is not None and not self._beginning.done():
                 await asyncio.wait(
@@ -96,4 +104,4 @@ class OwnGenerators:
             if self.watcher is not None:
                 ray.kill(self.watcher)
         finally:
-            end_lease(self.board, self.name)
+            end_lease(self.registry, self.name)

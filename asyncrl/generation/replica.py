@@ -1,4 +1,5 @@
-"""The Serve replica: a thin deployment over `Engine` that keeps its weights at the version asked for."""
+"""The Serve replica: a thin deployment over `Engine` that keeps its weights at the version asked
+for."""
 
 from __future__ import annotations
 
@@ -13,24 +14,25 @@ from typing import Any, TypeVar
 from ray import serve
 
 import asyncrl
-from asyncrl.clock import steady_time
-from asyncrl.control.protocols import EngineLoad, Manifest
-from asyncrl.data.groups import DEATHS
-from asyncrl.generation.engine import Engine
-from asyncrl.generation.protocol import (
+from asyncrl.contracts.errors import StaleReplicaError
+from asyncrl.contracts.messages import (
     Details,
+    EngineLoad,
     Generated,
     GenerateRequest,
+    Manifest,
     Piece,
-    StaleReplica,
-    Standing,
+    ServedWeights,
     WeightsId,
 )
+from asyncrl.generation.engine import Engine
 from asyncrl.generation.router import HELD, WEIGHTS
-from asyncrl.generation.settings import GeneratorApp, board_name
-from asyncrl.weights.board import find_board, lease_holder
-from asyncrl.weights.manifest import ManifestError, expected_tensors, fingerprint
-from asyncrl.weights.staging import StagingError, fetch, sweep
+from asyncrl.generation.settings import GeneratorApp, registry_name
+from asyncrl.runtime.clock import steady_time
+from asyncrl.runtime.ray_objects import DEATHS
+from asyncrl.weights.manifest import ManifestError, expected_tensors, layout_hash
+from asyncrl.weights.staging import StagingError, fetch_version, sweep
+from asyncrl.weights.version_registry import find_registry, lease_holder
 
 __all__ = ["Generator"]
 
@@ -39,26 +41,30 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 BOARD_S = 5.0
-"""Seconds that the board gets to say what is out."""
+"""Seconds that the version registry gets to say what is out."""
 
 
 class Generator:
-    """One replica. Serve runs all its methods on one event loop; only `apply_version` and catching up change it."""
+    """One replica. Serve runs all its methods on one event loop; only `apply_version` and catching
+    up change it."""
 
-    async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits a replica's constructor
+    # Serve awaits a replica's constructor
+    async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]
         self.settings = GeneratorApp.model_validate(app)
         context = serve.get_replica_context()
         self.replica = context.replica_id.unique_id
         self.application = context.app_name
-        self._board_name = board_name(self.application)
+        self._registry_name = registry_name(self.application)
         self.weights: WeightsId | None = None
         self.held = False
-        """Whether this replica keeps its weights for an evaluation: it takes no newer ones of their run and attempt."""
+        """Whether this replica keeps its weights for an evaluation: it takes no newer ones of their
+        run and attempt."""
         self._expected = expected_tensors(self.settings.model, self.settings.dtype)
         self._applied: dict[str, float] = {}
         self._behind_at: tuple[WeightsId | None, int] | None = None
         self._behind_since = 0.0
-        """Since when the board has shown newer weights while `_behind_at` stayed as it is."""
+        """Since when the version registry has shown newer weights while `_behind_at` stayed as
+        it is."""
         self._lock = asyncio.Lock()
         self._changes: set[asyncio.Future[None]] = set()
         self._asked: dict[asyncio.Future[Any], WeightsId] = {}
@@ -78,8 +84,9 @@ class Generator:
         """Answer with weights at least as new as the request asks for.
 
         Raises:
-            StaleReplica: this replica cannot have them now, or is not the one that the request names, or the attempt that asks has ended.
-            GenerationTimeout: not done by the request's deadline.
+            StaleReplicaError: this replica cannot have them now, or is not the one that the request
+                names, or the attempt that asks has ended.
+            GenerationTimeoutError: not done by the request's deadline.
         """
         if request.replica is not None:
             self._refuse_unless_exact(request)
@@ -99,7 +106,8 @@ class Generator:
         return Generated(completions, self.replica, started_at, steady_time(), load)
 
     async def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
-        """One completion in pieces, with whatever weights are loaded. Raises as `Engine.stream` does."""
+        """One completion in pieces, with whatever weights are loaded. Raises as `Engine.stream`
+        does."""
         async with contextlib.aclosing(self.engine.stream(request, details)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -107,21 +115,25 @@ class Generator:
     async def logprobs(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None
     ) -> tuple[str, list[tuple[float, ...]]]:
-        """This replica's id, and log-probs of each row's second ids, given its first, with weights at least as new as asked for. Raises StaleReplica."""
+        """This replica's id, and log-probs of each row's second ids, given its first, with weights
+        at least as new as asked for. Raises StaleReplicaError."""
         if not self._has(min_weights):
             await self._catch_up_for(min_weights)
         return self.replica, await self._under_way(self.engine.logprobs(rows), min_weights)
 
     async def apply_version(self, manifest: Manifest, held: str | None = None) -> dict[str, Any]:
-        """Fetch and apply a version, unless it is here already, a newer one of the same attempt is, or this replica is held. Returns `status`. Whoever
-        asked may give up: a change that has begun goes on.
+        """Fetch and apply a version, unless it is here already, a newer one of the same attempt is,
+        or this replica is held. Returns `status`. Whoever asked may give up: a change that has
+        begun goes on.
 
         Args:
-            held: the replica that an evaluation holds. Any other one is held no more, whatever it was told before.
+            held: the replica that an evaluation holds. Any other one is held no more, whatever it
+                was told before.
 
         Raises:
             ManifestError, StagingError: nothing has been changed.
-            RuntimeError: the weights are lost; the replica reports itself unhealthy and is replaced.
+            RuntimeError: the weights are lost; the replica reports itself unhealthy and is
+                replaced.
         """
         if held != self.replica:
             self.held = False
@@ -129,7 +141,8 @@ class Generator:
         return await self.status()
 
     async def hold(self, replica: str, weights: WeightsId) -> bool:
-        """Keep these weights until `release`. False: this is another replica, or it has other weights."""
+        """Keep these weights until `release`. False: this is another replica, or it has other
+        weights."""
         if replica != self.replica or self.weights != weights or self._lock.locked():
             return False
         self.held = True
@@ -146,9 +159,9 @@ class Generator:
         weights = self.weights
         return {
             HELD: self.held,
-            WEIGHTS: None
-            if weights is None
-            else (weights.run_id, weights.attempt, weights.version),
+            WEIGHTS: (
+                None if weights is None else (weights.run_id, weights.attempt, weights.version)
+            ),
         }
 
     async def abandon(self, run_id: str, attempt: int) -> None:
@@ -156,9 +169,10 @@ class Generator:
         self._give_up(lambda weights: (weights.run_id, weights.attempt) == (run_id, attempt))
 
     async def status(self) -> dict[str, Any]:
-        """Replica id, weights, whether an evaluation holds it, process id, seconds of the start and of the last update, tokens generated so far, tokens
-        that the KV cache holds, completions given up by length, stops, fingerprint of the tokenizer, longest request, settings, checksum of the
-        parameters' names and shapes."""
+        """Replica id, weights, whether an evaluation holds it, process id, seconds of the start and
+        of the last update, tokens generated so far, tokens that the KV cache holds, completions
+        given up by length, stops, hash of the tokenizer, longest request, settings, checksum
+        of the parameters' names and shapes."""
         return {
             "replica": self.replica,
             "weights": self.weights,
@@ -176,10 +190,10 @@ class Generator:
             "kv_cache_tokens": self.engine.kv_cache_tokens,
             "aborted": tuple(self.engine.aborted),
             "stops": self.engine.stops,
-            "tokenizer": self.engine.tokenizer_fingerprint,
+            "tokenizer": self.engine.tokenizer_hash,
             "max_model_len": self.engine.max_model_len,
             "app": self.settings.model_dump(),
-            "parameters": fingerprint(self._expected),
+            "parameters": layout_hash(self._expected),
         }
 
     async def fingerprints(self) -> tuple[str, dict[str, Sequence[float]]]:
@@ -191,9 +205,9 @@ class Generator:
         """This replica's id, and what its engine's processes do just now."""
         return self.replica, await self.engine.stacks()
 
-    async def standing(self) -> Standing:
+    async def served_weights(self) -> ServedWeights:
         """Which weights answer now, and which job has the application."""
-        return Standing(self.weights, await lease_holder(self._board_name))
+        return ServedWeights(self.weights, await lease_holder(self._registry_name))
 
     async def pause_empty(self) -> dict[str, float]:
         """Pause and resume without an update, to measure what an update costs at least."""
@@ -204,12 +218,13 @@ class Generator:
         """Serve replaces the replica when this raises."""
         await self.engine.check()
         await self._refuse_to_stay_behind()
-        if self.held and await asyncio.to_thread(find_board, self._board_name) is None:
+        if self.held and await asyncio.to_thread(find_registry, self._registry_name) is None:
             self.held = False  # the job that held it has ended without a word
 
     async def _refuse_to_stay_behind(self) -> None:
-        """Raise when the board has shown newer weights for `replace_within_s`, and this replica has not moved meanwhile."""
-        newest = None if self.held else await self._on_board()
+        """Raise when the version registry has shown newer weights for `replace_within_s`, and this
+        replica has not moved meanwhile."""
+        newest = None if self.held else await self._in_registry()
         drains, limit_s = (
             self.settings.generator.in_flight == "drain",
             self.settings.replace_within_s,
@@ -219,15 +234,18 @@ class Generator:
             self._behind_at, self._behind_since = moves, steady_time()
         elif steady_time() - self._behind_since > limit_s:
             raise RuntimeError(
-                f"replica {self.replica} has stayed at {self.weights} for {limit_s:g} s, and {newest} is out; it is replaced"
+                f"replica {self.replica} has stayed at {self.weights} for {limit_s:g} s, and"
+                f" {newest} is out; it is replaced"
             )
 
-    async def _on_board(self) -> WeightsId | None:
-        """The newest weights; None if there is no board, or it does not answer."""
-        board = await asyncio.to_thread(find_board, self._board_name)
+    async def _in_registry(self) -> WeightsId | None:
+        """The newest weights; None if there is no version registry, or it does not answer."""
+        registry = await asyncio.to_thread(find_registry, self._registry_name)
         with contextlib.suppress(*DEATHS, TimeoutError):
             newest = (
-                None if board is None else await asyncio.wait_for(board.newest.remote(), BOARD_S)
+                None
+                if registry is None
+                else await asyncio.wait_for(registry.newest.remote(), BOARD_S)
             )
             return None if newest is None else WeightsId(*newest)
         return None
@@ -248,14 +266,16 @@ class Generator:
 
     def _refuse_unless_exact(self, request: GenerateRequest) -> None:
         if request.replica != self.replica or request.min_weights != self.weights:
-            raise StaleReplica(
-                f"replica {request.replica} was to answer with {request.min_weights}; it is gone, or has other weights (here: {self.weights})"
+            raise StaleReplicaError(
+                f"replica {request.replica} was to answer with {request.min_weights}; it is gone,"
+                f" or has other weights (here: {self.weights})"
             )
 
     async def _under_way(
         self, work: Coroutine[Any, Any, Answer], weights: WeightsId | None
     ) -> Answer:
-        """The work's result. Raises StaleReplica if the attempt whose weights it asks for ends meanwhile."""
+        """The work's result. Raises StaleReplicaError if the attempt whose weights it asks for ends
+        meanwhile."""
         if weights is None:
             return await work
         task = asyncio.ensure_future(work)
@@ -267,8 +287,9 @@ class Generator:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if task.cancelled():
-            raise StaleReplica(
-                f"replica {self.replica} has given up a request for {weights}: another attempt has begun"
+            raise StaleReplicaError(
+                f"replica {self.replica} has given up a request for {weights}: another attempt has"
+                " begun"
             )
         return task.result()
 
@@ -302,7 +323,7 @@ class Generator:
     async def _apply(self, manifest: Manifest) -> None:
         tokens = self.engine.tokens_generated
         staged = await asyncio.to_thread(
-            fetch, manifest, self._expected, self.settings.fetch_within_s
+            fetch_version, manifest, self._expected, self.settings.fetch_within_s
         )
         during = self.engine.tokens_generated - tokens
         try:
@@ -318,10 +339,11 @@ class Generator:
         }
 
     async def _catch_up(self) -> None:
-        """Apply what the board shows, if there is a board with a version newer than ours."""
-        board = await asyncio.to_thread(find_board, self._board_name)
+        """Apply what the version registry shows, if there is a version registry with a version
+        newer than ours."""
+        registry = await asyncio.to_thread(find_registry, self._registry_name)
         try:
-            manifest = await board.current.remote() if board is not None else None
+            manifest = await registry.current.remote() if registry is not None else None
         except DEATHS:  # its job has just ended
             return
         if manifest is not None:
@@ -329,16 +351,19 @@ class Generator:
 
     async def _catch_up_for(self, wanted: WeightsId | None) -> None:
         if self.held:
-            raise StaleReplica(
-                f"replica {self.replica} is held at {self.weights} for an evaluation, and the request asks for {wanted}"
+            raise StaleReplicaError(
+                f"replica {self.replica} is held at {self.weights} for an evaluation, and the"
+                f" request asks for {wanted}"
             )
         try:
             await self._catch_up()
         except (ManifestError, StagingError, RuntimeError) as error:
-            raise StaleReplica(
-                f"replica {self.replica} at {self.weights} cannot apply the board's version: {error}"
+            raise StaleReplicaError(
+                f"replica {self.replica} at {self.weights} cannot apply the version registry's"
+                f" version: {error}"
             ) from error
         if not self._has(wanted):
-            raise StaleReplica(
-                f"replica {self.replica} is at {self.weights}, the request asks for {wanted}, and the board has nothing newer"
+            raise StaleReplicaError(
+                f"replica {self.replica} is at {self.weights}, the request asks for {wanted}, and"
+                " the version registry has nothing newer"
             )

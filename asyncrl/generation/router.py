@@ -8,19 +8,22 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from asyncrl.generation.protocol import GenerateRequest, WeightsId
+from asyncrl.contracts.messages import GenerateRequest, WeightsId
 
 __all__ = ["HELD", "WEIGHTS", "VersionRouter"]
 
 HELD, WEIGHTS = "held", "weights"
-"""What a replica's routing stats say of it: whether an evaluation holds it, and its weights as (run, attempt, version), or None."""
+"""What a replica's routing stats say of it: whether an evaluation holds it, and its weights as
+(run, attempt, version), or None."""
 
 
 class VersionRouter(RequestRouter):
-    """A request that names a replica goes there. Every other goes to the less loaded of two replicas drawn among those that are not held, and have the
-    version that it asks for as far as is known.
+    """A request that names a replica goes there. Every other goes to the less loaded of two
+    replicas drawn among those that are not held, and have the version that it asks for as far as is
+    known.
 
-    Not Serve's own router with a filter: that hands a replica to the oldest request that waits, which may not be the one that names it.
+    Not Serve's own router with a filter: that hands a replica to the oldest request that waits,
+    which may not be the one that names it.
     """
 
     async def choose_replicas(
@@ -28,7 +31,8 @@ class VersionRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The replicas to choose from by load; of those that are up, all of them if the wanted one is not: whoever gets the request then says so."""
+        """The replicas to choose from by load; of those that are up, all of them if the wanted one
+        is not; the replica that gets the request then says so."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         name = _named(pending_request)
@@ -63,7 +67,8 @@ def _named(pending: PendingRequest | None) -> str | None:
 
 
 def _is_behind(known: Sequence[Any] | None, wanted: WeightsId | None) -> bool:
-    """Whether a replica had older weights when it spoke last, a second ago at most. What is not known is no reason to pass over it."""
+    """Whether a replica had older weights when it spoke last, a second ago at most. What is not
+    known is no reason to pass over it."""
     if wanted is None or known is None:
         return False
     return (known[0], known[1]) != (wanted.run_id, wanted.attempt) or known[2] < wanted.version

@@ -1,4 +1,5 @@
-"""The one argument of the generator app: what `serve deploy` takes from YAML and a job from its config. Imports no vLLM."""
+"""The one argument of the generator app: what `serve deploy` takes from YAML and a job from its
+config. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from asyncrl.config import Config, GeneratorConfig, Section
-from asyncrl.derived import MOST_SEQUENCES, fetch, stall, start
+from asyncrl.config import GeneratorConfig, Section
+from asyncrl.config.derived import MOST_SEQUENCES, fetch_timeout, stall, start
 
-__all__ = ["GeneratorApp", "board_name"]
+__all__ = ["GeneratorApp", "registry_name"]
 
 
 class GeneratorApp(Section):
@@ -31,28 +32,33 @@ class GeneratorApp(Section):
     rollout_stop_token_ids: list[int] = Field(default_factory=list)
     """Further stop token ids."""
     http: bool = False
-    """Answer HTTP as well: `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and `/metrics`, under the application's route_prefix. A job's
-    own generators do not."""
+    """Answer HTTP as well: `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and
+    `/metrics`, under the application's route_prefix. A job's own generators do not."""
     served_name: str | None = Field(default=None, min_length=1)
     """Name of the model in HTTP requests and answers. Default: the last part of `model`."""
     fetch_timeout_s: float | None = Field(default=None, gt=0)
-    """Seconds that a replica may take to fetch a version. Default: derived from the size of the model's files."""
+    """Seconds that a replica may take to fetch a version. Default: derived from the size of the
+    model's files."""
     replace_after_s: float | None = Field(default=None, gt=0)
-    """Seconds after which a replica that stays below the newest version is replaced. Default: twice the time to fetch one."""
+    """Seconds after which a replica that stays below the newest version is replaced. Default: twice
+    the time to fetch one."""
 
     @model_validator(mode="after")
     def settings_act(self) -> GeneratorApp:
         if self.generator.attach is not None:
             raise ValueError(
-                f"generator.attach = {self.generator.attach!r} is a training job's setting, for generators that stand already; leave it out here"
+                f"generator.attach = {self.generator.attach!r} is a training job's setting, for"
+                " generators that stand already; leave it out here"
             )
         if self.http and self.generator.min_replicas is not None:
             raise ValueError(
-                f"generator.min_replicas = {self.generator.min_replicas} is a training job's setting; leave it out, and set num_replicas"
+                f"generator.min_replicas = {self.generator.min_replicas} is a training job's"
+                " setting; leave it out, and set num_replicas"
             )
         if self.served_name is not None and not self.http:
             raise ValueError(
-                f"served_name = {self.served_name!r} acts only with http: true; leave it out, or set that"
+                f"served_name = {self.served_name!r} acts only with http: true; leave it out, or"
+                " set that"
             )
         return self
 
@@ -64,7 +70,7 @@ class GeneratorApp(Section):
     @property
     def fetch_within_s(self) -> float:
         """Seconds that a replica may take to fetch a version."""
-        return self.fetch_timeout_s or fetch(self.model).value
+        return self.fetch_timeout_s or fetch_timeout(self.model).value
 
     @property
     def replace_within_s(self) -> float:
@@ -86,22 +92,7 @@ class GeneratorApp(Section):
         """What HTTP requests call the model."""
         return self.served_name or Path(self.model).name
 
-    @classmethod
-    def from_config(cls, config: Config) -> GeneratorApp:
-        """The generator app of a training run."""
-        return cls(
-            model=config.model.path,
-            dtype=config.model.dtype,
-            max_model_len=config.longest_trajectory,
-            generator=config.generator.model_copy(update={"max_num_seqs": config.max_num_seqs}),
-            seed=config.seed,
-            rollout_stop=config.rollout.rollout_stop,
-            rollout_stop_token_ids=config.rollout.rollout_stop_token_ids,
-            fetch_timeout_s=config.push_timeout_s,
-            replace_after_s=config.push_timeout_s,
-        )
 
-
-def board_name(app_name: str) -> str:
-    """Name of the version board that goes with a Serve application."""
+def registry_name(app_name: str) -> str:
+    """Name of the version registry that goes with a Serve application."""
     return f"{app_name}-versions"

@@ -1,4 +1,5 @@
-"""The run's tokenizer as vLLM's: it looks for stop strings in the text that this one decodes. vLLM would load its own idea of the class."""
+"""The run's tokenizer as vLLM's: it looks for stop strings in the text that this one decodes. vLLM
+would load its own idea of the class."""
 
 from __future__ import annotations
 

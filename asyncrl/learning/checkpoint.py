@@ -17,14 +17,13 @@ __all__ = ["load_rank", "save_rank"]
 TAG = "zero3"
 COUNTERS = "counters.json"
 """The learner's own counts: world_size, applied (steps), trained_tokens (loss tokens)."""
-
-
 SCRIPTS = "zero_to_*.py"
 """DeepSpeed puts them beside each checkpoint."""
 
 
 class _SummingWriter(TorchCheckpointEngine):  # type: ignore[misc]
-    """DeepSpeed's writer, which also makes the checksums. torch's zip format goes through a Python file without a copy; the older one does not."""
+    """DeepSpeed's writer, which also makes the checksums. torch's zip format goes through a Python
+    file without a copy; the older one does not."""
 
     def __init__(self, config: Any, files: dict[Path, Written]) -> None:
         super().__init__(config)
@@ -37,10 +36,12 @@ class _SummingWriter(TorchCheckpointEngine):  # type: ignore[misc]
 def save_rank(
     engine: Any, directory: Path, rank: int, counters: dict[str, int], norms: list[float]
 ) -> dict[str, Written]:
-    """Write this rank's shards, RNG state and the last gradient norms under `directory` (a collective); rank 0 writes counters.json as well.
+    """Write this rank's shards, RNG state and the last gradient norms under `directory` (a
+    collective); rank 0 writes counters.json as well.
 
     Returns:
-        Name relative to `directory` → size and checksum, of each file that this rank wrote. All of them are on the disk.
+        Name relative to `directory` → size and checksum, of each file that this rank wrote. All of
+        them are on the disk.
     """
     files: dict[Path, Written] = {}
     engine.checkpoint_engine = _SummingWriter(engine._config, files)
@@ -61,8 +62,9 @@ def save_rank(
 def load_rank(
     engine: Any, directory: Path, rank: int, world_size: int
 ) -> tuple[dict[str, int], list[float]]:
-    """Restore what `save_rank` wrote (a collective); return counters and norms. The optimizer's state is restored, its settings (weight decay, betas,
-    epsilon) stay this run's. The shards are pickles: load only what this project wrote.
+    """Restore what `save_rank` wrote (a collective); return counters and norms. The optimizer's
+    state is restored, its settings (weight decay, betas, epsilon) stay this run's. The shards are
+    pickles: load only what this project wrote.
 
     Raises:
         ValueError: the directory cannot be read, or was written by another number of ranks.
@@ -71,13 +73,14 @@ def load_rank(
         counters: dict[str, int] = json.loads((Path(directory) / COUNTERS).read_text())
         if counters["world_size"] != world_size:
             raise ValueError(
-                f"learner state {str(directory)!r} was written by {counters['world_size']} ranks, whose shards it holds; set learner.world_size to that, "
-                f"not {world_size}"
+                f"learner state {str(directory)!r} was written by {counters['world_size']} ranks,"
+                f" whose shards it holds; set learner.world_size to that, not {world_size}"
             )
         own = torch.load(_rank_file(directory, rank), weights_only=True)
     except FileNotFoundError as error:
         raise ValueError(
-            f"learner state {str(directory)!r} has no {Path(error.filename).name}; name a complete checkpoint"
+            f"learner state {str(directory)!r} has no {Path(error.filename).name}; name a complete"
+            " checkpoint"
         ) from None
     settings = [
         {name: value for name, value in group.items() if name != "params"}

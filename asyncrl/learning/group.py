@@ -1,4 +1,5 @@
-"""The learner as the driver sees it: all ZeRO-3 ranks act together, one call at a time. Imports no torch and no DeepSpeed."""
+"""The learner as the driver sees it: all ZeRO-3 ranks act together, one call at a time. Imports no
+torch and no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -8,99 +9,124 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from asyncrl.config import Config
-from asyncrl.control.protocols import Manifest, PartDied, Scored, StepResult
-from asyncrl.data.groups import DEATHS
-from asyncrl.environment import claim_caches, passed_on
+from asyncrl.contracts.errors import PartDiedError, PlacementLostError
+from asyncrl.contracts.messages import Manifest, Scored, StepResult
+from asyncrl.learning.spec import LearnerSpec
+from asyncrl.runtime.environment import claim_caches, passed_on
 from asyncrl.runtime.files import make_directory
-from asyncrl.runtime.shared import NotShared, Probe, Written, wait_until_seen
-from asyncrl.stacks import register_stacks, stack_of
+from asyncrl.runtime.ray_objects import DEATHS
+from asyncrl.runtime.shared import NotSharedError, Probe, Written, wait_until_seen
+from asyncrl.runtime.stacks import register_stacks, stack_of
+
+if TYPE_CHECKING:  # the driver needs no torch
+    from asyncrl.learning.state import Meeting
 
 __all__ = [
-    "LearnerDied",
+    "LearnerDiedError",
     "LearnerError",
     "LearnerGroup",
-    "PlacementError",
-    "PlacementLost",
     "RankProcess",
     "rank_environment",
 ]
-
 STEPS = ("step", "supervised_step")
+STARTING = ("node_address", "listen", "start")
+"""Methods of RankProcess, for calls that come before a rank is ready."""
 SNAPSHOT = ".snapshot_"
 DEATH_KNOWN_S = 5.0
 """Seconds in which Ray reports the death of an actor."""
-LESS_MEMORY = "lower learner.max_tokens_per_gpu, or set learner.gradient_checkpointing: true (`asyncrl plan` shows the estimate per rank)"
+LESS_MEMORY = (
+    "lower learner.max_tokens_per_gpu, or set learner.gradient_checkpointing: true (`asyncrl plan`"
+    " shows the estimate per rank)"
+)
 
 
 class LearnerError(RuntimeError):
-    """A rank failed or died; all ranks have been ended. One line that names the rank and the cause."""
+    """A rank failed or died; all ranks have been ended. One line that names the rank and the
+    cause."""
 
 
-class LearnerDied(LearnerError, PartDied):
+class LearnerDiedError(LearnerError, PartDiedError):
     """The process of a rank is gone."""
 
 
-class PlacementError(RuntimeError):
-    """The cluster has no room for the run. The message holds the table of what is needed, registered and free."""
-
-
-class PlacementLost(PlacementError, PartDied):
-    """Room that was there is gone: a node was lost, or somebody else was faster. A new attempt looks for room again."""
-
-
 class RankProcess:
-    """The Ray actor of one rank. It imports the learner in its own process, so that the driver needs neither torch nor DeepSpeed."""
+    """The Ray actor of one rank. It imports the learner in its own process, so that the driver
+    needs neither torch nor DeepSpeed."""
 
-    def __init__(self, rank: int, config: Config, run_id: str, attempt: int) -> None:
+    def __init__(self, rank: int, spec: LearnerSpec, run_id: str, attempt: int) -> None:
         import logging
         import warnings
 
-        caches = claim_caches("learner")
+        self.caches = claim_caches("learner")
         warnings.filterwarnings("ignore", module=r"deepspeed|torch")
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         from transformers.utils import logging as transformers_logging
 
-        from asyncrl.learning.rank import LearnerRank
+        import asyncrl.learning.rank  # slow, and one of the things that the start waits for
 
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
-        self.caches = caches
+        # DeepSpeed sets its level on import.
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        self.rank = LearnerRank(rank, config, run_id, attempt)
-        self.stacks_in = stacks_path(config, attempt, rank)
+        self.number, self.spec, self.run_id, self.attempt = rank, spec, run_id, attempt
+        self.meeting: Meeting | None = None
+        self.rank: asyncrl.learning.rank.LearnerRank | None = None
+        self.stacks_in = stacks_path(spec, attempt, rank)
 
     def register_stacks(self) -> tuple[str, int]:
-        """See `asyncrl.stacks`."""
+        """See `asyncrl.runtime.stacks`."""
         return register_stacks(self.stacks_in)
 
     def caches_removed(self) -> bool:
         """Whether this process's compile caches held a damaged file and were removed."""
         return self.caches.damaged is not None
 
+    def node_address(self) -> str:
+        """Address of this rank's node."""
+        return str(ray.util.get_node_ip_address())
+
+    def listen(self, address: str) -> int:
+        """Reserve a port where the ranks will meet (rank 0 only)."""
+        from asyncrl.learning.state import Meeting
+
+        self.meeting = Meeting.at(address)
+        return self.meeting.port
+
+    def start(self, address: str, port: int) -> dict[str, float]:
+        """Join the other ranks and load the model (a collective). Returns seconds by part."""
+        from asyncrl.learning.rank import start_rank
+        from asyncrl.learning.state import Meeting
+
+        meeting = self.meeting or Meeting(address, port)
+        self.rank, seconds = start_rank(self.number, self.spec, self.run_id, self.attempt, meeting)
+        self.meeting = None
+        return seconds
+
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call one method of LearnerRank."""
-        return getattr(self.rank, method)(*arguments)
+        """Call one method of LearnerRank, or of this process before its rank is ready."""
+        return getattr(self if method in STARTING else self.rank, method)(*arguments)
 
 
 class LearnerGroup:
-    """`Learner` on Ray actors. Make it with `LearnerGroup.create(config, run_id, attempt)`; end it with `close()`."""
+    """`Learner` on Ray actors. Make it with `LearnerGroup.create(spec, run_id, attempt)`; end it
+    with `close()`."""
 
     def __init__(
-        self, config: Config, placement: PlacementGroup, ranks: list[Any], attempt: int = 0
+        self, spec: LearnerSpec, placement: PlacementGroup, ranks: list[Any], attempt: int = 0
     ) -> None:
-        self.config = config
+        self.spec = spec
         self.placement = placement
         self.ranks = ranks
         self.startup: dict[str, float] = {}
-        """Seconds that the start took, by part; `caches_removed`: ranks whose compile caches were damaged."""
+        """Seconds that the start took, by part; `caches_removed`: ranks whose compile caches were
+        damaged."""
         self.attempt = attempt
         self._processes: list[tuple[str, int]] = []
         """Node and process id of each rank."""
@@ -112,19 +138,19 @@ class LearnerGroup:
         """Calls that all ranks have answered."""
 
     @classmethod
-    async def create(cls, config: Config, run_id: str, attempt: int) -> LearnerGroup:
+    async def create(cls, spec: LearnerSpec, run_id: str, attempt: int) -> LearnerGroup:
         """Place the ranks, load the model, build the engine.
 
         Raises:
-            PlacementLost: no room within `placement_timeout_s`.
+            PlacementLostError: no room within `placement_timeout_s`.
             LearnerError: a rank failed.
         """
-        placement = await _place(config)
+        placement = await _place(spec)
         ranks = [
-            _start_actor(config, placement, rank, run_id, attempt)
-            for rank in range(config.learner.world_size)
+            _start_actor(spec, placement, rank, run_id, attempt)
+            for rank in range(spec.learner.world_size)
         ]
-        group = cls(config, placement, ranks, attempt)
+        group = cls(spec, placement, ranks, attempt)
         group._processes = await group._results(
             "register_stacks", [rank.register_stacks.remote() for rank in ranks]
         )
@@ -139,9 +165,7 @@ class LearnerGroup:
 
     async def stacks(self) -> list[str]:
         """What each rank does just now, in the middle of a call too."""
-        paths = [
-            stacks_path(self.config, self.attempt, rank) for rank in range(len(self._processes))
-        ]
+        paths = [stacks_path(self.spec, self.attempt, rank) for rank in range(len(self._processes))]
         return list(
             await asyncio.gather(
                 *(
@@ -151,7 +175,7 @@ class LearnerGroup:
             )
         )
 
-    async def say(self) -> tuple[None, str]:
+    async def describe(self) -> tuple[None, str]:
         """For the watchdog: nothing that moves within a call can be seen; what the ranks do."""
         return None, "; ".join(
             f"rank {rank}: {stack}" for rank, stack in enumerate(await self.stacks())
@@ -168,7 +192,8 @@ class LearnerGroup:
         return manifest
 
     async def save(self, directory: Path) -> dict[str, Written]:
-        """Write the learner's state under `directory`. Returns what the ranks wrote: name relative to `directory` → size and checksum."""
+        """Write the learner's state under `directory`. Returns what the ranks wrote: name relative
+        to `directory` → size and checksum."""
         return {
             name: written
             for files in await self._all("save", Path(directory).absolute())
@@ -179,16 +204,18 @@ class LearnerGroup:
         """Prove that each rank's node and this one see the same `directory`, which exists.
 
         Raises:
-            NotShared: one does not; the message names its node.
+            NotSharedError: one does not; the message names its node.
         """
         with Probe(Path(directory).absolute()) as probe:
             answers = await self._all("answer_probe", probe.folder)
             for rank, answered in enumerate(answers):
                 if not answered or not await asyncio.to_thread(probe.seen, f"rank_{rank}"):
                     address = await self._one(rank, "node_address")
-                    raise NotShared(
-                        f"{probe.directory} is not the same directory here and on node {address} (learner rank {rank}), and a checkpoint would lack what "
-                        "that rank writes; set runs_root (and checkpoint.save) to storage that every node mounts at the same path"
+                    raise NotSharedError(
+                        f"{probe.directory} is not the same directory here and on node {address}"
+                        f" (learner rank {rank}), and a checkpoint would lack what that rank"
+                        " writes; set runs_root (and checkpoint.save) to storage that every node"
+                        " mounts at the same path"
                     )
 
     async def load(self, directory: Path) -> None:
@@ -196,11 +223,11 @@ class LearnerGroup:
         await self._all("load", Path(directory).absolute())
 
     async def export_hf(self, directory: Path, tokenizer_source: str | None = None) -> None:
-        """Write a Hugging Face directory; the tokenizer comes from `tokenizer_source`, else from model.path. Raises NotShared if this process does not
-        see it."""
+        """Write a Hugging Face directory; the tokenizer comes from `tokenizer_source`, else from
+        model.path. Raises NotSharedError if this process does not see it."""
         files = (
             await self._all(
-                "export_hf", Path(directory).absolute(), tokenizer_source or self.config.model.path
+                "export_hf", Path(directory).absolute(), tokenizer_source or self.spec.model_path
             )
         )[0]
         await asyncio.to_thread(
@@ -231,9 +258,9 @@ class LearnerGroup:
 
     async def snapshot(self) -> None:
         """Remember weights and optimizer; the snapshot before is forgotten."""
-        make_directory(self.config.run_directory)
+        make_directory(self.spec.run_directory)
         directory = tempfile.TemporaryDirectory(
-            prefix=SNAPSHOT, dir=self.config.run_directory
+            prefix=SNAPSHOT, dir=self.spec.run_directory
         )  # every rank's node sees that place
         await self.save(Path(directory.name))
         self._forget_snapshot()
@@ -281,7 +308,7 @@ class LearnerGroup:
         try:
             _, silent = await asyncio.wait(
                 waiting,
-                timeout=self.config.learner.call_timeout_s,
+                timeout=self.spec.learner.call_timeout_s,
                 return_when=asyncio.FIRST_EXCEPTION,
             )
             if silent and not any(task.done() and task.exception() for task in waiting):
@@ -293,7 +320,7 @@ class LearnerGroup:
             return results
         except RayError:
             failed, error = await _first_failure(waiting)
-            kind = LearnerDied if isinstance(error, DEATHS) else LearnerError
+            kind = LearnerDiedError if isinstance(error, DEATHS) else LearnerError
             self._failed = kind(
                 f"learner rank {failed} failed in {method}: {_cause(error, method)}"
             )
@@ -310,12 +337,14 @@ class LearnerGroup:
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _give_up(self, silent: list[int], method: str) -> None:
-        """End all ranks, some of which did not answer in time. Raises LearnerDied with what each rank does."""
+        """End all ranks, some of which did not answer in time. Raises LearnerDiedError with what
+        each rank does."""
         names = f"learner rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
-        limit = f"learner.call_timeout_s = {self.config.learner.call_timeout_s:g} s"
-        _, stacks = await self.say()
-        self._failed = LearnerDied(
-            f"{names} did not answer {method} within {limit}, and counts as died; raise that if the call takes longer ({stacks})"
+        limit = f"learner.call_timeout_s = {self.spec.learner.call_timeout_s:g} s"
+        _, stacks = await self.describe()
+        self._failed = LearnerDiedError(
+            f"{names} did not answer {method} within {limit}, and counts as died; raise that if the"
+            f" call takes longer ({stacks})"
         )
         self._end()
         raise self._failed
@@ -339,8 +368,9 @@ async def _result(call: Any) -> Any:
 
 
 async def _first_failure(waiting: Sequence[asyncio.Future[Any]]) -> tuple[int, BaseException]:
-    """The rank that failed, and how; at least one has. When one dies in a collective, its peers fail there too, and often say so before Ray knows of the
-    death: it is waited for a moment, and counts."""
+    """The rank that failed, and how; at least one has. When one dies in a collective, its peers
+    fail there too, and often say so before Ray knows of the death: it is waited for a moment, and
+    counts."""
     deadline = time.monotonic() + DEATH_KNOWN_S
     while True:
         failures = [
@@ -356,7 +386,7 @@ async def _first_failure(waiting: Sequence[asyncio.Future[Any]]) -> tuple[int, B
         await asyncio.wait(unfinished, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _cause(error: RayError, method: str) -> str:
+def _cause(error: BaseException, method: str) -> str:
     """What went wrong, in one line."""
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
@@ -372,31 +402,34 @@ def _cause(error: RayError, method: str) -> str:
     return " ".join(str(error).split())
 
 
-def stacks_path(config: Config, attempt: int, rank: int) -> Path:
+def stacks_path(spec: LearnerSpec, attempt: int, rank: int) -> Path:
     """Where a rank writes its stacks when it is asked."""
-    return config.run_directory / "logs" / f"attempt_{attempt}" / "stacks" / f"rank_{rank}.txt"
+    return spec.run_directory / "logs" / f"attempt_{attempt}" / "stacks" / f"rank_{rank}.txt"
 
 
-def _bundle(config: Config) -> dict[str, float]:
+def _bundle(spec: LearnerSpec) -> dict[str, float]:
     """Resources of one rank."""
-    bundle = {"CPU": float(config.learner.num_cpus)} if config.learner.num_cpus else {}
-    if config.learner.device == "cuda":
+    bundle = {"CPU": float(spec.learner.num_cpus)} if spec.learner.num_cpus else {}
+    if spec.learner.device == "cuda":
         bundle["GPU"] = 1.0
     return bundle
 
 
-async def _place(config: Config) -> PlacementGroup:
-    bundle, world_size = _bundle(config), config.learner.world_size
+async def _place(spec: LearnerSpec) -> PlacementGroup:
+    bundle, world_size = _bundle(spec), spec.learner.world_size
     # Ray refuses an empty bundle.
-    placement = placement_group([dict(bundle) or {"CPU": 0.001}] * world_size, strategy="PACK")
+    placement: PlacementGroup = placement_group(
+        [dict(bundle) or {"CPU": 0.001}] * world_size, strategy="PACK"
+    )
     try:
-        await asyncio.wait_for(_result(placement.ready()), config.placement_wait_s)
+        await asyncio.wait_for(_result(placement.ready()), spec.placement_wait_s)
     except TimeoutError:
         table = resource_table({name: amount * world_size for name, amount in bundle.items()})
         remove_placement_group(placement)
-        raise PlacementLost(
-            f"{world_size} learner ranks were not placed within placement_timeout_s = {config.placement_wait_s:g} s; free or add resources, "
-            f"or lower learner.world_size or learner.num_cpus\n{table}"
+        raise PlacementLostError(
+            f"{world_size} learner ranks were not placed within placement_timeout_s ="
+            f" {spec.placement_wait_s:g} s; free or add resources, or lower learner.world_size or"
+            f" learner.num_cpus\n{table}"
         ) from None
     return placement
 
@@ -412,26 +445,28 @@ def resource_table(needed: dict[str, float]) -> str:
     return "\n".join(rows)
 
 
-def rank_environment(config: Config) -> dict[str, str]:
-    """Environment variables of a rank's process: the user's own, as far as they concern it (`asyncrl.environment`), and what asyncrl needs."""
+def rank_environment(spec: LearnerSpec) -> dict[str, str]:
+    """Environment variables of a rank's process: the user's own, as far as they concern it
+    (`asyncrl.runtime.environment`), and what asyncrl needs."""
     return passed_on(os.environ) | {
-        "DS_ACCELERATOR": config.learner.device,
-        "OMP_NUM_THREADS": str(config.learner.num_threads),
+        "DS_ACCELERATOR": spec.learner.device,
+        "OMP_NUM_THREADS": str(spec.learner.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
-        # glibc gives large blocks back at once by default: every step would fault its activations in anew.
+        # glibc gives large blocks back at once by default: every step would fault its activations
+        # in again.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     }
 
 
 def _start_actor(
-    config: Config, placement: PlacementGroup, rank: int, run_id: str, attempt: int
+    spec: LearnerSpec, placement: PlacementGroup, rank: int, run_id: str, attempt: int
 ) -> Any:
-    environment = rank_environment(config)
+    environment = rank_environment(spec)
     strategy = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
     options = {
-        "num_cpus": _bundle(config).get("CPU", 0.0),
-        "num_gpus": _bundle(config).get("GPU", 0.0),
+        "num_cpus": _bundle(spec).get("CPU", 0.0),
+        "num_gpus": _bundle(spec).get("GPU", 0.0),
     }
     actor = ray.remote(RankProcess).options(
         **options,
@@ -439,4 +474,4 @@ def _start_actor(
         runtime_env={"env_vars": environment},
         max_restarts=0,
     )
-    return actor.remote(rank, config, run_id, attempt)
+    return actor.remote(rank, spec, run_id, attempt)

@@ -1,4 +1,5 @@
-"""A Hugging Face directory of one version: the checkpoint's own names, settings and tokenizer. Loads in transformers and in vLLM."""
+"""A Hugging Face directory of one version: the checkpoint's own names, settings and tokenizer.
+Loads in transformers and in vLLM."""
 
 from __future__ import annotations
 
@@ -50,9 +51,11 @@ class HfDirectory:
         """One bucket [sizes[number]] uint8, as a file."""
         flat = torch.from_numpy(content)
         tensors = {
-            entry.name: flat[entry.offset : entry.offset + entry.nbytes]
-            .view(TORCH_DTYPES[entry.dtype])
-            .view(entry.shape)
+            entry.name: (
+                flat[entry.offset : entry.offset + entry.nbytes]
+                .view(TORCH_DTYPES[entry.dtype])
+                .view(entry.shape)
+            )
             for entry in self.entries
             if entry.bucket == number
         }

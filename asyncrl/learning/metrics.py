@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.algorithms.losses import LossSums
-from asyncrl.data.packing import Packing
-from asyncrl.learning.batches import Example
+from asyncrl.algorithms.loss_metrics import LossSums
+from asyncrl.models.micro_batches import Example
+from asyncrl.packing.packing import Packing
 from asyncrl.runtime.functions import FunctionError
 
 __all__ = ["StepSums", "step_metrics"]
@@ -35,7 +35,8 @@ class StepSums:
         """Add one micro-batch; `entropy` is [N]."""
         if sums.own and set(sums.own) != set(self.own):
             raise FunctionError(
-                f"algorithm.loss gave the metrics {sorted(sums.own)}, and {sorted(self.own)} on made-up numbers; give the same in every call"
+                f"algorithm.loss gave the metrics {sorted(sums.own)}, and {sorted(self.own)} on"
+                " made-up numbers; give the same in every call"
             )
         values = [getattr(sums, name) for name in SUMS] + [entropy.sum()]
         bad = sums.nonfinite + ~torch.isfinite(sums.loss)
@@ -53,7 +54,8 @@ class StepSums:
         self.sums[len(NAMES) - 1] += found
 
     def over_ranks(self) -> dict[str, float]:
-        """Sums over all ranks (a collective). `nonfinite_loss` counts tokens and micro-batches, `nonfinite_gradient` ranks."""
+        """Sums over all ranks (a collective). `nonfinite_loss` counts tokens and micro-batches,
+        `nonfinite_gradient` ranks."""
         dist.all_reduce(self.sums)
         dist.all_reduce(self.ratio_max, op=dist.ReduceOp.MAX)
         names = (*NAMES, *(f"loss/{name}" for name in self.own))
@@ -72,10 +74,11 @@ def step_metrics(
     applied: bool,
     seconds: float,
 ) -> dict[str, float]:
-    """The step's metrics. Means are over its `tokens` loss tokens; `input_tokens` counts prompts as well; `grad_norm` is before clipping.
+    """The step's metrics. Means are over its `tokens` loss tokens; `input_tokens` counts prompts as
+    well; `grad_norm` is before clipping.
 
-    ess: effective sample size as a share of the tokens, (Σr)² / (N·Σr²); chi2: mean (r - 1)², the chi-squared divergence, whose
-    expected value is the variance of r; r = π_learner / π_behaviour.
+    ess: effective sample size as a share of the tokens, (Σr)² / (N·Σr²); chi2: mean (r - 1)², the
+    chi-squared divergence, whose expected value is the variance of r; r = π_learner / π_behavior.
     """
     input_tokens = sum(len(example.tokens) for example in examples)
     return {
@@ -91,9 +94,11 @@ def step_metrics(
         "imbalance": plan.imbalance,
         "ratio_mean": totals["ratio"] / tokens,
         "ratio_max": totals["ratio_max"],
-        "ess": min(1.0, totals["ratio"] ** 2 / (tokens * totals["ratio_squared"]))
-        if totals["ratio_squared"]
-        else float("nan"),
+        "ess": (
+            min(1.0, totals["ratio"] ** 2 / (tokens * totals["ratio_squared"]))
+            if totals["ratio_squared"]
+            else float("nan")
+        ),
         "chi2": (totals["ratio_squared"] - 2 * totals["ratio"]) / tokens + 1,
         "clip_fraction": totals["clipped"] / tokens,
         "mask_fraction": totals["masked"] / tokens,
@@ -107,9 +112,9 @@ def step_metrics(
         "kl_k3": totals["kl_k3"] / tokens,
         "kl_reference": totals["kl_reference"] / tokens,
         "value_loss": totals["value_loss"],
-        "in_flight_drift": totals["drift"] / totals["drift_tokens"]
-        if totals["drift_tokens"]
-        else float("nan"),
+        "in_flight_drift": (
+            totals["drift"] / totals["drift_tokens"] if totals["drift_tokens"] else float("nan")
+        ),
         "in_flight_drift_tokens": totals["drift_tokens"],
         "entropy": totals["entropy"] / tokens,
         "nonfinite_loss": totals["nonfinite_loss"],

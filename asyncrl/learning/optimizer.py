@@ -1,4 +1,5 @@
-"""The optimizer of a policy: which parameters decay, and which have a learning rate of their own."""
+"""The optimizer of a policy: which parameters decay, and which have a learning rate of their
+own."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ VALUE_HEAD = "value_head."
 
 
 def make_optimizer(policy: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD over groups of the policy's parameters, with a learning rate of 0 until a step sets it.
+    """AdamW or SGD over groups of the policy's parameters, with a learning rate of 0 until a step
+    sets it.
 
-    A group holds `decayed` (whether weight_decay acts) and `value_head`. torch's fused AdamW goes over the
-    memory once in each step; the plain one does so for each of its operations.
+    A group holds `decayed` (whether weight_decay acts) and `value_head`. torch's fused AdamW goes
+    over the memory once in each step; the plain one does so for each of its operations.
     """
     groups = parameter_groups(policy.named_parameters(), config.weight_decay)
     if config.optimizer == "sgd":
@@ -33,8 +35,9 @@ def make_optimizer(policy: nn.Module, config: LearnerConfig) -> torch.optim.Opti
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """The parameters as groups for an optimizer, in a fixed order; groups without any are left out."""
-    groups = {
+    """The parameters as groups for an optimizer, in a fixed order; groups without any are left
+    out."""
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {
         (decayed, value): {
             "params": [],
             "weight_decay": weight_decay if decayed else 0.0,
@@ -51,8 +54,10 @@ def parameter_groups(
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay acts on a parameter: on matrices and embeddings, and not on norms, biases, or what the
-    model itself marks (a state's decay rates). An expert's biases are a matrix, and are told by their name."""
+    """Whether weight decay acts on a parameter: on matrices and embeddings, and not on norms,
+    biases, or what the model itself marks (a state's decay rates). An expert's biases are a matrix,
+    and are told by their name.
+    """
     dimensions = len(
         getattr(parameter, "ds_shape", parameter.shape)
     )  # ZeRO-3 leaves an empty tensor in its place

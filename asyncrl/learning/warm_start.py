@@ -1,4 +1,5 @@
-"""Supervised steps until held-out greedy accuracy lies in a window: neither hopeless nor finished, so that RL has something to do."""
+"""Supervised steps until held-out greedy accuracy lies in a window: neither hopeless nor finished,
+so that RL has something to do."""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyncrl.config import WarmStartConfig
 
 __all__ = [
     "SupervisedLearner",
     "WarmStartCheck",
-    "WarmStartFailed",
+    "WarmStartFailedError",
     "WarmStartReport",
     "warm_start",
 ]
@@ -21,7 +22,7 @@ __all__ = [
 Row = tuple[Sequence[int], Sequence[int]]
 
 
-class WarmStartFailed(RuntimeError):
+class WarmStartFailedError(RuntimeError):
     """The window was not reached. The message names the accuracy, the steps and the fix."""
 
 
@@ -43,14 +44,16 @@ class SupervisedLearner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WarmStartCheck:
-    """One check of held-out accuracy (0..1), after `steps` applied supervised steps; `loss` is the last step's, in nats per token."""
+    """One check of held-out accuracy (0..1), after `steps` applied supervised steps; `loss` is the
+    last step's, in nats per token."""
 
     steps: int
     accuracy: float
     loss: float
     learning_rate: float
     fill: float = float("nan")
-    """Share of the packed rows' capacity in use: mean of the steps since the check before, as the next two."""
+    """Share of the packed rows' capacity in use: mean of the steps since the check before, as the
+    next two."""
     imbalance: float = float("nan")
     """How much longer the steps' rounds of micro-batches take than with equal costs."""
     micro_batches: float = float("nan")
@@ -58,7 +61,8 @@ class WarmStartCheck:
     pieces_left_out: int = 0
     """Pieces of cut rows without a token to predict, since the check before."""
     tokens_left_out: int = 0
-    """Target tokens that no piece predicts, since the check before: those of pieces left out, and the first of each piece that begins within a target."""
+    """Target tokens that no piece predicts, since the check before: those of pieces left out, and
+    the first of each piece that begins within a target."""
 
     def metrics(self) -> dict[str, float]:
         """What a run records of it."""
@@ -88,17 +92,21 @@ async def warm_start(
     progress: Callable[[WarmStartCheck], None] = lambda check: None,
     max_skipped_steps: int = 3,
 ) -> WarmStartReport:
-    """Take supervised steps until held-out accuracy lies in [min_accuracy, max_accuracy]; call `progress` at every check.
+    """Take supervised steps until held-out accuracy lies in [min_accuracy, max_accuracy]; call
+    `progress` at every check.
 
-    A run that jumps over the window goes back to its last check, with its optimizer, and halves the learning rate. The caller resets the
-    optimizer for RL: supervised steps are not policy versions. A step that the learner skipped counts as none.
+    A run that jumps over the window goes back to its last check, with its optimizer, and halves the
+    learning rate. The caller resets the optimizer for RL: supervised steps are not policy versions.
+    A step that the learner skipped counts as none.
 
     Raises:
-        WarmStartFailed: `max_steps` are used up, the model was above the window from the start, or `max_skipped_steps` steps in a row were skipped.
+        WarmStartFailedError: `max_steps` are used up, the model was above the window from the
+            start, or `max_skipped_steps` steps in a row were skipped.
     """
     if not train_rows or not held_out_rows:
-        raise WarmStartFailed(
-            f"warm_start.data = {config.data!r} gave {len(train_rows)} training and {len(held_out_rows)} held-out rows; give at least one of each"
+        raise WarmStartFailedError(
+            f"warm_start.data = {config.data!r} gave {len(train_rows)} training and"
+            f" {len(held_out_rows)} held-out rows; give at least one of each"
         )
     learning_rate = config.learning_rate
     await learner.reset_optimizer(learning_rate)
@@ -113,14 +121,16 @@ async def warm_start(
         if config.min_accuracy <= accuracy <= config.max_accuracy:
             return WarmStartReport(steps, accuracy, jumps, tuple(checks))
         if accuracy > config.max_accuracy and steps == 0:
-            raise WarmStartFailed(
-                f"held-out accuracy is {accuracy:.1%} before any supervised step, above warm_start.max_accuracy = {config.max_accuracy:.1%}; "
-                "leave warm_start out, or raise that"
+            raise WarmStartFailedError(
+                f"held-out accuracy is {accuracy:.1%} before any supervised step, above"
+                f" warm_start.max_accuracy = {config.max_accuracy:.1%}; leave warm_start out, or"
+                " raise that"
             )
         if steps >= config.max_steps:
-            raise WarmStartFailed(
-                f"held-out accuracy is {accuracy:.1%} after warm_start.max_steps = {config.max_steps}, not {config.min_accuracy:.1%} to "
-                f"{config.max_accuracy:.1%}; raise max_steps, change learning_rate, or widen the window"
+            raise WarmStartFailedError(
+                f"held-out accuracy is {accuracy:.1%} after warm_start.max_steps ="
+                f" {config.max_steps}, not {config.min_accuracy:.1%} to {config.max_accuracy:.1%};"
+                " raise max_steps, change learning_rate, or widen the window"
             )
         if accuracy > config.max_accuracy:
             await learner.restore()
@@ -131,7 +141,7 @@ async def warm_start(
         taken = await _applied_steps(learner, batches, config.check_every_steps, max_skipped_steps)
         steps += config.check_every_steps
         accuracy = await learner.exact_match(held_out_rows)
-        means = {
+        means: dict[str, Any] = {
             name: fmean(metrics[name] for metrics in taken)
             for name in ("fill", "imbalance", "micro_batches")
         }
@@ -150,7 +160,7 @@ async def _applied_steps(
     """The metrics of so many applied steps, each on the next batch.
 
     Raises:
-        WarmStartFailed: so many steps in a row were skipped.
+        WarmStartFailedError: so many steps in a row were skipped.
     """
     taken: list[dict[str, float]] = []
     skipped = 0
@@ -160,15 +170,17 @@ async def _applied_steps(
             taken.append(metrics)
         skipped = 0 if metrics["applied"] else skipped + 1
         if skipped >= max_skipped_steps:
-            raise WarmStartFailed(
-                f"{skipped} supervised steps in a row were skipped for NaN or Inf in loss or gradient; lower warm_start.learning_rate (their rows are in "
-                "kept/supervised_*.parquet of the run's directory)"
+            raise WarmStartFailedError(
+                f"{skipped} supervised steps in a row were skipped for NaN or Inf in loss or"
+                " gradient; lower warm_start.learning_rate (their rows are in"
+                " kept/supervised_*.parquet of the run's directory)"
             )
     return taken
 
 
 def _batches(rows: Sequence[Row], batch_size: int, seed: int) -> Iterator[list[Row]]:
-    """Batches without end, in a new seeded order every epoch. An epoch's last short batch is left out unless it is the only one."""
+    """Batches without end, in a new seeded order every epoch. An epoch's last short batch is left
+    out unless it is the only one."""
     generator = random.Random(seed)
     order = list(range(len(rows)))
     while True:

@@ -1,4 +1,5 @@
-"""DeepSpeed ZeRO-3: process group, settings, engine, and the few things that its public interface does not offer."""
+"""DeepSpeed ZeRO-3: process group, settings, engine, and the few things that its public interface
+does not offer."""
 
 from __future__ import annotations
 
@@ -10,21 +11,24 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from asyncrl.config import LearnerConfig
-from asyncrl.learning.isolation import check_isolation
 from asyncrl.learning.optimizer import make_optimizer
-from asyncrl.learning.policy import Policy, checkpoint_activations, head_settings, load_policy
-from asyncrl.learning.ulysses import SequenceGroup
+from asyncrl.models.isolation import check_isolation
+from asyncrl.models.policy import Policy, checkpoint_activations, head_settings, load_policy
+from asyncrl.models.ulysses import SequenceGroup
 
 __all__ = [
     "discard_gradients",
     "fresh_optimizer",
+    "full_size",
     "gradients_finite",
     "join_process_group",
-    "loopback_listener",
+    "listening_socket",
     "parameters_finite",
+    "policy_of",
+    "shard_size",
     "start_engine",
 ]
 
@@ -34,8 +38,9 @@ EVERYTHING = 10**12
 """Above any parameter count: nothing is released between its uses."""
 
 
-def loopback_listener(address: str) -> socket.socket:
-    """A listening socket on a port that the system chose. Rank 0 holds it until the store takes it over, so nobody else gets the port."""
+def listening_socket(address: str) -> socket.socket:
+    """A listening socket on a port that the system chose. Rank 0 holds it until the store takes it
+    over, so nobody else gets the port."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((address, 0))
     listener.listen(128)
@@ -51,10 +56,12 @@ def join_process_group(
     listener: socket.socket | None,
     collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> None:
-    """Meet the other ranks at (address, port); rank 0 serves the store on its own listener. Blocks until all are there.
+    """Meet the other ranks at (address, port); rank 0 serves the store on its own listener. Blocks
+    until all are there.
 
     Args:
-        collective_timeout_s: seconds that a collective waits for the slowest rank, which may be writing a large shard.
+        collective_timeout_s: seconds that a collective waits for the slowest rank, which may be
+            writing a large shard.
     """
     from datetime import timedelta
 
@@ -67,7 +74,7 @@ def join_process_group(
     )
     descriptor = listener.detach() if listener is not None else None
     timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # it is there, and not in __all__
         address,
         port,
         world_size,
@@ -84,17 +91,20 @@ def join_process_group(
         world_size=world_size,
         timeout=timedelta(seconds=collective_timeout_s),
     )
-    # Its shared-memory all-reduce needs a compiler and a minute at first use, and ZeRO-3's reduce-scatter and all-gather never call it.
+    # Its shared-memory all-reduce needs a compiler and a minute at first use, and ZeRO-3's
+    # reduce-scatter and all-gather never call it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
 
 
 def settings(config: LearnerConfig) -> dict[str, Any]:
-    """DeepSpeed's configuration. A micro-batch is one packed row, so its own batch sizes are 1; gradients are scaled by the caller.
+    """DeepSpeed's configuration. A micro-batch is one packed row, so its own batch sizes are 1;
+    gradients are scaled by the caller.
 
-    One rank holds everything anyway: it releases nothing, which saves the bookkeeping of gathers. More ranks, and one whose weights lie in host
-    memory, release all but biases and norms. Micro-batches and ranks add up in fp32 whatever the weights' type: in bfloat16 many small gradients
-    would be lost.
+    One rank holds everything anyway: it releases nothing, which saves the bookkeeping of gathers.
+    More ranks, and one whose weights lie in host memory, release all but biases and norms.
+    Micro-batches and ranks add up in fp32 whatever the weights' type: in bfloat16 many small
+    gradients would be lost.
     """
     released = config.world_size > 1 or config.offload_param != "none"
     offload = {
@@ -136,7 +146,8 @@ def start_engine(
     values: bool = False,
     sequence_group: SequenceGroup | None = None,
 ) -> tuple[Any, HfDeepSpeedConfig]:
-    """The engine around the policy at `path`. Keep the second value: while it lives, transformers loads sharded.
+    """The engine around the policy at `path`. Keep the second value: while it lives, transformers
+    loads sharded.
 
     Raises:
         ValueError: packed trajectories could not be kept apart in the model.
@@ -186,7 +197,8 @@ def fresh_optimizer(engine: Any) -> None:
 
 
 def gradient_shards(engine: Any) -> Iterator[torch.Tensor]:
-    """This rank's shards of the gradients of the step in progress. With the optimizer offloaded they lie beside its masters."""
+    """This rank's shards of the gradients of the step in progress. With the optimizer offloaded
+    they lie beside its masters."""
     if engine.optimizer.offload_optimizer:
         yield from (
             masters.grad
@@ -196,6 +208,16 @@ def gradient_shards(engine: Any) -> Iterator[torch.Tensor]:
         return
     for shards in engine.optimizer.averaged_gradients.values():
         yield from (shard for shard in shards or () if shard is not None)
+
+
+def full_size(parameter: torch.nn.Parameter) -> int:
+    """Number of elements of a sharded parameter on all ranks together."""
+    return int(parameter.ds_numel)  # type: ignore[attr-defined]  # DeepSpeed adds it
+
+
+def shard_size(parameter: torch.nn.Parameter) -> int:
+    """Number of its elements that this rank owns, padding included."""
+    return int(parameter.ds_tensor.numel())  # type: ignore[attr-defined]
 
 
 def gradients_finite(engine: Any) -> bool:
@@ -216,7 +238,7 @@ def parameters_finite(engine: Any) -> bool:
 
 def _own_part(parameter: Any, rank: int) -> torch.Tensor:
     """This rank's shard without its padding, which DeepSpeed leaves as it was allocated."""
-    shard = parameter.ds_tensor
+    shard: torch.Tensor = parameter.ds_tensor
     return shard.narrow(0, 0, max(0, min(shard.numel(), parameter.ds_numel - rank * shard.numel())))
 
 
@@ -225,6 +247,7 @@ def discard_gradients(engine: Any) -> None:
     engine.optimizer._pre_step()
     engine.optimizer._partition_all_parameters()
     engine.optimizer._overflow_clean_up(1.0)
-    # Offloaded gradients keep their place, and a parameter that the next step does not reach would still find its old one there.
+    # Offloaded gradients keep their place, and a parameter that the next step does not reach would
+    # still find its old one there.
     for shard in gradient_shards(engine):
         shard.zero_()

@@ -1,0 +1,13 @@
+"""What a person sees of a run: live table, sinks, alarms, watchdog, memory."""
+
+from __future__ import annotations
+
+from asyncrl.runtime.exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    MemoryPeak="memory",
+    MemorySampler="memory",
+    descendants="memory",
+    process_name="memory",
+)

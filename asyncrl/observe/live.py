@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.contracts.messages import Example
+from asyncrl.contracts.outcomes import Outcome
+from asyncrl.contracts.protocols import TableRow
 from asyncrl.control.coordinator import Coordinator
-from asyncrl.control.fates import Fate, FatesWriter
-from asyncrl.control.protocols import Example
 from asyncrl.observe.alarms import Alarms
 from asyncrl.observe.log_lines import record_line
-from asyncrl.observe.metrics import MetricsWriter
 from asyncrl.observe.progress import Progress, ProgressView, time_left
 from asyncrl.observe.shared_text import SharedText
-from asyncrl.observe.sinks import Row
-from asyncrl.redact import redact, shown
+from asyncrl.rundir.metrics import MetricsWriter
+from asyncrl.rundir.outcomes import OutcomesWriter
+from asyncrl.runtime.redact import redact, shown
 
 __all__ = ["Live", "RunRecorder"]
 
@@ -38,15 +39,20 @@ class RunRecorder:
     """`Recorder` on files."""
 
     def __init__(
-        self, writer: MetricsWriter, fates: FatesWriter, live: Live, entropies: Sequence[float] = ()
+        self,
+        writer: MetricsWriter,
+        outcomes: OutcomesWriter,
+        live: Live,
+        entropies: Sequence[float] = (),
     ) -> None:
         """`entropies`: as in `Alarms`."""
-        self.writer, self.fates_writer, self.live = writer, fates, live
+        self.writer, self.outcomes_writer, self.live = writer, outcomes, live
         self._alarms = Alarms(live.config.rollout.cuts_distribution, entropies)
         self._told: set[str] = set()
 
     def record(self, event: str, step: int, version: int, metrics: Any) -> None:
-        """Write the record, show what the table has of it, raise the alarms of a step or an evaluation."""
+        """Write the record, show what the table has of it, raise the alarms of a step or an
+        evaluation."""
         if event == "step":
             metrics = {
                 **metrics,
@@ -68,7 +74,8 @@ class RunRecorder:
             self.live.note(f"step {step}: {metrics['note']}")
 
     def _raise_alarms(self, step: int, version: int, metrics: Any) -> None:
-        """Every alarm goes to the metrics, to the log when it begins, and to the terminal once for each metric."""
+        """Every alarm goes to the metrics, to the log when it begins, and to the terminal once for
+        each metric."""
         for name, (line, begins) in self._alarms.check(metrics).items():
             self.writer.write("alarm", step, version, {"alarm": line})
             if begins:
@@ -77,17 +84,17 @@ class RunRecorder:
                 self._told.add(name)
                 self.live.note(f"step {step}: {line}")
 
-    def fates(self, fates: list[Fate], outstanding: list[int]) -> None:
+    def outcomes(self, outcomes: list[Outcome], outstanding: list[int]) -> None:
         """Write how ordinals ended, and which have not."""
-        self.fates_writer.write(fates, outstanding)
+        self.outcomes_writer.write(outcomes, outstanding)
 
     async def flushed(self) -> None:
-        """All fates given so far are on the disk."""
-        await asyncio.to_thread(self.fates_writer.flush)
+        """All outcomes given so far are on the disk."""
+        await asyncio.to_thread(self.outcomes_writer.flush)
 
     def close(self) -> None:
-        """One file of fates in place of many."""
-        self.fates_writer.compact()
+        """One file of outcomes in place of many."""
+        self.outcomes_writer.compact()
 
 
 class Live:
@@ -142,14 +149,17 @@ class Live:
         if event == "startup" and any(
             value for name, value in metrics.items() if name.endswith("caches_removed")
         ):
-            self.note("a damaged compile cache was removed; it is made anew")
+            self.note("a damaged compile cache was removed; it is made again")
         if event == "logprob_check":
             self.note(
-                f"generator and learner log-probs differ by at most {metrics['check/logprob_max_diff']:.1e} over {metrics['check/tokens']:.0f} tokens"
+                "generator and learner log-probs differ by at most"
+                f" {metrics['check/logprob_max_diff']:.1e} over {metrics['check/tokens']:.0f}"
+                " tokens"
             )
 
     async def show(self, view: ProgressView) -> None:
-        """Show the table again and again, until cancelled; how late the event loop was with it is measured on the way."""
+        """Show the table again and again, until cancelled; how late the event loop was with it is
+        measured on the way."""
         while True:
             self._update()
             view.show(self.progress)
@@ -166,12 +176,12 @@ class Live:
         """Those of the last batch."""
         return self._coordinator.progress.rewards if self._coordinator is not None else ()
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TableRow]:
         """Some of the last batch's trajectories, for the sinks."""
         examples = self._coordinator.progress.examples if self._coordinator is not None else ()
         return [self._row(example, stale) for example, stale in examples[:MOST_ROWS]]
 
-    def _row(self, example: Example, stale: int) -> Row:
+    def _row(self, example: Example, stale: int) -> TableRow:
         parts = {
             f"reward/{name}": example.reward_parts.get(name)
             for name in self.config.reward.functions

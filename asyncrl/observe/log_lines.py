@@ -43,7 +43,10 @@ def record_line(
             ", "
         )
     if event == "evaluation":
-        return f"evaluation of version {version}: {_values({name.removeprefix('eval/'): value for name, value in metrics.items()})}"
+        return (
+            f"evaluation of version {version}:"
+            f" {_values({name.removeprefix('eval/'): value for name, value in metrics.items()})}"
+        )
     return f"{event} at step {step}, version {version}: {_values(metrics)}".removesuffix(": ")
 
 

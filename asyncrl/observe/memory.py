@@ -1,8 +1,9 @@
 """How much memory a run takes: the summed PSS of its processes, the object store apart.
 
-PSS (proportional set size, `/proc/PID/smaps_rollup`) shares a page's bytes among the processes that map it, so the sum
-counts shared libraries once. Ray's object store is mapped by many processes that come and go: its pages are left out of
-PSS (they are `Pss_Shmem`) and taken from what /dev/shm holds instead. Its file has no name there: only the file system's total tells.
+PSS (proportional set size, `/proc/PID/smaps_rollup`) shares a page's bytes among the processes that
+map it, so the sum counts shared libraries once. Ray's object store is mapped by many processes that
+come and go: its pages are left out of PSS (they are `Pss_Shmem`) and taken from what /dev/shm holds
+instead. Its file has no name there: only the file system's total tells.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ LARGEST_SHARE = 0.02
 
 @dataclass(slots=True)
 class MemoryPeak:
-    """The largest total seen, in bytes, with its parts at that moment. `by_name` sums processes of one name."""
+    """The largest total seen, in bytes, with its parts at that moment. `by_name` sums processes of
+    one name."""
 
     total: int = 0
     shared: int = 0
-    """Bytes by which /dev/shm has grown: the object store and staged weights, and whatever others put there meanwhile."""
+    """Bytes by which /dev/shm has grown: the object store and staged weights, and whatever others
+    put there meanwhile."""
     by_name: dict[str, int] = field(default_factory=dict)
     processes: int = 0
     samples: int = 0
@@ -48,10 +51,12 @@ class MemoryPeak:
 
 
 class MemorySampler:
-    """A thread that samples the memory of `root` and its descendants, and of shared memory made since it began.
+    """A thread that samples the memory of `root` and its descendants, and of shared memory made
+    since it began.
 
-    Ray starts a local cluster's raylet and workers as descendants of the driver. Processes that are reparented (their
-    parent ended) are still counted: a process once seen is followed until it ends.
+    Ray starts a local cluster's raylet and workers as descendants of the driver. Processes that are
+    reparented (their parent ended) are still counted: a process once seen is followed until it
+    ends.
     """
 
     def __init__(self, interval_s: float = 1.0, root: int | None = None) -> None:
@@ -123,7 +128,8 @@ class MemorySampler:
         return total
 
     def _run(self) -> None:
-        """A sample reads the page tables of every process, which takes longer the more memory they have: it gets LARGEST_SHARE of a core at most."""
+        """A sample reads the page tables of every process, which takes longer the more memory they
+        have: it gets LARGEST_SHARE of a core at most."""
         rest = 0.0
         while not self._stop.wait(rest):
             before = self._peak.seconds
@@ -140,7 +146,8 @@ class MemorySampler:
         return list(self._known.values())
 
     def _name(self, process: psutil.Process) -> str:
-        """Ray renames a worker to its actor or task once it knows it; only such final names are remembered."""
+        """Ray renames a worker to its actor or task once it knows it; only such final names are
+        remembered."""
         if process.pid not in self._names:
             name = process_name(process)
             if name == "ray::IDLE" or not name.startswith("ray::"):
@@ -158,7 +165,8 @@ def descendants(root: psutil.Process) -> Iterable[psutil.Process]:
 
 
 def process_name(process: psutil.Process) -> str:
-    """A short name that stays the same from sample to sample: `ray::LearnerRank`, `raylet`, `VLLM::EngineCore`, …"""
+    """A short name that stays the same from sample to sample: `ray::LearnerRank`, `raylet`,
+    `VLLM::EngineCore`, …"""
     try:
         words = process.cmdline()
         plain = process.name()
@@ -183,7 +191,8 @@ def process_name(process: psutil.Process) -> str:
 
 
 def pss_bytes(pid: int) -> int:
-    """Proportional set size without shared memory files, in bytes; 0 if the process has ended or is not ours."""
+    """Proportional set size without shared memory files, in bytes; 0 if the process has ended or is
+    not ours."""
     try:
         fields = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
@@ -197,5 +206,6 @@ def pss_bytes(pid: int) -> int:
 
 
 def shared_memory_bytes() -> int:
-    """Bytes that /dev/shm really holds, files without a name included (a sparse file's holes do not count)."""
+    """Bytes that /dev/shm really holds, files without a name included (a sparse file's holes do not
+    count)."""
     return shutil.disk_usage("/dev/shm").used

@@ -1,7 +1,8 @@
 """What a person sees while a run goes on: a live table on a terminal, plain lines in a log.
 
-The run fills in a `Progress` and hands it to a `ProgressView`; nothing here asks the run for anything. Text that a model
-wrote is shown without secrets and control characters, and never read as markup.
+The run fills in a `Progress` and hands it to a `ProgressView`; nothing here asks the run for
+anything. Text that a model wrote is shown without secrets and control characters, and never read as
+markup.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from asyncrl.redact import redact
+from asyncrl.runtime.redact import redact
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["Progress", "ProgressView", "duration", "line", "printable", "table", "time_left"]
-
-
 BORDER, BORDER_LINES = 4, 3
 """Columns and lines that the table's frame and the terminal's last line take."""
 COLUMN_WIDTH, MOST_COLUMNS = 44, 3
@@ -35,10 +34,12 @@ MOST_SAMPLE_LINES = 6
 
 @dataclass(slots=True)
 class Progress:
-    """The state of a run at one moment. None = not known yet. Times are in seconds, rates in tokens per second."""
+    """The state of a run at one moment. None = not known yet. Times are in seconds, rates in tokens
+    per second."""
 
     phase: str
-    """What the run is doing: `starting`, `warm start`, `evaluating`, `training`, `saving`, `done`, …"""
+    """What the run is doing: `starting`, `warm start`, `evaluating`, `training`, `saving`, `done`,
+    …"""
     step: int = 0
     max_steps: int = 0
     learner_version: int | None = None
@@ -73,7 +74,8 @@ class Progress:
 
 
 class ProgressView:
-    """Shows the newest `Progress`: redrawn in place on a terminal, else one line per interval and one per change of phase.
+    """Shows the newest `Progress`: redrawn in place on a terminal, else one line per interval and
+    one per change of phase.
 
     Use as a context manager; `show` is cheap and may be called as often as something changes.
     """
@@ -127,7 +129,8 @@ class ProgressView:
             self._print(self._last)
 
     def show(self, progress: Progress) -> None:
-        """Show this state. In a log: now if the phase is new or the interval is over, else not at all."""
+        """Show this state. In a log: now if the phase is new or the interval is over, else not at
+        all."""
         self._newest = progress
         if self._live is not None:
             self._live.update(table(progress))
@@ -154,7 +157,8 @@ class ProgressView:
         if progress.prompt and now - self._last_sample >= self._sample_every_s:
             self._last_sample = now
             lines.append(
-                f"  sample: {printable(progress.prompt, 160)} → {printable(progress.completion, 320)}   reward {_sample_reward(progress)}"
+                f"  sample: {printable(progress.prompt, 160)} →"
+                f" {printable(progress.completion, 320)}   reward {_sample_reward(progress)}"
             )
         print("\n".join(lines), file=self._stream, flush=True)
 
@@ -173,7 +177,8 @@ def line(progress: Progress) -> str:
 
 
 def table(progress: Progress) -> RenderableType:
-    """The live table, as wide as the terminal: progress bar, what is known in columns, notes in full, and as much of a sample as fits."""
+    """The live table, as wide as the terminal: progress bar, what is known in columns, notes in
+    full, and as much of a sample as fits."""
     from rich.console import ConsoleOptions, RenderResult
 
     class Fitted:
@@ -227,7 +232,8 @@ def _panel(progress: Progress, console: Console, width: int) -> RenderableType:
 
 
 def _sample(progress: Progress, console: Console, width: int, lines: int) -> list[RenderableType]:
-    """One trajectory of the last batch: its prompt, its completion and its reward, on at most so many lines."""
+    """One trajectory of the last batch: its prompt, its completion and its reward, on at most so
+    many lines."""
     from rich.text import Text
 
     if not progress.prompt or lines < 3:
@@ -265,7 +271,8 @@ def _reward(reward: float | None, parts: Mapping[str, float | None]) -> str | No
 
 
 def printable(text: str, limit: int | None = 80) -> str:
-    """The text on one line without secrets and control characters (model text may hold escape sequences), at most `limit` long."""
+    """The text on one line without secrets and control characters (model text may hold escape
+    sequences), at most `limit` long."""
     text = redact(text)  # before the cut: half a secret is not recognized
     cut = text if limit is None or len(text) <= limit else text[: limit - 1] + "…"
     return "".join(

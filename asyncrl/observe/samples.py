@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from asyncrl.redact import shown
+from asyncrl.runtime.redact import shown
 
 __all__ = ["choose_samples", "samples_text"]
 
@@ -17,7 +17,8 @@ ORDERS = {
     "best": ("reward", "descending"),
     "worst": ("reward", "ascending"),
 }
-"""Which trajectories come first: by which column, in which direction. A reward that is missing comes last."""
+"""Which trajectories come first: by which column, in which direction. A reward that is missing
+comes last."""
 
 
 def choose_samples(
@@ -44,7 +45,8 @@ def choose_samples(
 
 
 def samples_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows one below the other, each prompt and completion in full and indented, without anything that moves a terminal."""
+    """The rows one below the other, each prompt and completion in full and indented, without
+    anything that moves a terminal."""
     return "\n\n".join(_sample_text(row) for row in rows)
 
 

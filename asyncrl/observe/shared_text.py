@@ -8,7 +8,8 @@ __all__ = ["SharedText"]
 
 BEFORE = ">:]}|"
 AFTER = "<[{|"
-"""Beside white space, where the shared beginning may end, and the shared end begin: no word or number is cut in two."""
+"""Beside white space, where the shared beginning may end, and the shared end begin: no word or
+number is cut in two."""
 
 
 class SharedText:
@@ -28,7 +29,8 @@ class SharedText:
         self._end = _shared(self._end[::-1], prompt[::-1])[::-1]
 
     def without(self, prompt: str) -> str:
-        """The prompt without what all prompts share; whole, as long as there is one prompt alone."""
+        """The prompt without what all prompts share; whole, as long as there is one prompt
+        alone."""
         if not self._several:
             return prompt
         start, end = self._start, self._end

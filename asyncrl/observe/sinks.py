@@ -1,4 +1,5 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard always; Weights & Biases, MLflow and trackio if asked for and installed."""
+"""Where metrics go beside metrics.jsonl: TensorBoard always; Weights & Biases, MLflow and trackio
+if asked for and installed."""
 
 from __future__ import annotations
 
@@ -15,18 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.config import Config
+from asyncrl.contracts.protocols import Sink, TableRow
 from asyncrl.runtime.temporary import temporary_within
 
 __all__ = [
     "PACKAGES",
     "Background",
     "MLflowSink",
-    "Row",
-    "Sink",
     "SinkRun",
     "TensorBoardSink",
     "TrackioSink",
@@ -35,40 +35,19 @@ __all__ = [
     "open_sinks",
     "wandb_asks_for_a_key",
 ]
-
 logger = logging.getLogger(__name__)
-
 ALWAYS_PLOTTED = ("reward/", "eval/")
-"""Groups of metrics that TensorBoard plots also while they are constant, but for their counts and shares:"""
+"""Groups of metrics that TensorBoard plots also while they are constant, but for their counts and
+shares:"""
 COUNTS = ("_ratio", "_prompts", "_scored", "/prompts", "/errors", "/newest_version")
-
 CLOSE_TIMEOUT_S = 30.0
 """Seconds that the external sinks get at the end to bring away what they still have."""
 
 
-Row = Mapping[str, str | float | None]
-"""Column → value of one row of a table."""
-
-
-class Sink(Protocol):
-    """Takes numbers against the step. Names are those of metrics.jsonl; of events other than `step` they begin with `<event>/`."""
-
-    def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
-        """`now` is in Unix seconds."""
-        ...
-
-    def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None: ...
-
-    def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
-        """Every row has the same columns. Its texts are redacted and bounded, and still a model's: no sink may read them as markup."""
-        ...
-
-    def close(self, failed: bool = False) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class SinkRun:
-    """Which run it is, to a sink. All attempts of a run have one id; two runs of one name have two."""
+    """Which run it is, to a sink. All attempts of a run have one id; two runs of one name have
+    two."""
 
     project: str
     name: str
@@ -78,11 +57,12 @@ class SinkRun:
 
 
 class TensorBoardSink:
-    """Event files under a directory. Imports no torch: TensorBoard's own writer is enough. A metric gets a plot once its value has changed;
-    rewards and evaluations always have one."""
+    """Event files under a directory. Imports no torch: TensorBoard's own writer is enough. A metric
+    gets a plot once its value has changed; rewards and evaluations always have one."""
 
     def __init__(self, directory: Path) -> None:
-        # Imported before the run: it takes half a second, in which the driver's event loop would stand still.
+        # Imported before the run: it takes half a second, in which the driver's event loop would
+        # hang.
         from tensorboard.plugins.histogram.summary_v2 import histogram_pb
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -110,7 +90,7 @@ class TensorBoardSink:
     def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None:
         self._add_summary(step, now, self._histogram(name, list(values)))
 
-    def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
+    def add_table(self, step: int, now: float, name: str, rows: Sequence[TableRow]) -> None:
         self._add_summary(step, now, self._text(name, _code_block(rows)))
 
     def _add_summary(self, step: int, now: float, summary: Any) -> None:
@@ -121,7 +101,8 @@ class TensorBoardSink:
     def _plotted(
         self, name: str, step: int, now: float, value: float
     ) -> list[tuple[int, float, float]]:
-        """What to write for a new value: nothing as long as it is constant, then what was held back as well."""
+        """What to write for a new value: nothing as long as it is constant, then what was held back
+        as well."""
         new = (step, now, value)
         if name in self._varying or (name.startswith(ALWAYS_PLOTTED) and not name.endswith(COUNTS)):
             return [new]
@@ -137,13 +118,14 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases. Its own variables (WANDB_MODE=offline, WANDB_API_KEY, …) hold; files lie in <run>/wandb."""
+    """Weights & Biases. Its own variables (WANDB_MODE=offline, WANDB_API_KEY, …) hold; files lie in
+    <run>/wandb."""
 
     def __init__(self, run: SinkRun) -> None:
         import wandb
 
         quiet = wandb.Settings(silent=True, console="off")
-        settings = {
+        settings: dict[str, Any] = {
             "project": run.project,
             "name": run.name,
             "id": run.run_id,
@@ -163,7 +145,7 @@ class WandbSink:
 
         self._run.log({name: wandb.Histogram(list(values)), "step": step})
 
-    def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
+    def add_table(self, step: int, now: float, name: str, rows: Sequence[TableRow]) -> None:
         import wandb
 
         table = wandb.Table(
@@ -218,7 +200,7 @@ class MLflowSink:
             self._run_id, {"values": list(values)}, f"{name}/step_{step:06d}.json"
         )
 
-    def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
+    def add_table(self, step: int, now: float, name: str, rows: Sequence[TableRow]) -> None:
         columns = list(rows[0])  # the layout that MLflow's own tables have
         self._client.log_dict(
             self._run_id,
@@ -231,7 +213,8 @@ class MLflowSink:
 
 
 class TrackioSink:
-    """trackio, on this machine (TRACKIO_DIR) or wherever its variables say. It knows runs by their names alone, so the run's id is part of it."""
+    """trackio, on this machine (TRACKIO_DIR) or wherever its variables say. It knows runs by their
+    names alone, so the run's id is part of it."""
 
     def __init__(self, run: SinkRun) -> None:
         import trackio
@@ -255,7 +238,7 @@ class TrackioSink:
 
         self._run.log({name: trackio.Histogram(list(values))}, step=step)
 
-    def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
+    def add_table(self, step: int, now: float, name: str, rows: Sequence[TableRow]) -> None:
         import trackio
 
         self._run.log(
@@ -282,7 +265,8 @@ PACKAGES: dict[str, Callable[[SinkRun], Sink]] = {
 
 
 class Background:
-    """Sinks in a thread of their own, so that none of them can hold the run up. One that fails is named in the log and gets nothing more."""
+    """Sinks in a thread of their own, so that none of them can hold the run up. One that fails is
+    named in the log and gets nothing more."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Sink]]) -> None:
         self._items: queue.Queue[Callable[[Sink], None] | None] = queue.Queue()
@@ -298,7 +282,7 @@ class Background:
     def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None:
         self._items.put(lambda sink: sink.add_histogram(step, now, name, values))
 
-    def add_table(self, step: int, now: float, name: str, rows: Sequence[Row]) -> None:
+    def add_table(self, step: int, now: float, name: str, rows: Sequence[TableRow]) -> None:
         self._items.put(lambda sink: sink.add_table(step, now, name, rows))
 
     def close(self, failed: bool = False) -> None:
@@ -341,7 +325,8 @@ def missing_packages(config: Config) -> list[str]:
 
 
 def wandb_asks_for_a_key(config: Config, variables: Mapping[str, str]) -> str | None:
-    """The host whose key wandb would ask for on the terminal; None: it is not asked for, has a key, or sends nothing."""
+    """The host whose key wandb would ask for on the terminal; None: it is not asked for, has a key,
+    or sends nothing."""
     if (
         "wandb" not in config.observe.sinks
         or variables.get("WANDB_MODE", "online") not in ("online", "run", "shared")
@@ -364,9 +349,12 @@ def wandb_asks_for_a_key(config: Config, variables: Mapping[str, str]) -> str | 
 def open_sinks(config: Config, directory: Path, run_id: str) -> list[Sink]:
     """TensorBoard, and what `observe.sinks` asks for."""
     run = SinkRun(config.observe.project, config.name, run_id, directory, config.dump())
-    makers = {name: partial(PACKAGES[name], run) for name in config.observe.sinks}
+    makers: dict[str, Callable[[], Sink]] = {
+        name: partial(PACKAGES[name], run) for name in config.observe.sinks
+    }
     if "wandb" in makers and "wandb" not in sys.modules:
-        # Its import makes temporary folders. Here and not in the thread: meanwhile no other part of this process asks for the temporary directory.
+        # Its import makes temporary folders. Here and not in the thread: meanwhile no other part of
+        # this process asks for the temporary directory.
         with (
             temporary_within("wandb"),
             contextlib.suppress(Exception),
@@ -379,8 +367,9 @@ def _make(name: str, make: Callable[[], Sink], sinks: dict[str, Sink]) -> None:
     sinks[name] = make()
 
 
-def _code_block(rows: Sequence[Row]) -> str:
-    """The rows as one code block of Markdown, in which nothing is markup. A column's lines are indented, so that no text can pass for a column."""
+def _code_block(rows: Sequence[TableRow]) -> str:
+    """The rows as one code block of Markdown, in which nothing is markup. A column's lines are
+    indented, so that no text can pass for a column."""
     lines = []
     for row in rows:
         for name, value in row.items():

@@ -11,13 +11,15 @@ from asyncrl.config import Config
 __all__ = ["before_and_after"]
 
 MOST_STEPS = 10
-"""Steps at each end of a run over which its rewards are averaged; at most a quarter of the steps."""
+"""Steps at each end of a run over which its rewards are averaged; at most a quarter of the steps.
+"""
 
 Row = tuple[str, str, str, str]
 
 
 def before_and_after(config: Config, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Aligned lines: of each evaluation set its accuracy and every reward, first and last; then the rewards of the first and last steps."""
+    """Aligned lines: of each evaluation set its accuracy and every reward, first and last; then the
+    rewards of the first and last steps."""
     evaluations = [record for record in records if record["event"] == "evaluation"]
     steps = [record for record in records if record["event"] == "step"]
     rows: list[Row] = []

@@ -1,8 +1,10 @@
-"""Says which stage stands still and what it waits for. It never ends anything: a run that is slow and healthy goes on.
+"""Says which stage hangs and what it waits for. It never ends anything: a run that is slow
+and healthy goes on.
 
-A run in training moves while any of its counters does: groups finished, scored and trained, versions committed, tokens generated. Before and after it
-the learner works alone: it moves while its ranks answer calls. When nothing has moved for `observe.stall_s` seconds, the stage is named that holds the
-others up, and whoever works there is asked what it does.
+A run in training moves while any of its counters does: groups finished, scored and trained,
+versions committed, tokens generated. Before and after it the learner works alone: it moves while
+its ranks answer calls. When nothing has moved for `observe.stall_s` seconds, the stage is named
+that holds the others up, and the workers there are asked what they do.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from typing import Any
 
 from asyncrl.control.coordinator import Coordinator
 
-__all__ = ["Standing", "Watchdog", "marks", "standing"]
+__all__ = ["Stage", "Watchdog", "current_stage", "marks"]
 
 ASK_S = 10.0
 """Seconds that a part gets to say what it does."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Stage:
     """A stage, and what it waits for."""
 
     stage: str
@@ -46,37 +48,41 @@ def marks(coordinator: Coordinator) -> tuple[Any, ...]:
     )
 
 
-def standing(coordinator: Coordinator) -> Standing:
-    """The stage that the others wait for: of a chain, the one that works and does not come to its end."""
+def current_stage(coordinator: Coordinator) -> Stage:
+    """The stage that the others wait for: of a chain, the one that works and does not come to its
+    end."""
     progress, buffer = coordinator.progress, coordinator.buffer
     training = sum(group.training for group in buffer.groups.values())
     unscored = len(buffer) - buffer.running - buffer.ready - training
     if training:
-        return Standing("learning", f"a step on {training} groups at version {progress.version}")
+        return Stage("learning", f"a step on {training} groups at version {progress.version}")
     evaluation = coordinator.evaluation
     if evaluation is not None and (evaluation.holds_flips or coordinator.publishing_done):
-        return Standing(
+        return Stage(
             "evaluation", f"completions of the held-out prompts at version {evaluation.version}"
         )
     if coordinator.in_publication is not None:
-        return Standing(
+        return Stage(
             "publishing",
-            f"the replicas to apply version {coordinator.in_publication.version}; {progress.committed} is committed",
+            f"the replicas to apply version {coordinator.in_publication.version};"
+            f" {progress.committed} is committed",
         )
     if coordinator.gathered < progress.version:
-        return Standing("learning", f"the ranks to gather or save version {progress.version}")
+        return Stage("learning", f"the ranks to gather or save version {progress.version}")
     if buffer.running:
-        return Standing(
+        return Stage(
             "generation",
-            f"{buffer.running} groups that are being generated, and {unscored} that are being scored",
+            f"{buffer.running} groups that are being generated, and {unscored} that are being"
+            " scored",
         )
     if unscored:
-        return Standing("scoring", f"the rewards of {unscored} groups")
+        return Stage("scoring", f"the rewards of {unscored} groups")
     if not len(buffer):
-        return Standing("prompts", "the prompt stream: nothing is outstanding, and no prompt comes")
-    return Standing(
+        return Stage("prompts", "the prompt stream: nothing is outstanding, and no prompt comes")
+    return Stage(
         "learning",
-        f"a full, fresh batch: {buffer.ready} of {coordinator.schedule.staleness.groups_per_step} groups are ready",
+        f"a full, fresh batch: {buffer.ready} of {coordinator.schedule.staleness.groups_per_step}"
+        " groups are ready",
     )
 
 
@@ -86,26 +92,27 @@ class Watchdog:
     def __init__(
         self,
         moves: Callable[[], Any],
-        standing: Callable[[], Standing],
+        stage: Callable[[], Stage],
         stall_s: float,
         ask: Callable[[str], Awaitable[tuple[Any, str]]],
-        say: Callable[[Standing, float, str], None],
+        describe: Callable[[Stage, float, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             moves: what changes while the run moves (`marks`).
-            standing: the stage that holds it up (`standing`).
-            stall_s: seconds without any movement until something is said, and between two sayings.
-            ask: (stage) → something that changes if the stage moves after all, and what its workers say of themselves.
-            say: gets the stage, the seconds of standing still, and what its workers said.
+            stage: the stage that holds it up (`standing`).
+            stall_s: seconds without any movement until the first report, and between two reports.
+            ask: (stage) → something that changes if the stage moves after all, and what its workers
+                say of themselves.
+            say: gets the stage, the seconds without progress, and what its workers said.
         """
         self._moves, self._standing, self._stall_s, self._ask, self._say, self._clock = (
             moves,
-            standing,
+            stage,
             stall_s,
             ask,
-            say,
+            describe,
             clock,
         )
         self._seen = moves()

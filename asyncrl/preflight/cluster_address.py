@@ -1,4 +1,5 @@
-"""Which Ray cluster a command uses, and whether it answers: Ray itself waits for many minutes on an address where nobody is."""
+"""Which Ray cluster a command uses, and whether it answers: Ray itself waits for many minutes on an
+address where nobody is."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ import os
 import socket
 
 import grpc
+from ray._common.network_utils import parse_address  # type: ignore[attr-defined]
 from ray._private.grpc_utils import init_grpc_channel
-from ray._private.services import canonicalize_bootstrap_address, parse_address
-from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
+from ray._private.services import canonicalize_bootstrap_address
+from ray.core.generated.gcs_service_pb2 import CheckAliveRequest  # type: ignore[attr-defined]
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
 from asyncrl.config import ConfigError
@@ -19,31 +21,39 @@ CONNECT_S = 3.0
 """Seconds that a cluster's machine gets to take a connection."""
 ANSWER_S = 6.0
 """Seconds that a cluster's control service (GCS) gets to answer on it."""
-WAY_OUT = "set it to the host and port that `ray start` printed, or unset it: `asyncrl train` then starts a local cluster"
+WAY_OUT = (
+    "set it to the host and port that `ray start` printed, or unset it: `asyncrl train` then starts"
+    " a local cluster"
+)
 
 
 def answering_cluster(default: str | None = None) -> str | None:
-    """The `host:port` of the cluster that RAY_ADDRESS (else `default`) names, where a control service has just answered. None: no cluster is named.
+    """The `host:port` of the cluster that RAY_ADDRESS (else `default`) names, where a control
+    service has just answered. None: no cluster is named.
 
     Raises:
-        ConfigError: RAY_ADDRESS is no cluster's address, or nobody answers there within about ten seconds.
+        ConfigError: RAY_ADDRESS is no cluster's address, or nobody answers there within about ten
+            seconds.
     """
     named = os.environ.get("RAY_ADDRESS") or default
     if named in (None, "local"):
         return None
     if named.lower().startswith(("http://", "https://")):
         raise ConfigError(
-            f"RAY_ADDRESS = {named!r} is the address of Ray's job service; submit with `ray job submit --address {named} -- asyncrl train …`, or {WAY_OUT}"
+            f"RAY_ADDRESS = {named!r} is the address of Ray's job service; submit with `ray job"
+            f" submit --address {named} -- asyncrl train …`, or {WAY_OUT}"
         )
     if named.startswith("ray://"):
         raise ConfigError(
-            f"RAY_ADDRESS = {named!r} is Ray Client's address, which Serve and Ray Data do not work through; {WAY_OUT}"
+            f"RAY_ADDRESS = {named!r} is Ray Client's address, which Serve and Ray Data do not work"
+            f" through; {WAY_OUT}"
         )
     try:
         address = canonicalize_bootstrap_address(named)
     except ConnectionError:
         raise ConfigError(
-            f"RAY_ADDRESS = {named!r}: no Ray cluster runs on this machine; start one with `ray start --head`, or {WAY_OUT}"
+            f"RAY_ADDRESS = {named!r}: no Ray cluster runs on this machine; start one with `ray"
+            f" start --head`, or {WAY_OUT}"
         ) from None
     except (ValueError, OSError) as error:
         raise ConfigError(

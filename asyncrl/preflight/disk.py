@@ -1,4 +1,5 @@
-"""Room on the disks that a run writes to, looked at before anything starts: a disk that fills up later ends the run."""
+"""Room on the disks that a run writes to, looked at before anything starts: a disk that fills up
+later ends the run."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Disk:
     directories: tuple[Path, ...]
     """Of the run, on this file system."""
     needed: int
-    """Bytes that are still to be written: checkpoints and models, without the trajectories and metrics, which are small beside them."""
+    """Bytes that are still to be written: checkpoints and models, without the trajectories and
+    metrics, which are small beside them."""
     free: int
     """Bytes that are free."""
 
@@ -42,7 +44,8 @@ def checkpoint_bytes(config: Config, version_bytes: int) -> int:
 
 
 def disks(config: Config, version_bytes: int) -> tuple[Disk, ...]:
-    """The file systems of the run directory and of `checkpoint.save`. Every node of the learner sees the same ones: a probe at the start proves it.
+    """The file systems of the run directory and of `checkpoint.save`. Every node of the learner
+    sees the same ones: a probe at the start proves it.
 
     Args:
         version_bytes: bytes of one published version.
@@ -73,13 +76,15 @@ def disks(config: Config, version_bytes: int) -> tuple[Disk, ...]:
 
 
 def refuse_full(config: Config, found: Sequence[Disk]) -> None:
-    """Raises ConfigError, which names directory, need and free bytes, if a disk has less than the run will need."""
+    """Raises ConfigError, which names directory, need and free bytes, if a disk has less than the
+    run will need."""
     for disk in found:
         if disk.needed > disk.free:
             raise ConfigError(
-                f"{disk.directories[0]} has {disk.free // MIB:,} MiB free on its file system, and up to {_checkpoints_at_most(config)} checkpoints and the "
-                f"exported model need {disk.needed / MIB:,.1f} MiB; free some room, lower checkpoint.keep = {config.checkpoint.keep}, or set runs_root to "
-                "a larger disk"
+                f"{disk.directories[0]} has {disk.free // MIB:,} MiB free on its file system, and"
+                f" up to {_checkpoints_at_most(config)} checkpoints and the exported model need"
+                f" {disk.needed / MIB:,.1f} MiB; free some room, lower checkpoint.keep ="
+                f" {config.checkpoint.keep}, or set runs_root to a larger disk"
             )
 
 

@@ -1,4 +1,5 @@
-"""What an evaluation asks for, and how long training could wait for it: an estimate from lengths and sizes, before anything runs."""
+"""What an evaluation asks for, and how long training could wait for it: an estimate from lengths
+and sizes, before anything runs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ __all__ = ["Speed", "evaluation_seconds", "evaluation_text"]
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What one engine step costs: `step_s` seconds, `token_s` for each sequence in it, and reading the weights at `bytes_per_s`."""
+    """What one engine step costs: `step_s` seconds, `token_s` for each sequence in it, and reading
+    the weights at `bytes_per_s`."""
 
     step_s: float
     token_s: float
@@ -20,11 +22,13 @@ class Speed:
 
 
 SPEEDS = {"cpu": Speed(0.005, 2.4e-4, 1e10), "cuda": Speed(0.01, 1e-5, 2e12)}
-"""On CPU as measured with the quickstart's model (4,200 tokens/s on one core); on a GPU of a usual order of magnitude."""
+"""On CPU as measured with the quickstart's model (4,200 tokens/s on one core); on a GPU of a usual
+order of magnitude."""
 
 
 def evaluation_seconds(config: Config, prompts: Mapping[str, int], weights_bytes: int) -> float:
-    """Seconds that one replica needs for all sets if every completion is as long as it may be; its engine runs max_num_seqs of them at once.
+    """Seconds that one replica needs for all sets if every completion is as long as it may be; its
+    engine runs max_num_seqs of them at once.
 
     Args:
         prompts: set → prompts of its file that are used.
@@ -52,7 +56,8 @@ def evaluation_text(config: Config, prompts: Mapping[str, int], weights_bytes: i
         used = min(prompts[name], one.max_prompts or prompts[name])
         longest = one.max_completion_length or config.rollout.max_completion_length
         lines.append(
-            f"  {name}: {used} prompts x {one.n} at temperature {one.temperature:g}, up to {longest} tokens each ({one.data})"
+            f"  {name}: {used} prompts x {one.n} at temperature {one.temperature:g}, up to"
+            f" {longest} tokens each ({one.data})"
         )
     when = (
         f"before, every {config.eval.every_steps} steps and after"
@@ -71,9 +76,15 @@ def evaluation_text(config: Config, prompts: Mapping[str, int], weights_bytes: i
 def _effect(config: Config) -> str:
     replicas = config.generator.num_replicas
     if config.eval.in_flight:
-        return "eval.in_flight: updates go on meanwhile, and a completion may have tokens of several versions"
+        return (
+            "eval.in_flight: updates go on meanwhile, and a completion may have tokens of several"
+            " versions"
+        )
     held = "one replica keeps its version meanwhile, and training goes on with the others"
-    alone = "with one replica updates wait meanwhile, and so does the learner once it is max_staleness versions ahead"
+    alone = (
+        "with one replica updates wait meanwhile, and so does the learner once it is max_staleness"
+        " versions ahead"
+    )
     if not config.generator.own:
         return f"generator.attach: if the application has several replicas, {held}; {alone}"
     if replicas > 1:

@@ -1,9 +1,11 @@
-"""Every reward is called once, on the first prompt and a made-up completion, before anything is allocated."""
+"""Every reward is called once, on the first prompt and a made-up completion, before anything is
+allocated."""
 
 from __future__ import annotations
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.data.prompts import PromptReport, first_prompt
+from asyncrl.preflight.specs import data_spec
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import GroupCall, RewardError, with_notes
 from asyncrl.rewards.pool import RewardPool
@@ -16,15 +18,17 @@ COMPLETION = "0"
 
 
 def try_rewards(config: Config, report: PromptReport) -> dict[str, float | None] | None:
-    """What each reward gives for `COMPLETION` as the answer to the first prompt that `report` says is used. Values that a reward tells of as well are there
-    under NAME/PART. None: rewards that ask for a GPU are not tried.
+    """What each reward gives for `COMPLETION` as the answer to the first prompt that `report` says
+    is used. Values that a reward tells of as well are there under NAME/PART. None: rewards that ask
+    for a GPU are not tried.
 
     Raises:
-        ConfigError: a reward raised, hung, died or broke its contract. The message has the traceback of what it raised.
+        ConfigError: a reward raised, hung, died or broke its contract. The message has the
+            traceback of what it raised.
     """
     if config.reward.num_gpus:
         return None
-    prompt = first_prompt(config, report)
+    prompt = first_prompt(data_spec(config), report)
     ids = load_tokenizer(config.model.path).encode(COMPLETION, add_special_tokens=False)
     call = GroupCall([prompt.text], [COMPLETION], [ids], prompt.columns, ["stop"], [False])
     once = config.reward.model_copy(
@@ -36,7 +40,8 @@ def try_rewards(config: Config, report: PromptReport) -> dict[str, float | None]
             given = pool.submit(call).result()
     except RewardError as error:
         raise ConfigError(
-            f"the first prompt of data.train with the completion {COMPLETION!r}: {with_notes(error)}"
+            f"the first prompt of data.train with the completion {COMPLETION!r}:"
+            f" {with_notes(error)}"
         ) from None
     return {name: values[0] for name, values in given.parts.items()}
 

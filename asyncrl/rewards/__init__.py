@@ -1,0 +1,12 @@
+"""Scoring: reward functions in processes of their own, streamed by Ray Data."""
+
+from __future__ import annotations
+
+from asyncrl.runtime.exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    GroupCall="contract",
+    RewardError="contract",
+    call_reward="contract",
+)

@@ -13,7 +13,7 @@ __all__ = [
     "llm_judge",
     "math_verify",
     "reasoning_gym_score",
-]  # noqa: F822
+]
 
 SLOW_IMPORTS = {
     "code_tests": "code",
@@ -21,7 +21,8 @@ SLOW_IMPORTS = {
     "math_verify": "mathematics",
     "llm_judge": "judge",
 }
-"""Functions whose packages take long to import → their module: paid when a reward process starts, and only if they are named."""
+"""Functions whose packages take long to import → their module: paid when a reward process starts,
+and only if they are named."""
 
 
 def exact_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
@@ -39,7 +40,8 @@ def check_builtin(function: str, arguments: Mapping[str, Any], deadline_s: float
         return
     if name not in __all__ or name == "check_builtin":
         raise ValueError(
-            f"there is no {name!r} in {module}; choose one of {sorted({*__all__} - {'check_builtin'})}"
+            f"there is no {name!r} in {module}; choose one of"
+            f" {sorted({*__all__} - {'check_builtin'})}"
         )
     if name == "llm_judge":
         from asyncrl.rewards.judge import JudgeSettings
@@ -47,7 +49,8 @@ def check_builtin(function: str, arguments: Mapping[str, Any], deadline_s: float
         settings = JudgeSettings.model_validate(arguments.get("judge", {}))
         if settings.timeout_s >= deadline_s:
             raise ValueError(
-                f"judge.timeout_s = {settings.timeout_s:g} is not below reward.deadline_s = {deadline_s:g}; raise the deadline, or lower it"
+                f"judge.timeout_s = {settings.timeout_s:g} is not below reward.deadline_s ="
+                f" {deadline_s:g}; raise the deadline, or lower it"
             )
 
 

@@ -1,7 +1,7 @@
 """Reward for code: the completion's code block against the tests of a column, in a sandbox.
 
-Name it in the config as `asyncrl.rewards.builtin:code_tests`, and set `reward.sandbox.level`. A reward of
-your own gets the same sandbox from `configured_sandbox`.
+Name it in the config as `asyncrl.rewards.builtin:code_tests`, and set `reward.sandbox.level`. A
+reward of your own gets the same sandbox from `configured_sandbox`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ CASES = """
 import json, subprocess, sys
 outputs = []
 for case in json.load(sys.stdin):
-    done = subprocess.run([sys.executable, "-s", "-B", "solution.py"], input=case.encode(), capture_output=True)
+    command = [sys.executable, "-s", "-B", "solution.py"]
+    done = subprocess.run(command, input=case.encode(), capture_output=True)
     outputs.append([done.returncode, done.stdout.decode(errors="replace")])
 print(json.dumps(outputs))
 """
@@ -70,9 +71,10 @@ async def code_tests(
 
     Column `tests` holds, as it is or as JSON text,
 
-    - Python source, or a list of it: run after the code, among its names, such as `"assert add(1, 2) == 3"`;
-    - or a list of `{"input": text, "output": text}`: what the program prints for that standard input.
-      White space at the end of lines and of the output does not count.
+    - Python source, or a list of it: run after the code, among its names, such as `"assert add(1,
+      2) == 3"`;
+    - or a list of `{"input": text, "output": text}`: what the program prints for that standard
+      input. White space at the end of lines and of the output does not count.
 
     Raises:
         SandboxError: no sandbox as `reward.sandbox` asks for it. ValueError: tests of another form.
@@ -97,8 +99,10 @@ def code_block(completion: str) -> str | None:
 
 
 def _fenced(text: str) -> Iterator[tuple[str, str]]:
-    """(Language, code) of each closed block. Line by line: a regular expression over all of a degenerate text takes minutes."""
-    language, code = None, []
+    """(Language, code) of each closed block. Line by line: a regular expression over all of a
+    degenerate text takes minutes."""
+    language: str | None = None
+    code: list[str] = []
     for line in text.split("\n"):
         bare = line.strip(" \t\r")
         if language is None:
@@ -128,7 +132,8 @@ def read_tests(tests: Any) -> list[str] | list[tuple[str, str]]:
             if all(isinstance(text, str) for pair in pairs for text in pair):
                 return pairs
     raise ValueError(
-        f"column tests holds {str(tests)[:80]!r}; give Python source, a list of it, or a list of {{'input': text, 'output': text}}"
+        f"column tests holds {str(tests)[:80]!r}; give Python source, a list of it, or a list of"
+        " {'input': text, 'output': text}"
     )
 
 
@@ -161,7 +166,8 @@ async def passes(
 
 
 def _outputs(printed: str) -> list[str] | None:
-    """What each run of a program printed; None unless all exited with code 0. Programs may have written this text."""
+    """What each run of a program printed; None unless all exited with code 0. Programs may have
+    written this text."""
     try:
         runs = json.loads(printed)
     except (ValueError, RecursionError):
@@ -187,7 +193,8 @@ def _lines(text: str) -> list[str]:
 
 
 def share_settings(config: SandboxConfig) -> None:
-    """Reward processes that this process starts from now on find `reward.sandbox` in their environment."""
+    """Reward processes that this process starts from now on find `reward.sandbox` in their
+    environment."""
     os.environ[SETTINGS] = config.model_dump_json()
 
 
@@ -204,7 +211,8 @@ def sandbox_limits(config: SandboxConfig) -> Limits:
 
 
 def configured_sandbox() -> tuple[Sandbox, Limits]:
-    """The sandbox and the limits of `reward.sandbox`, in a reward process. Safe to call from any thread.
+    """The sandbox and the limits of `reward.sandbox`, in a reward process. Safe to call from any
+    thread.
 
     Raises:
         SandboxError: its level is not reached. ValueError: it asks for none.

@@ -1,4 +1,5 @@
-"""The reward contract, and the call that enforces it. Runs in a reward process: imports nothing heavy.
+"""The reward contract, and the call that enforces it. Runs in a reward process: imports nothing
+heavy.
 
     def reward(prompts, completions, completion_ids, finish_reason, truncated, **columns)
 
@@ -8,19 +9,22 @@ prompts          the prompt as the model saw it, n times
 completions      the texts
 completion_ids   their token ids
 finish_reason    "stop", "length", "repetition" or "abort"
-truncated        whether the completion did not end by itself (finish_reason length or repetition)
-messages         the chat messages that the template rendered, as the dataset has them; only where a template was applied
-anything else    a column of the dataset, n times, or an entry of the function's `arguments`, as it is
+truncated        whether the completion was cut off (finish_reason length or repetition)
+messages         the chat messages that the template rendered, as the dataset has them; only where
+                 a template was applied
+anything else    a column of the dataset, n times, or an entry of the function's `arguments`, as it
+                 is
 
 A function without `**columns` gets those arguments that its parameters name. It may be `async`.
 
 It returns one of
 - a list of n rewards: a finite number each, or None where the trajectory cannot be scored;
-- a dict of named parts, each such a list. The entry `reward` is the reward and the others are only reported. Without that
-  entry the reward is the sum of the parts, and None where a part is None.
+- a dict of named parts, each such a list. The entry `reward` is the reward and the others are only
+  reported. Without that entry the reward is the sum of the parts, and None where a part is None.
 
-- with `per_token: true` in the config, and only then: a list of n lists, each with a finite number per completion token, or None
-  where the trajectory cannot be scored. Its reward is their sum; under `algorithm.advantage: gae` each comes with its token.
+- with `per_token: true` in the config, and only then: a list of n lists, each with a finite number
+  per completion token, or None where the trajectory cannot be scored. Its reward is their sum;
+  under `algorithm.advantage: gae` each comes with its token.
 
 Anything else breaks the contract.
 """
@@ -74,7 +78,8 @@ TOTAL = "reward"
 
 
 class RewardError(Exception):
-    """A reward function failed: it raised, hung, died or broke its contract. The message names it and the cause."""
+    """A reward function failed: it raised, hung, died or broke its contract. The message names it
+    and the cause."""
 
 
 class ContractError(RewardError):
@@ -93,7 +98,7 @@ class GroupCall:
     finish_reasons: Sequence[str] = ()
     """Why each completion ended; empty = nobody knows (texts that no generator of ours made)."""
     truncated: Sequence[bool] = ()
-    """Whether it did not end by itself; empty with them."""
+    """Whether it was cut off; empty with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +109,13 @@ class FunctionRewards:
     parts: dict[str, list[float | None]] = field(default_factory=dict)
     """The parts of which it told, n values each."""
     tokens: list[list[float] | None] | None = None
-    """Of a function with per_token: one list for each trajectory, whose sum is its reward; None where that is None."""
+    """Of a function with per_token: one list for each trajectory, whose sum is its reward; None
+    where that is None."""
 
 
 def find_reward(function: str) -> None:
-    """Look for the package of `package.module:function` without running it. A module in it could be found only by running the package.
+    """Look for the package of `package.module:function` without running it. A module in it could be
+    found only by running the package.
 
     Raises:
         RewardError: there is none.
@@ -122,11 +129,13 @@ def find_reward(function: str) -> None:
         missing = importlib.util.find_spec(module) is None
     except (ImportError, ValueError) as error:
         raise RewardError(
-            f"reward function {function!r} cannot be imported ({error}); check its name and that its package is installed"
+            f"reward function {function!r} cannot be imported ({error}); check its name and that"
+            " its package is installed"
         ) from None
     if missing:
         raise RewardError(
-            f"reward function {function!r}: there is no module {module!r}; start where it lies, or install its package"
+            f"reward function {function!r}: there is no module {module!r}; start where it lies, or"
+            " install its package"
         )
 
 
@@ -170,8 +179,8 @@ async def _wait_for(values: Any) -> Any:
 def keyword_arguments(
     reward: Callable[..., Any], call: GroupCall, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """All that the function can be told of a group, as far as its parameters take it. The dataset's columns win over `truncated` and `finish_reason`,
-    and `arguments` over both.
+    """All that the function can be told of a group, as far as its parameters take it. The dataset's
+    columns win over `truncated` and `finish_reason`, and `arguments` over both.
 
     Raises:
         TypeError: it needs something that nothing tells it.
@@ -193,13 +202,16 @@ def keyword_arguments(
 
 
 def failed(function: str, error: BaseException) -> RewardError:
-    """Whatever a reward raised, under its name and with the line that raised it. The traceback from the function on is a note."""
+    """Whatever a reward raised, under its name and with the line that raised it. The traceback from
+    the function on is a note."""
     if isinstance(error, MemoryError):
         return RewardError(
-            f"reward function {function!r} asked for more memory than reward.memory_bytes leaves it; raise that, or free what is not used"
+            f"reward function {function!r} asked for more memory than reward.memory_bytes leaves"
+            " it; raise that, or free what is not used"
         )
     wrapped = RewardError(
-        f"reward function {function!r} raised {type(error).__name__}: {text_of(str, error)}{place_of(_frames(error))}"
+        f"reward function {function!r} raised {type(error).__name__}:"
+        f" {text_of(str, error)}{place_of(_frames(error))}"
     )
     if frames := _frames(error):
         wrapped.add_note(
@@ -228,7 +240,8 @@ def with_notes(error: BaseException) -> str:
 def check_rewards(
     function: str, values: Any, call: GroupCall, per_token: bool = False
 ) -> FunctionRewards:
-    """The rewards as floats and None. Raises ContractError unless `values` is what the contract allows for this group."""
+    """The rewards as floats and None. Raises ContractError unless `values` is what the contract
+    allows for this group."""
     try:
         return _checked(function, values, call, per_token)
     except ContractError:
@@ -237,7 +250,8 @@ def check_rewards(
         # Whatever an object of the reward's raises while it is read.
         why = f"{type(error).__name__}: {text_of(str, error)}"
         raise ContractError(
-            f"reward function {function!r} returned a {type(values).__name__} that cannot be read ({why}); return floats or None"
+            f"reward function {function!r} returned a {type(values).__name__} that cannot be read"
+            f" ({why}); return floats or None"
         ) from None
 
 
@@ -254,7 +268,8 @@ def _checked(function: str, values: Any, call: GroupCall, per_token: bool) -> Fu
         for name in values
     ):
         raise ContractError(
-            f"reward function {function!r} returned a dict with the keys {short(repr(list(values)))}; name its parts by short strings without '/'"
+            f"reward function {function!r} returned a dict with the keys"
+            f" {short(repr(list(values)))}; name its parts by short strings without '/'"
         )
     parts = {
         name: _check_list(f"{function}, part {name}", some, n) for name, some in values.items()
@@ -265,7 +280,7 @@ def _checked(function: str, values: Any, call: GroupCall, per_token: bool) -> Fu
             f"{function}, sum of parts",
             [None if None in row else sum(row) for row in zip(*parts.values(), strict=True)],
             n,
-        )  # type: ignore[arg-type]
+        )
     return FunctionRewards(total, parts)
 
 
@@ -285,7 +300,8 @@ def _check_tokens(function: str, values: Any, call: GroupCall) -> FunctionReward
         ]
         if None in checked:
             raise ContractError(
-                f"reward function {function!r} returned None for a token of trajectory {index}; return None for the trajectory, or a number"
+                f"reward function {function!r} returned None for a token of trajectory {index};"
+                " return None for the trajectory, or a number"
             )
         tokens.append([value for value in checked if value is not None])
     return FunctionRewards(
@@ -318,12 +334,14 @@ def _check_length(function: str, values: Any, n: int, wanted: str) -> None:
         or not hasattr(values, "__iter__")
     ):
         raise ContractError(
-            f"reward function {function!r} returned {type(values).__name__}; return a list of {n} {wanted}"
+            f"reward function {function!r} returned {type(values).__name__}; return a list of {n}"
+            f" {wanted}"
         )
     if len(values) != n:
         what = "tokens" if wanted.endswith("token") else "completions"
         raise ContractError(
-            f"reward function {function!r} returned {len(values)} rewards for {n} {what}; return one for each"
+            f"reward function {function!r} returned {len(values)} rewards for {n} {what}; return"
+            " one for each"
         )
 
 
@@ -339,7 +357,8 @@ def _check_one(function: str, value: Any, index: int) -> float | None:
             else "return a float or None"
         )
         raise ContractError(
-            f"reward function {function!r} returned {text_of(repr, value)} ({type(value).__name__}) at index {index}; {fix}"
+            f"reward function {function!r} returned {text_of(repr, value)} ({type(value).__name__})"
+            f" at index {index}; {fix}"
         )
     try:
         number = float(value)
@@ -347,6 +366,7 @@ def _check_one(function: str, value: Any, index: int) -> float | None:
         number = math.inf
     if not math.isfinite(number):
         raise ContractError(
-            f"reward function {function!r} returned {text_of(repr, value)} at index {index}; return a finite number, or None if it cannot be scored"
+            f"reward function {function!r} returned {text_of(repr, value)} at index {index}; return"
+            " a finite number, or None if it cannot be scored"
         )
     return number

@@ -1,4 +1,5 @@
-"""groups/*.parquet: one complete file per flush, merged later. Readers drop what has the same (attempt, ordinal) twice."""
+"""groups/*.parquet: one complete file per flush, merged later. Readers drop what has the same
+(attempt, ordinal) twice."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ __all__ = ["FlushFiles", "compact", "write_groups"]
 
 
 def write_groups(path: Path, tables: Sequence[pa.Table]) -> None:
-    """Write one complete Parquet file: under a temporary name in the same directory, then renamed."""
+    """Write one complete Parquet file: under a temporary name in the same directory, then
+    renamed."""
     parquet.write_table(_concat(tables), path)
 
 
 class FlushFiles:
-    """The files of one attempt's flushes; they are merged as the run goes on. One thread uses it."""
+    """The files of one attempt's flushes; they are merged as the run goes on. One thread uses
+    it."""
 
     def __init__(self, directory: Path, attempt: int) -> None:
         self._directory, self._attempt = directory, attempt
@@ -38,10 +41,11 @@ class FlushFiles:
 
 
 def compact(directory: Path) -> int:
-    """Merge files of each attempt into files of about 64 MiB; return how many files are left. Safe while new flushes are written.
+    """Merge files of each attempt into files of about 64 MiB; return how many files are left. Safe
+    while new flushes are written.
 
-    A merged file has the name of its last part and takes its place; earlier parts go afterwards. A crash between leaves rows
-    twice, and readers drop one of the two.
+    A merged file has the name of its last part and takes its place; earlier parts go afterwards. A
+    crash between leaves rows twice, and readers drop one of the two.
     """
     for attempt in sorted({_attempt(path) for path in _files(directory)}):
         batch: list[Path] = []

@@ -1,7 +1,9 @@
-"""math-verify as a reward: whether a completion's final answer is mathematically equal to the wanted one.
+"""math-verify as a reward: whether a completion's final answer is mathematically equal to the
+wanted one.
 
-Expressions that a model wrote may take sympy minutes. A forked child judges each completion under a limit of CPU time that the
-kernel keeps: math-verify's own limit is a signal handler, which a long call in C does not run, and works in the main thread only.
+Expressions that a model wrote may take sympy minutes. A forked child judges each completion under a
+limit of CPU time that the kernel keeps: math-verify's own limit is a signal handler, which a long
+call in C does not run, and works in the main thread only.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _of_thread = threading.local()
 def math_verify(
     completions: Sequence[str], answer: Sequence[Any], seconds: float = 3.0, **_: Any
 ) -> list[float | None]:
-    """1.0 where a completion's last boxed or final expression equals column `answer`, else 0.0. None where the answer itself cannot be parsed.
+    """1.0 where a completion's last boxed or final expression equals column `answer`, else 0.0.
+    None where the answer itself cannot be parsed.
 
     Args:
         answer: LaTeX or plain mathematics, with or without delimiters.
@@ -71,7 +74,8 @@ def _judge(answer: str, completion: str) -> str:
 
 
 class _Child:
-    """A forked child that judges one answer after the other, so that parsers stay warm, until one takes too long."""
+    """A forked child that judges one answer after the other, so that parsers stay warm, until one
+    takes too long."""
 
     def __init__(self) -> None:
         with _forking:  # no other child may inherit the ends that are this one's alone

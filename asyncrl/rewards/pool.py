@@ -1,12 +1,16 @@
-"""Reward processes: rewards run outside every process of ours, and are killed at their deadline with all that they have started.
+"""Reward processes: rewards run outside every process of ours, and are killed at their deadline
+with all that they have started.
 
-A reward may loop in C code with the interpreter locked, kill its own process, or leave processes behind; neither threads nor signals
-stop that. `asyncrl.rewards.supervisor` says how a process ends, `asyncrl.rewards.process` what it does.
+A reward may loop in C code with the interpreter locked, kill its own process, or leave processes
+behind; neither threads nor signals stop that. `asyncrl.rewards.supervisor` says how a process ends,
+`asyncrl.rewards.process` what it does.
 
-    submit ──► one task per group ──► waiting calls ──dispatch──► a process with room ──► its answer, or its end
+    submit ──► one task per group ──► waiting calls ──dispatch──► a process with room
+           ──► its answer, or its end
 
-A process runs `concurrency` calls at once. When it ends or must be killed, whoever did it is not always known. Then each call that
-ran in it runs again, alone in a process; what fails there has failed by itself.
+A process runs `concurrency` calls at once. When it ends or must be killed, whoever did it is not
+always known. Then each call that ran in it runs again, alone in a process; what fails there has
+failed by itself.
 """
 
 from __future__ import annotations
@@ -49,20 +53,24 @@ START_TIMEOUT_S = 180.0
 RESTART_PAUSE_S = 0.2
 """Seconds before a process is started again that did not come to its first call."""
 GUARD_S = CANCEL_S + 1.0
-"""Seconds beyond the deadline, which the process keeps itself, until one that says nothing is killed."""
+"""Seconds beyond the deadline, which the process keeps itself, until one that says nothing is
+killed."""
 END_S = 5.0
 """Seconds that a supervisor gets to end everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """Rewards of one group of n trajectories. `failure` says why there are none (then all parts are None)."""
+    """Rewards of one group of n trajectories. `failure` says why there are none (then all parts are
+    None)."""
 
     parts: Mapping[str, list[float | None]] = field(default_factory=dict)
-    """Name of the reward function → n rewards, and name/part → n values of each part that it told of."""
+    """Name of the reward function → n rewards, and name/part → n values of each part that it told
+    of."""
     failure: str | None = None
     tokens: list[list[float] | None] | None = None
-    """Weighted sum of the functions that reward each token, trajectory by trajectory; None without such a function."""
+    """Weighted sum of the functions that reward each token, trajectory by trajectory; None without
+    such a function."""
 
 
 def no_rewards(config: RewardConfig, n: int, failure: str) -> GroupRewards:
@@ -83,9 +91,11 @@ def total_rewards(
         return [0.0 for _ in next(iter(parts.values()))]
     columns = zip(*(values for _, values in weighted), strict=True)
     return [
-        None
-        if None in row
-        else sum(weight * value for (weight, _), value in zip(weighted, row, strict=True))
+        (
+            None
+            if None in row
+            else sum(weight * value for (weight, _), value in zip(weighted, row, strict=True))
+        )
         for row in columns
     ]
 
@@ -98,7 +108,8 @@ def _weighted_sum(weights: Sequence[float], rewards: Sequence[list[float] | None
 
 
 class RewardPool:
-    """`config.processes` reward processes and the policy on failures. Use as a context manager, or close it."""
+    """`config.processes` reward processes and the policy on failures. Use as a context manager, or
+    close it."""
 
     def __init__(self, config: RewardConfig, least: float | None = None) -> None:
         """`least`: a group with a total reward below it failed; None = any total is allowed."""
@@ -137,7 +148,8 @@ class RewardPool:
     def submit(self, call: GroupCall) -> Future[GroupRewards]:
         """Rewards of one group, under the policy.
 
-        The future raises RewardError under policy `fail`. Under the others it gives a group with a `failure`.
+        The future raises RewardError under policy `fail`. Under the others it gives a group with a
+        `failure`.
         """
         return asyncio.run_coroutine_threadsafe(self._tracked(self._score(call)), self._loop)
 
@@ -195,25 +207,29 @@ class RewardPool:
         return no_rewards(config, len(call.completions), failure)
 
     def _allowed(self, rewards: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
-        """The rewards. Raises RewardError if a trajectory's total is below the least one that the advantage is defined for."""
+        """The rewards. Raises RewardError if a trajectory's total is below the least one that the
+        advantage is defined for."""
         weights = {name: function.weight for name, function in self._config.functions.items()}
         totals = total_rewards(rewards, weights)
         if not all(math.isfinite(total) for total in totals if total is not None):
             raise RewardError(
-                f"a total reward of {', '.join(self._config.functions)} is no finite number; return smaller rewards, or lower reward weights"
+                f"a total reward of {', '.join(self._config.functions)} is no finite number; return"
+                " smaller rewards, or lower reward weights"
             )
         below = min((total for total in totals if total is not None), default=0.0)
         if self._least is not None and below < self._least:
             raise RewardError(
-                f"a total reward of {below:g} of {', '.join(self._config.functions)} is below {self._least:g}, and algorithm.advantage: maxrl is not defined "
-                "there; return rewards of 0 and above, or use grpo or rloo"
+                f"a total reward of {below:g} of {', '.join(self._config.functions)} is below"
+                f" {self._least:g}, and algorithm.advantage: maxrl is not defined there; return"
+                " rewards of 0 and above, or use grpo or rloo"
             )
         return rewards
 
     def _token_rewards(
         self, given: Mapping[str, FunctionRewards]
     ) -> list[list[float] | None] | None:
-        """Weighted sum of what functions gave for each token; None for a trajectory that one of them could not score."""
+        """Weighted sum of what functions gave for each token; None for a trajectory that one of
+        them could not score."""
         weights = {name: function.weight for name, function in self._config.functions.items()}
         weighted = [
             (weights[name], one.tokens)
@@ -229,7 +245,8 @@ class RewardPool:
         ]
         if not all(math.isfinite(value) for some in sums if some is not None for value in some):
             raise RewardError(
-                f"a token's reward of {', '.join(self._config.functions)} is no finite number; return smaller rewards, or lower reward weights"
+                f"a token's reward of {', '.join(self._config.functions)} is no finite number;"
+                " return smaller rewards, or lower reward weights"
             )
         return sums
 
@@ -258,7 +275,8 @@ class RewardPool:
             raise
 
     def _dispatch(self) -> None:
-        """Give waiting calls, in their order, to the processes with the least to do. One that must be alone holds back those behind it."""
+        """Give waiting calls, in their order, to the processes with the least to do. One that must
+        be alone holds back those behind it."""
         while self._waiting:
             alone = self._waiting[0].alone
             able = [
@@ -299,7 +317,8 @@ class RewardPool:
             else:
                 self._not_started(
                     RewardError(
-                        f"a reward process {problem} (exit code {code}) while it imported {self._functions()}; import them by hand"
+                        f"a reward process {problem} (exit code {code}) while it imported"
+                        f" {self._functions()}; import them by hand"
                     )
                 )
             await asyncio.sleep(RESTART_PAUSE_S)
@@ -320,7 +339,8 @@ class RewardPool:
         if waiting is None:
             return
         if "stuck" in message or ("late" in message and process.has_started_others()):
-            # A call that was late and has ended may have left processes: nobody knows whose they are, so all of them go.
+            # A call that was late and has ended may have left processes: nobody knows whose they
+            # are, so all of them go.
             process.blamed.add(waiting.call.number)
             process.kill()
             return
@@ -337,7 +357,8 @@ class RewardPool:
             waiting.fail(failure)
 
     def _after_the_end(self, process: _Process, code: int | None) -> None:
-        """Answer the calls that a process took with it, or have them run again: in their turn if it is known who ended it, else alone."""
+        """Answer the calls that a process took with it, or have them run again: in their turn if it
+        is known who ended it, else alone."""
         lost, blamed, killed = process.forget()
         if not blamed and len(lost) == 1:
             blamed = {lost[0].call.number}
@@ -360,12 +381,14 @@ class RewardPool:
     def _killed(self, waiting: _Waiting) -> RewardError:
         limit = f"reward.deadline_s = {self._config.deadline_s:g} s"
         return RewardError(
-            f"reward {self._named(waiting)} was killed after {limit}; raise that, or set reward.policy: drop_group"
+            f"reward {self._named(waiting)} was killed after {limit}; raise that, or set"
+            " reward.policy: drop_group"
         )
 
     def _died(self, waiting: _Waiting, code: int | None) -> RewardError:
         return RewardError(
-            f"reward {self._named(waiting)} ended its process (exit code {code}); a reward must return"
+            f"reward {self._named(waiting)} ended its process (exit code {code}); a reward must"
+            " return"
         )
 
 
@@ -389,7 +412,8 @@ class _Waiting:
 
 
 class _Process:
-    """One reward process and its supervisor, seen from the pool. It may be started again after its end. All on the pool's loop."""
+    """One reward process and its supervisor, seen from the pool. It may be started again after its
+    end. All on the pool's loop."""
 
     def __init__(self) -> None:
         self.ready = False
@@ -412,7 +436,8 @@ class _Process:
         )
 
     async def start(self, setup: Setup) -> None:
-        """Start the process and tell it what it is for. Its first message comes when it is ready."""
+        """Start the process and tell it what it is for. Its first message comes when it is
+        ready."""
         ours, theirs = socket.socketpair()
         end, self._lifeline = os.pipe()
         try:
@@ -488,7 +513,8 @@ class _Process:
         return code
 
     def forget(self) -> tuple[list[_Waiting], set[int], bool]:
-        """Be new. Returns the calls that it ran, those that are to blame, and whether we killed it."""
+        """Be new. Returns the calls that it ran, those that are to blame, and whether we killed
+        it."""
         lost, blamed, killed = list(self.running.values()), self.blamed, self._killed
         for waiting in lost:
             self.done(waiting)

@@ -1,10 +1,11 @@
-"""A reward process: reads calls from its socket, runs reward functions, writes answers. Imports nothing heavy.
+"""A reward process: reads calls from its socket, runs reward functions, writes answers. Imports
+nothing heavy.
 
     reader thread ──plain functions──► main thread (concurrency 1), else a pool of threads
-          └────────async functions───► event loop, in a thread of its own; it lives as long as the process
+          └────────async functions───► event loop, in a thread of its own, as long as the process
 
-Plain functions have the main thread, so that signals and `asyncio.run` work in them. One loop serves all async calls, so that a
-client which is kept between calls goes on working.
+Plain functions have the main thread, so that signals and `asyncio.run` work in them. One loop
+serves all async calls, so that a client which is kept between calls goes on working.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from asyncrl.rewards.contract import (
 __all__ = ["CANCEL_S", "HEADER", "Call", "Cancel", "Named", "Setup", "serve"]
 
 HEADER = struct.Struct("!Q")
-"""Before each message: its length in bytes. The pool sends what multiprocessing would and gets JSON: what a reward process writes is data."""
+"""Before each message: its length in bytes. The pool sends what multiprocessing would and gets
+JSON: what a reward process writes is data."""
 CANCEL_S = 1.0
 """Seconds that an async function gets to end after it was cancelled at its deadline."""
 
@@ -143,7 +145,8 @@ class _Process:
             task.cancel()
 
     async def _answer(self, call: Call) -> None:
-        """Send what the call gave, or that it is past its deadline: `late` if it has ended by then, `stuck` if only its process's end ends it."""
+        """Send what the call gave, or that it is past its deadline: `late` if it has ended by then,
+        `stuck` if only its process's end ends it."""
         try:
             given = await self._within_deadline(call)
         except asyncio.CancelledError:
@@ -166,7 +169,8 @@ class _Process:
             done, _ = await asyncio.wait({work}, timeout=self._setup.deadline_s)
         except asyncio.CancelledError:
             if stage.in_thread:
-                # It cannot be ended, and holds its thread: the answer comes when it has ended by itself, or at the deadline.
+                # It cannot be ended, and holds its thread: the answer comes when it has ended by
+                # itself, or at the deadline.
                 done, _ = await asyncio.wait({work}, timeout=self._setup.deadline_s)
             else:
                 work.cancel()
@@ -224,13 +228,13 @@ class _Stage:
 
 
 def _is_async(reward: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
-        getattr(reward, "__call__", None)
-    )  # noqa: B004
+    method = getattr(reward, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(method)
 
 
 def _caught(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """What the work gave or raised: no future takes a StopIteration, and one that never ends would look like a hang."""
+    """What the work gave or raised: no future takes a StopIteration, and one that never ends would
+    look like a hang."""
     try:
         return work(), None
     except SystemExit:

@@ -1,4 +1,5 @@
-"""reasoning-gym's own scorers as a reward; named `asyncrl.rewards.builtin:reasoning_gym_score` in a config."""
+"""reasoning-gym's own scorers as a reward; named `asyncrl.rewards.builtin:reasoning_gym_score` in a
+config."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def reasoning_gym_score(
     metadata: Sequence[str],
     **_: Any,
 ) -> list[float]:
-    """Score of reasoning-gym's own scorer, in [0, 1], for the task named in column `task` (such as "chain_sum").
+    """Score of reasoning-gym's own scorer, in [0, 1], for the task named in column `task` (such as
+    "chain_sum").
 
     Columns `question` and `answer` are those of the task's entry, `metadata` its metadata as JSON.
     """

@@ -34,7 +34,8 @@ class RewardActor:
 
 
 class RemoteRewardPool:
-    """As `RewardPool`, with config.num_cpus and config.num_gpus of a node. Ray starts it again if it dies, and the call that it took is asked again."""
+    """As `RewardPool`, with config.num_cpus and config.num_gpus of a node. Ray starts it again if
+    it dies, and the call that it took is asked again."""
 
     def __init__(self, config: RewardConfig) -> None:
         resources = {
@@ -43,11 +44,8 @@ class RemoteRewardPool:
             "max_restarts": -1,
             "max_task_retries": 1,
         }
-        self._actor = (
-            ray.remote(RewardActor)
-            .options(**resources, max_concurrency=CALLS_AT_ONCE)
-            .remote(config)
-        )
+        remote: Any = ray.remote(RewardActor)
+        self._actor = remote.options(**resources, max_concurrency=CALLS_AT_ONCE).remote(config)
 
     async def check(self) -> None:
         """Wait until a reward process has imported every function. Raises RewardError."""

@@ -1,4 +1,5 @@
-"""From raw rewards to a scored group: total, status, advantage. Pure; one table of groups in, one out."""
+"""From raw rewards to a scored group: total, status, advantage. Pure; one table of groups in, one
+out."""
 
 from __future__ import annotations
 
@@ -12,12 +13,9 @@ import pyarrow as pa
 from asyncrl.algorithms.advantages import group_advantages, soft_overlong_penalty
 from asyncrl.algorithms.kl import reward_kl
 from asyncrl.algorithms.own import own_verdict
-from asyncrl.config import AlgorithmConfig, Config, RewardConfig
-from asyncrl.control.protocols import FILTERED, unforeseen
-from asyncrl.rewards.contract import GroupCall
-from asyncrl.rewards.pool import GroupRewards, total_rewards
-from asyncrl.runtime.functions import FunctionError
-from asyncrl.types import (
+from asyncrl.config import AlgorithmConfig, RewardConfig
+from asyncrl.contracts.outcomes import FILTERED
+from asyncrl.contracts.rows import (
     REFERENCE_COLUMN,
     REFERENCE_LOGPROBS,
     SCORED_COLUMNS,
@@ -28,6 +26,11 @@ from asyncrl.types import (
     Prompt,
     reward_parts_type,
 )
+from asyncrl.rewards.contract import GroupCall
+from asyncrl.rewards.pool import GroupRewards, total_rewards
+from asyncrl.rewards.spec import ScoringSpec
+from asyncrl.runtime.failures import unforeseen
+from asyncrl.runtime.functions import FunctionError
 
 __all__ = [
     "attach_reference",
@@ -54,7 +57,8 @@ def group_call(row: Mapping[str, Any], columns: Sequence[str]) -> GroupCall:
 
 
 def attach_rewards(group: pa.Table, rewards: GroupRewards) -> pa.Table:
-    """One group's one-row table with its raw rewards: columns reward_parts, failure, and token_rewards if there are any."""
+    """One group's one-row table with its raw rewards: columns reward_parts, failure, and
+    token_rewards if there are any."""
     names = list(rewards.parts)
     parts = [
         dict(zip(names, values, strict=True))
@@ -73,16 +77,18 @@ def group_rows(group: pa.Table) -> list[tuple[list[int], list[int]]]:
 
 
 def attach_reference(group: pa.Table, logprobs: Sequence[Any]) -> pa.Table:
-    """One group's one-row table with the reference policy's log-probs: one array for each trajectory."""
+    """One group's one-row table with the reference policy's log-probs: one array for each
+    trajectory."""
     return group.append_column(
         REFERENCE_COLUMN, pa.array([[values.tolist() for values in logprobs]], REFERENCE_LOGPROBS)
     )
 
 
-def score_table(table: pa.Table, config: Config) -> pa.Table:
-    """Add reward, advantage, status and scored_at to groups with raw rewards. The map stage of scoring."""
+def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
+    """Add reward, advantage, status and scored_at to groups with raw rewards. The map stage of
+    scoring."""
     failures: list[str | None] = []
-    weights = {name: reward.weight for name, reward in config.reward.functions.items()}
+    weights = {name: reward.weight for name, reward in spec.reward.functions.items()}
     scored: dict[str, list[Any]] = {"reward": [], "advantage": [], "status": [], "scored_at": []}
     columns = [
         "prompt_ids",
@@ -92,19 +98,19 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
         "finish_reason",
         "reward_parts",
         "failure",
-        *([REFERENCE_COLUMN] if config.algorithm.has_reference else []),
+        *([REFERENCE_COLUMN] if spec.algorithm.has_reference else []),
     ]
     for row in table.select(columns).to_pylist():
         parts = {name: [part[name] for part in row["reward_parts"]] for name in weights}
-        longest = config.completion_room(len(row["prompt_ids"]))
+        longest = spec.completion_room(len(row["prompt_ids"]))
         lengths = [
             longest if reason == "repetition" else len(ids)
             for reason, ids in zip(row["finish_reason"], row["completion_ids"], strict=True)
         ]
-        rewards = _shortened(total_rewards(parts, weights), lengths, longest, config.reward)
-        if config.algorithm.kl_coef:
+        rewards = _shortened(total_rewards(parts, weights), lengths, longest, spec.reward)
+        if spec.algorithm.kl_coef:
             rewards = _held_to_reference(
-                rewards, row["logprobs"], row[REFERENCE_COLUMN], config.algorithm
+                rewards, row["logprobs"], row[REFERENCE_COLUMN], spec.algorithm
             )
         logprobs = [
             ours + theirs
@@ -114,14 +120,12 @@ def score_table(table: pa.Table, config: Config) -> pa.Table:
         ]
         places = zip(rewards, logprobs, row["loss_mask"], strict=True)
         statuses = [
-            trajectory_status(
-                reward, known, len(row["prompt_ids"]), mask, config.longest_trajectory
-            )
+            trajectory_status(reward, known, len(row["prompt_ids"]), mask, spec.longest_trajectory)
             for reward, known, mask in places
         ]
         scored["reward"].append(rewards)
         scored["status"].append(statuses)
-        advantages, failure = _judged(row, rewards, statuses, config.algorithm)
+        advantages, failure = _judged(row, rewards, statuses, spec.algorithm)
         scored["advantage"].append(advantages)
         failures.append(row["failure"] or failure)
         scored["scored_at"].append(time.time())
@@ -140,7 +144,8 @@ def _judged(
     statuses: Sequence[str],
     algorithm: AlgorithmConfig,
 ) -> tuple[list[float | None], str | None]:
-    """The advantages of a group, and why it is not trained: the user's own filter left it out, or a function of the user's own failed."""
+    """The advantages of a group, and why it is not trained: the user's own filter left it out, or a
+    function of the user's own failed."""
     ok = [status == "ok" for status in statuses]
     try:
         advantages = group_advantages(rewards, ok, algorithm.advantage)
@@ -167,8 +172,9 @@ def _judged(
 def _shortened(
     rewards: Sequence[float | None], lengths: Sequence[int], longest: int, reward: RewardConfig
 ) -> list[float | None]:
-    """The rewards less the soft overlong penalty. `longest` is where these completions end at the latest; one that was ended in a loop counts as that
-    long, since nothing else would have ended it."""
+    """The rewards less the soft overlong penalty. `longest` is where these completions end at the
+    latest; one that was ended in a loop counts as that long, since nothing else would have ended
+    it."""
     penalties = [
         soft_overlong_penalty(length, longest, reward.overlong_buffer, reward.overlong_penalty)
         for length in lengths
@@ -185,7 +191,8 @@ def _held_to_reference(
     reference: Sequence[Sequence[float]],
     algorithm: AlgorithmConfig,
 ) -> list[float | None]:
-    """The rewards less kl_coef times the trajectory's KL divergence from the reference. Log-probs that are no numbers are left to the status."""
+    """The rewards less kl_coef times the trajectory's KL divergence from the reference. Log-probs
+    that are no numbers are left to the status."""
     held: list[float | None] = []
     for reward, ours, theirs in zip(rewards, logprobs, reference, strict=True):
         kl = reward_kl(ours, theirs)
@@ -204,7 +211,8 @@ def trajectory_status(
     loss_mask: Sequence[int],
     longest: int,
 ) -> str:
-    """ok, or why the trajectory is masked. `logprobs` are the generator's and the reference's; `loss_mask` has one item per completion token."""
+    """ok, or why the trajectory is masked. `logprobs` are the generator's and the reference's;
+    `loss_mask` has one item per completion token."""
     if not any(loss_mask):
         return "no_token"
     if prompt_tokens + len(loss_mask) > longest:
@@ -227,8 +235,8 @@ async def score_completions(
     """Raw rewards of one prompt's completions outside the training stream (evaluation).
 
     Returns:
-        Name of the reward function, and name/part of each part that it told of → one reward per completion. A group given up under the pool's
-        policy has None.
+        Name of the reward function, and name/part of each part that it told of → one reward per
+        completion. A group given up under the pool's policy has None.
 
     Raises:
         RewardError: policy `fail`, and a reward failed.

@@ -1,8 +1,9 @@
-"""Scoring: one long-lived Ray Data execution from the rollout workers' outboxes to scored groups in complete Parquet files.
+"""Scoring: one long-lived Ray Data execution from the rollout workers' outboxes to scored groups in
+complete Parquet files.
 
-outboxes ─lease─► source: rewards, in reward processes ─► map_batches: status, advantage ─► threads here: Parquet, object store ─► next()
-    ▲                                                                                                                              │
-    └──────────────────────────────────────────────── ack ─────────────────────────────────────────────────────────────────────────┘
+    outboxes ──take──► source: rewards, in reward processes ──► map_batches: status, advantage
+        ▲                                                                    │
+        └──── ack ──── next() ◄── threads here: Parquet, object store ◄──────┘
 """
 
 from __future__ import annotations
@@ -25,21 +26,24 @@ import pyarrow as pa
 import ray
 import ray.exceptions
 
-from asyncrl.config import Config
+from asyncrl.contracts.columns import SOURCE_COLUMN
 from asyncrl.contracts.content_hash import content_hashes
-from asyncrl.control.protocols import FILTERED, UNFORESEEN, Example, RolloutFailed, Rollouts, Scored
-from asyncrl.data.groups import broken_stream, groups_at
-from asyncrl.data.sources import SOURCE_COLUMN
-from asyncrl.data.stream import Deaths, Tasks, stream_blocks
-from asyncrl.redact import redact
+from asyncrl.contracts.errors import RolloutFailedError
+from asyncrl.contracts.messages import Example, Scored
+from asyncrl.contracts.outcomes import FILTERED, UNFORESEEN
+from asyncrl.contracts.protocols import Rollouts
+from asyncrl.contracts.rows import TRUNCATED, table_to_ipc
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact, write_groups
-from asyncrl.rewards.garbled import has_loop, unprintable
 from asyncrl.rewards.score import score_table
 from asyncrl.rewards.source import rewarded_groups
+from asyncrl.rewards.spec import ScoringSpec
+from asyncrl.rewards.text_quality import has_loop, unprintable
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
-from asyncrl.types import TRUNCATED, table_to_ipc
+from asyncrl.runtime.ray_objects import broken_stream, groups_at
+from asyncrl.runtime.ray_stream import Deaths, Tasks, stream_blocks
+from asyncrl.runtime.redact import redact
 
 __all__ = ["RayScores", "scored_summary"]
 
@@ -49,7 +53,7 @@ STREAM_BYTES = 256 << 20
 """Object store that scored groups may take before the stream is held back."""
 MOST_IN_FLUSH = 256
 EXAMPLE_LENGTH = 1000
-SUMMARISED = (
+SUMMARIZED = (
     "ordinal",
     "prompt_text",
     "completion_text",
@@ -64,15 +68,17 @@ SUMMARISED = (
 )
 """Columns that control needs to know of."""
 FLUSH_LINGER_S = 0.1
-"""Seconds from the first row of a flush to the flush: each costs a file, an object and an acknowledgement, however many rows it has."""
+"""Seconds from the first row of a flush to the flush: each costs a file, an object and an
+acknowledgement, however many rows it has."""
 
 
 class RayScores:
-    """`Scores` over Ray actors. Each admitted group comes once, by ordinal; a second copy is acknowledged and dropped here."""
+    """`Scores` over Ray actors. Each admitted group comes once, by ordinal; a second copy is
+    acknowledged and dropped here."""
 
     def __init__(
         self,
-        config: Config,
+        spec: ScoringSpec,
         attempt: int,
         workers: Sequence[Any],
         rollouts: Rollouts,
@@ -90,8 +96,8 @@ class RayScores:
             stacks: as of `stream_blocks`.
         """
         make_directory(groups_directory)
-        self._config, self._attempt, self._workers, self._rollouts = (
-            config,
+        self._spec, self._attempt, self._workers, self._rollouts = (
+            spec,
             attempt,
             list(workers),
             rollouts,
@@ -112,11 +118,12 @@ class RayScores:
             thread.start()
 
     async def next(self) -> list[Scored]:
-        """Groups scored since the last call, at least one; their rows are in a complete Parquet file. The caller acknowledges them.
+        """Groups scored since the last call, at least one; their rows are in a complete Parquet
+        file. The caller acknowledges them.
 
         Raises:
             RewardError: policy `fail`, and a reward failed.
-            RuntimeError: the execution broke; PartDied if a process died.
+            RuntimeError: the execution broke; PartDiedError if a process died.
         """
         while True:
             items = await self._safe.get()
@@ -145,7 +152,8 @@ class RayScores:
         await asyncio.to_thread(write)
 
     async def load(self, path: Path) -> list[Scored]:
-        """The groups of a file that `save` wrote, in its order, in the object store again. They do not come by `next`."""
+        """The groups of a file that `save` wrote, in its order, in the object store again. They do
+        not come by `next`."""
         return await asyncio.to_thread(self._load, path)
 
     def _load(self, path: Path) -> list[Scored]:
@@ -156,16 +164,18 @@ class RayScores:
             for place, content in rows
         ]
 
-    async def begun(self) -> bool:
-        """Whether the execution's task runs: it has asked a worker for groups. A stream that broke has begun: `next` raises its error."""
+    async def started(self) -> bool:
+        """Whether the execution's task runs: it has asked a worker for groups. A stream that broke
+        has begun: `next` raises its error."""
         reading = self._threads[0].is_alive()
         return not reading or any(
             await asyncio.gather(*(worker.has_reader.remote() for worker in self._workers))
         )
 
     def lost(self, ordinal: int, error: BaseException) -> None:
-        """A group that `next` waits for will never come: it gives it as lost, or, if it is not for want of an answer, raises the error."""
-        if not isinstance(error, RolloutFailed):
+        """A group that `next` waits for will never come: it gives it as lost, or, if it is not for
+        want of an answer, raises the error."""
+        if not isinstance(error, RolloutFailedError):
             self._safe.put_nowait(error)
             return
         why = f"lost with its rollout worker, and not made again: {error}"
@@ -181,7 +191,8 @@ class RayScores:
         )
 
     async def close(self) -> None:
-        """Close the workers' outboxes, which ends the execution; kill what rewards are still doing; merge the small files."""
+        """Close the workers' outboxes, which ends the execution; kill what rewards are still doing;
+        merge the small files."""
         self._closed = True
         closing = [worker.close_outbox.remote() for worker in self._workers]
         for closed in closing:
@@ -193,12 +204,12 @@ class RayScores:
             await asyncio.to_thread(compact, self._directory)
 
     def _read_stream(self) -> None:
-        """Thread: rows from Ray Data, as they come. Where the task's process dies, a new execution follows: to the rollout workers a new reader, which is
-        offered what was not acknowledged."""
-        least = 0.0 if self._config.algorithm.advantage == "maxrl" else None
-        reward = self._config.reward
+        """Thread: rows from Ray Data, as they come. Where the task's process dies, a new execution
+        follows: to the rollout workers a new reader, which is offered what was not acknowledged."""
+        least = 0.0 if self._spec.algorithm.advantage == "maxrl" else None
+        reward = self._spec.reward
         tasks = Tasks(reward.tasks, reward.num_cpus, reward.num_gpus)
-        stage = partial(score_table, config=self._config)
+        stage = partial(score_table, spec=self._spec)
         deaths = Deaths("scoring")
         end: BaseException | None = None
         while end is None and not self._closed:
@@ -228,7 +239,7 @@ class RayScores:
                     self._flush(files, rows)
                 if end is not None:
                     raise end
-        except _End:
+        except _EndedError:
             return
         except Exception as error:
             # As above: next() raises it.
@@ -236,7 +247,7 @@ class RayScores:
 
     def _flush(self, files: FlushFiles, rows: list[pa.Table]) -> None:
         ordinals = [row["ordinal"][0].as_py() for row in rows]
-        if self._config.reward.policy == "fail":
+        if self._spec.reward.policy == "fail":
             for row, ordinal in zip(rows, ordinals, strict=True):
                 if (failure := row["failure"][0].as_py()) and not failure.startswith(
                     (UNFORESEEN, FILTERED)
@@ -263,7 +274,7 @@ class RayScores:
             self._loop.call_soon_threadsafe(self._safe.put_nowait, item)
 
 
-class _End(Exception):
+class _EndedError(Exception):
     """The stream ended because it was closed."""
 
 
@@ -277,7 +288,7 @@ def _whatever_waits(
         time.sleep(FLUSH_LINGER_S)
     while True:
         if item is None:
-            return tables, _End()
+            return tables, _EndedError()
         if isinstance(item, BaseException):
             return tables, item
         tables.append(item)
@@ -291,12 +302,12 @@ def _whatever_waits(
 
 def scored_summary(row: pa.Table, reference: Any, content: str = "") -> Scored:
     """What control needs to know of a scored group's one-row table."""
-    group = row.select(list(SUMMARISED)).to_pylist()[0]
+    group = row.select(list(SUMMARIZED)).to_pylist()[0]
     versions = [span["version"] for spans in group["versions"] for span in spans] or [0]
     usable = [index for index, status in enumerate(group["status"]) if status == "ok"]
     return Scored(
         ordinal=group["ordinal"],
-        begun=min(versions),
+        oldest_version=min(versions),
         newest=max(versions),
         content=content,
         masked=Counter(status for status in group["status"] if status != "ok"),
@@ -335,7 +346,8 @@ def _shortened(text: str) -> str:
 
 
 def _unscored(parts: Sequence[Mapping[str, float | None]]) -> dict[str, int]:
-    """Trajectories without a reward, by function. A part of a function's reward, NAME/PART, is none."""
+    """Trajectories without a reward, by function. A part of a function's reward, NAME/PART, is
+    none."""
     names = dict.fromkeys(name for part in parts for name in part if "/" not in name)
     return {name: sum(part[name] is None for part in parts) for name in names}
 

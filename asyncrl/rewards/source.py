@@ -1,4 +1,5 @@
-"""The source of the scoring execution: leases finished groups from the rollout workers and yields each as its rewards are done."""
+"""The source of the scoring execution: takes finished groups from the rollout workers and yields
+each as its rewards are done."""
 
 from __future__ import annotations
 
@@ -18,21 +19,21 @@ import ray.exceptions
 
 from asyncrl.config import RewardConfig
 from asyncrl.contracts.columns import row_values
-from asyncrl.control.protocols import unforeseen
-from asyncrl.data.groups import DEATHS
+from asyncrl.contracts.errors import OutboxClosedError
+from asyncrl.contracts.rows import COLUMNS, SCORED_COLUMNS, table_from_ipc
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import RewardError, with_notes
 from asyncrl.rewards.pool import GroupRewards, RewardPool, no_rewards
 from asyncrl.rewards.score import attach_reference, attach_rewards, group_call, group_rows
-from asyncrl.rollout.outbox import OutboxClosed
-from asyncrl.types import COLUMNS, SCORED_COLUMNS, table_from_ipc
+from asyncrl.runtime.failures import unforeseen
+from asyncrl.runtime.ray_objects import DEATHS
 
 __all__ = ["rewarded_groups"]
 
-LEASE_WAIT_S = 1.0
+TAKE_WAIT_S = 1.0
 RESTART_PAUSE_S = 0.2
-LEASED_AHEAD = 2
-"""Groups that a task leases for each that its processes run at once."""
+TAKEN_AHEAD = 2
+"""Groups that a task takes for each that its processes run at once."""
 
 
 def rewarded_groups(
@@ -42,34 +43,35 @@ def rewarded_groups(
     reference: Any = None,
     least: float | None = None,
 ) -> Iterator[pa.Table]:
-    """One-row tables with raw rewards, in the order in which rewards are done; ends when every worker has closed its outbox.
+    """One-row tables with raw rewards, in the order in which rewards are done; ends when every
+    worker has closed its outbox.
 
-    A slow group holds back no other. The task leases as many groups as its reward processes run at once, and as many again, so that none
-    of them waits for a lease. Under policy `fail` the group that failed comes with its failure; the consumer ends the run. Runs in
-    each read task of the execution.
+    A slow group holds back no other. The task takes as many groups as its reward processes run at
+    once, and as many again, so that none of them waits for a take. Under policy `fail` the group
+    that failed comes with its failure; the consumer ends the run. Runs in each read task of the
+    execution.
 
     Args:
-        reader: name of the execution. Its tasks are one reader to the workers, and each group is leased by one of them; another name takes over all
-            that has not been acknowledged.
-        reference: the actor of the reference policy, whose log-probs are added; None = there is none.
+        reader: name of the execution. Its tasks are one reader to the workers, and each group is
+            taken by one of them; another name takes over all that has not been acknowledged.
+        reference: the actor of the reference policy, whose log-probs are added; None = there is
+            none.
         least: as of `RewardPool`.
     """
-    events: queue.Queue[Any] = (
-        queue.Queue()
-    )  # a leased group; what is known of one; an error; None at the end
-    places = LEASED_AHEAD * config.processes * config.concurrency
+    # A taken group; what is known of one; an error; None at the end.
+    events: queue.Queue[Any] = queue.Queue()
+    places = TAKEN_AHEAD * config.processes * config.concurrency
     room = threading.Semaphore(places)
     stop = threading.Event()
     share_settings(config.sandbox)
     with RewardPool(config, least) as pool:
         threading.Thread(
-            target=_lease,
+            target=_take,
             args=(workers, reader, places, room, stop, events),
             daemon=True,
-            name="leases",
+            name="takes",
         ).start()
         try:
-            submitted: Future[GroupRewards]
             while (event := events.get()) is not None:
                 if isinstance(event, BaseException):
                     raise event
@@ -90,22 +92,21 @@ def rewarded_groups(
                         else _with_reference(event)
                     )
                     continue
-                try:
-                    submitted = pool.submit(
-                        group_call(
-                            row_values(event)[0],
-                            [name for name in event.column_names if name not in COLUMNS],
-                        )
-                    )
-                except (
-                    Exception
-                ) as error:  # a value that cannot be handed to a function: this one group's failure
-                    submitted = Future()
-                    submitted.set_exception(error)
-                submitted.add_done_callback(partial(_done, events, event))
+                _submit(pool, event).add_done_callback(partial(_done, events, event))
         finally:
             stop.set()
             room.release(places)
+
+
+def _submit(pool: RewardPool, group: pa.Table) -> Future[GroupRewards]:
+    """Start the rewards of a group. A value that no function can take fails this group only."""
+    columns = [name for name in group.column_names if name not in COLUMNS]
+    try:
+        return pool.submit(group_call(row_values(group)[0], columns))
+    except Exception as error:
+        failed: Future[GroupRewards] = Future()
+        failed.set_exception(error)
+        return failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,8 @@ def _result(config: RewardConfig, event: _Rewarded) -> GroupRewards:
 
 
 def _with_reference(event: _Referred) -> pa.Table:
-    """The group with the reference policy's log-probs. Where the reference fails at this group, it is given up; where it died, the stream breaks."""
+    """The group with the reference policy's log-probs. Where the reference fails at this group, it
+    is given up; where it died, the stream breaks."""
     try:
         return attach_reference(event.group, event.logprobs.result())
     except DEATHS:
@@ -156,7 +158,7 @@ def _with_reference(event: _Referred) -> pa.Table:
         )
 
 
-def _lease(
+def _take(
     workers: Sequence[Any],
     reader: str,
     places: int,
@@ -172,14 +174,14 @@ def _lease(
             for worker in left:
                 if worker not in asked.values():
                     asked[
-                        worker.lease.remote(reader, max(1, places // len(workers)), LEASE_WAIT_S)
+                        worker.take.remote(reader, max(1, places // len(workers)), TAKE_WAIT_S)
                     ] = worker
-            done, _ = ray.wait(list(asked), num_returns=1, timeout=LEASE_WAIT_S)
+            done, _ = ray.wait(list(asked), num_returns=1, timeout=TAKE_WAIT_S)
             for reference in done:
                 worker = asked.pop(reference)
                 try:
                     stream = ray.get(reference)
-                except OutboxClosed:
+                except OutboxClosedError:
                     left.remove(worker)
                 except ray.exceptions.ActorUnavailableError:
                     stop.wait(RESTART_PAUSE_S)
@@ -196,7 +198,8 @@ def _lease(
 
 
 def _rows(stream: pa.Buffer | None) -> Iterator[pa.Table]:
-    """The one-row tables of a lease, each with buffers of its own: a pickled slice would carry the whole table."""
+    """The one-row tables of a take, each with buffers of its own: a pickled slice would carry the
+    whole table."""
     if stream is not None:
         table = table_from_ipc(stream)
         yield from (table.take([row]) for row in range(table.num_rows))

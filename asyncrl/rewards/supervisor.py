@@ -1,12 +1,14 @@
-"""The parent of one reward process. It ends everything that the process has started, however that tried to get away.
+"""The parent of one reward process. It ends everything that the process has started, however that
+tried to get away.
 
     pool ──lifeline (pipe)──► supervisor ──fork──► reward process ──► whatever it starts
       ▲                                                  │
       └───────────────── socket: calls, answers ─────────┘
 
-The supervisor is a subreaper: a process whose parent has died becomes its child, not init's, whether or not it has a session of
-its own. When the reward process ends, or the pool closes the lifeline or dies, the supervisor stops and kills all its
-descendants until none is left. Then it exits with the reward process's code (128 + n after signal n, its own SIGKILL included).
+The supervisor is a subreaper: a process whose parent has died becomes its child, not init's,
+whether or not it has a session of its own. When the reward process ends, or the pool closes the
+lifeline or dies, the supervisor stops and kills all its descendants until none is left. Then it
+exits with the reward process's code (128 + n after signal n, its own SIGKILL included).
 """
 
 from __future__ import annotations
@@ -30,8 +32,12 @@ LOOK_AGAIN_S = 0.005
 
 
 def command(lifeline: int, connection: int) -> list[str]:
-    """The command line of a supervisor with these inherited file descriptors. Its modules are found where this process finds them."""
-    start = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from asyncrl.rewards.supervisor import main; main(*map(int, sys.argv[2:]))"
+    """The command line of a supervisor with these inherited file descriptors. Its modules are found
+    where this process finds them."""
+    start = (
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from asyncrl.rewards.supervisor"
+        " import main; main(*map(int, sys.argv[2:]))"
+    )
     return [sys.executable, "-c", start, json.dumps(sys.path), str(lifeline), str(connection)]
 
 
@@ -55,7 +61,8 @@ def main(lifeline: int, connection: int) -> None:
         _become_reward_process(connection)
     os.close(connection)
     status = _wait(process, lifeline, woken, ended)
-    # A process that ends closes its connection first. The pool may then be quicker than the kernel: the code is there once the process is reaped.
+    # A process that ends closes its connection first. The pool may then be quicker than the kernel:
+    # the code is there once the process is reaped.
     reaped = _kill_descendants()
     code = os.waitstatus_to_exitcode(reaped.get(process, 0) if status is None else status)
     os._exit(code if code >= 0 else 128 - code)
@@ -109,7 +116,8 @@ def _reap() -> list[tuple[int, int]]:
 
 
 def _kill_descendants() -> dict[int, int]:
-    """Return when no descendant is left: wait statuses by process id. They are stopped before they are killed: one that starts others would outrun us."""
+    """Return when no descendant is left: wait statuses by process id. They are stopped before they
+    are killed: one that starts others would outrun us."""
     this = psutil.Process()
     reaped: dict[int, int] = {}
     while left := this.children(recursive=True):

@@ -1,0 +1,1 @@
+"""Rollout workers: one group per prompt, kept until it is acknowledged."""

@@ -10,21 +10,25 @@ from typing import Any
 
 import ray
 
-from asyncrl.config import TASK_CPUS
-from asyncrl.control.protocols import Finished, RolloutFailed, unforeseen
-from asyncrl.data.groups import DEATHS
+from asyncrl.contracts.errors import RolloutFailedError
+from asyncrl.contracts.messages import Finished
+from asyncrl.contracts.rows import Prompt
 from asyncrl.rollout.worker import RolloutWorker, WorkerSpec
-from asyncrl.types import Prompt
+from asyncrl.runtime.failures import unforeseen
+from asyncrl.runtime.ray_defaults import TASK_CPUS
+from asyncrl.runtime.ray_objects import DEATHS
 
 __all__ = ["RayRollouts", "start_rollouts"]
 
 logger = logging.getLogger("asyncrl")
 
 CALLS_AT_ONCE = 10_000
-"""An async actor's limit of concurrent calls. What really limits groups in flight is the coordinator's slots."""
+"""An async actor's limit of concurrent calls. What really limits groups in flight is the
+coordinator's slots."""
 RESTART_PAUSE_S = 0.2
 LAST_GUARD_S = 30.0
-"""Seconds beyond the deadline, which the worker keeps itself, until a worker that does not answer is given up."""
+"""Seconds beyond the deadline, which the worker keeps itself, until a worker that does not answer
+is given up."""
 
 
 @dataclass(slots=True)
@@ -44,21 +48,23 @@ class _Worker:
 
 
 def start_rollouts(spec: WorkerSpec) -> RayRollouts:
-    """Start config.rollout.num_workers actors. Call it on the event loop; `await rollouts.ready()` before use."""
+    """Start spec.rollout.num_workers actors. Call it on the event loop; `await rollouts.ready()`
+    before use."""
     remote = ray.remote(RolloutWorker).options(
         num_cpus=TASK_CPUS, max_concurrency=CALLS_AT_ONCE, max_restarts=-1, max_task_retries=0
     )
     return RayRollouts(
-        [remote.remote(spec) for _ in range(spec.config.rollout.num_workers)],
-        spec.config.deadline_s,
+        [remote.remote(spec) for _ in range(spec.rollout.num_workers)],
+        spec.deadline_s,
     )
 
 
 class RayRollouts:
     """`Rollouts`: each prompt goes to the worker with the least to do.
 
-    A worker that dies is restarted by Ray, empty. Whatever it made or kept is generated again under the same ordinal: groups in
-    flight by the `rollout` call that waits for them, finished ones by a task of this class, since nobody waits for those.
+    A worker that dies is restarted by Ray, empty. Whatever it made or kept is generated again under
+    the same ordinal: groups in flight by the `rollout` call that waits for them, finished ones by a
+    task of this class, since nobody waits for those.
     """
 
     def __init__(self, actors: Sequence[Any], deadline_s: float) -> None:
@@ -68,7 +74,8 @@ class RayRollouts:
         self._held: dict[int, _Held] = {}
         self._committed = 0
         self.when_lost: Callable[[int, BaseException], None] = lambda ordinal, error: None
-        """Called with the ordinal of a finished group that was lost with its worker and could not be made again, and why."""
+        """Called with the ordinal of a finished group that was lost with its worker and could not
+        be made again, and why."""
         self._again: set[asyncio.Task[None]] = set()
         self._watchers = [
             asyncio.create_task(self._watch(index)) for index in range(len(self._states))
@@ -79,7 +86,8 @@ class RayRollouts:
         await asyncio.gather(*(state.actor.ready.remote() for state in self._states))
 
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
-        """Generate the group of one prompt; return when it waits for scoring. Raises RolloutFailed."""
+        """Generate the group of one prompt; return when it waits for scoring. Raises
+        RolloutFailedError."""
         self.committed(committed)
         held = self._held[prompt.ordinal] = _Held(prompt, -1)
         try:
@@ -99,7 +107,8 @@ class RayRollouts:
                 state.actor.committed.remote(version)
 
     async def ack(self, ordinals: Sequence[int]) -> None:
-        """These groups' scored rows are safe: forget them. Ordinals held no more (duplicates) are told to every worker."""
+        """These groups' scored rows are safe: forget them. Ordinals held no more (duplicates) are
+        told to every worker."""
         by_worker: dict[int, list[int]] = {}
         for ordinal in ordinals:
             held = self._forget(ordinal)
@@ -109,7 +118,7 @@ class RayRollouts:
             self._states[worker].actor.ack.remote(theirs)
 
     async def close(self) -> None:
-        """End the workers. A scoring reader that leases from them ends as well."""
+        """End the workers. A scoring reader that takes from them ends as well."""
         tasks = [*self._watchers, *self._again]
         for task in tasks:
             task.cancel()
@@ -118,7 +127,8 @@ class RayRollouts:
             ray.kill(state.actor)
 
     async def _until_deadline(self, held: _Held) -> Finished:
-        """Try on the least loaded worker; if it dies, on whichever is up, until the deadline (the worker's own is the usual one)."""
+        """Try on the least loaded worker; if it dies, on whichever is up, until the deadline (the
+        worker's own is the usual one)."""
         ordinal = held.prompt.ordinal
         try:
             async with asyncio.timeout(self._deadline_s + LAST_GUARD_S):
@@ -133,16 +143,17 @@ class RayRollouts:
                         raise
                     except DEATHS:
                         await asyncio.sleep(RESTART_PAUSE_S)
-        except RolloutFailed as error:
-            raise RolloutFailed(_message(error)) from None
+        except RolloutFailedError as error:
+            raise RolloutFailedError(_message(error)) from None
         except TimeoutError:
-            raise RolloutFailed(
-                f"group {ordinal}: no rollout worker was up within rollout.deadline_s = {self._deadline_s:g} s"
+            raise RolloutFailedError(
+                f"group {ordinal}: no rollout worker was up within rollout.deadline_s ="
+                f" {self._deadline_s:g} s"
             ) from None
         except (
             Exception
         ) as error:  # an answer that cannot be read, or whatever else comes of this one call
-            raise RolloutFailed(unforeseen(f"group {ordinal}", error)) from None
+            raise RolloutFailedError(unforeseen(f"group {ordinal}", error)) from None
 
     def _assign(self, held: _Held) -> int:
         if held.worker >= 0:
@@ -163,7 +174,9 @@ class RayRollouts:
         while True:
             try:
                 await state.actor.until_dead.remote()
-            except Exception as error:  # a death, or something else by which Ray loses the call: nobody would learn of a death after it
+            # a death, or something else by which Ray loses the call: nobody would learn of a death
+            # after it
+            except Exception as error:
                 if not isinstance(error, DEATHS):
                     logger.warning(
                         "rollout worker %d counts as died: %s: %s",
@@ -182,7 +195,8 @@ class RayRollouts:
                 await asyncio.sleep(RESTART_PAUSE_S)
 
     async def _make_again(self, held: _Held) -> None:
-        """Generate a lost finished group again, by its deadline. Its scored row may turn up after all: then nobody needs this copy."""
+        """Generate a lost finished group again, by its deadline. Its scored row may turn up after
+        all: then nobody needs this copy."""
         ordinal = held.prompt.ordinal
         try:
             await self._until_deadline(held)
@@ -196,7 +210,7 @@ class RayRollouts:
             self._states[held.worker].actor.ack.remote([ordinal])
 
 
-def _message(error: RolloutFailed) -> str:
+def _message(error: RolloutFailedError) -> str:
     """The worker's own message, without Ray's traceback text around it."""
     cause = getattr(error, "cause", None)
     return str(cause) if cause is not None else str(error)

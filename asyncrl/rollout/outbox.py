@@ -1,4 +1,5 @@
-"""Finished groups that wait in a rollout worker: leased by the scoring reader, kept until acknowledged."""
+"""Finished groups that wait in a rollout worker: taken by the scoring reader, kept until
+acknowledged."""
 
 from __future__ import annotations
 
@@ -6,24 +7,25 @@ import asyncio
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-__all__ = ["Outbox", "OutboxClosed"]
+from asyncrl.contracts.errors import OutboxClosedError
 
+__all__ = [
+    "Outbox",
+]
 Item = TypeVar("Item")
 
 
-class OutboxClosed(Exception):
-    """Nothing more comes from this outbox for this reader: it was closed, or another reader has taken over."""
-
-
 class Outbox(Generic[Item]):
-    """Per ordinal: waiting → leased → acknowledged (forgotten). A new reader's first lease frees what the old reader held.
+    """Per ordinal: waiting → taken → acknowledged (forgotten). A new reader's first take frees
+    what the old reader held.
 
-    So a group is offered until its scored row is safe, at least once to each reader; the consumer drops what comes twice.
+    So a group is offered until its scored row is safe, at least once to each reader; the consumer
+    drops what comes twice.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[int, Item] = {}
-        self._leased: dict[int, Item] = {}
+        self._taken: dict[int, Item] = {}
         self._reader: str | None = None
         self._retired: set[str] = set()
         self._closed = False
@@ -31,7 +33,7 @@ class Outbox(Generic[Item]):
 
     def __len__(self) -> int:
         """Groups not yet acknowledged."""
-        return len(self._waiting) + len(self._leased)
+        return len(self._waiting) + len(self._taken)
 
     @property
     def has_reader(self) -> bool:
@@ -41,15 +43,16 @@ class Outbox(Generic[Item]):
     async def put(self, ordinal: int, item: Item) -> None:
         """Offer a finished group. A group of the same ordinal that is still here is replaced."""
         async with self._changed:
-            self._leased.pop(ordinal, None)
+            self._taken.pop(ordinal, None)
             self._waiting[ordinal] = item
             self._changed.notify_all()
 
-    async def lease(self, reader: str, most: int, wait_s: float) -> list[Item]:
-        """Up to `most` groups, in the order in which they finished; an empty list if none comes within `wait_s` seconds.
+    async def take(self, reader: str, most: int, wait_s: float) -> list[Item]:
+        """Up to `most` groups, in the order in which they finished; an empty list if none comes
+        within `wait_s` seconds.
 
         Raises:
-            OutboxClosed: this reader has nothing more to expect.
+            OutboxClosedError: this reader has nothing more to expect.
         """
         async with self._changed:
             self._announce(reader)
@@ -61,33 +64,34 @@ class Outbox(Generic[Item]):
             except TimeoutError:
                 return []
             if self._closed or reader != self._reader:
-                raise OutboxClosed(
+                raise OutboxClosedError(
                     "closed" if self._closed else f"reader {reader} was replaced by {self._reader}"
                 )
             ordinals = list(self._waiting)[:most]
             for ordinal in ordinals:
-                self._leased[ordinal] = self._waiting.pop(ordinal)
-            return [self._leased[ordinal] for ordinal in ordinals]
+                self._taken[ordinal] = self._waiting.pop(ordinal)
+            return [self._taken[ordinal] for ordinal in ordinals]
 
     async def ack(self, ordinals: Iterable[int]) -> None:
-        """Forget these groups, leased or not; unknown ordinals are no error (an acknowledgement may come twice)."""
+        """Forget these groups, taken or not; unknown ordinals are no error (an acknowledgement may
+        come twice)."""
         async with self._changed:
             for ordinal in ordinals:
-                self._leased.pop(ordinal, None)
+                self._taken.pop(ordinal, None)
                 self._waiting.pop(ordinal, None)
 
     async def close(self) -> None:
-        """End all leases."""
+        """End all takes."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _announce(self, reader: str) -> None:
         if reader in self._retired:
-            raise OutboxClosed(f"reader {reader} was replaced by {self._reader}")
+            raise OutboxClosedError(f"reader {reader} was replaced by {self._reader}")
         if self._reader not in (None, reader):
             self._retired.add(str(self._reader))
-            self._waiting = self._leased | self._waiting
-            self._leased = {}
+            self._waiting = self._taken | self._waiting
+            self._taken = {}
             self._changed.notify_all()
         self._reader = reader

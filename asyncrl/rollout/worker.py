@@ -1,4 +1,5 @@
-"""A rollout worker: makes groups through a generator and keeps each until its scored row is safe."""
+"""A rollout worker: makes groups through a generator and keeps each until its scored row is
+safe."""
 
 from __future__ import annotations
 
@@ -6,58 +7,57 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pyarrow as pa
 
-from asyncrl.config import Config
-from asyncrl.control.protocols import Finished, RolloutFailed, unforeseen
-from asyncrl.data.groups import DEATHS
-from asyncrl.generation.protocol import (
-    Generate,
-    Generated,
-    GenerateRequest,
-    GenerationTimeout,
-    StaleReplica,
-    WeightsId,
-)
+from asyncrl.config import RolloutConfig, completion_room
+from asyncrl.contracts.errors import GenerationTimeoutError, RolloutFailedError, StaleReplicaError
+from asyncrl.contracts.messages import Finished, Generated, GenerateRequest, WeightsId
+from asyncrl.contracts.protocols import Generate
+from asyncrl.contracts.rows import Group, Prompt, Trajectory, groups_to_table, table_to_ipc
 from asyncrl.rollout.outbox import Outbox
-from asyncrl.types import Group, Prompt, Trajectory, groups_to_table, table_to_ipc
+from asyncrl.runtime.failures import unforeseen
+from asyncrl.runtime.ray_objects import DEATHS
 
 __all__ = ["RETRIED", "RolloutWorker", "WorkerSpec", "rollout_seed"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-RETRIED = (StaleReplica, *DEATHS, ConnectionError)
-"""What another replica, or the same one a little later, may do better: it is behind, it died, it restarts."""
+RETRIED = (StaleReplicaError, *DEATHS, ConnectionError)
+"""What another replica, or the same one a little later, may do better: it is behind, it died, it
+restarts."""
 
 
 def rollout_seed(seed: int, ordinal: int) -> int:
-    """Sampling seed of a group, below 2**48 (room for the engine to add a trajectory's index). The same in every process and attempt."""
+    """Sampling seed of a group, below 2**48 (room for the engine to add a trajectory's index). The
+    same in every process and attempt."""
     return int.from_bytes(
         hashlib.blake2b(f"{seed}:{ordinal}".encode(), digest_size=6).digest(), "big"
     )
 
 
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """What a worker needs to know: the run, and how to get a generator there."""
 
-    def __init__(
-        self, config: Config, run_id: str, attempt: int, generate: Callable[[], Generate]
-    ) -> None:
-        """
-        Args:
-            generate: makes the generator, in the worker.
-        """
-        self.config = config
-        self.run_id = run_id
-        self.attempt = attempt
-        self.generate = generate
+    rollout: RolloutConfig
+    max_length: int | None
+    """Tokens of prompt and completion together; None = no bound of their sum."""
+    deadline_s: float
+    """Seconds after which a group's generation fails."""
+    seed: int
+    run_id: str
+    attempt: int
+    generate: Callable[[], Generate]
+    """Makes the generator, in the worker."""
 
 
 class RolloutWorker:
-    """Plain asyncio; `asyncrl.rollout.group` runs it as a Ray actor. All groups of one worker share its event loop."""
+    """Plain asyncio; `asyncrl.rollout.group` runs it as a Ray actor. All groups of one worker share
+    its event loop."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._config, self._run_id, self._attempt = spec.config, spec.run_id, spec.attempt
+        self._spec, self._run_id, self._attempt = spec, spec.run_id, spec.attempt
         self._generate = spec.generate()
         self._committed = 0
         self._outbox: Outbox[pa.Table] = Outbox()
@@ -75,37 +75,40 @@ class RolloutWorker:
         self._committed = max(self._committed, version)
 
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
-        """Make the group of one prompt and keep it for scoring. Cancelled: the generator is told to stop.
+        """Make the group of one prompt and keep it for scoring. Cancelled: the generator is told to
+        stop.
 
         Raises:
-            RolloutFailed: not done within rollout.deadline_s, retries included, or an exception that nobody foresaw, whose stack the message holds.
+            RolloutFailedError: not done within rollout.deadline_s, retries included, or an
+                exception that nobody foresaw, whose stack the message holds.
         """
         await self.committed(committed)
         self._under_way += 1
         try:
             generated = await self._generate_until_deadline(prompt)
             group = self._group(prompt, generated)
-        except RolloutFailed:
+        except RolloutFailedError:
             raise
         except Exception as error:  # whatever an engine, a replica or Ray raises: one group of many
-            raise RolloutFailed(unforeseen(f"group {prompt.ordinal}", error)) from None
+            raise RolloutFailedError(unforeseen(f"group {prompt.ordinal}", error)) from None
         finally:
             self._under_way -= 1
         await self._outbox.put(prompt.ordinal, groups_to_table([group]))
         tokens = sum(len(t.completion.token_ids) for t in group.trajectories)
         return Finished(
             prompt.ordinal,
-            committed if group.begun is None else group.begun,
+            committed if group.oldest_version is None else group.oldest_version,
             tokens,
             generated.load,
         )
 
-    async def lease(self, reader: str, most: int, wait_s: float) -> pa.Buffer | None:
-        """Up to `most` finished groups as one table (an IPC stream), one row each; None if there are none within `wait_s` seconds.
+    async def take(self, reader: str, most: int, wait_s: float) -> pa.Buffer | None:
+        """Up to `most` finished groups as one table (an IPC stream), one row each; None if there
+        are none within `wait_s` seconds.
 
-        Raises OutboxClosed.
+        Raises OutboxClosedError.
         """
-        tables = await self._outbox.lease(reader, most, wait_s)
+        tables = await self._outbox.take(reader, most, wait_s)
         return (
             table_to_ipc(pa.concat_tables(tables, promote_options="permissive")) if tables else None
         )
@@ -125,11 +128,11 @@ class RolloutWorker:
         return self._under_way
 
     async def close_outbox(self) -> None:
-        """End the leases, and with them the scoring reader."""
+        """End the takes, and with them the scoring reader."""
         await self._outbox.close()
 
     async def _generate_until_deadline(self, prompt: Prompt) -> Generated:
-        deadline_s = self._config.deadline_s
+        deadline_s = self._spec.deadline_s
         ends = time.monotonic() + deadline_s
         pause, reason = FIRST_PAUSE_S, "no answer"
         try:
@@ -143,19 +146,22 @@ class RolloutWorker:
                         reason = f"{type(error).__name__}: {_first_line(error)}"
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE_S)
-        except (TimeoutError, GenerationTimeout):
-            raise RolloutFailed(
-                f"group {prompt.ordinal} was not generated within rollout.deadline_s = {deadline_s:g} s (last: {reason}); raise that if completions take longer"
+        except (TimeoutError, GenerationTimeoutError):
+            raise RolloutFailedError(
+                f"group {prompt.ordinal} was not generated within rollout.deadline_s ="
+                f" {deadline_s:g} s (last: {reason}); raise that if completions take longer"
             ) from None
 
     def _request(self, prompt: Prompt, remaining_s: float) -> GenerateRequest:
-        rollout = self._config.rollout
+        rollout = self._spec.rollout
         return GenerateRequest(
             prompt_ids=prompt.token_ids,
             n=rollout.n_samples_per_prompt,
-            max_tokens=self._config.completion_room(len(prompt.token_ids)),
+            max_tokens=completion_room(
+                rollout.max_completion_length, self._spec.max_length, len(prompt.token_ids)
+            ),
             temperature=rollout.temperature,
-            seed=rollout_seed(self._config.seed, prompt.ordinal),
+            seed=rollout_seed(self._spec.seed, prompt.ordinal),
             deadline_s=max(remaining_s, 0.001),
             min_weights=WeightsId(self._run_id, self._attempt, self._committed),
             ignore_eos=rollout.ignore_eos,
@@ -164,10 +170,11 @@ class RolloutWorker:
         )
 
     def _group(self, prompt: Prompt, generated: Generated) -> Group:
-        wanted = self._config.rollout.n_samples_per_prompt
+        wanted = self._spec.rollout.n_samples_per_prompt
         if len(generated.completions) != wanted:
             raise RuntimeError(
-                f"replica {generated.replica} gave {len(generated.completions)} completions for group {prompt.ordinal}, not {wanted}"
+                f"replica {generated.replica} gave {len(generated.completions)} completions for"
+                f" group {prompt.ordinal}, not {wanted}"
             )
         trajectories = tuple(
             Trajectory(completion, (1,) * len(completion.token_ids))

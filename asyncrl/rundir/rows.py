@@ -1,4 +1,5 @@
-"""What an audit needs of each row of groups/*.parquet, and what is impossible about it by itself."""
+"""What an audit needs of each row of groups/*.parquet, and what is impossible about it by
+itself."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from asyncrl.contracts.content_hash import content_hashes
+from asyncrl.contracts.rows import COLUMNS, FINISH_REASONS, SCORED_COLUMNS, STATUSES
 from asyncrl.runtime import parquet
-from asyncrl.types import COLUMNS, FINISH_REASONS, SCORED_COLUMNS, STATUSES
 
 __all__ = ["FAULTS", "Row", "read_rows"]
 
@@ -42,7 +43,7 @@ class Row:
     whole: bool
     """Every trajectory has a loss mask, log-probs and versions for each of its tokens."""
     content: str
-    """Hash of the whole row, as its fate should have it."""
+    """Hash of the whole row, as its outcome should have it."""
     generation: str
     """Hash of where, when and what was sampled."""
     prompt_ids: tuple[int, ...]
@@ -67,7 +68,8 @@ def read_rows(path: Path) -> list[Row]:
             )
         if not table.schema.field(name).type.equals(kind):
             raise ValueError(
-                f"{path} is damaged: column {name!r} is of type {table.schema.field(name).type}, not {kind}"
+                f"{path} is damaged: column {name!r} is of type {table.schema.field(name).type},"
+                f" not {kind}"
             )
     if not table.num_rows:
         return []
@@ -86,7 +88,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _rows_or_none(table: pa.Table) -> list[Row]:
-    """The row of a one-row table; one that cannot be worked out has the fault UNEVEN and nothing else."""
+    """The row of a one-row table; one that cannot be worked out has the fault UNEVEN and nothing
+    else."""
     try:
         return list(_rows(table))
     except (ValueError, IndexError, TypeError):
@@ -173,7 +176,8 @@ def _rows(table: pa.Table) -> Iterator[Row]:
 
 
 def _refuse_uneven(table: pa.Table) -> None:
-    """Raise ValueError unless the lists of each row have one item for each of its trajectories, and no value is missing."""
+    """Raise ValueError unless the lists of each row have one item for each of its trajectories, and
+    no value is missing."""
     n = _trajectories(table)
     for name in (
         "loss_mask",
@@ -227,7 +231,7 @@ def _impossible_spans(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     )
     found = (counts == 0) & (lengths > 0)
     found[owner[wrong]] = True
-    return found
+    return np.asarray(found)
 
 
 def _times_that_go_back(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
@@ -245,11 +249,12 @@ def _not_finite_or_positive_logprobs(table: pa.Table, lengths: np.ndarray) -> np
     owner = np.repeat(np.arange(len(lengths)), _token_counts(table, "logprobs"))
     found = np.zeros(len(lengths), bool)
     found[owner[~np.isfinite(logprobs) | (logprobs > ROUNDING)]] = True
-    return found & _ok(table)
+    return np.asarray(found & _ok(table))
 
 
 def _impossible_rewards(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
-    """A trajectory with status ok has a reward and an advantage, unless its whole group was given up; no value is NaN or infinite."""
+    """A trajectory with status ok has a reward and an advantage, unless its whole group was given
+    up; no value is NaN or infinite."""
     found = np.zeros(len(lengths), bool)
     for name in ("reward", "advantage"):
         values = _column(table, name).flatten()
@@ -267,7 +272,7 @@ def _unknown_words(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
         pc.is_in(_column(table, name).flatten(), pa.array(words)).to_numpy(zero_copy_only=False)
         for name, words in known.items()
     ]
-    return ~np.logical_and(*columns)
+    return ~np.asarray(np.logical_and(*columns))
 
 
 def _negative_tokens(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
@@ -279,9 +284,8 @@ def _negative_tokens(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
 
 
 def _ok(table: pa.Table) -> np.ndarray:
-    return pc.fill_null(pc.equal(_column(table, "status").flatten(), "ok"), False).to_numpy(
-        zero_copy_only=False
-    )
+    ok = pc.fill_null(pc.equal(_column(table, "status").flatten(), "ok"), False)
+    return _numbers(ok)
 
 
 FAULTS: Mapping[str, Callable[[pa.Table, np.ndarray], np.ndarray]] = {
@@ -293,7 +297,8 @@ FAULTS: Mapping[str, Callable[[pa.Table, np.ndarray], np.ndarray]] = {
     "an unknown status or finish reason": _unknown_words,
     "negative or missing token ids": _negative_tokens,
 }
-"""What no row of asyncrl's can have: name → (table, completion tokens [T trajectories]) → whether each trajectory has it."""
+"""What no row of asyncrl's can have: name → (table, completion tokens [T trajectories]) → whether
+each trajectory has it."""
 
 
 def _column(table: pa.Table, name: str) -> pa.Array:
@@ -303,13 +308,17 @@ def _column(table: pa.Table, name: str) -> pa.Array:
 
 def _trajectories(table: pa.Table) -> np.ndarray:
     """Trajectories of each row."""
-    return _column(table, "completion_ids").value_lengths().to_numpy(zero_copy_only=False)
+    return _numbers(_column(table, "completion_ids").value_lengths())
 
 
 def _token_counts(table: pa.Table, name: str) -> np.ndarray:
     """Items of each trajectory's list."""
-    return _column(table, name).flatten().value_lengths().to_numpy(zero_copy_only=False)
+    return _numbers(_column(table, name).flatten().value_lengths())
 
 
 def _flat(table: pa.Table, name: str) -> np.ndarray:
-    return _column(table, name).flatten().flatten().to_numpy(zero_copy_only=False)
+    return _numbers(_column(table, name).flatten().flatten())
+
+
+def _numbers(array: pa.Array) -> np.ndarray:
+    return np.asarray(array.to_numpy(zero_copy_only=False))

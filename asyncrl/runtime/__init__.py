@@ -1,0 +1,1 @@
+"""Small tools over the system, Ray and Serve."""

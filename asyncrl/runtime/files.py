@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from asyncrl.confined import EscapesDirectory
+from asyncrl.contracts.errors import EscapesDirectoryError
 
 __all__ = [
-    "DiskFull",
-    "NotAFile",
+    "DiskFullError",
+    "NotAFileError",
     "append_to",
     "explain_disk_full",
     "make_directory",
@@ -30,11 +30,12 @@ DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class NotAFile(OSError):
-    """A directory, pipe, socket or device is where a file should be, or a file where a directory should be. The message names it."""
+class NotAFileError(OSError):
+    """A directory, pipe, socket or device is where a file should be, or a file where a directory
+    should be. The message names it."""
 
 
-class DiskFull(OSError):
+class DiskFullError(OSError):
     """The file system of a file has no room left. The message names the file and the free bytes."""
 
 
@@ -42,19 +43,20 @@ def make_directory(path: Path) -> None:
     """Make a directory and its parents; those that exist stay.
 
     Raises:
-        EscapesDirectory: a component of the path is a symbolic link.
+        EscapesDirectoryError: a component of the path is a symbolic link.
     """
     os.close(_directory(path))
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new binary file that takes the place of `path` when the block ends without an error. Both the content and the name are then on the disk.
+    """A new binary file that takes the place of `path` when the block ends without an error. Both
+    the content and the name are then on the disk.
 
     Raises:
-        EscapesDirectory: a component of the path's directory is a symbolic link.
-        NotAFile: a directory or a device has this name.
-        DiskFull: no room is left. Nothing of the new file stays.
+        EscapesDirectoryError: a component of the path's directory is a symbolic link.
+        NotAFileError: a directory or a device has this name.
+        DiskFullError: no room is left. Nothing of the new file stays.
     """
     parent = _directory(path.parent)
     temporary = f".{path.name}.{os.getpid()}"
@@ -94,8 +96,8 @@ def append_to(path: Path) -> IO[str]:
     """A text file opened for appending, and made if it is missing.
 
     Raises:
-        EscapesDirectory: the file, or a component of its path, is a symbolic link.
-        NotAFile: something else than a regular file has this name.
+        EscapesDirectoryError: the file, or a component of its path, is a symbolic link.
+        NotAFileError: something else than a regular file has this name.
     """
     parent = _directory(path.parent)
     try:
@@ -112,7 +114,7 @@ def open_regular(path: Path) -> BinaryIO:
 
     Raises:
         FileNotFoundError: there is no such file.
-        NotAFile: something else has this name. Opening a pipe would wait for a writer.
+        NotAFileError: something else has this name. Opening a pipe would wait for a writer.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -122,7 +124,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a regular file; bytes that are not UTF-8 become U+FFFD. Raises as `open_regular`."""
+    """The UTF-8 text of a regular file; bytes that are not UTF-8 become U+FFFD. Raises as
+    `open_regular`."""
     with open_regular(path) as file:
         return file.read().decode(errors="replace")
 
@@ -138,24 +141,26 @@ def sync_file(path: Path) -> None:
 
 @contextmanager
 def explain_disk_full(path: Path) -> Iterator[None]:
-    """Raise DiskFull in place of the system's error when no room is left."""
+    """Raise DiskFullError in place of the system's error when no room is left."""
     try:
         yield
-    except DiskFull:
+    except DiskFullError:
         raise
     except OSError as error:
         if error.errno not in FULL:
             raise
         there = next(place for place in (path, *path.parents) if place.exists())
         free = shutil.disk_usage(there).free
-        raise DiskFull(
+        raise DiskFullError(
             error.errno,
-            f"{path} cannot be written: {free:,} bytes are free on its file system; free some room, or use another one",
+            f"{path} cannot be written: {free:,} bytes are free on its file system; free some room,"
+            " or use another one",
         ) from None
 
 
 def _directory(path: Path) -> int:
-    """A descriptor of the directory, reached without following a link. Missing directories are made."""
+    """A descriptor of the directory, reached without following a link. Missing directories are
+    made."""
     at = os.open("/", DIRECTORY)
     reached = Path("/")
     for part in Path(os.path.abspath(path)).parts[1:]:
@@ -180,7 +185,7 @@ def _below(at: int, part: str, reached: Path) -> int:
         raise (
             _a_link(reached)
             if reached.is_symlink()
-            else NotAFile(errno.ENOTDIR, f"{reached} is a file, not a directory; remove it")
+            else NotAFileError(errno.ENOTDIR, f"{reached} is a file, not a directory; remove it")
         ) from None
 
 
@@ -203,17 +208,18 @@ def _refuse_other_kinds(path: Path, parent: int) -> None:
             raise _not_a_file(path)
 
 
-def _a_link(path: Path) -> EscapesDirectory:
-    return EscapesDirectory(
-        f"{path} is a symbolic link, so what is written there would go elsewhere; put a real file or directory in its place"
+def _a_link(path: Path) -> EscapesDirectoryError:
+    return EscapesDirectoryError(
+        f"{path} is a symbolic link, so what is written there would go elsewhere; put a real file"
+        " or directory in its place"
     )
 
 
-def _not_a_file(path: Path) -> NotAFile:
+def _not_a_file(path: Path) -> NotAFileError:
     kinds = (
         (path.is_dir, "a directory"),
         (path.is_fifo, "a named pipe"),
         (path.is_socket, "a socket"),
     )
     kind = next((name for check, name in kinds if check()), "a device")
-    return NotAFile(errno.EINVAL, f"{path} is {kind}, not a file; remove it")
+    return NotAFileError(errno.EINVAL, f"{path} is {kind}, not a file; remove it")

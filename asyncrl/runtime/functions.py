@@ -1,4 +1,5 @@
-"""Functions of the user's own, named as `package.module:function`: found, called with what their parameters name, and named in errors with file and line."""
+"""Functions of the user's own, named as `package.module:function`: found, called with what their
+parameters name, and named in errors with file and line."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ MOST_CHARACTERS = 500
 
 
 class FunctionError(ValueError):
-    """A function of the user's own cannot be imported, raised, or broke its contract. The message names it, its file and its line."""
+    """A function of the user's own cannot be imported, raised, or broke its contract. The message
+    names it, its file and its line."""
 
 
 def import_function(kind: str, function: str) -> Callable[..., Any]:
@@ -43,7 +45,8 @@ def import_function(kind: str, function: str) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise FunctionError(
-            f"{kind} {function!r} cannot be imported ({error}{_place_in_module(error)}); check its name and that its package is installed"
+            f"{kind} {function!r} cannot be imported ({error}{_place_in_module(error)}); check its"
+            " name and that its package is installed"
         ) from None
     except Exception as error:
         # Whatever a module raises while it is imported is reported under the function's name.
@@ -57,7 +60,8 @@ def import_function(kind: str, function: str) -> Callable[..., Any]:
 
 
 def _place_in_module(error: BaseException) -> str:
-    """Where in a module's own code its import failed; nothing where that did not begin, as for a syntax error."""
+    """Where in a module's own code its import failed; nothing where that did not begin, as for a
+    syntax error."""
     ours = (__file__, importlib.__file__)
     return place_of(
         [
@@ -69,10 +73,12 @@ def _place_in_module(error: BaseException) -> str:
 
 
 def refuse_main(kind: str, function: str) -> None:
-    """Raise FunctionError for a function of the script or notebook that runs: in every other process `__main__` is something else."""
+    """Raise FunctionError for a function of the script or notebook that runs: in every other
+    process `__main__` is something else."""
     if function.startswith("__main__:"):
         raise FunctionError(
-            f"{kind} {function!r} stands in a script or notebook, which other processes do not have; put it into a module of its own"
+            f"{kind} {function!r} is in a script or notebook, which other processes do not"
+            " have; put it into a module of its own"
         )
 
 
@@ -103,7 +109,8 @@ def chosen_arguments(
 
 
 def call_function(field: str, function: str, told: Mapping[str, Any]) -> tuple[Any, str]:
-    """What the function that the setting `field` names gives for these arguments, as far as it takes them; and how an error calls it.
+    """What the function that the setting `field` names gives for these arguments, as far as it
+    takes them; and how an error calls it.
 
     Raises:
         FunctionError: it cannot be imported, or raised.
@@ -119,7 +126,8 @@ def call_function(field: str, function: str, told: Mapping[str, Any]) -> tuple[A
             if frame.filename != __file__
         ]
         raise FunctionError(
-            f"{name} raised {type(error).__name__}: {text_of(str, error)}{place_of(frames)}; repair it"
+            f"{name} raised {type(error).__name__}: {text_of(str, error)}{place_of(frames)};"
+            " repair it"
         ) from error
 
 

@@ -14,8 +14,9 @@ MERGED_BYTES = 64 << 20
 
 
 class Merging:
-    """Merges every 64 files into one, and every 64 of those again, up to about 64 MiB: their number stays small however long a run is, and each row is
-    written again a few times at most. One thread uses it."""
+    """Merges every 64 files into one, and every 64 of those again, up to about 64 MiB: their number
+    stays small however long a run is, and each row is written again a few times at most. One thread
+    uses it."""
 
     def __init__(self, merge: Callable[[Sequence[Path]], None]) -> None:
         """

@@ -1,7 +1,8 @@
 """The one way to read and write Parquet: no file runs code, and damaged pages are errors.
 
-pyarrow turns a column of a registered Arrow extension type into that type while it reads the footer, and some types unpickle what the file holds.
-So the footer's bytes are searched before pyarrow sees them.
+pyarrow turns a column of a registered Arrow extension type into that type while it reads the
+footer, and some types unpickle what the file holds. So the footer's bytes are searched before
+pyarrow sees them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ EXTENSION = b"ARROW:extension:name"
 
 
 class ExtensionTypeError(ValueError):
-    """A file has columns of an Arrow extension type, which may run code when they are read. The message names the file."""
+    """A file has columns of an Arrow extension type, which may run code when they are read. The
+    message names the file."""
 
 
 def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -55,10 +57,11 @@ def read_schema(path: str | Path) -> pa.Schema:
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """Write one complete Parquet file with page checksums: under a temporary name in the same directory, then renamed.
+    """Write one complete Parquet file with page checksums: under a temporary name in the same
+    directory, then renamed.
 
     Raises:
-        EscapesDirectory, NotAFile, DiskFull: see `asyncrl.runtime.files.replacing`.
+        EscapesDirectoryError, NotAFileError, DiskFullError: see `asyncrl.runtime.files.replacing`.
     """
     with replacing(path) as file:
         pa.parquet.write_table(table, file, compression="zstd", write_page_checksum=True)
@@ -70,7 +73,8 @@ def _opened(path: str | Path) -> BinaryIO:
     try:
         if _has_extension_type(_footer(file, path)):
             raise ExtensionTypeError(
-                f"{path} has a column of an Arrow extension type, which may run code when it is read; write it with plain types"
+                f"{path} has a column of an Arrow extension type, which may run code when it is"
+                " read; write it with plain types"
             )
         file.seek(0)
     except BaseException:
@@ -88,14 +92,16 @@ def _footer(file: BinaryIO, path: str | Path) -> bytes:
     length = int.from_bytes(tail[:4], "little")
     if tail[4:] != MAGIC or length > min(size - TAIL, LARGEST_FOOTER):
         raise pa.ArrowInvalid(
-            f"{path} does not end as a Parquet file does: it is another kind of file, or was cut off"
+            f"{path} does not end as a Parquet file does: it is another kind of file, or was"
+            " cut off"
         )
     file.seek(size - TAIL - length)
     return file.read(length)
 
 
 def _has_extension_type(footer: bytes) -> bool:
-    """Whether any base64 text of the footer holds an Arrow schema with an extension type. The text may begin anywhere in a run of such characters."""
+    """Whether any base64 text of the footer holds an Arrow schema with an extension type. The text
+    may begin anywhere in a run of such characters."""
     for run in STORED_SCHEMA.findall(footer):
         for start in range(4):
             text = run[start:].rstrip(b"=")

@@ -1,4 +1,5 @@
-"""Files that processes on several nodes write and read: checksums made while writing, and proof that one node sees what another wrote."""
+"""Files that processes on several nodes write and read: checksums made while writing, and proof
+that one node sees what another wrote."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from typing import IO, Any
 from asyncrl.runtime.files import make_directory, open_regular, replace_text, sync_file
 
 __all__ = [
-    "NotShared",
+    "NotSharedError",
     "Probe",
     "Written",
     "answer_probe",
@@ -28,20 +29,24 @@ __all__ = [
 Written = tuple[int, int]
 """Bytes of a file, and zlib.crc32 of them."""
 SEEN_WITHIN_S = 60.0
-"""Seconds in which a file must be seen on another node. NFS keeps attributes for up to a minute by default."""
+"""Seconds in which a file must be seen on another node. NFS keeps attributes for up to a minute by
+default."""
 ANSWERED_WITHIN_S = 20.0
-"""Seconds in which a new folder must be seen. Nobody has looked for it before, so that no cache says that it is missing."""
+"""Seconds in which a new folder must be seen. Nobody has looked for it before, so that no cache
+says that it is missing."""
 LOOK_AGAIN_S = 0.1
 NOT_SEEN = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-"""What a look at a file gives that another node has just made or replaced. A network file system may know only the folder that was there before."""
+"""What a look at a file gives that another node has just made or replaced. A network file system
+may know only the folder that was there before."""
 
 
-class NotShared(RuntimeError):
+class NotSharedError(RuntimeError):
     """A file that one node wrote is not there on another. The message names it and the way out."""
 
 
 class _Summed:
-    """A binary file that is only written to, and knows the bytes and the checksum of what it got."""
+    """A binary file that is only written to, and knows the bytes and the checksum of what it
+    got."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -59,7 +64,8 @@ class _Summed:
 
 
 def write_summed(path: Path, write: Callable[[Any], object]) -> Written:
-    """Let `write` fill a new file, bring it to the disk, and return its size and checksum. Nothing is read again.
+    """Let `write` fill a new file, bring it to the disk, and return its size and checksum. Nothing
+    is read again.
 
     Args:
         write: gets an object with `write(bytes)` and `flush()`.
@@ -92,22 +98,24 @@ def wait_until_seen(
         way_out: what the message ends with.
 
     Raises:
-        NotShared: a file is missing here, or has another size, after `within_s` seconds.
+        NotSharedError: a file is missing here, or has another size, after `within_s` seconds.
     """
     ends = time.monotonic() + within_s
     for name, size in sizes.items():
         while (seen := _size(directory / name)) != size:
             if time.monotonic() > ends:
                 there = "nothing is there" if seen is None else f"{seen:,} bytes are there"
-                raise NotShared(
-                    f"{directory / name} was written with {size:,} bytes on another node, and here {there} after {within_s:g} s; {way_out}"
+                raise NotSharedError(
+                    f"{directory / name} was written with {size:,} bytes on another node, and here"
+                    f" {there} after {within_s:g} s; {way_out}"
                 )
             time.sleep(LOOK_AGAIN_S)
 
 
 class Probe:
-    """A folder in `directory` by which processes on other nodes show that they have the same directory. Make it, let each call `answer_probe` with
-    `folder`, then ask `seen`; a context manager, which removes the folder."""
+    """A folder in `directory` by which processes on other nodes show that they have the same
+    directory. Make it, let each call `answer_probe` with `folder`, then ask `seen`; a context
+    manager, which removes the folder."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -127,7 +135,8 @@ class Probe:
 
 
 def answer_probe(folder: Path, name: str, within_s: float = ANSWERED_WITHIN_S) -> bool:
-    """Whether this process sees the probe's folder; then it leaves an answer there under `name`. Blocks."""
+    """Whether this process sees the probe's folder; then it leaves an answer there under `name`.
+    Blocks."""
     if not _appears(folder / "asked", folder.name, within_s):
         return False
     replace_text(folder / name, folder.name)

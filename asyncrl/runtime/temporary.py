@@ -1,4 +1,5 @@
-"""Temporary folders that go with the process that made them, however it ended: the next one to make such a folder removes those of dead processes."""
+"""Temporary folders that go with the process that made them, however it ended: the next one to make
+such a folder removes those of dead processes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ SHARER_S = 5.0
 
 
 def temporary_folder(kind: str, place: Path | None = None) -> tempfile.TemporaryDirectory[str]:
-    """A new folder `asyncrl_KIND_PROCESS_START_…` in the temporary directory, after those are removed whose processes are gone.
+    """A new folder `asyncrl_KIND_PROCESS_START_…` in the temporary directory, after those are
+    removed whose processes are gone.
 
     Args:
         kind: letters and hyphens.
@@ -47,7 +49,8 @@ def temporary_folder(kind: str, place: Path | None = None) -> tempfile.Temporary
 
 @contextlib.contextmanager
 def temporary_within(kind: str) -> Iterator[None]:
-    """Temporary folders that are made inside, as by an import, lie in one that goes with this process, killed or not."""
+    """Temporary folders that are made inside, as by an import, lie in one that goes with this
+    process, killed or not."""
     folder = temporary_folder(kind)
     atexit.register(folder.cleanup)
     before, tempfile.tempdir = tempfile.tempdir, folder.name
@@ -66,15 +69,18 @@ def remove_left_behind(place: Path | None = None) -> None:
 
 
 class TemporaryPlace:
-    """A folder for all temporary files and sockets of this process, and of those that it starts: libraries leave theirs behind when they are killed.
+    """A folder for all temporary files and sockets of this process, and of those that it starts:
+    libraries leave theirs behind when they are killed.
 
-    It takes the temporary directory's place until `close`, which puts that back and removes the folder.
+    It takes the temporary directory's place until `close`, which puts that back and removes the
+    folder.
     """
 
     def __init__(self, kind: str) -> None:
         self._folder = temporary_folder(kind, self.where())
         self.path = Path(self._folder.name)
-        # multiprocessing finds the folder of its sockets here, and so do the processes that it starts; else it makes one that only a clean end removes.
+        # multiprocessing finds the folder of its sockets here, and so do the processes that it
+        # starts; else it makes one that only a clean end removes.
         self._settings: dict[str, str | None] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
         self._before = os.environ.get("TMPDIR"), tempfile.tempdir, self._settings.get("tempdir")
         os.environ["TMPDIR"] = tempfile.tempdir = self._settings["tempdir"] = self._folder.name
@@ -96,7 +102,8 @@ class TemporaryPlace:
 
 
 def _lives(process: int, started: int) -> bool:
-    """Whether a process that started in this second since the epoch still lives: ids are used again."""
+    """Whether a process that started in this second since the epoch still lives: ids are used
+    again."""
     try:
         found = psutil.Process(process)
         return int(found.create_time()) == started and found.status() != psutil.STATUS_ZOMBIE

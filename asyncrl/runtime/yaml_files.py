@@ -14,7 +14,8 @@ __all__ = ["parse_yaml", "read_yaml"]
 LARGEST_TEXT = 4 << 20
 """Characters of a file."""
 MOST_NODES = 100_000
-"""Keys, values, lists and mappings of a file with every alias expanded. A few lines of nested aliases would otherwise stand for billions."""
+"""Keys, values, lists and mappings of a file with every alias expanded. A few lines of nested
+aliases would otherwise stand for billions."""
 LONGEST_INTEGER = 100
 """Characters of a whole number."""
 INTEGER = "tag:yaml.org,2002:int"
@@ -31,7 +32,8 @@ def parse_yaml(text: str) -> Any:
     """Plain values, lists and mappings.
 
     Raises:
-        yaml.YAMLError: this is no YAML, makes objects, has a key twice in one mapping, or is too large, too deep or endless with its aliases expanded.
+        yaml.YAMLError: this is no YAML, makes objects, has a key twice in one mapping, or is too
+            large, too deep or endless with its aliases expanded.
     """
     if len(text) > LARGEST_TEXT:
         raise yaml.YAMLError(f"it has {len(text):,} characters, above {LARGEST_TEXT:,}")
@@ -54,14 +56,16 @@ def parse_yaml(text: str) -> Any:
 
 
 def _expanded(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
-    """How many nodes stand for this one when every alias is a copy. `known` has None for a node that is being counted."""
+    """How many nodes stand for this one when every alias is a copy. `known` has None for a node
+    that is being counted."""
     if depth > DEEPEST:
         raise _too_deep()
     if id(node) in known:
         count = known[id(node)]
         if count is None:
             raise yaml.YAMLError(
-                "an alias stands inside what it names, so it would never end; write the value out"
+                "an alias is inside the value that it names, so it would never end; write the value"
+                " out"
             )
         return count
     known[id(node)] = None
@@ -86,7 +90,8 @@ def _expanded(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
 
 
 def _refuse_repeated_key(mapping: yaml.MappingNode) -> None:
-    """PyYAML keeps the last of two equal keys and says nothing: a second `learner:` would reset the first."""
+    """PyYAML keeps the last of two equal keys and says nothing: a second `learner:` would reset the
+    first."""
     lines: dict[tuple[str, str], int] = {}
     for key, _ in mapping.value:
         if not isinstance(key, yaml.ScalarNode):
@@ -94,13 +99,15 @@ def _refuse_repeated_key(mapping: yaml.MappingNode) -> None:
         line = key.start_mark.line + 1
         if (key.tag, key.value) in lines:
             raise yaml.YAMLError(
-                f"{key.value!r} stands twice, on lines {lines[key.tag, key.value]} and {line}; keep one, with the settings of both"
+                f"{key.value!r} appears twice, on lines {lines[key.tag, key.value]} and {line};"
+                " keep one, with the settings of both"
             )
         lines[key.tag, key.value] = line
 
 
 def _refuse_unusual(scalar: yaml.ScalarNode) -> None:
-    """Half a character, which no file can hold, and a number of thousands of digits, which Python refuses to print."""
+    """Half a character, which no file can hold, and a number of thousands of digits, which Python
+    refuses to print."""
     line = f"line {scalar.start_mark.line + 1}"
     if any("\ud800" <= character <= "\udfff" for character in scalar.value):
         raise yaml.YAMLError(f"{line}: a text has half of a surrogate pair; write whole characters")

@@ -15,7 +15,7 @@ from asyncrl.sandbox.levels import (
     Result,
     Sandbox,
     SandboxError,
-    SandboxUnavailable,
+    SandboxUnavailableError,
 )
 from asyncrl.sandbox.local import Levels, LocalSandbox, open_sandbox, probe, run, run_async
 
@@ -28,7 +28,7 @@ __all__ = [
     "Result",
     "Sandbox",
     "SandboxError",
-    "SandboxUnavailable",
+    "SandboxUnavailableError",
     "open_sandbox",
     "probe",
     "run",

@@ -39,7 +39,8 @@ ROOT_TMPFS = "size=1m,nr_inodes=1024,mode=0755"
 LOOK_EVERY_S = 0.1
 """How often the warden looks at the folder where no file system of its own bounds it."""
 SHARED_ROOM = 16
-"""Where the kernel cannot count a program's own processes, so many times the limit bound a burst."""
+"""Where the kernel cannot count a program's own processes, so many times the limit bound a burst.
+"""
 SIGNALS_KEPT = 6
 """Landlock version that keeps signals inside."""
 LEAST_LANDLOCK = 3
@@ -156,7 +157,10 @@ def _build_root(job: Job) -> None:
         _show(device, devices=True)
     os.mkdir(OWN_FOLDER)
     limits = job.limits
-    options = f"size={limits.disk_bytes},nr_inodes={limits.files + 1},mode=0700,uid={PROGRAM_ID},gid={PROGRAM_ID}"
+    options = (
+        f"size={limits.disk_bytes},nr_inodes={limits.files + 1},mode=0700,"
+        f"uid={PROGRAM_ID},gid={PROGRAM_ID}"
+    )
     kernel.mount_tmpfs(OWN_FOLDER, options)
     for usual in ("/dev/shm", "/tmp", "/var/tmp"):
         if not os.path.exists(usual):  # job.paths may lie below it
@@ -199,7 +203,8 @@ def _into_landlock(job: Job, users: Users | None, folder: str, ends: Ends) -> No
     version = kernel.landlock_version()
     if version < LEAST_LANDLOCK:
         raise OSError(
-            f"Landlock: the kernel has version {version}, and {LEAST_LANDLOCK} is needed (Linux 6.2)"
+            f"Landlock: the kernel has version {version}, and {LEAST_LANDLOCK} is needed (Linux"
+            " 6.2)"
         )
     if users is None and version < SIGNALS_KEPT:
         raise OSError(
@@ -211,7 +216,8 @@ def _into_landlock(job: Job, users: Users | None, folder: str, ends: Ends) -> No
         _become(users.program)
     processes = job.limits.processes + 1
     if users is None:
-        # The kernel counts all of this user's: others must find room. The supervisor counts exactly.
+        # The kernel counts all of this user's: others must find room. The supervisor counts
+        # exactly.
         processes = usage.tasks_of_user(os.getuid()) + SHARED_ROOM * job.limits.processes
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     kernel.keep_orphans()

@@ -71,7 +71,8 @@ def program_to(program: Program) -> dict[str, Any]:
 
 
 def program_from(tree: Mapping[str, Any]) -> Program:
-    """From `program_to`. Raises ValueError, KeyError, TypeError or AttributeError on anything else."""
+    """From `program_to`. Raises ValueError, KeyError, TypeError or AttributeError on anything
+    else."""
     files = {str(name): base64.b64decode(content) for name, content in tree["files"].items()}
     return Program(tuple(map(str, tree["argv"])), base64.b64decode(tree["stdin"]), files)
 

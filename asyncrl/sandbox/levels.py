@@ -16,26 +16,28 @@ __all__ = [
     "Result",
     "Sandbox",
     "SandboxError",
-    "SandboxUnavailable",
+    "SandboxUnavailableError",
     "Status",
 ]
 
 Status = Literal[
     "exited", "signaled", "wall", "cpu", "memory", "processes", "disk", "files", "output"
 ]
-"""How a program ended: by itself, by a signal, or by the limit of that name."""
+"""How a program ended: it exited, or by a signal, or by the limit of that name."""
 
 
 class SandboxError(RuntimeError):
-    """A program could not be run in a sandbox, or its sandbox broke. The program's own failures are results."""
+    """A program could not be run in a sandbox, or its sandbox broke. The program's own failures are
+    results."""
 
 
-class SandboxUnavailable(SandboxError):
+class SandboxUnavailableError(SandboxError):
     """The level that was asked for cannot be reached here. The message says why, level by level."""
 
 
 class Level(StrEnum):
-    """What stands between a program and the machine, the weakest first. docs/sandbox.md compares them."""
+    """What separates a program from the machine, the weakest first. docs/sandbox.md compares
+    them."""
 
     LANDLOCK = "landlock"
     """The machine's own files and processes, held by Landlock and seccomp."""
@@ -88,7 +90,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run: a command, its standard input, and the files that lie in its folder at the start.
+    """What to run: a command, its standard input, and the files that lie in its folder at the
+    start.
 
     Raises:
         ValueError: no command, a NUL in it, or the name of a file leads out of the folder.
@@ -133,7 +136,8 @@ class Result:
 
     status: Status
     exit_code: int | None
-    """Of a program that exited by itself; minus the signal of one that a signal ended; else None."""
+    """Of a program that exited; minus the signal of one that a signal ended; else None.
+    """
     stdout: str
     """At most `output_bytes`; what is no UTF-8 is replaced."""
     stderr: str
@@ -147,12 +151,13 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether it exited by itself with code 0."""
+        """Whether it exited with code 0."""
         return self.status == "exited" and self.exit_code == 0
 
 
 class Sandbox(Protocol):
-    """Runs programs that nobody trusts. `asyncrl.testing.FakeSandbox` runs nothing and answers by rule."""
+    """Runs programs that nobody trusts. `asyncrl.testing.FakeSandbox` runs nothing and answers by
+    rule."""
 
     @property
     def level(self) -> Level:
@@ -160,7 +165,8 @@ class Sandbox(Protocol):
         ...
 
     def run(self, program: Program, limits: Limits = ...) -> Result:
-        """Run the program to its end. Raises SandboxError if it was not run, or its end is unknown."""
+        """Run the program to its end. Raises SandboxError if it was not run, or its end is
+        unknown."""
         ...
 
     async def run_async(self, program: Program, limits: Limits = ...) -> Result:

@@ -23,17 +23,21 @@ from asyncrl.sandbox.levels import (
     Result,
     Sandbox,
     SandboxError,
-    SandboxUnavailable,
+    SandboxUnavailableError,
 )
 
 __all__ = ["Levels", "LocalSandbox", "open_sandbox", "probe", "run", "run_async"]
 
 PACKAGES = Path(__file__).parents[2]
-SUPERVISOR = f"import sys; sys.path.append({str(PACKAGES)!r}); from asyncrl.sandbox.supervisor import main; main()"
+SUPERVISOR = (
+    f"import sys; sys.path.append({str(PACKAGES)!r}); from asyncrl.sandbox.supervisor import main;"
+    " main()"
+)
 GRACE_S = 30.0
 """Seconds beyond a program's own for a sandbox to be made and cleared away."""
 MOST_ANSWER = 1 << 16
-"""Bytes of a supervisor's answer beyond a program's output, which JSON may write six times as long."""
+"""Bytes of a supervisor's answer beyond a program's output, which JSON may write six times as long.
+"""
 NEVER_SHOWN = ("/", "/proc", "/sys", "/dev", "/run", "/var/run", "/etc", "/tmp", "/root", "/home")
 """Folders that `paths` may not name whole."""
 
@@ -47,10 +51,11 @@ def refused(act):
     return False
 canary = sys.stdin.read()
 assert refused(lambda: open(canary)), "a file of the host can be read"
-assert refused(lambda: open(os.path.dirname(canary) + "/written", "w")), "the host can be written to"
+written = os.path.dirname(canary) + "/written"
+assert refused(lambda: open(written, "w")), "the host can be written to"
 for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
     assert refused(lambda: socket.socket(family)), "a socket can be opened"
-assert refused(lambda: os.kill(os.getppid(), 0)) or os.getppid() <= 1, "the warden can be signalled"
+assert refused(lambda: os.kill(os.getppid(), 0)) or os.getppid() <= 1, "the warden can be signaled"
 assert "CANARY" not in os.environ, "the environment is the host's"
 open("own", "w").close()
 print("confined")
@@ -72,7 +77,7 @@ class Levels:
         return max(self.reached, key=list(Level).index, default=None)
 
     def text(self) -> str:
-        """One line for each level that a machine can reach by itself, the strongest first."""
+        """A line for each level that a machine reaches without a service, the strongest first."""
         local = (Level.NAMESPACES, Level.LANDLOCK)
         return "\n".join(
             f"{level:<11} {'yes' if level in self.reached else 'no: ' + self.reasons[level]}"
@@ -81,7 +86,8 @@ class Levels:
 
 
 class LocalSandbox:
-    """`Sandbox` on this machine, at exactly one level. A program costs about 0.15 s of processor time beyond its own."""
+    """`Sandbox` on this machine, at exactly one level. A program costs about 0.15 s of processor
+    time beyond its own."""
 
     def __init__(
         self, level: Level, *, python: str | None = None, paths: Sequence[str] = ()
@@ -89,7 +95,8 @@ class LocalSandbox:
         """Make one without a proof that the level is reached; `open_sandbox` asks for it.
 
         Args:
-            python: interpreter of the programs. Default: this one, without its environment's packages.
+            python: interpreter of the programs. Default: this one, without its environment's
+                packages.
             paths: folders that programs may read; Python imports from them.
 
         Raises:
@@ -131,7 +138,8 @@ class LocalSandbox:
 
 
 class _Running:
-    """One supervisor at work. It ends when this process does: its standard input is a pipe from here."""
+    """One supervisor at work. It ends when this process does: its standard input is a pipe from
+    here."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -225,14 +233,16 @@ def _checked_path(path: str) -> str:
         real.startswith(f"{other}/") for other in ("/proc", "/sys", "/dev")
     ):
         raise ValueError(
-            f"sandbox path {path!r} would show programs far more than they need; name a folder below it"
+            f"sandbox path {path!r} would show programs far more than they need; name a folder"
+            " below it"
         )
     return real
 
 
 @functools.cache
 def probe(python: str | None = None, paths: tuple[str, ...] = ()) -> Levels:
-    """Try each level on this machine with a small program that tests its walls. About 0.5 s, once per process."""
+    """Try each level on this machine with a small program that tests its walls. About 0.5 s, once
+    per process."""
     reasons: dict[Level, str] = {}
     for level in (Level.NAMESPACES, Level.LANDLOCK):
         if reason := _refusal(LocalSandbox(level, python=python, paths=paths)):
@@ -276,7 +286,7 @@ def open_sandbox(
         python, paths: as of `LocalSandbox`.
 
     Raises:
-        SandboxUnavailable: the level is not reached.
+        SandboxUnavailableError: the level is not reached.
         ValueError: the level is unknown, or a path cannot be shown.
     """
     asked = Level(level)
@@ -285,8 +295,9 @@ def open_sandbox(
 
         outside = ServiceSandbox(service)
         if not outside.level.reaches(asked):
-            raise SandboxUnavailable(
-                f"sandbox level {asked.value!r} is asked for, and the service at {service} has {outside.level.value!r}"
+            raise SandboxUnavailableError(
+                f"sandbox level {asked.value!r} is asked for, and the service at {service} has"
+                f" {outside.level.value!r}"
             )
         return outside
     levels = probe(python, tuple(paths))
@@ -294,7 +305,7 @@ def open_sandbox(
     if best is None or not best.reaches(asked):
         why = "; ".join(f"{name.value}: {reason}" for name, reason in levels.reasons.items())
         hint = "only a service gives it: set sandbox.service" if asked == Level.CONTAINER else why
-        raise SandboxUnavailable(f"sandbox level {asked.value!r} is not reached here ({hint})")
+        raise SandboxUnavailableError(f"sandbox level {asked.value!r} is not reached here ({hint})")
     return LocalSandbox(best, python=python, paths=paths)
 
 

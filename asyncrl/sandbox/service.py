@@ -39,7 +39,8 @@ def _token() -> str:
     token = os.environ.get(TOKEN, "")
     if len(token) < LEAST_TOKEN:
         raise SandboxError(
-            f"{TOKEN} has {len(token)} characters; set it to the same secret of at least {LEAST_TOKEN} on both sides"
+            f"{TOKEN} has {len(token)} characters; set it to the same secret of at least"
+            f" {LEAST_TOKEN} on both sides"
         )
     return token
 
@@ -74,7 +75,8 @@ class ServiceSandbox:
         """Run the program there.
 
         Raises:
-            SandboxError: it was not run, its end is unknown, or it ran at another level than the service said.
+            SandboxError: it was not run, its end is unknown, or it ran at another level than the
+                service said.
         """
         limits = limits or Limits()
         body = {"program": program_to(program), "limits": dataclasses.asdict(limits)}
@@ -82,7 +84,8 @@ class ServiceSandbox:
         result = result_from(self._ask("POST", "/run", body, limits.wall_s + ANSWER_S, most))
         if not result.level.reaches(self.level):
             raise SandboxError(
-                f"the sandbox service at {self._url} ran a program at level {result.level.value!r} after it had said {self.level.value!r}"
+                f"the sandbox service at {self._url} ran a program at level {result.level.value!r}"
+                f" after it had said {self.level.value!r}"
             )
         return result
 
@@ -106,7 +109,8 @@ class ServiceSandbox:
             answer = response.read(most + 1)
         except (OSError, http.client.HTTPException) as error:
             raise SandboxError(
-                f"the sandbox service at {self._url} does not answer ({type(error).__name__}: {error})"
+                f"the sandbox service at {self._url} does not answer ({type(error).__name__}:"
+                f" {error})"
             ) from None
         finally:
             connection.close()
@@ -116,7 +120,8 @@ class ServiceSandbox:
             tree = None
         if not isinstance(tree, dict):
             raise SandboxError(
-                f"the sandbox service at {self._url} answered {response.status} with what is no JSON object"
+                f"the sandbox service at {self._url} answered {response.status} with what is no"
+                " JSON object"
             )
         if response.status != 200:
             raise SandboxError(
@@ -183,7 +188,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(
                 413,
                 {
-                    "error": f"the body needs a Content-Length of at most {MOST_BODY} bytes, not {length[:20]!r}"
+                    "error": (
+                        f"the body needs a Content-Length of at most {MOST_BODY} bytes, not"
+                        f" {length[:20]!r}"
+                    )
                 },
             )
             return

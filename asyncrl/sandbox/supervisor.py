@@ -3,7 +3,7 @@
 It lives outside the sandbox, adopts whatever the program leaves, and returns only when none of it
 lives. It ends everything when its standard input closes: that is how its caller dies or cancels.
 
-    caller ── job, one line ──► stdin                              stdout ── result, one line ──► caller
+    caller ── job, one line ──► stdin                stdout ── result, one line ──► caller
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _stop(job: Job, child: int, users: Users | None) -> None:
         now = time.monotonic()
         if now > deadline:
             raise Failed(f"processes {usage.descendants(os.getpid())} of the sandbox do not end")
-        # The warden of a Landlock domain kills it by itself, all at once.
+        # The warden of a Landlock domain kills all of it at once.
         for process in usage.descendants(os.getpid()):
             if not (patient and process == child and now < deadline - STOP_WITHIN_S / 2):
                 _signal(process, signal.SIGKILL)

@@ -16,7 +16,7 @@ __all__ = [
     "CHECKED",
     "MODES",
     "TIMES",
-    "UnknownMachine",
+    "UnknownMachineError",
     "numbers",
     "seccomp_filter",
 ]
@@ -70,7 +70,8 @@ unlinkat 263 35, vfork 58 -, wait4 61 260, waitid 247 95, write 1 64, writev 20 
 """Allowed with any arguments."""
 
 CHECKED = _parse("""
-clone 56 220, ioctl 16 29, mmap 9 222, prctl 157 167, prlimit64 302 261, sendto 44 206, socketpair 53 199
+clone 56 220, ioctl 16 29, mmap 9 222, prctl 157 167, prlimit64 302 261, sendto 44 206,
+socketpair 53 199
 """)
 """Allowed with some arguments only: `_checks` has the rules."""
 
@@ -83,7 +84,8 @@ file that the user owns lies in the sandbox."""
 TIMES = _parse("""
 futimesat 261 -, utime 132 -, utimensat 280 88, utimes 235 -
 """)
-"""Change a file's times, of one that may be written to as well: allowed only where none is outside."""
+"""Change a file's times, of one that may be written to as well: allowed only where none is outside.
+"""
 
 ATTRIBUTES = _parse("""
 fgetxattr 193 10, flistxattr 196 13, getxattr 191 8, lgetxattr 192 9, listxattr 194 11,
@@ -117,7 +119,7 @@ NEWEST = 462
 Instruction = tuple[int, int, int, int]
 
 
-class UnknownMachine(OSError):
+class UnknownMachineError(OSError):
     """The tables have no numbers for this processor."""
 
 
@@ -125,7 +127,7 @@ def numbers(table: dict[str, tuple[int | None, int | None]], machine: str) -> di
     """Name → number of the calls of the table that `machine` (as of `platform.machine()`) has."""
     if machine not in MACHINES:
         known = " and ".join(MACHINES)
-        raise UnknownMachine(f"no system-call numbers for machine {machine!r}; known: {known}")
+        raise UnknownMachineError(f"no system-call numbers for machine {machine!r}; known: {known}")
     column = MACHINES[machine][0]
     return {name: row[column] for name, row in table.items() if row[column] is not None}  # type: ignore[misc]
 
@@ -138,7 +140,7 @@ def seccomp_filter(modes: bool, times: bool, machine: str | None = None) -> byte
         machine: default: this one.
 
     Raises:
-        UnknownMachine: not x86-64 or arm64.
+        UnknownMachineError: not x86-64 or arm64.
     """
     machine = machine or platform.machine()
     always = ALLOWED | (MODES if modes else {}) | (TIMES if times else {})
@@ -187,7 +189,8 @@ def _checks(name: str) -> list[Instruction]:
         low = [*_argument(4), (JUMP_EQUAL, 1, 0, 0), (RETURN, 0, 0, ERRNO | EPERM)]
         return [*low, (LOAD, 0, 0, ARGUMENTS_AT + 8 * 4 + 4), *_allow_if_one_of((0,), EPERM)]
     if name == "mmap":
-        # Pages of shared memory outlive a part's unmapping, in no process's count. A file's pages are the folder's.
+        # Pages of shared memory outlive a part's unmapping, in no process's count. A file's pages
+        # are the folder's.
         denied: list[Instruction] = []
         for flags in SHARED_ANONYMOUS:
             denied += [(JUMP_EQUAL, 0, 1, flags), (RETURN, 0, 0, ERRNO | EPERM)]

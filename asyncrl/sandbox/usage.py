@@ -26,8 +26,6 @@ __all__ = [
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 DEEPEST = 64
 """Levels of folders that a program may nest: those who look and clean up walk them."""
-
-
 LOOKS, BETWEEN_LOOKS_S = 40, 0.005
 
 
@@ -49,7 +47,8 @@ def children_known() -> bool:
 
 
 def descendants(process: int) -> list[int]:
-    """Ids of all processes below `process`, parents first. One that ends meanwhile may be missed."""
+    """Ids of all processes below `process`, parents first. One that ends meanwhile may be
+    missed."""
     found: list[int] = []
     waiting = [process]
     while waiting:

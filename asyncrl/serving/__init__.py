@@ -1,0 +1,10 @@
+"""The HTTP endpoint of standing generators."""
+
+from __future__ import annotations
+
+from asyncrl.runtime.exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    build_standing_app="standing",
+)

@@ -1,6 +1,8 @@
-"""The core of the endpoint, which knows token ids and no dialect: choices are asked of the engine side by side, and come back in pieces.
+"""The core of the endpoint, which knows token ids and no dialect: choices are asked of the engine
+side by side, and come back in pieces.
 
-body → dialect: prompts → requests, one for each choice → pieces → dialect: one answer, or one event for each piece
+body → dialect: prompts → requests, one for each choice → pieces → dialect: one answer, or one event
+for each piece
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from asyncrl.generation.protocol import Details, GenerateRequest, Piece, Tokens
+from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
 from asyncrl.serving.identity import ServedModel
 
 __all__ = ["Dialect", "Head", "Streamed", "Told", "Words", "ask", "siblings"]
 
 
 class Words(Protocol):
-    """The model's tokenizer and chat template (`asyncrl.serving.words.ModelWords`), or a fake (`asyncrl.testing.FakeWords`)."""
+    """The model's tokenizer and chat template (`asyncrl.serving.words.ModelWords`), or a fake
+    (`asyncrl.testing.FakeWords`)."""
 
     async def encode(self, text: str, rendered: bool = False) -> list[int]:
         """Token ids of a prompt; `rendered` if a chat template wrote its special tokens."""
@@ -105,7 +108,8 @@ def siblings(request: GenerateRequest, n: int) -> list[GenerateRequest]:
 async def ask(
     streamed: Streamed, words: Words, requests: Sequence[GenerateRequest], details: Details
 ) -> AsyncGenerator[Told, None]:
-    """The pieces of all choices as they come. The first that fails ends all; so does closing this."""
+    """The pieces of all choices as they come. The first that fails ends all; so does closing
+    this."""
     # One place for each choice: an engine puts pieces together while a client reads slowly.
     pieces: asyncio.Queue[Told | Exception] = asyncio.Queue(len(requests))
     choices = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from asyncrl.generation.protocol import GenerationTimeout, InvalidRequest, StaleReplica
+from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError, StaleReplicaError
 
 __all__ = ["ApiError", "as_api_error", "printable"]
 
@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
-    """An answer other than 200: HTTP status, one line for people, OpenAI's type and code, and the field that it is about."""
+    """An answer other than 200: HTTP status, one line for people, OpenAI's type and code, and the
+    field that it is about."""
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -28,14 +29,15 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of a failed generation. An unforeseen failure goes to the log, and its words to nobody else."""
+    """What a client is told of a failed generation. An unforeseen failure goes to the log, and its
+    words to nobody else."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, StaleReplica):
+    if isinstance(error, StaleReplicaError):
         return ApiError(503, "no replica can answer now; try again", "unavailable")
-    if isinstance(error, InvalidRequest):
+    if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error), "invalid_value")
-    if isinstance(error, GenerationTimeout):
+    if isinstance(error, GenerationTimeoutError):
         return ApiError(504, f"{error}; ask for less", "timeout")
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the generator failed; see its log", "internal_error")

@@ -1,4 +1,5 @@
-"""Server-sent events: an answer that is sent while it is made, and that ends as soon as nobody reads it."""
+"""Server-sent events: an answer that is sent while it is made, and that ends as soon as nobody
+reads it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 from starlette.responses import Response
 
-__all__ = ["ClientLeft", "EventStream", "while_connected"]
+__all__ = ["ClientLeftError", "EventStream", "while_connected"]
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
@@ -18,21 +19,22 @@ DONE = "[DONE]"
 """The data of the last event of a whole answer. After an error it does not come."""
 
 
-class ClientLeft(Exception):
+class ClientLeftError(Exception):
     """The client has closed its connection."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result. It is cancelled as soon as the client is gone, so that its KV cache is free for others.
+    """The work's result. It is cancelled as soon as the client is gone, so that its KV cache is
+    free for others.
 
     Raises:
-        ClientLeft: the client was faster.
+        ClientLeftError: the client was faster.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientLeft
+            raise ClientLeftError
         return working.result()
     finally:
         for task in (working, leaving):
@@ -41,7 +43,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """One event for each object, then `[DONE]`. What raises becomes an event with an error, and the last one."""
+    """One event for each object, then `[DONE]`. What raises becomes an event with an error, and the
+    last one."""
 
     media_type = "text/event-stream"
 
@@ -53,7 +56,8 @@ class EventStream(Response):
     ) -> None:
         """
         Args:
-            source: what `objects` are made of. Closed with them, also if none of them was asked for.
+            source: what `objects` are made of. Closed with them, also if none of them was asked
+                for.
             failed: makes an exception an object.
         """
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
@@ -62,7 +66,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async with contextlib.aclosing(self._source):
-            with contextlib.suppress(ClientLeft):
+            with contextlib.suppress(ClientLeftError):
                 await while_connected(receive, self._send(send))
 
     async def _send(self, send: Any) -> None:
@@ -73,7 +77,7 @@ class EventStream(Response):
                     await send(_event(json.dumps(one, allow_nan=False)))
                 await send(_event(DONE))
             except OSError:  # a server that notices the closed connection first
-                raise ClientLeft from None
+                raise ClientLeftError from None
             except Exception as error:
                 await send(_event(json.dumps(self._failed(error))))
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from asyncrl.generation.protocol import Standing
+from asyncrl.contracts.messages import ServedWeights
 
 __all__ = ["ServedModel", "model_list", "weights"]
 
@@ -27,18 +27,20 @@ class ServedModel:
 
     @property
     def most_characters(self) -> int:
-        """Characters that `max_model_len` tokens can stand for. A longer text is refused before it is tokenized."""
+        """Characters that `max_model_len` tokens can stand for. A longer text is refused before it
+        is tokenized."""
         return self.max_model_len * self.longest_token
 
     @property
     def largest_body(self) -> int:
-        """Bytes of a request with the longest text in JSON, six for each character, or with the longest list of token ids."""
+        """Bytes of a request with the longest text in JSON, six for each character, or with the
+        longest list of token ids."""
         return OTHER_FIELDS + max(
             6 * self.most_characters, (len(str(self.vocabulary)) + 2) * self.max_model_len
         )
 
 
-def model_list(model: ServedModel, standing: Standing, created: int) -> dict[str, Any]:
+def model_list(model: ServedModel, served: ServedWeights, created: int) -> dict[str, Any]:
     """The answer of /v1/models: the one model, and its weights."""
     entry = {
         "id": model.name,
@@ -46,15 +48,16 @@ def model_list(model: ServedModel, standing: Standing, created: int) -> dict[str
         "created": created,
         "owned_by": "asyncrl",
         "max_model_len": model.max_model_len,
-        **weights(standing),
+        **weights(served),
     }
     return {"object": "list", "data": [entry]}
 
 
-def weights(standing: Standing) -> dict[str, Any]:
-    """Whose weights answer, as every answer says it: identity (null: the checkpoint's), the job that has the lease (null: none), and both in words."""
+def weights(served: ServedWeights) -> dict[str, Any]:
+    """Whose weights answer, as every answer says it: identity (null: the checkpoint's), the job
+    that has the lease (null: none), and both in words."""
     return {
-        "weights": asdict(standing.weights) if standing.weights is not None else None,
-        "lease": standing.lease,
-        "serving": standing.text,
+        "weights": asdict(served.weights) if served.weights is not None else None,
+        "lease": served.lease,
+        "serving": served.text,
     }

@@ -1,4 +1,5 @@
-"""/metrics in Prometheus' text form: what every replica's engine does, and what was asked over HTTP."""
+"""/metrics in Prometheus' text form: what every replica's engine does, and what was asked over
+HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ GAUGES = {
     "max_model_len": "Longest prompt plus completion, in tokens.",
 }
 UPDATES = {
-    "fetch_s": "Seconds in which the last version of the weights was fetched, while generation went on.",
+    "fetch_s": (
+        "Seconds in which the last version of the weights was fetched, while generation went on."
+    ),
     "pause_s": "Seconds for which the last update of the weights stopped generation.",
 }
 """Keys of a replica's `status()` → what they mean."""
@@ -49,11 +52,13 @@ class Traffic:
     def add(self, path: str, status: int, seconds: float) -> None:
         """Count one answer."""
         self.requests[path, status] += 1
-        self.seconds[path] += seconds  # type: ignore[assignment]  # typeshed's counters count whole things
+        # typeshed's counters count whole things
+        self.seconds[path] += seconds  # type: ignore[assignment]
 
 
 class Counted:
-    """In front of the routes: counts what they answer. Other paths are one: clients may make up any number of them."""
+    """In front of the routes: counts what they answer. Other paths are one: clients may make up any
+    number of them."""
 
     def __init__(
         self, app: Callable[..., Awaitable[None]], traffic: Traffic, paths: Sequence[str]

@@ -1,4 +1,5 @@
-"""Text on its way in and out of the endpoint: what the model's tokenizer and chat template make of it. Everything runs in threads."""
+"""Text on its way in and out of the endpoint: what the model's tokenizer and chat template make of
+it. Everything runs in threads."""
 
 from __future__ import annotations
 

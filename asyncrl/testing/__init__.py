@@ -1,6 +1,7 @@
-"""Fakes for every protocol, deterministic, in memory; they check what they are given. For tests of control flow, yours and ours."""
+"""Fakes for every protocol, deterministic, in memory; they check what they are given. For tests of
+control flow, yours and ours."""
 
-from asyncrl.testing.clock import Deadlock, VirtualTimeLoop
+from asyncrl.testing.clock import DeadlockError, VirtualTimeLoop
 from asyncrl.testing.control import (
     FakeCheckpoints,
     FakeLearner,
@@ -17,7 +18,7 @@ from asyncrl.testing.generators import FakeGenerate, FakeServed, FakeWords, Seed
 from asyncrl.testing.sandbox import FakeSandbox
 
 __all__ = [
-    "Deadlock",
+    "DeadlockError",
     "FakeCheckpoints",
     "FakeEngine",
     "FakeGenerate",

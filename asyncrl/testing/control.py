@@ -8,23 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from asyncrl.control.checkpoint import State
-from asyncrl.control.fates import Fate
-from asyncrl.control.protocols import (
-    NOT_FINITE,
+from asyncrl.contracts.errors import RolloutFailedError
+from asyncrl.contracts.messages import (
     EngineLoad,
     Example,
     Finished,
-    Learner,
     Manifest,
     PushReport,
-    RolloutFailed,
     Scored,
-    Scores,
     StepResult,
 )
+from asyncrl.contracts.outcomes import NOT_FINITE, Outcome
+from asyncrl.contracts.protocols import Learner, Scores
+from asyncrl.contracts.rows import Prompt
+from asyncrl.contracts.state import State
 from asyncrl.runtime.shared import Written, size_and_checksum
-from asyncrl.types import Prompt
 
 __all__ = [
     "FakeCheckpoints",
@@ -64,12 +62,12 @@ class FakePrompts:
 
 
 class FakeReplicas:
-    """Generator replicas as far as versions go: each holds one, never goes back, and catches up from the board like a real one. One of them may be held
-    for an evaluation."""
+    """Generator replicas as far as versions go: each holds one, never goes back, and catches up
+    from the version registry like a real one. One of them may be held for an evaluation."""
 
     def __init__(self, count: int = 1) -> None:
         self.versions = [-1] * count
-        self.board = -1
+        self.registry = -1
         """The newest version announced."""
         self.held: int | None = None
         """The replica that keeps its version."""
@@ -95,23 +93,26 @@ class FakeReplicas:
         """It catches up, unless it has died meanwhile."""
         if self.held == replica:
             self.held = None
-            self.apply(replica, self.board)
+            self.apply(replica, self.registry)
 
     def apply(self, replica: int, version: int) -> None:
         """The replica holds at least this version from now on."""
         if replica == self.held and version > self.versions[replica]:
             raise AssertionError(
-                f"replica {replica} is held at version {self.versions[replica]}, and was given {version}"
+                f"replica {replica} is held at version {self.versions[replica]}, and was given"
+                f" {version}"
             )
         self.versions[replica] = max(self.versions[replica], version)
 
     def serve(self, replica: int, committed: int) -> int:
-        """The version with which the replica answers a request that asks for at least `committed`."""
+        """The version with which the replica answers a request that asks for at least
+        `committed`."""
         if self.versions[replica] < committed:
-            self.apply(replica, self.board)
+            self.apply(replica, self.registry)
         if self.versions[replica] < committed:
             raise AssertionError(
-                f"replica {replica} is at {self.versions[replica]} and the board at {self.board}, while {committed} is committed"
+                f"replica {replica} is at {self.versions[replica]} and the version registry at"
+                f" {self.registry}, while {committed} is committed"
             )
         return self.versions[replica]
 
@@ -122,10 +123,12 @@ class FakeReplicas:
 
 
 class FakeRollouts:
-    """Groups of `tokens(ordinal)` tokens; finished ones wait in `outbox` for `FakeScores`. Ordinal o goes to free replica o modulo their number.
+    """Groups of `tokens(ordinal)` tokens; finished ones wait in `outbox` for `FakeScores`. Ordinal
+    o goes to free replica o modulo their number.
 
-    `latency(ordinal)` in seconds of the event loop's clock; `fails(ordinal)` gives a reason or None; a replica that `dies(ordinal)` restarts
-    and makes the group again. A latency above `deadline_s` fails the group. `kv_use(ordinal)` is what the engine says when the group is done.
+    `latency(ordinal)` in seconds of the event loop's clock; `fails(ordinal)` gives a reason or
+    None; a replica that `dies(ordinal)` restarts and makes the group again. A latency above
+    `deadline_s` fails the group. `kv_use(ordinal)` is what the engine says when the group is done.
     """
 
     def __init__(
@@ -165,21 +168,21 @@ class FakeRollouts:
         return finished
 
     async def _generate(self, ordinal: int) -> Finished:
-        replica, begun = self._serve(ordinal)
+        replica, oldest_version = self._serve(ordinal)
         latency = self.latency(ordinal)
         await asyncio.sleep(min(latency, self.deadline_s))
         if reason := "deadline" if latency > self.deadline_s else self.fails(ordinal):
-            raise RolloutFailed(reason)
+            raise RolloutFailedError(reason)
         if self.replicas is not None and self.dies(ordinal):
             self.replicas.restart(replica)
-            replica, begun = self._serve(ordinal)
+            replica, oldest_version = self._serve(ordinal)
             await asyncio.sleep(latency)
         load = (
             None
             if self.kv_use is None
             else EngineLoad(f"fake {replica}", self.kv_use(ordinal), 0, 0)
         )
-        return Finished(ordinal, begun, self.tokens(ordinal), load)
+        return Finished(ordinal, oldest_version, self.tokens(ordinal), load)
 
     def _serve(self, ordinal: int) -> tuple[int, int]:
         """The replica that makes the group, and its version."""
@@ -201,7 +204,8 @@ class FakeRollouts:
 
 
 class FakeScores:
-    """Scores what `rollouts` finished, each after its own `latency(ordinal)`. `score(ordinal)` gives the usable trajectories' rewards.
+    """Scores what `rollouts` finished, each after its own `latency(ordinal)`. `score(ordinal)`
+    gives the usable trajectories' rewards.
 
     `Scored.ref` is the version in which the group really began, for `FakeLearner` to check.
     """
@@ -266,21 +270,22 @@ class FakeScores:
         self._done.put_nowait(
             Scored(
                 ordinal,
-                finished.begun,
-                finished.begun,
+                finished.oldest_version,
+                finished.oldest_version,
                 finished.tokens,
                 rewards,
                 parts,
                 len(rewards),
                 0,
-                finished.begun,
+                finished.oldest_version,
                 failure=self.fails(ordinal),
             )
         )
 
 
 class FakeLearner:
-    """Counts steps; `skips(n)` says whether the n-th attempted step (from 0) is skipped, for `reason`. Keeps every batch it was given.
+    """Counts steps; `skips(n)` says whether the n-th attempted step (from 0) is skipped, for
+    `reason`. Keeps every batch it was given.
 
     With `max_staleness` it refuses a group that really began earlier, whatever control believes.
     """
@@ -311,13 +316,15 @@ class FakeLearner:
             batch
         ):
             raise AssertionError(
-                f"a batch of {[scored.ordinal for scored in batch]}, not {self.groups_per_step} distinct groups"
+                f"a batch of {[scored.ordinal for scored in batch]}, not {self.groups_per_step}"
+                " distinct groups"
             )
         if self.max_staleness is not None and any(
             self.version - scored.ref > self.max_staleness for scored in batch
         ):
             raise AssertionError(
-                f"groups begun at {[scored.ref for scored in batch]} were to be trained at {self.version}"
+                f"groups begun at {[scored.ref for scored in batch]} were to be trained at"
+                f" {self.version}"
             )
         await self._work()
         applied = not self.skips(len(self.batches))
@@ -355,8 +362,10 @@ class FakeLearner:
 
 
 class FakeWeightSync:
-    """Brings a version to every replica that is not held after `latency(version)`, but to those that `lags(replica, version)` (never the first,
-    nor more than half): they are unroutable until they catch up. `fails(version, attempt)` makes a push raise, after half of the replicas have it."""
+    """Brings a version to every replica that is not held after `latency(version)`, but to those
+    that `lags(replica, version)` (never the first, nor more than half): they are unroutable until
+    they catch up. `fails(version, attempt)` makes a push raise, after half of the replicas have it.
+    """
 
     def __init__(
         self,
@@ -374,7 +383,7 @@ class FakeWeightSync:
         version, replicas = manifest.version, self.replicas
         if self.applied and version <= self.applied[-1]:
             raise AssertionError(f"version {version} was pushed after {self.applied[-1]}")
-        replicas.board = version
+        replicas.registry = version
         behind = [replica for replica in replicas.free[1:] if self.lags(replica, version)][
             : len(replicas.free) // 2
         ]
@@ -420,7 +429,8 @@ class FakeCheckpoints:
         await asyncio.sleep(0)
         if [scored.ordinal for scored in waiting] != [ordinal for _, ordinal in state.waiting]:
             raise AssertionError(
-                f"the state lists {state.waiting}, and {[scored.ordinal for scored in waiting]} wait"
+                f"the state lists {state.waiting}, and {[scored.ordinal for scored in waiting]}"
+                " wait"
             )
         self.states.append(state)
         self.waiting.append(list(waiting))
@@ -432,17 +442,17 @@ class FakeRecorder:
 
     def __init__(self) -> None:
         self.records: list[tuple[str, int, int, dict[str, float | str]]] = []
-        self.all_fates: list[Fate] = []
+        self.all_outcomes: list[Outcome] = []
 
     def record(
         self, event: str, step: int, version: int, metrics: Mapping[str, float | str]
     ) -> None:
         self.records.append((event, step, version, dict(metrics)))
 
-    def fates(self, fates: list[Fate], outstanding: list[int]) -> None:
-        if {fate.ordinal for fate in fates if fate.outcome != "waiting"} & set(outstanding):
+    def outcomes(self, outcomes: list[Outcome], outstanding: list[int]) -> None:
+        if {ended.ordinal for ended in outcomes if ended.outcome != "waiting"} & set(outstanding):
             raise AssertionError("a group has come to its end and is outstanding")
-        self.all_fates += fates
+        self.all_outcomes += outcomes
 
     async def flushed(self) -> None:
         return None

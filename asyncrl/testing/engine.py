@@ -1,4 +1,5 @@
-"""An engine as far as its KV cache goes: where it is full, completions are preempted and computed again."""
+"""An engine as far as its KV cache goes: where it is full, completions are preempted and computed
+again."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncrl.control.protocols import EngineLoad, Finished
+from asyncrl.contracts.messages import EngineLoad, Finished
 from asyncrl.testing.control import FakeReplicas, FakeRollouts
 
 __all__ = ["FakeEngine"]
@@ -23,8 +24,9 @@ class _Completion:
 
 
 class FakeEngine(FakeRollouts):
-    """`Rollouts` over one engine with continuous batching. A step takes `step_s` + `sequence_s` for each running completion + `prefill_s` for each
-    token computed again or for the first time, and makes one token for each. Requests wait in order while the cache has no room for them; when the
+    """`Rollouts` over one engine with continuous batching. A step takes `step_s` + `sequence_s` for
+    each running completion + `prefill_s` for each token computed again or for the first time, and
+    makes one token for each. Requests wait in order while the cache has no room for them; when the
     running ones have none for their next token, the youngest is preempted and loses its KV cache.
     """
 
@@ -61,7 +63,7 @@ class FakeEngine(FakeRollouts):
         self._stepping: asyncio.Task[None] | None = None
 
     async def _generate(self, ordinal: int) -> Finished:
-        (_, begun), done = self._serve(ordinal), asyncio.Event()
+        (_, oldest_version), done = self._serve(ordinal), asyncio.Event()
         lengths = [self.lengths(ordinal, index) for index in range(self.samples)]
         self._groups[ordinal] = self.samples, done
         self._queue.extend(_Completion(ordinal, length, self.prompt_tokens) for length in lengths)
@@ -70,7 +72,7 @@ class FakeEngine(FakeRollouts):
         await done.wait()
         return Finished(
             ordinal,
-            begun,
+            oldest_version,
             sum(lengths),
             EngineLoad("fake", self._used() / self.kv_tokens, len(self._queue), self.preemptions),
         )

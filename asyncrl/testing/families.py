@@ -3,8 +3,9 @@
     path = family("mixtral").save(tmp_path / "mixtral")
 
 A checkpoint has the settings that set its family apart (experts, windows, soft caps, sinks,
-recurrent layers) and at least one layer of each kind. No parameter and no saved buffer is a constant:
-a tensor that is lost changes the log-probs. Dropout and jitter are those of the family's own config.
+recurrent layers) and at least one layer of each kind. No parameter and no saved buffer is a
+constant: a tensor that is lost changes the log-probs. Dropout and jitter are those of the family's
+own config.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Family:
     text_settings: Mapping[str, Any] | None = None
     """For a multimodal checkpoint: the same for its `text_config`, where `SHAPE` then goes."""
     published: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of `config.json` that published checkpoints have, and that transformers does not write. vLLM reads them."""
+    """Entries of `config.json` that published checkpoints have, and that transformers does not
+    write. vLLM reads them."""
 
     def config(self, **changes: Any) -> Any:
         """The transformers config; `changes` go into the text model's settings.
@@ -66,21 +68,23 @@ class Family:
         return AutoConfig.for_model(self.model_type, text_config=text, **self.settings)
 
     def build(self, seed: int = 0, **changes: Any) -> Any:
-        """The model in float32, in eval mode; the same for the same seed. Global random state is kept."""
+        """The model in float32, in eval mode; the same for the same seed. Global random state is
+        kept."""
         import torch
         from transformers import AutoModelForCausalLM
 
         with _seeded(seed):
             model = AutoModelForCausalLM.from_config(
                 self.config(**changes), dtype=torch.float32, trust_remote_code=False
-            )  # type: ignore[no-untyped-call]
+            )
             _stir(model)
         return model.eval()
 
     def save(
         self, path: str | Path, seed: int = 0, max_shard_size: str = "50GB", **changes: Any
     ) -> Path:
-        """Write config, safetensors, generation config and `byte_tokenizer()` to a folder; return it.
+        """Write config, safetensors, generation config and `byte_tokenizer()` to a folder; return
+        it.
 
         Args:
             seed: of all parameters and buffers.
@@ -109,7 +113,8 @@ def family(name: str) -> Family:
 
 
 def byte_tokenizer() -> Any:
-    """A byte-level tokenizer without merges: each UTF-8 byte is a token; 4 special tokens come first."""
+    """A byte-level tokenizer without merges: each UTF-8 byte is a token; 4 special tokens come
+    first."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -127,11 +132,12 @@ def byte_tokenizer() -> Any:
         bos_token="<s>",
         eos_token="</s>",
         unk_token="<unk>",
-    )  # type: ignore[no-untyped-call]
+    )
 
 
 def _config(model_type: str, settings: Mapping[str, Any]) -> Any:
-    """A config of these settings. transformers keeps unknown ones in silence: a typo would test nothing."""
+    """A config of these settings. transformers keeps unknown ones in silence: a typo would test
+    nothing."""
     from transformers import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[model_type]
@@ -152,7 +158,8 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _stir(model: Any) -> None:
-    """Give each tensor that the checkpoint holds a spread: constants get noise, narrow weights grow."""
+    """Give each tensor that the checkpoint holds a spread: constants get noise, narrow weights
+    grow."""
     import torch
 
     saved = model.state_dict(keep_vars=True)

@@ -1,4 +1,5 @@
-"""Generators without an engine: random completions, the same behind the HTTP routes, and samples of a plain transformers model."""
+"""Generators without an engine: random completions, the same behind the HTTP routes, and samples of
+a plain transformers model."""
 
 from __future__ import annotations
 
@@ -8,26 +9,28 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
-from asyncrl.control.protocols import Manifest, PushReport
-from asyncrl.generation.protocol import (
+from asyncrl.contracts.messages import (
     Details,
     Generated,
     GenerateRequest,
+    Manifest,
     Piece,
-    Standing,
+    PushReport,
+    ServedWeights,
     Tokens,
     WeightsId,
 )
+from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import Traffic
 from asyncrl.text.template import MessagesError
-from asyncrl.types import Completion, VersionSpan
 
 __all__ = ["FakeGenerate", "FakeServed", "FakeWords", "SeededGenerator"]
 
 
 class FakeGenerate:
-    """Seeded random completions over token ids 3 … vocabulary - 1, at version `version` (may be changed between calls)."""
+    """Seeded random completions over token ids 3 … vocabulary - 1, at version `version` (may be
+    changed between calls)."""
 
     def __init__(self, vocabulary: int = 40, version: int = 0, latency: float = 0.0) -> None:
         self.vocabulary, self.version, self.latency = vocabulary, version, latency
@@ -74,7 +77,8 @@ class FakeGenerate:
 
 
 class FakeWords:
-    """`asyncrl.serving.answers.Words`: characters are tokens, by their code points. The chat template takes two roles in turn."""
+    """`asyncrl.serving.answers.Words`: characters are tokens, by their code points. The chat
+    template takes two roles in turn."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
@@ -100,14 +104,15 @@ class FakeWords:
 
 
 class FakeServed(FakeGenerate):
-    """`asyncrl.generation.http.Served`: completions of `FakeGenerate` whose tokens are characters, in pieces of two."""
+    """`asyncrl.serving.http.Served`: completions of `FakeGenerate` whose tokens are characters,
+    in pieces of two."""
 
     def __init__(self, model: ServedModel) -> None:
         super().__init__(model.vocabulary)
         self._model = model
         self.words = FakeWords(model.vocabulary)
         self.traffic = Traffic()
-        self.held = Standing(None, None)
+        self.held = ServedWeights(None, None)
         self.requests: list[GenerateRequest] = []
         self.failure: Exception | None = None
         """What the next calls raise."""
@@ -161,7 +166,7 @@ class FakeServed(FakeGenerate):
             (((), *best[1:]) if first else best) if details.top else (),
         )
 
-    async def standing(self) -> Standing:
+    async def served_weights(self) -> ServedWeights:
         return self.held
 
     async def statuses(self) -> list[dict[str, Any]]:
@@ -190,11 +195,14 @@ class FakeServed(FakeGenerate):
 
 
 class SeededGenerator:
-    """`Generate` and `WeightSync` around a plain transformers model: samples from its current weights, one token, completion and request after the
-    other, without a cache. What it gives depends on weights and seeds alone, so two runs with equal weights make equal tokens."""
+    """`Generate` and `WeightSync` around a plain transformers model: samples from its current
+    weights, one token, completion and request after the other, without a cache. What it gives
+    depends on weights and seeds alone, so two runs with equal weights make equal tokens.
+    """
 
     def __init__(self, model: Any, eos_token_id: int) -> None:
-        """`model` is a causal LM in float32; its weights may be changed from outside between calls."""
+        """`model` is a causal LM in float32; its weights may be changed from outside between
+        calls."""
         self.model, self.eos_token_id = model, eos_token_id
         self.version = 0
 
@@ -235,7 +243,8 @@ class SeededGenerator:
         parameters = dict(self.model.named_parameters())
         if set(parameters) != {entry.name for entry in manifest.tensors}:
             raise AssertionError(
-                f"the manifest has not the model's parameters: {set(parameters) ^ {entry.name for entry in manifest.tensors}}"
+                "the manifest has not the model's parameters:"
+                f" {set(parameters) ^ {entry.name for entry in manifest.tensors}}"
             )
         with torch.no_grad():
             for entry in manifest.tensors:

@@ -13,12 +13,13 @@ __all__ = ["FakeSandbox", "ended"]
 def ended(
     stdout: str = "", exit_code: int = 0, stderr: str = "", level: Level = Level.NAMESPACES
 ) -> Result:
-    """The result of a program that exited by itself."""
+    """The result of a program that exited."""
     return Result("exited", exit_code, stdout, stderr, 0.1, 0.1, 1 << 20, level)
 
 
 class FakeSandbox:
-    """`Sandbox` that asks a function what a program would have done, and keeps what it was given."""
+    """`Sandbox` that asks a function what a program would have done, and keeps what it was
+    given."""
 
     def __init__(
         self, answer: Callable[[Program], Result], level: Level = Level.NAMESPACES
@@ -35,7 +36,8 @@ class FakeSandbox:
         result = self._answer(program)
         if result.level != self.level:
             raise ValueError(
-                f"a result of level {result.level.value!r} from a sandbox of level {self.level.value!r}"
+                f"a result of level {result.level.value!r} from a sandbox of level"
+                f" {self.level.value!r}"
             )
         return result
 

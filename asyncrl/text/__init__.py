@@ -1,0 +1,13 @@
+"""One tokenizer, one chat template and one set of stops for every side."""
+
+from __future__ import annotations
+
+from asyncrl.runtime.exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    decode="tokenizer",
+    load_stops="stops",
+    load_tokenizer="tokenizer",
+    text_before="stops",
+)

@@ -1,8 +1,10 @@
-"""What ends a completion, and why. `asyncrl plan` shows it, since a missing stop only shows up as answers that never end.
+"""What ends a completion, and why. `asyncrl plan` shows it, since a missing stop only shows up as
+answers that never end.
 
-A completion ends at a stop token, or as soon as its text holds a stop string. All tokens that were sampled stay in it, with
-their log-probs, and are trained on: those that spell a stop string as well, so that the policy learns to write it. The text,
-which rewards read, goes up to the stop string.
+A completion ends at a stop token, or as soon as its text holds a stop string. All tokens that were
+sampled stay in it, with their log-probs, and are trained on: those that spell a stop string as
+well, so that the policy learns to write it. The text, which rewards read, goes up to the stop
+string.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ ANSWER = "42, of course"
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """What ends a completion. The engine holds it for every request: rollouts, evaluation and HTTP alike."""
+    """What ends a completion. The engine holds it for every request: rollouts, evaluation and HTTP
+    alike."""
 
     tokens: dict[int, tuple[str, ...]]
     """Stop token id → the sources that name it, in order of id."""
@@ -61,10 +64,12 @@ def make_stops(
     rollout_stop: Sequence[str] = (),
     rollout_stop_token_ids: Sequence[int] = (),
 ) -> Stops:
-    """The stop tokens of model and settings, and the stop strings. A string that is one special token becomes that token, since no text shows it.
+    """The stop tokens of model and settings, and the stop strings. A string that is one special
+    token becomes that token, since no text shows it.
 
     Raises:
-        ValueError: a stop string is empty, one that the tokenizer cannot write, or holds a special token among others; or an id is outside the vocabulary.
+        ValueError: a stop string is empty, one that the tokenizer cannot write, or holds a special
+            token among others; or an id is outside the vocabulary.
     """
     special = {text: special_token(tokenizer, text) for text in dict.fromkeys(rollout_stop)}
     for text, token in special.items():
@@ -81,14 +86,16 @@ def make_stops(
     for token, source in sorted((t, s) for t, s in found if t is not None):
         if not 0 <= token < len(tokenizer):
             raise ValueError(
-                f"stop token id {token} ({source}) is outside the vocabulary of {len(tokenizer)} tokens; remove it"
+                f"stop token id {token} ({source}) is outside the vocabulary of {len(tokenizer)}"
+                " tokens; remove it"
             )
         sources[token] = (*sources.get(token, ()), source)
     return Stops(sources, tuple(text for text, token in special.items() if token is None))
 
 
 def chat_end_token(tokenizer: Any) -> int | None:
-    """The special token that ends an assistant's turn in the chat template; None without a template, or if it renders no such turn."""
+    """The special token that ends an assistant's turn in the chat template; None without a
+    template, or if it renders no such turn."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     turns = [{"role": "user", "content": ANSWER}, {"role": "assistant", "content": ANSWER}]
@@ -110,7 +117,8 @@ def text_before(text: str, strings: Sequence[str]) -> str:
 
 
 def special_token(tokenizer: Any, text: str) -> int | None:
-    """The special token that a stop string is; None for any other string. A text shows no special token, so this one has to end a completion itself."""
+    """The special token that a stop string is; None for any other string. A text shows no special
+    token, so this one has to end a completion itself."""
     token = special_tokens(tokenizer).get(text)
     return None if token == tokenizer.unk_token_id else token
 
@@ -123,5 +131,6 @@ def _refuse_unseen(tokenizer: Any, text: str) -> None:
     if text not in decode(tokenizer, tokenizer.encode(MARKER + text, add_special_tokens=False)):
         tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode(text, add_special_tokens=False))
         raise ValueError(
-            f"rollout.rollout_stop {text!r} never shows in a text of this tokenizer (its tokens: {tokens}); name a special token alone, or another string"
+            f"rollout.rollout_stop {text!r} never shows in a text of this tokenizer (its tokens:"
+            f" {tokens}); name a special token alone, or another string"
         )

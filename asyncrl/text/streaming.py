@@ -1,4 +1,5 @@
-"""A completion's text while its tokens still come: the parts put together are the text that the whole completion has."""
+"""A completion's text while its tokens still come: the parts put together are the text that the
+whole completion has."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """Text of tokens that come in pieces. It keeps back unfinished characters, and whatever may become a stop string."""
+    """Text of tokens that come in pieces. It keeps back unfinished characters, and whatever may
+    become a stop string."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self._ids: list[int] = []
         self._window = self._read = 0
-        """Tokens before `_read` have been read. Decoding begins at `_window`, since a token's text may depend on the one before it."""
+        """Tokens before `_read` have been read. Decoding begins at `_window`, since a token's text
+        may depend on the one before it."""
         self._held = ""
         """Text that was read and may begin a stop string."""
         self._told = 0

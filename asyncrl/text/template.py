@@ -1,4 +1,5 @@
-"""Prompts as the model sees them: plain strings, or chats through the model's template with a system prompt, tools and its own switches."""
+"""Prompts as the model sees them: plain strings, or chats through the model's template with a
+system prompt, tools and its own switches."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class TemplateError(ValueError):
-    """A prompt cannot be rendered, or a setting has no effect on the template. One line with the setting or the row."""
+    """A prompt cannot be rendered, or a setting has no effect on the template. One line with the
+    setting or the row."""
 
 
 class MessagesError(ValueError):
-    """The template refuses a chat; the message is what it says, in one line. Or it is given variables that are none of a template's."""
+    """The template refuses a chat; the message is what it says, in one line. Or it is given
+    variables that are none of a template's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """How a run turns a value of its prompt column into text and tokens. Settings are those of the section `data`."""
+    """How a run turns a value of its prompt column into text and tokens. Settings are those of the
+    section `data`."""
 
     model: str
     """Checkpoint directory."""
@@ -60,7 +64,8 @@ class Template:
             first_row: number of the first value, for messages.
 
         Raises:
-            TemplateError: a value is neither, the tokenizer has no template, or the template refuses a chat.
+            TemplateError: a value is neither, the tokenizer has no template, or the template
+                refuses a chat.
         """
         tokenizer = load_tokenizer(self.model)
         each = tools or [None] * len(values)
@@ -70,8 +75,9 @@ class Template:
                 self._messages(value, first_row + row)
         if any(chats) and not tokenizer.chat_template:
             raise TemplateError(
-                f"model.path = {self.model!r}: its tokenizer has no chat template; use string prompts and data.apply_chat_template: false, without "
-                "data.system_prompt, chat_template_kwargs and tools"
+                f"model.path = {self.model!r}: its tokenizer has no chat template; use string"
+                " prompts and data.apply_chat_template: false, without data.system_prompt,"
+                " chat_template_kwargs and tools"
             )
         if not all(chats):
             self._refuse_without_chat(each)
@@ -93,7 +99,8 @@ class Template:
         return Rendered(texts, ids, own_bos)
 
     def check(self, values: Sequence[Any], tools: Sequence[Any] | None = None) -> list[str]:
-        """What the settings do to the first chat among these prompts (the first with tools, if any has), in words.
+        """What the settings do to the first chat among these prompts (the first with tools, if any
+        has), in words.
 
         Raises:
             TemplateError: the template ignores one of them, so that it would do nothing.
@@ -108,22 +115,25 @@ class Template:
         value, own = next(((value, own) for value, own in chats if own), chats[0])
         if taken := _not_of_a_template(tokenizer, self.kwargs):
             raise TemplateError(
-                f"data.chat_template_kwargs = {dict(self.kwargs)!r}: {taken[0]} is not a variable of a template; leave it out"
+                f"data.chat_template_kwargs = {dict(self.kwargs)!r}: {taken[0]} is not a variable"
+                " of a template; leave it out"
             )
         whole = self._text(tokenizer, value, own, 0)
         notes = []
         if self.system_prompt is not None:
             if whole == replace(self, system_prompt=None)._text(tokenizer, value, own, 0):
                 raise TemplateError(
-                    f"data.system_prompt: the chat template of model.path = {self.model!r} leaves system messages out; remove it"
+                    f"data.system_prompt: the chat template of model.path = {self.model!r} leaves"
+                    " system messages out; remove it"
                 )
             notes.append(f"system prompt of {len(self.system_prompt)} characters")
         schemas = self._tools(own, 0)
         if schemas:
             if whole == replace(self, tools=None)._text(tokenizer, value, None, 0):
                 raise TemplateError(
-                    f"data.tools or data.tools_column: the chat template of model.path = {self.model!r} leaves tools out; remove them, or use a model whose "
-                    "template has them"
+                    "data.tools or data.tools_column: the chat template of model.path ="
+                    f" {self.model!r} leaves tools out; remove them, or use a model whose template"
+                    " has them"
                 )
             notes.append(f"{len(schemas)} {'tool' if len(schemas) == 1 else 'tools'}")
         for name, setting in self.kwargs.items():
@@ -135,7 +145,8 @@ class Template:
                 rf"\b{re.escape(name)}\b", tokenizer.get_chat_template(tools=schemas)
             ):
                 raise TemplateError(
-                    f"data.chat_template_kwargs: the chat template of model.path = {self.model!r} knows no {name}, so it would do nothing; remove it"
+                    f"data.chat_template_kwargs: the chat template of model.path = {self.model!r}"
+                    f" knows no {name}, so it would do nothing; remove it"
                 )
             notes.append(
                 f"{name} = {setting!r}"
@@ -144,8 +155,8 @@ class Template:
         another_day = replace(self, kwargs={**self.kwargs, "strftime_now": lambda form: form})
         if whole != another_day._text(tokenizer, value, own, 0):
             notes.append(
-                "the template writes today's date, so prompts change from day to day: fix it by data.chat_template_kwargs (such as date_string) or "
-                "data.system_prompt"
+                "the template writes today's date, so prompts change from day to day: fix it by"
+                " data.chat_template_kwargs (such as date_string) or data.system_prompt"
             )
         return notes
 
@@ -161,11 +172,13 @@ class Template:
         }
         if given := [name for name, setting in settings.items() if setting]:
             raise TemplateError(
-                f"{given[0]} acts on chats, and these prompts are plain strings; set data.apply_chat_template: true, or leave it out"
+                f"{given[0]} acts on chats, and these prompts are plain strings; set"
+                " data.apply_chat_template: true, or leave it out"
             )
 
     def _refuse_rendered(self, tokenizer: Any, values: Sequence[Any], first_row: int) -> None:
-        """Refuse string prompts that a template has rendered already: they begin with the special token that a rendering begins with."""
+        """Refuse string prompts that a template has rendered already: they begin with the special
+        token that a rendering begins with."""
         if not (self.apply and any(isinstance(value, str) for value in values)):
             return
         whole = self._text(tokenizer, "x", None, first_row)
@@ -175,7 +188,8 @@ class Template:
         for row, value in enumerate(values, first_row):
             if isinstance(value, str) and value.startswith(token):
                 raise TemplateError(
-                    f"row {row} begins with {token!r}, as a rendered template does, and would be rendered twice; set data.apply_chat_template: false"
+                    f"row {row} begins with {token!r}, as a rendered template does, and would be"
+                    " rendered twice; set data.apply_chat_template: false"
                 )
 
     def _text(self, tokenizer: Any, value: Any, own_tools: Any, row: int) -> str:
@@ -187,7 +201,8 @@ class Template:
                 ", or leave out data.system_prompt" if self.system_prompt is not None else ""
             )
             raise TemplateError(
-                f"row {row}: the chat template of model.path = {self.model!r} refuses the chat ({error}); {way_out}"
+                f"row {row}: the chat template of model.path = {self.model!r} refuses the chat"
+                f" ({error}); {way_out}"
             ) from None
 
     def _messages(self, value: Any, row: int) -> list[dict[str, Any]]:
@@ -198,13 +213,15 @@ class Template:
             or not all(_is_message(message) for message in messages)
         ):
             raise TemplateError(
-                f"row {row} holds {str(value)[:80]!r}: neither a string nor chat messages with role and content"
+                f"row {row} holds {str(value)[:80]!r}: neither a string nor chat messages with role"
+                " and content"
             )
         if self.system_prompt is None:
             return messages
         if messages[0]["role"] == "system":
             raise TemplateError(
-                f"row {row} has a system message of its own, and data.system_prompt is set; remove one of them"
+                f"row {row} has a system message of its own, and data.system_prompt is set; remove"
+                " one of them"
             )
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
@@ -229,10 +246,12 @@ class Template:
 def render_messages(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    """The prompt of one chat, up to where the assistant's turn begins. For chats that do not come from a run's data.
+    """The prompt of one chat, up to where the assistant's turn begins. For chats that do not come
+    from a run's data.
 
     Raises:
-        MessagesError: the tokenizer has no chat template, the template refuses the chat, or a name is none of a template's variables.
+        MessagesError: the tokenizer has no chat template, the template refuses the chat, or a name
+            is none of a template's variables.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise MessagesError("there is no chat template")
@@ -242,7 +261,8 @@ def render_messages(
 
 
 def _not_of_a_template(tokenizer: Any, variables: Mapping[str, Any]) -> list[str]:
-    """Names that would not reach the template: those of the tokenizer's own arguments, another template among them."""
+    """Names that would not reach the template: those of the tokenizer's own arguments, another
+    template among them."""
     return sorted(
         set(variables)
         & set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"}

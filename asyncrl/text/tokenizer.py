@@ -1,7 +1,9 @@
-"""The one tokenizer of a model: prompts are encoded and completions decoded with the same object, on every side.
+"""The one tokenizer of a model: prompts are encoded and completions decoded with the same object,
+on every side.
 
-`tokenizer.json` is the truth. transformers' own classes may build another tokenizer beside it: a byte-level BPE whose
-`tokenizer_class` is `LlamaTokenizerFast` would be decoded as if it were a sentencepiece model.
+`tokenizer.json` is the truth. transformers' own classes may build another tokenizer beside it: a
+byte-level BPE whose `tokenizer_class` is `LlamaTokenizerFast` would be decoded as if it were a
+sentencepiece model.
 """
 
 from __future__ import annotations
@@ -26,13 +28,21 @@ __all__ = [
     "refuse_lossy",
     "save_tokenizer",
     "special_tokens",
-    "tokenizer_fingerprint",
+    "tokenizer_hash",
 ]
 
 FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
-    "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
 """What a checkpoint directory may hold of a fast tokenizer."""
 MORE_TEMPLATES = "additional_chat_templates"
 
@@ -43,7 +53,8 @@ ROUND_TRIP_TEXTS = (
     " two  spaces\n\tand a tab\n",
     "Grüße, 日本語, 🙂 и всё",
 )
-"""Texts that show a wrong decoder: figures, spaces, punctuation, line ends, characters of several bytes."""
+"""Texts that show a wrong decoder: figures, spaces, punctuation, line ends, characters of several
+bytes."""
 
 
 class TokenizerError(ValueError):
@@ -59,7 +70,8 @@ def load_tokenizer(path: str) -> Any:
     """
     try:
         if (Path(path) / "tokenizer.json").exists():
-            # Holds all that a fast tokenizer does. AutoTokenizer would import torch: seconds, in every process that reads or writes text.
+            # Holds all that a fast tokenizer does. AutoTokenizer would import torch: seconds, in
+            # every process that reads or writes text.
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
@@ -69,12 +81,14 @@ def load_tokenizer(path: str) -> Any:
     except Exception as error:  # the tokenizers library raises Exception itself
         why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise TokenizerError(
-            f"model.path = {path!r}: its tokenizer cannot be loaded ({why}); put the files of its tokenizer there"
+            f"model.path = {path!r}: its tokenizer cannot be loaded ({why}); put the files of its"
+            " tokenizer there"
         ) from error
 
 
 def save_tokenizer(path: str, directory: Path) -> None:
-    """Put the tokenizer of the checkpoint at `path` into `directory`: its own files where it has a tokenizer.json, which saving could change."""
+    """Put the tokenizer of the checkpoint at `path` into `directory`: its own files where it has a
+    tokenizer.json, which saving could change."""
     source = Path(path)
     if not (source / "tokenizer.json").exists():
         load_tokenizer(path).save_pretrained(directory)
@@ -107,8 +121,9 @@ def encode_prompts(
 ) -> tuple[list[list[int]], int]:
     """Token ids of prompts, and how many of them began with BOS already.
 
-    A plain text gets the special tokens that the tokenizer puts before it; one that begins with BOS keeps that one alone. A
-    tokenizer that puts EOS after a text does not here: nothing is generated after an end.
+    A plain text gets the special tokens that the tokenizer puts before it; one that begins with BOS
+    keeps that one alone. A tokenizer that puts EOS after a text does not here: nothing is generated
+    after an end.
 
     Args:
         rendered: the texts come from a chat template, which wrote every special token itself.
@@ -135,7 +150,8 @@ def encode_prompts(
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Special token → id: those that no text shows, also where the checkpoint's config does not list them."""
+    """Special token → id: those that no text shows, also where the checkpoint's config does not
+    list them."""
     added = {
         str(token): int(number)
         for number, token in tokenizer.added_tokens_decoder.items()
@@ -147,10 +163,12 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 def refuse_lossy(
     tokenizer: Any, model: str, other: Any = None, texts: Sequence[str] = ROUND_TRIP_TEXTS
 ) -> None:
-    """Raise TokenizerError unless texts survive the way through the tokenizer, or through this one and the `other` side's.
+    """Raise TokenizerError unless texts survive the way through the tokenizer, or through this one
+    and the `other` side's.
 
-    What a tokenizer normalizes (case, accents, spaces) may change a text once. It must not write other characters, and the same tokens must come back. A
-    text with unknown characters proves nothing.
+    What a tokenizer normalizes (case, accents, spaces) may change a text once. It must not write
+    other characters, and the same tokens must come back. A text with unknown characters proves
+    nothing.
     """
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -167,7 +185,8 @@ def refuse_lossy(
                 else "its tokenizer does not decode what it encodes"
             )
             raise TokenizerError(
-                f"model.path = {model!r}: {sides}: {text!r} comes back as {back!r}; check pre_tokenizer and decoder in its tokenizer.json"
+                f"model.path = {model!r}: {sides}: {text!r} comes back as {back!r}; check"
+                " pre_tokenizer and decoder in its tokenizer.json"
             )
 
 
@@ -176,8 +195,9 @@ def _characters(text: str) -> set[str]:
     return set(unicodedata.normalize("NFKD", text.casefold()))
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """SHA-256 of the vocabulary and of what both ways make of ROUND_TRIP_TEXTS: equal on two sides that read and write the same tokens."""
+def tokenizer_hash(tokenizer: Any) -> str:
+    """SHA-256 of the vocabulary and of what both ways make of ROUND_TRIP_TEXTS: equal on two sides
+    that read and write the same tokens."""
     ids = [tokenizer.encode(text) for text in ROUND_TRIP_TEXTS]
     facts = [
         sorted(tokenizer.get_vocab().items()),
@@ -188,10 +208,12 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def refuse_another_tokenizer(path: str, fingerprint: str) -> None:
-    """Raise TokenizerError if a generator's tokenizer has another fingerprint than the one at `path`."""
-    if fingerprint != tokenizer_fingerprint(load_tokenizer(path)):
+def refuse_another_tokenizer(path: str, digest: str) -> None:
+    """Raise TokenizerError if a generator's tokenizer has another digest than the one at
+    `path`."""
+    if digest != tokenizer_hash(load_tokenizer(path)):
         raise TokenizerError(
-            f"model.path = {path!r}: the generators read and write text with another tokenizer than prompts are encoded with; give every node the same "
-            "files and the same version of transformers"
+            f"model.path = {path!r}: the generators read and write text with another tokenizer than"
+            " prompts are encoded with; give every node the same files and the same version of"
+            " transformers"
         )

@@ -1,0 +1,13 @@
+"""How a version travels: gathered, published, fetched, checked and applied."""
+
+from __future__ import annotations
+
+from asyncrl.runtime.exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    BACKEND="engine",
+    CannotPublishError="published",
+    TOKENIZER_MODE="engine",
+    version_table="published",
+)

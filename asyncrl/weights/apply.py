@@ -1,4 +1,5 @@
-"""The vLLM side of an update: map a staging file and load its tensors into the running model. Lives in the engine's worker process."""
+"""The vLLM side of an update: map a staging file and load its tensors into the running model. Lives
+in the engine's worker process."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class StagedInit(WeightTransferInitInfo):
 
 @dataclass
 class StagedUpdate(WeightTransferUpdateInfo):
-    """A staging file, already checked, and where each parameter lies in it: (name, shape, dtype, offset in bytes)."""
+    """A staging file, already checked, and where each parameter lies in it: (name, shape, dtype,
+    offset in bytes)."""
 
     path: str
     nbytes: int
@@ -41,7 +43,8 @@ class StagedUpdate(WeightTransferUpdateInfo):
 
 
 class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
-    """Loads a version from one staging file, without a copy between the file and vLLM's own weight loaders."""
+    """Loads a version from one staging file, without a copy between the file and vLLM's own weight
+    loaders."""
 
     init_info_cls = StagedInit
     update_info_cls = StagedUpdate
@@ -60,8 +63,9 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StagedUpdate) -> None:
-        # vLLM keeps references to the tensors of a layer until all of them have come (q, k and v become one), so the
-        # mapping has to outlive this call: it ends with its last tensor, in finish_weight_update.
+        # vLLM keeps references to the tensors of a layer until all of them have come (q, k and v
+        # become one), so the mapping has to outlive this call: it ends with its last tensor, in
+        # finish_weight_update.
         self._received = map_tensors(update_info)
         model: Any = self.model
         with torch.device(self.device):
@@ -72,12 +76,13 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
     def finish_weight_update(self) -> None:
         with torch.device(self.device):
-            finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+            finalize_layerwise_reload(self.model, self.model_config)
         for method, kernel in self._mixtures:
             if method.moe_kernel is None:  # none of its weights came
                 method.moe_kernel = kernel
         for head in _tied_heads(self.model):
-            # It computes on CPU from a packed copy of the embedding's weight, which the reload does not renew.
+            # It computes on CPU from a packed copy of the embedding's weight, which the reload does
+            # not renew.
             head.quant_method.process_weights_after_loading(head)
         self._received = []
 
@@ -86,7 +91,8 @@ class StagedWeights(WeightTransferEngine[StagedInit, StagedUpdate]):
 
 
 def _name_loaders(model: torch.nn.Module) -> None:
-    """Name the loaders that are partial functions (MiniMax-M2's): vLLM's reload asks each loader for its name, which those do not have."""
+    """Name the loaders that are partial functions (MiniMax-M2's): vLLM's reload asks each loader
+    for its name, which those do not have."""
     for layer in model.modules():
         kept = get_layerwise_info(layer).restore_metadata
         for tensor in (
@@ -101,8 +107,9 @@ def _name_loaders(model: torch.nn.Module) -> None:
 
 
 def _without_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """Take the kernels from a model's mixtures of experts; (method, kernel) of each. On CPU vLLM packs the experts' weights only while it makes a
-    kernel. A mixture that has one would compute with new weights that are not packed."""
+    """Take the kernels from a model's mixtures of experts; (method, kernel) of each. On CPU vLLM
+    packs the experts' weights only while it makes a kernel. A mixture that has one would compute
+    with new weights that are not packed."""
     taken: list[tuple[Any, Any]] = []
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -113,7 +120,8 @@ def _without_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _tied_heads(model: torch.nn.Module) -> list[Any]:
-    """Output heads whose weight is another module's as well; in a model with vision they lie deeper."""
+    """Output heads whose weight is another module's as well; in a model with vision they lie
+    deeper."""
     owners = Counter(
         id(parameter) for module in model.modules() for parameter in module._parameters.values()
     )
@@ -133,7 +141,8 @@ def map_tensors(update: StagedUpdate) -> list[tuple[str, torch.Tensor]]:
     size = os.path.getsize(update.path)
     if size != update.nbytes:
         raise ValueError(
-            f"staging file {update.path} has {size} bytes, its layout says {update.nbytes}; publish the version again"
+            f"staging file {update.path} has {size} bytes, its layout says {update.nbytes}; publish"
+            " the version again"
         )
     flat = torch.from_file(update.path, shared=False, size=update.nbytes, dtype=torch.uint8)
     return [

@@ -1,4 +1,5 @@
-"""Generator against learner: log-probs of the same tokens at the same version, on probe prompts (F1)."""
+"""Generator against learner: log-probs of the same tokens at the same version, on probe prompts
+(F1)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from asyncrl.generation.protocol import Generate, GenerateRequest, WeightsId
+from asyncrl.contracts.messages import GenerateRequest, WeightsId
+from asyncrl.contracts.protocols import Generate
 
 __all__ = ["ProbeCheck", "compare"]
 
@@ -23,10 +25,11 @@ class LearnerLogprobs(Protocol):
 
 
 class ProbeCheck:
-    """At the first version the generators sample the probes, and both sides compare what each gives them. Later the learner and every replica
-    score the same tokens.
+    """At the first version the generators sample the probes, and both sides compare what each gives
+    them. Later the learner and every replica score the same tokens.
 
-    A probe is a prompt and `tokens` sampled tokens, past EOS if need be: what is compared is arithmetic, not manners.
+    A probe is a prompt and `tokens` sampled tokens, past EOS if need be: what is compared is
+    arithmetic, not manners.
     """
 
     def __init__(
@@ -43,9 +46,12 @@ class ProbeCheck:
     ) -> None:
         """
         Args:
-            explain: asked, past the tolerance, which published tensor differs most from what a replica holds: half a sentence.
-            temperature: of the rollouts. The probes are sampled and first compared at it, as trajectories will be; scored later at 1.
-            tolerance: what the statistic of the absolute differences may be, in nats, on every replica.
+            explain: asked, past the tolerance, which published tensor differs most from what a
+                replica holds: half a sentence.
+            temperature: of the rollouts. The probes are sampled and first compared at it, as
+                trajectories will be; scored later at 1.
+            tolerance: what the statistic of the absolute differences may be, in nats, on every
+                replica.
             first: the first version that `after_commit` is called with.
         """
         self.generate, self.learner = generate, learner
@@ -60,7 +66,8 @@ class ProbeCheck:
         self._learner_side: list[Any] = []
 
     async def at_gather(self, version: int) -> None:
-        """Learner's side of a later check. At the first version it waits until the generators have sampled the probes."""
+        """Learner's side of a later check. At the first version it waits until the generators have
+        sampled the probes."""
         if self.probes:
             self._learner_side = await self.learner.logprobs(self.probes)
 
@@ -83,9 +90,10 @@ class ProbeCheck:
         if not difference <= self.tolerance:
             how = {"max": "by up to", "mean": "in the mean by"}[self.statistic]
             raise RuntimeError(
-                f"generator and learner log-probs differ {how} {difference:.2e} at version {version}, above weights.logprob_tolerance = {self.tolerance:g} "
-                f"({metrics['check/tokens']:.0f} tokens compared): the two sides do not hold the same weights or do not compute the same model"
-                f"{await self._explanation()}"
+                f"generator and learner log-probs differ {how} {difference:.2e} at version"
+                f" {version}, above weights.logprob_tolerance = {self.tolerance:g}"
+                f" ({metrics['check/tokens']:.0f} tokens compared): the two sides do not hold the"
+                f" same weights or do not compute the same model{await self._explanation()}"
             )
         return metrics
 
@@ -95,8 +103,11 @@ class ProbeCheck:
         try:
             return f"; {await self.explain()}"
         except Exception as error:
-            # What is known without it must be said all the same.
-            return f"; the tensors could not be compared ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
+            # Report what is known without it.
+            return (
+                f"; the tensors could not be compared ({type(error).__name__}:"
+                f" {str(error).splitlines()[0] if str(error) else 'no message'})"
+            )
 
     async def _sample(self, weights: WeightsId) -> list[tuple[float, ...]]:
         requests = [
@@ -121,8 +132,8 @@ class ProbeCheck:
 
 
 def compare(learner: Sequence[Any], generators: Sequence[Sequence[Any]]) -> dict[str, float]:
-    """Largest and mean absolute difference in nats, each of the replica that differs most, and the number of tokens compared. NaN on either side
-    counts as infinitely far.
+    """Largest and mean absolute difference in nats, each of the replica that differs most, and the
+    number of tokens compared. NaN on either side counts as infinitely far.
 
     Args:
         learner: log-probs of each row.

@@ -1,8 +1,10 @@
 """Weights that a vLLM model copies into its parameters itself, past their loaders.
 
-While vLLM reloads a model, its parameters are on the meta device: a loader keeps what it is given until its layer is complete. A model that calls
-`parameter.copy_` in its `load_weights` (GPT-OSS its experts and sinks, MiMo-V2, MiniMax-M2, Ling 3) copies into nothing, and nothing says so: its
-layer would go on with its old weights. Here such copies are kept as well, and made when the layer is materialized.
+While vLLM reloads a model, its parameters are on the meta device: a loader keeps what it is given
+until its layer is complete. A model that calls `parameter.copy_` in its `load_weights` (GPT-OSS its
+experts and sinks, MiMo-V2, MiniMax-M2, Ling 3) copies into nothing, and nothing says so: its layer
+would go on with its old weights. Here such copies are kept as well, and made when the layer is
+materialized.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ class _Copy:
 
 
 class DirectCopies(TorchDispatchMode):
-    """Use as a context manager around `model.load_weights`, and call `finish` after it, both between the initialization and the end of a layerwise
-    reload. A layer is processed as soon as it is complete, so that no more than one layer's weights are held twice."""
+    """Use as a context manager around `model.load_weights`, and call `finish` after it, both
+    between the initialization and the end of a layerwise reload. A layer is processed as soon as it
+    is complete, so that no more than one layer's weights are held twice.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,7 +72,7 @@ class DirectCopies(TorchDispatchMode):
                 name,
                 tuple(target.size()),
                 target.stride(),
-                target.storage_offset(),
+                int(target.storage_offset()),
                 source.expand_as(target),
             )
         )
@@ -77,7 +81,8 @@ class DirectCopies(TorchDispatchMode):
             self._process(layer)
 
     def finish(self) -> None:
-        """Process the layers that are not complete: some of their tensors have padding, or no weights of their own."""
+        """Process the layers that are not complete: some of their tensors have padding, or no
+        weights of their own."""
         for layer in list(self._pending):
             self._process(layer)
 

@@ -1,5 +1,5 @@
-"""Entry point that vLLM loads in every process of an engine, so it imports nothing at the top: our weight backend, our tokenizer, and an end with
-the parent."""
+"""Entry point that vLLM loads in every process of an engine, so it imports nothing at the top: our
+weight backend, our tokenizer, and an end with the parent."""
 
 BACKEND = "asyncrl_staged"
 """Name of the backend, for `WeightTransferConfig(backend=...)`."""
@@ -8,10 +8,12 @@ TOKENIZER_MODE = "asyncrl"
 """Value of vLLM's tokenizer_mode that makes it use the run's own tokenizer."""
 
 OWNED = "ASYNCRL_OWNS_ENGINE"
-"""Environment variable that marks the engines that asyncrl starts; other uses of vLLM in the same environment are left alone."""
+"""Environment variable that marks the engines that asyncrl starts; other uses of vLLM in the same
+environment are left alone."""
 
 STACKS = "ASYNCRL_STACKS"
-"""Environment variable: folder in which an engine's process writes its stacks when it gets SIGUSR2, as `<process id>.txt`."""
+"""Environment variable: folder in which an engine's process writes its stacks when it gets SIGUSR2,
+as `<process id>.txt`."""
 
 
 def register() -> None:
@@ -52,7 +54,8 @@ def _register_stacks(folder: str) -> None:
 
 
 def _bars_without_semaphore() -> None:
-    """The lock of tqdm's progress bars is a named semaphore in a spawned process: a file in shared memory, which stays when the process is killed."""
+    """The lock of tqdm's progress bars is a named semaphore in a spawned process: a file in shared
+    memory, which stays when the process is killed."""
     import threading
 
     import tqdm
@@ -61,7 +64,8 @@ def _bars_without_semaphore() -> None:
 
 
 def _end_with_parent() -> None:
-    """Kill this process when the one that spawned it is gone: vLLM's engine process does not notice that its replica was killed, and would stay."""
+    """Kill this process when the one that spawned it is gone: vLLM's engine process does not notice
+    that its replica was killed, and would stay."""
     import multiprocessing
     import multiprocessing.connection
     import os

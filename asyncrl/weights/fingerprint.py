@@ -1,8 +1,10 @@
-"""Two numbers for each published tensor, made where it was published and where it is held: which tensor is it, if the two sides differ? (F1)
+"""Two numbers for each published tensor, made where it was published and where it is held: which
+tensor is it, if the two sides differ? (F1)
 
-A matrix is multiplied by a fixed vector of ones and minus ones, in float64: one product for each row. Its fingerprint is the sum of the products, with
-such signs again, and the sum of their absolute values. An engine that holds a matrix only in a kernel's own packed form can be asked for the same
-products, and those of matrices that it keeps as one (q, k and v) are a part each.
+A matrix is multiplied by a fixed vector of ones and minus ones, in float64: one product for each
+row. Its fingerprint is the sum of the products, with such signs again, and the sum of their
+absolute values. An engine that holds a matrix only in a kernel's own packed form can be asked for
+the same products, and those of matrices that it keeps as one (q, k and v) are a part each.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.control.protocols import Manifest, TensorEntry
+from asyncrl.contracts.messages import Manifest, TensorEntry
 
 __all__ = [
     "Fingerprint",
@@ -53,12 +55,14 @@ def row_products(tensor: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(products: np.ndarray) -> Fingerprint:
-    """Of the products [R] of a tensor's rows. Rows of zeros at the end, as padding adds them, change nothing."""
+    """Of the products [R] of a tensor's rows. Rows of zeros at the end, as padding adds them,
+    change nothing."""
     return float(products @ signs(len(products))), float(np.abs(products).sum())
 
 
 def published_fingerprints(manifest: Manifest, buckets: Sequence[Any]) -> dict[str, Fingerprint]:
-    """Name → fingerprint of every tensor of a version; `buckets` are the bytes that manifest.buckets refer to."""
+    """Name → fingerprint of every tensor of a version; `buckets` are the bytes that
+    manifest.buckets refer to."""
     return {
         entry.name: fingerprint(row_products(_tensor(entry, buckets[entry.bucket])))
         for entry in manifest.tensors
@@ -71,7 +75,8 @@ def difference_text(
     """Which published tensor differs most from what a replica holds, in half a sentence.
 
     Args:
-        held: replica → tensor → fingerprint. Tensors without a published one of the same name are passed over; a tied head is its embedding.
+        held: replica → tensor → fingerprint. Tensors without a published one of the same name are
+            passed over; a tied head is its embedding.
     """
     apart = {}
     for replica, tensors in held.items():
@@ -84,12 +89,16 @@ def difference_text(
     different = [key for key, (share, *_) in apart.items() if not share <= ROUNDING[dtype]]
     compared = len({name for _, name in apart})
     if not different:
-        return f"all {compared} tensors that could be compared by name are the same on both sides ({len(published)} were published)"
+        return (
+            f"all {compared} tensors that could be compared by name are the same on both sides"
+            f" ({len(published)} were published)"
+        )
     worst = max(different, key=lambda key: np.nan_to_num(apart[key][0], nan=np.inf))
     _, ours, theirs = apart[worst]
     return (
-        f"of {compared} tensors compared {len({name for _, name in different})} differ, most of all {worst[1]!r} on replica {worst[0]}: "
-        f"sum {ours[0]:.6g} and absolute sum {ours[1]:.6g} as published, {theirs[0]:.6g} and {theirs[1]:.6g} as held"
+        f"of {compared} tensors compared {len({name for _, name in different})} differ, most of all"
+        f" {worst[1]!r} on replica {worst[0]}: sum {ours[0]:.6g} and absolute sum {ours[1]:.6g} as"
+        f" published, {theirs[0]:.6g} and {theirs[1]:.6g} as held"
     )
 
 

@@ -1,4 +1,5 @@
-"""One version's weights out of ZeRO-3 into bounded buckets. A collective: every rank calls it with the same arguments."""
+"""One version's weights out of ZeRO-3 into bounded buckets. A collective: every rank calls it with
+the same arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from asyncrl.control.protocols import TensorEntry
+from asyncrl.contracts.messages import TensorEntry
 from asyncrl.weights.layout import ITEM_BYTES, plan_buckets
 from asyncrl.weights.pieces import Piece
 from asyncrl.weights.published import PublishedTensor, VersionTable
@@ -24,8 +25,9 @@ __all__ = ["TORCH_DTYPES", "fill_buckets", "gather_buckets", "weight_layout"]
 TORCH_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 PART_SHARE = 16
-"""Rank 0 takes parameters in parts of at most a sixteenth of a bucket: a part and the copies that the exchange makes of it, beside the bucket being
-filled, stay far below two buckets, however large a parameter is."""
+"""Rank 0 takes parameters in parts of at most a sixteenth of a bucket: a part and the copies that
+the exchange makes of it, beside the bucket being filled, stay far below two buckets, however large
+a parameter is."""
 
 
 def weight_layout(
@@ -47,10 +49,13 @@ def gather_buckets(
     rank: int,
     sink: Callable[[int, np.ndarray], None],
 ) -> None:
-    """Fill one bucket at a time; on rank 0 hand each to `sink(number, bytes [size] uint8)` before the next. The bucket's memory is used again.
+    """Fill one bucket at a time; on rank 0 hand each to `sink(number, bytes [size] uint8)` before
+    the next. The bucket's memory is used again.
 
-    No parameter is gathered whole: rank 0 takes the elements of each tensor in parts from the shards that hold them, straight to their places in the
-    bucket, whatever type the learner holds them in. All ranks go through the same parts in the same order; no other collective may run in between.
+    No parameter is gathered whole: rank 0 takes the elements of each tensor in parts from the
+    shards that hold them, straight to their places in the bucket, whatever type the learner holds
+    them in. All ranks go through the same parts in the same order; no other collective may run in
+    between.
     """
     limit = max(sizes) // PART_SHARE
     if rank == 0:
@@ -73,7 +78,8 @@ def fill_buckets(
     """Fill one bucket after the other and hand each to `sink`.
 
     Args:
-        parts_of: the parts of a tensor, each with the flat elements of its parameter that it spans, from its first on.
+        parts_of: the parts of a tensor, each with the flat elements of its parameter that it spans,
+            from its first on.
     """
     buffer = np.zeros(max(sizes), dtype=np.uint8)
     tensors = {tensor.name: tensor for tensor in table.tensors}
@@ -100,26 +106,28 @@ def _read(tensor: PublishedTensor, target: torch.Tensor) -> None:
 
 @lru_cache(maxsize=16)
 def _opened(file: Path) -> Any:
-    """A mapped file of weights. Its header is read once, and what it held at the first version it holds at every later one."""
+    """A mapped file of weights. Its header is read once, and what it held at the first version it
+    holds at every later one."""
     return safe_open(file, framework="pt")
 
 
 def _parts(
     parameters: Mapping[str, torch.nn.Parameter], tensor: PublishedTensor, rank: int, limit: int
 ) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """On rank 0 each part with the parameter's elements that it spans, from its first on; the other ranks send theirs and get nothing. A part spans at
-    most `limit` bytes, or an element."""
+    """On rank 0 each part with the parameter's elements that it spans, from its first on; the other
+    ranks send theirs and get nothing. A part spans at most `limit` bytes, or an element."""
     for piece in tensor.pieces:
-        parameter = parameters[piece.parameter]
+        parameter: Any = parameters[piece.parameter]
         for part in piece.parts(limit // parameter.ds_tensor.element_size()):
             values = _spanned(parameter, part, rank)
             if values is not None:
                 yield part, values
 
 
-def _spanned(parameter: torch.nn.Parameter, part: Piece, rank: int) -> torch.Tensor | None:
-    """On rank 0 the flat elements from `part.start`, `part.span` of them, wherever they lie."""
-    shard = parameter.ds_tensor
+def _spanned(parameter: Any, part: Piece, rank: int) -> torch.Tensor | None:
+    """On rank 0 the flat elements from `part.start`, `part.span` of them, wherever they lie.
+    `parameter` is DeepSpeed's: it has a shard."""
+    shard: torch.Tensor = parameter.ds_tensor
     each = shard.numel()  # the same on every rank: the last one's is filled up
     first, end = part.start, part.start + part.span
     if rank == 0 and end <= each:

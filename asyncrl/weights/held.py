@@ -1,4 +1,5 @@
-"""What an engine holds, tensor by tensor, as `asyncrl.weights.fingerprint` describes it. Lives in the engine's worker process."""
+"""What an engine holds, tensor by tensor, as `asyncrl.weights.fingerprint` describes it. Lives in
+the engine's worker process."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class HeldWeights:
 
 @torch.no_grad()
 def held_fingerprints(model: torch.nn.Module, head: type) -> dict[str, Fingerprint]:
-    """Name → fingerprint of every parameter of a vLLM model, as it computes with it, under the checkpoint's names: fused layers are taken apart.
+    """Name → fingerprint of every parameter of a vLLM model, as it computes with it, under the
+    checkpoint's names: fused layers are taken apart.
 
     Args:
         head: class of output heads.
@@ -43,8 +45,9 @@ def held_fingerprints(model: torch.nn.Module, head: type) -> dict[str, Fingerpri
 
 
 def _names(model: torch.nn.Module, held: str) -> Iterator[str]:
-    """The name in the engine's model, and those of the checkpoint that vLLM makes it from by another prefix, as for a model with vision. A name that
-    the checkpoint does not have is not compared."""
+    """The name in the engine's model, and those of the checkpoint that vLLM makes it from by
+    another prefix, as for a model with vision. A name that the checkpoint does not have is not
+    compared."""
     yield held
     prefixes: Mapping[str, str | None] = getattr(
         getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", {}
@@ -55,8 +58,9 @@ def _names(model: torch.nn.Module, held: str) -> Iterator[str]:
 
 
 def _products(module: torch.nn.Module, head: type) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and rows' products of each of the module's own parameters. On CPU a linear layer keeps its weight only in its kernel's packed form, and a
-    head computes with such a copy of the weight: both are asked for the products."""
+    """Name and rows' products of each of the module's own parameters. On CPU a linear layer keeps
+    its weight only in its kernel's packed form, and a head computes with such a copy of the weight:
+    both are asked for the products."""
     for name, parameter in module.named_parameters(recurse=False):
         if (
             name == "weight"

@@ -1,11 +1,12 @@
-"""How one version's parameters lie in buckets: pure arithmetic, shared by the learner that fills them and the replica that maps them."""
+"""How one version's parameters lie in buckets: pure arithmetic, shared by the learner that fills
+them and the replica that maps them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from asyncrl.control.protocols import TensorEntry
+from asyncrl.contracts.messages import TensorEntry
 
 __all__ = ["ALIGNMENT", "ITEM_BYTES", "plan_buckets"]
 
@@ -24,15 +25,18 @@ ITEM_BYTES = {
 """Bytes of one element."""
 
 ALIGNMENT = 64
-"""Every parameter starts at a multiple of so many bytes in its bucket, so that it can be viewed in place as any dtype."""
+"""Every parameter starts at a multiple of so many bytes in its bucket, so that it can be viewed in
+place as any dtype."""
 
 
 def plan_buckets(
     shapes: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int
 ) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
-    """Lay out parameters `(name, shape, dtype)` in the order given; return their entries and the bytes of each bucket.
+    """Lay out parameters `(name, shape, dtype)` in the order given; return their entries and the
+    bytes of each bucket.
 
-    No parameter straddles buckets. A bucket holds at most `bucket_bytes`, or the largest parameter if that is larger.
+    No parameter straddles buckets. A bucket holds at most `bucket_bytes`, or the largest parameter
+    if that is larger.
 
     Raises:
         ValueError: a name comes twice, a dtype is unknown, or there are no parameters.
@@ -53,7 +57,8 @@ def plan_buckets(
     names = [entry.name for entry in entries]
     if len(set(names)) != len(names):
         raise ValueError(
-            f"parameter {next(n for n in names if names.count(n) > 1)!r} comes twice; publish each once"
+            f"parameter {next(n for n in names if names.count(n) > 1)!r} comes twice; publish each"
+            " once"
         )
     return tuple(entries), tuple(sizes)
 

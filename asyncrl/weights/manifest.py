@@ -1,4 +1,5 @@
-"""Checks of a manifest against the model that it is meant for. Pure: nothing is fetched and nothing applied."""
+"""Checks of a manifest against the model that it is meant for. Pure: nothing is fetched and nothing
+applied."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.control.protocols import Manifest, TensorEntry
+from asyncrl.contracts.messages import Manifest, TensorEntry
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.stored import stored_tensors
 
-__all__ = ["Expected", "ManifestError", "check_manifest", "expected_tensors", "fingerprint"]
+__all__ = ["Expected", "ManifestError", "check_manifest", "expected_tensors", "layout_hash"]
 
 
 class ManifestError(ValueError):
@@ -28,8 +29,9 @@ class Expected(NamedTuple):
 
 
 def expected_tensors(model_path: str | Path, dtype: str) -> dict[str, Expected]:
-    """Name → shape and types of every tensor that a version of this checkpoint has: the names in its files. A parameter comes in `dtype`; what is
-    not trained may keep the type that it has in the file.
+    """Name → shape and types of every tensor that a version of this checkpoint has: the names in
+    its files. A parameter comes in `dtype`; what is not trained may keep the type that it has in
+    the file.
 
     Raises:
         CheckpointFilesError: the files cannot be read.
@@ -40,7 +42,7 @@ def expected_tensors(model_path: str | Path, dtype: str) -> dict[str, Expected]:
     }
 
 
-def fingerprint(expected: Mapping[str, Expected]) -> int:
+def layout_hash(expected: Mapping[str, Expected]) -> int:
     """A checksum of `expected_tensors`: equal where versions of one model fit the other."""
     return zlib.crc32(
         repr(sorted((name, one.shape, one.dtypes[0]) for name, one in expected.items())).encode()
@@ -48,12 +50,13 @@ def fingerprint(expected: Mapping[str, Expected]) -> int:
 
 
 def check_manifest(manifest: Manifest, expected: Mapping[str, Expected]) -> None:
-    """Raise ManifestError unless the manifest has every expected tensor exactly once, or names it as left out, of the right shape and dtype, inside
-    its bucket."""
+    """Raise ManifestError unless the manifest has every expected tensor exactly once, or names it
+    as left out, of the right shape and dtype, inside its bucket."""
     title = f"version {manifest.version} of run {manifest.run_id!r}"
     if not len(manifest.buckets) == len(manifest.sizes) == len(manifest.checksums):
         raise ManifestError(
-            f"{title} has {len(manifest.buckets)} buckets, {len(manifest.sizes)} sizes and {len(manifest.checksums)} checksums"
+            f"{title} has {len(manifest.buckets)} buckets, {len(manifest.sizes)} sizes and"
+            f" {len(manifest.checksums)} checksums"
         )
     counts = Counter(entry.name for entry in manifest.tensors)
     counts.update(manifest.left_out)
@@ -64,7 +67,8 @@ def check_manifest(manifest: Manifest, expected: Mapping[str, Expected]) -> None
     ):
         if names:
             raise ManifestError(
-                f"{title} {what} {len(names)} tensors, first {sorted(names)[0]!r}; publish each tensor of the model once"
+                f"{title} {what} {len(names)} tensors, first {sorted(names)[0]!r}; publish each"
+                " tensor of the model once"
             )
     for entry in manifest.tensors:
         _check_entry(entry, expected[entry.name], manifest.sizes, title)
@@ -81,12 +85,14 @@ def _check_entry(
         )
     if entry.dtype not in dtypes or entry.dtype not in ITEM_BYTES:
         raise ManifestError(
-            f"{title}: {entry.name!r} is {entry.dtype}, the generators hold {dtypes[0]}; publish in model.dtype"
+            f"{title}: {entry.name!r} is {entry.dtype}, the generators hold {dtypes[0]}; publish in"
+            " model.dtype"
         )
     item = ITEM_BYTES[entry.dtype]
     if entry.nbytes != math.prod(shape) * item:
         raise ManifestError(
-            f"{title}: {entry.name!r} has {entry.nbytes} bytes, its shape needs {math.prod(shape) * item}"
+            f"{title}: {entry.name!r} has {entry.nbytes} bytes, its shape needs"
+            f" {math.prod(shape) * item}"
         )
     if (
         not 0 <= entry.bucket < len(sizes)

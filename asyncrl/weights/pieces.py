@@ -1,7 +1,9 @@
-"""Which elements of which parameters a tensor is made of, without any element: shapes and strides alone.
+"""Which elements of which parameters a tensor is made of, without any element: shapes and strides
+alone.
 
-A `Selection` stands in for a tensor while somebody's code cuts, joins, turns and reshapes it. What comes out says, for each piece of the result, where it
-lies in a parameter and where in the result, strided on both sides: enough to copy it part by part out of shards.
+A `Selection` replaces a tensor while somebody's code cuts, joins, turns and reshapes it. What
+comes out says, for each piece of the result, where it lies in a parameter and where in the result,
+strided on both sides: enough to copy it part by part out of shards.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["NotExpressible", "Piece", "Selection"]
+__all__ = ["NotExpressibleError", "Piece", "Selection"]
 
 Factor = tuple[int, int]
 """Size and stride of one digit of a dimension's index."""
@@ -20,13 +22,14 @@ Digits = tuple[Factor, ...]
 """A dimension as a number of mixed radix, outermost digit first. No digits: size 1."""
 
 
-class NotExpressible(ValueError):
+class NotExpressibleError(ValueError):
     """The tensor is not made by taking elements, or not in strided pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of a parameter in a tensor. Both are row-major; starts and strides count elements."""
+    """Elements of a parameter in a tensor. Both are row-major; starts and strides count
+    elements."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -48,7 +51,8 @@ class Piece:
         )
 
     def parts(self, limit: int) -> Iterator[Piece]:
-        """The piece in parts that span at most `limit` elements of the parameter each, or one element."""
+        """The piece in parts that span at most `limit` elements of the parameter each, or one
+        element."""
         if self.span <= max(1, limit):
             yield self
             return
@@ -72,7 +76,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A box of a tensor that is one strided part of a parameter: its first index in each dimension of the tensor, and the digits of each."""
+    """A box of a tensor that is one strided part of a parameter: its first index in each dimension
+    of the tensor, and the digits of each."""
 
     parameter: str
     start: int
@@ -82,11 +87,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Stands in for a tensor of parameters' elements. It has the methods that transformers' conversions use, and works in torch's functions of the
-    same names.
+    """Stands in for a tensor of parameters' elements. It has the methods that transformers'
+    conversions use, and works in torch's functions of the same names.
 
     Raises:
-        NotExpressible: anything else is asked of it.
+        NotExpressibleError: anything else is asked of it.
     """
 
     shape: tuple[int, ...]
@@ -177,7 +182,7 @@ class Selection:
         if wanted == self.shape:
             return self
         if len(self.blocks) != 1:
-            raise NotExpressible("reshapes what it has joined")
+            raise NotExpressibleError("reshapes what it has joined")
         (block,) = self.blocks
         return Selection(
             wanted,
@@ -208,7 +213,7 @@ class Selection:
             getattr(cls, name, None) if name in METHODS else None
         )
         if known is None:
-            raise NotExpressible(f"calls torch.{name}")
+            raise NotExpressibleError(f"calls torch.{name}")
         return known(*arguments, **(keywords or {}))
 
 
@@ -236,7 +241,7 @@ def cat(selections: Sequence[Selection], dim: int = 0) -> Selection:
     at = 0
     for one in selections:
         if one.shape[:dim] + one.shape[dim + 1 :] != first.shape[:dim] + first.shape[dim + 1 :]:
-            raise NotExpressible(f"joins {first.shape} and {one.shape}")
+            raise NotExpressibleError(f"joins {first.shape} and {one.shape}")
         blocks.extend(
             replace(b, corner=(*b.corner[:dim], b.corner[dim] + at, *b.corner[dim + 1 :]))
             for b in one.blocks
@@ -274,7 +279,8 @@ def _cut(block: Block, dim: int, first: int, end: int) -> Iterator[Block]:
 
 
 def _narrowed(digits: Digits, low: int, high: int) -> tuple[int, Digits]:
-    """The numbers [low, high) of a mixed radix number: distance of the first from 0, and their digits."""
+    """The numbers [low, high) of a mixed radix number: distance of the first from 0, and their
+    digits."""
     if high - low == _count(digits):
         return 0, digits
     (_, stride), *inner = digits
@@ -285,21 +291,23 @@ def _narrowed(digits: Digits, low: int, high: int) -> tuple[int, Digits]:
     if low // unit == (high - 1) // unit:
         offset, rest = _narrowed(tuple(inner), low % unit, (high - 1) % unit + 1)
         return low // unit * stride + offset, rest
-    raise NotExpressible("cuts across what it has reshaped")
+    raise NotExpressibleError("cuts across what it has reshaped")
 
 
 def _sizes(shape: tuple[Any, ...], elements: int) -> tuple[int, ...]:
-    """The shape that `reshape` was asked for, as numbers or a sequence, with -1 for what is left."""
+    """The shape that `reshape` was asked for, as numbers or a sequence, with -1 for what is
+    left."""
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     known = math.prod(size for size in sizes if size != -1)
     sizes = tuple(elements // known if size == -1 else size for size in sizes)
     if math.prod(sizes) != elements:
-        raise NotExpressible(f"reshapes {elements} elements to {sizes}")
+        raise NotExpressibleError(f"reshapes {elements} elements to {sizes}")
     return sizes
 
 
 def _regrouped(dims: Sequence[Digits], shape: Sequence[int]) -> tuple[Digits, ...]:
-    """The same digits, in the same order, as dimensions of other sizes; a digit is split where a size ends within it."""
+    """The same digits, in the same order, as dimensions of other sizes; a digit is split where a
+    size ends within it."""
     left = list(itertools.chain.from_iterable(dims))
     made: list[Digits] = []
     for size in shape:
@@ -308,7 +316,7 @@ def _regrouped(dims: Sequence[Digits], shape: Sequence[int]) -> tuple[Digits, ..
             count, stride = left.pop(0)
             taken = min(count, size)
             if size % taken or count % taken:
-                raise NotExpressible(f"reshapes to {tuple(shape)} across its pieces")
+                raise NotExpressibleError(f"reshapes to {tuple(shape)} across its pieces")
             inner = count // taken
             digits.append((taken, stride * inner))
             if inner > 1:

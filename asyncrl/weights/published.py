@@ -1,9 +1,13 @@
-"""What a version of a checkpoint is made of: each of the checkpoint's names, and where in the learner's parameters its elements are.
+"""What a version of a checkpoint is made of: each of the checkpoint's names, and where in the
+learner's parameters its elements are.
 
-The one module that uses transformers' internal conversions (`core_model_loading`). When it loads a checkpoint, transformers renames parameters and makes
-one of many, such as a mixture's experts. `revert_weight_conversion` knows the way back, on whole tensors: here it gets `Selection`s, which have none.
+The one module that uses transformers' internal conversions (`core_model_loading`). When it loads a
+checkpoint, transformers renames parameters and makes one of many, such as a mixture's experts.
+`revert_weight_conversion` knows the way back, on whole tensors: here it gets `Selection`s, which
+have none.
 
-As a program, `python -m asyncrl.weights.published DIRECTORY` prints what `outline` returns, as JSON: for a process that does without torch.
+As a program, `python -m asyncrl.weights.published DIRECTORY` prints what `outline` returns, as
+JSON: for a process that does without torch.
 """
 
 from __future__ import annotations
@@ -19,14 +23,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.weights.layout import ITEM_BYTES
-from asyncrl.weights.pieces import NotExpressible, Piece, Selection
+from asyncrl.weights.pieces import NotExpressibleError, Piece, Selection
 from asyncrl.weights.stored import CheckpointFilesError, StoredTensor, stored_tensors
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = [
-    "CannotPublish",
+    "CannotPublishError",
     "Outline",
     "PublishedTensor",
     "VersionTable",
@@ -35,19 +40,18 @@ __all__ = [
 ]
 
 TABLE_TIMEOUT_S = 300.0
-
-
 TRAINED_TYPES = ("float32", "float16", "bfloat16", "float64")
 """Of a checkpoint's tensors that become parameters."""
 
 
-class CannotPublish(ValueError):
+class CannotPublishError(ValueError):
     """The generators could not be given this checkpoint's tensors from the learner's parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """A tensor of the checkpoint. With pieces it comes from the learner's parameters, without any it is published as the file has it."""
+    """A tensor of the checkpoint. With pieces it comes from the learner's parameters, without any
+    it is published as the file has it."""
 
     name: str
     stored: StoredTensor
@@ -65,7 +69,8 @@ class VersionTable:
     tensors: tuple[PublishedTensor, ...]
     left_out: tuple[str, ...]
     parameters: Mapping[str, tuple[int, ...]]
-    """Shape of each of the learner's parameters, by its name in transformers; of tied ones the first."""
+    """Shape of each of the learner's parameters, by its name in transformers; of tied ones the
+    first."""
     architecture: str
     """Name of transformers' class."""
 
@@ -93,16 +98,17 @@ def version_table(model_path: str | Path) -> VersionTable:
     """The table of a checkpoint, made without reading a tensor.
 
     Raises:
-        CannotPublish, CheckpointFilesError: with the reason.
+        CannotPublishError, CheckpointFilesError: with the reason.
     """
     stored = stored_tensors(model_path)
     model, missing = _empty_model(model_path, stored)
     selections = _selections(model)
     try:
         reverted = _revert(model, selections)
-    except NotExpressible as error:
-        raise CannotPublish(
-            f"{type(model).__name__}: transformers {error} to write this model's weights back, which cannot be done from shards"
+    except NotExpressibleError as error:
+        raise CannotPublishError(
+            f"{type(model).__name__}: transformers {error} to write this model's weights back,"
+            " which cannot be done from shards"
         ) from error
     first_of = _first_names(model)
     found: dict[str, tuple[Piece, ...]] = {}
@@ -122,15 +128,17 @@ def version_table(model_path: str | Path) -> VersionTable:
     if whole := next(
         (name for name in sorted(found) if stored[name].dtype not in TRAINED_TYPES), None
     ):
-        raise CannotPublish(
-            f"{whole!r} of the checkpoint has type {stored[whole].dtype}: it is quantized, and cannot be trained"
+        raise CannotPublishError(
+            f"{whole!r} of the checkpoint has type {stored[whole].dtype}: it is quantized, and"
+            " cannot be trained"
         )
     if unknown := next(
         (name for name in rest if name not in left_out and stored[name].dtype not in ITEM_BYTES),
         None,
     ):
-        raise CannotPublish(
-            f"{unknown!r} of the checkpoint has type {stored[unknown].dtype}: it is quantized, and cannot be trained"
+        raise CannotPublishError(
+            f"{unknown!r} of the checkpoint has type {stored[unknown].dtype}: it is quantized, and"
+            " cannot be trained"
         )
     tensors = [
         PublishedTensor(name, stored[name], renamed.get(name, ()))
@@ -144,7 +152,8 @@ def version_table(model_path: str | Path) -> VersionTable:
 
 
 def outline(model_path: str | Path) -> Outline:
-    """The table in numbers, made in another process if this one has no torch, and remembered while the checkpoint's files stay as they are."""
+    """The table in numbers, made in another process if this one has no torch, and remembered while
+    the checkpoint's files stay as they are."""
     return _outline(str(model_path), _state(Path(model_path)))
 
 
@@ -164,7 +173,7 @@ def _outline(model_path: str, state: tuple[Any, ...]) -> Outline:
 def _outline_here(model_path: str) -> Outline:
     try:
         table = version_table(model_path)
-    except (CannotPublish, CheckpointFilesError) as error:
+    except (CannotPublishError, CheckpointFilesError) as error:
         return Outline(0, 0, {}, (), {}, str(error))
     trained = [tensor.stored.elements for tensor in table.tensors if tensor.pieces]
     as_stored = {
@@ -185,39 +194,19 @@ def _state(directory: Path) -> tuple[Any, ...]:
 def _empty_model(
     model_path: str | Path, stored: Mapping[str, StoredTensor]
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model as `from_pretrained` makes it of tensors that have a shape and no memory, and the parameters and buffers that were not in them. The
-    model remembers which conversions the checkpoint's names needed."""
+    """The model as `from_pretrained` makes it of tensors that have a shape and no memory, and the
+    parameters and buffers that were not in them. The model remembers which conversions the
+    checkpoint's names needed."""
     import torch
-    from transformers import AutoConfig
-    from transformers.integrations import is_deepspeed_zero3_enabled
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.utils import logging
 
     if is_deepspeed_zero3_enabled():
         raise RuntimeError(
-            "a version's table is made before an HfDeepSpeedConfig: while one lives, transformers makes every model sharded"
+            "a version's table is made before an HfDeepSpeedConfig: while one lives, transformers"
+            " makes every model sharded"
         )
-    try:
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # a setting of another type than its class expects raises whatever it likes
-        raise CannotPublish(
-            f"transformers cannot read its config.json ({_first_line(error)}); repair it"
-        ) from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise CannotPublish(
-            "config.json has a quantization_config: quantized weights cannot be trained; name the checkpoint without it"
-        )
-    try:
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError:
-        raise CannotPublish(
-            f"transformers has no causal language model for model_type {config.model_type!r}"
-        ) from None
-    if isinstance(model_class, (tuple, list)):
-        named = [one for one in model_class if one.__name__ in (config.architectures or ())]
-        model_class = (named or model_class)[0]
+    config, model_class = _causal_lm(model_path)
     empty = {name: torch.empty(one.shape, device="meta") for name, one in stored.items()}
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -232,29 +221,69 @@ def _empty_model(
             ignore_mismatched_sizes=True,
         )
     except (ValueError, RuntimeError) as error:
-        raise CannotPublish(
-            f"transformers cannot make the parameters of {model_class.__name__} from the checkpoint's tensors, some of which are missing or have other shapes; "
-            "load it with transformers, whose report names them"
+        raise CannotPublishError(
+            f"transformers cannot make the parameters of {model_class.__name__} from the"
+            " checkpoint's tensors, some of which are missing or have other shapes; load it with"
+            " transformers, whose report names them"
         ) from error
     finally:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
-    for name, there, here in sorted(loading["mismatched_keys"]):
-        if len(there) == len(here) == 3 and there[1:] == here[1:]:  # experts, put together
-            raise CannotPublish(
-                f"the checkpoint has tensors of {there[0]} experts for {name!r}, and {model_class.__name__} has {here[0]}; complete it"
-            )
-        raise CannotPublish(
-            f"{name!r} has shape {tuple(there)} in the checkpoint, and {tuple(here)} in {model_class.__name__}; save it with its own config"
-        )
+    _refuse_other_shapes(model_class.__name__, loading["mismatched_keys"])
     return model, set(loading["missing_keys"])
+
+
+def _causal_lm(model_path: str | Path) -> tuple[PreTrainedConfig, Any]:
+    """The configuration of a checkpoint, and transformers' causal language model class for it."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    except Exception as error:  # a value of a wrong type raises an error of any class
+        raise CannotPublishError(
+            f"transformers cannot read its config.json ({_first_line(error)}); repair it"
+        ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise CannotPublishError(
+            "config.json has a quantization_config: quantized weights cannot be trained; name the"
+            " checkpoint without it"
+        )
+    try:
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise CannotPublishError(
+            f"transformers has no causal language model for model_type {config.model_type!r}"
+        ) from None
+    if isinstance(model_class, (tuple, list)):
+        named = [one for one in model_class if one.__name__ in (config.architectures or ())]
+        model_class = (named or model_class)[0]
+    return config, model_class
+
+
+def _refuse_other_shapes(
+    model_class: str, mismatched: Iterable[tuple[str, torch.Size, torch.Size]]
+) -> None:
+    """Raise CannotPublishError for the first tensor (name, shape in the checkpoint, shape in the
+    model) with two shapes."""
+    for name, there, here in sorted(mismatched):
+        if len(there) == len(here) == 3 and there[1:] == here[1:]:  # experts, put together
+            raise CannotPublishError(
+                f"the checkpoint has tensors of {there[0]} experts for {name!r}, and"
+                f" {model_class} has {here[0]}; complete it"
+            )
+        raise CannotPublishError(
+            f"{name!r} has shape {tuple(there)} in the checkpoint, and {tuple(here)} in"
+            f" {model_class}; save it with its own config"
+        )
 
 
 def _revert(model: PreTrainedModel, selections: Mapping[str, Selection]) -> dict[str, Selection]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    reverted: dict[str, Selection] = revert_weight_conversion(model, dict(selections))
+    given: Any = dict(selections)
+    reverted: dict[str, Selection] = revert_weight_conversion(model, given)
     return reverted
 
 
@@ -267,7 +296,8 @@ def _selections(model: PreTrainedModel) -> dict[str, Selection]:
 
 
 def _first_names(model: PreTrainedModel) -> dict[str, str]:
-    """Name of a parameter → the first name of those that it is tied to, by which `named_parameters` lists it."""
+    """Name of a parameter → the first name of those that it is tied to, by which `named_parameters`
+    lists it."""
     tied: dict[str, str] = dict(model.all_tied_weights_keys)
     firsts: dict[str, str] = {}
     found: dict[str, str] = {}
@@ -281,7 +311,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _stored_name(name: str, stored: Mapping[str, StoredTensor], prefix: str) -> str | None:
-    """The name in the file: as transformers would write it, or with or without the prefix of a model without its head."""
+    """The name in the file: as transformers would write it, or with or without the prefix of a
+    model without its head."""
     return next(
         (
             other
@@ -293,12 +324,14 @@ def _stored_name(name: str, stored: Mapping[str, StoredTensor], prefix: str) -> 
 
 
 def _fitting(name: str, selection: Selection, stored: StoredTensor) -> tuple[Piece, ...]:
-    """The pieces of the tensor in the shape that the file has: transformers drops dimensions of size 1 where it takes experts apart."""
+    """The pieces of the tensor in the shape that the file has: transformers drops dimensions of
+    size 1 where it takes experts apart."""
     if [size for size in selection.shape if size != 1] != [
         size for size in stored.shape if size != 1
     ]:
-        raise CannotPublish(
-            f"{name!r} has shape {stored.shape} in the checkpoint, and {selection.shape} made of the model's parameters"
+        raise CannotPublishError(
+            f"{name!r} has shape {stored.shape} in the checkpoint, and {selection.shape} made of"
+            " the model's parameters"
         )
     return selection.pieces()
 
@@ -311,7 +344,8 @@ def _check_covered(
     missing: set[str],
     model: str,
 ) -> None:
-    """Raise CannotPublish unless every parameter goes whole into the checkpoint's tensors, under one of its names."""
+    """Raise CannotPublishError unless every parameter goes whole into the checkpoint's tensors,
+    under one of its names."""
     covered = dict.fromkeys(selections, 0)
     for pieces in found.values():
         for piece in pieces:
@@ -323,8 +357,9 @@ def _check_covered(
     if lost is None:
         return
     if lost in missing:
-        raise CannotPublish(
-            f"the checkpoint lacks {lost!r} of {model}, which would begin with random numbers; complete it"
+        raise CannotPublishError(
+            f"the checkpoint lacks {lost!r} of {model}, which would begin with random numbers;"
+            " complete it"
         )
     wanted = next(
         (
@@ -334,8 +369,9 @@ def _check_covered(
         ),
         None,
     )
-    raise CannotPublish(
-        f"{lost!r} of {model} has no place among the checkpoint's tensors (transformers would write {wanted!r}); save it with transformers"
+    raise CannotPublishError(
+        f"{lost!r} of {model} has no place among the checkpoint's tensors (transformers would write"
+        f" {wanted!r}); save it with transformers"
     )
 
 
@@ -351,7 +387,8 @@ def _renamed(piece: Piece, first_of: Mapping[str, str]) -> Piece:
 
 
 def _not_loaded(name: str, model: PreTrainedModel) -> bool:
-    """Does transformers know the name as one to pass over, such as rotary frequencies of old checkpoints?"""
+    """Does transformers know the name as one to pass over, such as rotary frequencies of old
+    checkpoints?"""
     patterns = {r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())}
     return any(re.search(pattern, name) for pattern in patterns)
 

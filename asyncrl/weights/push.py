@@ -1,4 +1,5 @@
-"""Brings a version to all replicas: the board first, then a broadcast, then again those that have not acknowledged."""
+"""Brings a version to all replicas: the version registry first, then a broadcast, then again those
+that have not acknowledged."""
 
 from __future__ import annotations
 
@@ -12,9 +13,8 @@ from typing import Any
 import ray
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from asyncrl.control.protocols import Manifest, PushReport
-from asyncrl.generation.broadcast import ask_all
-from asyncrl.generation.protocol import WeightsId
+from asyncrl.contracts.messages import Manifest, PushReport, WeightsId
+from asyncrl.runtime.serve_calls import ask_all
 from asyncrl.weights.fingerprint import difference_text, published_fingerprints
 from asyncrl.weights.manifest import ManifestError
 
@@ -27,7 +27,8 @@ SILENT = "one that does not answer"
 """Stands for the id of a replica that has not said where it is."""
 
 NO_ANSWER = (TimeoutError, ray.exceptions.RayError, DeploymentUnavailableError)
-"""What a broadcast raises when Serve does not say which replicas there are, or when none is up (it died, and its successor still loads)."""
+"""What a broadcast raises when Serve does not say which replicas there are, or when none is up (it
+died, and its successor still loads)."""
 
 ROUND_S = 15.0
 """Seconds of one broadcast before the replicas are asked where they are."""
@@ -42,7 +43,7 @@ BETWEEN_ROUNDS_S = 0.2
 """Seconds between two rounds."""
 
 ANNOUNCE_EVERY_S = 10.0
-"""Seconds after which the board is told the newest version once more."""
+"""Seconds after which the version registry is told the newest version once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,9 @@ class Survey:
         return len(self.at) + len(self.behind)
 
     def commits(self, known: Counter[str], graced: bool) -> bool:
-        """Whether the version is committed: at least half of the live replicas have it, and no other one is waited for. Before the grace is over, only
-        those `known` to stay behind are not."""
+        """Whether the version is committed: at least half of the live replicas have it, and no
+        other one is waited for. Before the grace is over, only those `known` to stay behind are
+        not."""
         return (
             bool(self.at)
             and 2 * len(self.at) >= self.live
@@ -71,12 +73,12 @@ class Survey:
 
 
 class ServeWeightSync:
-    """`WeightSync` over a Serve handle and the job's version board."""
+    """`WeightSync` over a Serve handle and the job's version registry."""
 
     def __init__(
         self,
         handle: Any,
-        board: Any,
+        registry: Any,
         push_timeout_s: float,
         commit_grace_s: float = 60.0,
         drains: bool = False,
@@ -84,25 +86,31 @@ class ServeWeightSync:
         """
         Args:
             push_timeout_s, commit_grace_s: as in `WeightsConfig`.
-            drains: generations under way end before a replica applies a version: while they make tokens, no time passes.
+            drains: generations under way end before a replica applies a version: while they make
+                tokens, no time passes.
         """
         self._handle = handle
-        self._board = board
+        self._registry = registry
         self._timeout_s, self._grace_s, self._drains = push_timeout_s, commit_grace_s, drains
         self._last: Manifest | None = None
         self._behind: Counter[str] = Counter()
-        """Replicas that the last push waited for in vain, and how many were silent. The next one does not wait for these."""
+        """Replicas that the last push waited for in vain, and how many were silent. The next one
+        does not wait for these."""
         self._holding: str | None = None
-        """The replica that keeps its version for an evaluation. Every push repeats it, so that a replica which missed a word is not held for ever."""
+        """The replica that keeps its version for an evaluation. Every push repeats it, so that a
+        replica which missed a word is not held for ever."""
 
     async def push(self, manifest: Manifest) -> PushReport:
-        """Return when every live replica has applied the version, or, after `commit_grace_s`, when at least half of them have. Those that were waited for
-        in vain the last time, and have not caught up since, are not waited for again. The one that is held is not at all.
+        """Return when every live replica has applied the version, or, after `commit_grace_s`, when
+        at least half of them have. Those that were waited for in vain the last time, and have not
+        caught up since, are not waited for again. The one that is held is not at all.
 
-        Replicas that start meanwhile take it from the board and are counted once they answer.
+        Replicas that start meanwhile take it from the version registry and are counted once they
+        answer.
 
         Raises:
-            RuntimeError: fewer than half applied it in time, or the manifest does not fit the model.
+            RuntimeError: fewer than half applied it in time, or the manifest does not fit the
+                model.
         """
         self._behind = await self._still_behind()
         self._last = manifest
@@ -137,12 +145,14 @@ class ServeWeightSync:
             self._behind = Counter(found.behind)
             return PushReport(manifest.version, found.at, tuple(found.behind))
         raise RuntimeError(
-            f"{len(found.at) or 'no'} replica{'s' if len(found.at) > 1 else ''} of {max(1, found.live)} applied version {manifest.version} within "
-            f"weights.push_timeout_s = {self._timeout_s:g}: {reason}"
+            f"{len(found.at) or 'no'} replica{'s' if len(found.at) > 1 else ''} of"
+            f" {max(1, found.live)} applied version {manifest.version} within"
+            f" weights.push_timeout_s = {self._timeout_s:g}: {reason}"
         )
 
     async def hold(self, version: int) -> str | None:
-        """Let one replica keep the version that was pushed last, until `release`. None: fewer than two have it, or Serve does not answer."""
+        """Let one replica keep the version that was pushed last, until `release`. None: fewer than
+        two have it, or Serve does not answer."""
         if self._last is None or self._last.version != version:
             return None
         weights = WeightsId(self._last.run_id, self._last.attempt, version)
@@ -163,39 +173,44 @@ class ServeWeightSync:
         return None
 
     async def release(self, replica: str) -> None:
-        """The replica takes the newest version, and counts again. It need not live; one that does not hear it learns it from the next push."""
+        """The replica takes the newest version, and counts again. It need not live; one that does
+        not hear it learns it from the next push."""
         if self._holding == replica:
             self._holding = None
         with contextlib.suppress(*NO_ANSWER):
             await ask_all(self._handle, "release", replica, timeout_s=STATUS_S)
 
     async def keep_announced(self) -> None:
-        """Tell the board the newest version again and again, until cancelled: one whose process died is started empty, and a replica that starts then would
-        find nothing before the next version."""
+        """Tell the version registry the newest version again and again, until cancelled: one whose
+        process died is started empty, and a replica that starts then would find nothing before the
+        next version."""
         while True:
             await asyncio.sleep(ANNOUNCE_EVERY_S)
             if self._last is not None:
                 with contextlib.suppress(
                     ray.exceptions.RayError
-                ):  # a board that is just starting; one that has a newer version by now
-                    await self._board.announce.remote(self._last)
+                ):  # a version registry that is just starting; one that has a newer version by now
+                    await self._registry.announce.remote(self._last)
 
     async def _announce(self, manifest: Manifest) -> None:
         async def announced() -> None:
-            await self._board.announce.remote(manifest)
+            await self._registry.announce.remote(manifest)
 
         try:
             await asyncio.wait_for(announced(), self._timeout_s)
         except TimeoutError:
             raise RuntimeError(
-                f"the version board did not take version {manifest.version} within weights.push_timeout_s = {self._timeout_s:g}"
+                f"the version registry did not take version {manifest.version} within"
+                f" weights.push_timeout_s = {self._timeout_s:g}"
             ) from None
 
     async def differing_tensor(self) -> str:
-        """Which tensor of the version pushed last differs most between what was published and what a replica holds: half a sentence.
+        """Which tensor of the version pushed last differs most between what was published and what
+        a replica holds: half a sentence.
 
         Raises:
-            RuntimeError, ray.exceptions.RayError: nothing was pushed yet, or a side does not answer.
+            RuntimeError, ray.exceptions.RayError: nothing was pushed yet, or a side does not
+                answer.
         """
         if self._last is None:
             raise RuntimeError("no version has been pushed yet")
@@ -223,7 +238,8 @@ class ServeWeightSync:
     async def _broadcast(
         self, manifest: Manifest, timeout_s: float, grace_s: float
     ) -> list[BaseException]:
-        """Ask every live replica to apply the version; return what went wrong. After the grace the answers of half of them are enough."""
+        """Ask every live replica to apply the version; return what went wrong. After the grace the
+        answers of half of them are enough."""
         spare = self._behind.total()
         try:
             answers = await ask_all(
@@ -242,7 +258,8 @@ class ServeWeightSync:
     async def _survey(
         self, manifest: Manifest, grace_s: float, spare: int | None = None
     ) -> Survey | None:
-        """Where the live replicas are; the one that is held is left out. None if none is up just now: what was known before stands.
+        """Where the live replicas are; the one that is held is left out. None if none is up just
+        now: what was known before stays.
 
         Args:
             grace_s: seconds after which the answers of half of them are enough.

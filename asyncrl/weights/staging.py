@@ -1,4 +1,5 @@
-"""Fetch one version into one file in shared memory, and check it there. Until a version is applied, nothing but this file exists of it."""
+"""Fetch one version into one file in shared memory, and check it there. Until a version is applied,
+nothing but this file exists of it."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from typing import Any
 import psutil
 import ray
 
-from asyncrl.control.protocols import Manifest
+from asyncrl.contracts.messages import Manifest
 from asyncrl.weights.layout import ALIGNMENT
 from asyncrl.weights.manifest import Expected, check_manifest
 
-__all__ = ["Staged", "StagingError", "fetch", "sweep"]
+__all__ = ["Staged", "StagingError", "fetch_version", "sweep"]
 
 SHARED_MEMORY = Path("/dev/shm")
 NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
@@ -34,7 +35,8 @@ class StagingError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A version, checked, in a file of `nbytes` bytes. `tensors` are (name, shape, dtype, offset in the file)."""
+    """A version, checked, in a file of `nbytes` bytes. `tensors` are (name, shape, dtype, offset in
+    the file)."""
 
     path: Path
     nbytes: int
@@ -54,17 +56,19 @@ class Staged:
         self.path.unlink(missing_ok=True)
 
 
-def fetch(
+def fetch_version(
     manifest: Manifest,
     expected: Mapping[str, Expected],
     timeout_s: float,
     directory: Path = SHARED_MEMORY,
 ) -> Staged:
-    """Check the manifest, then bring its buckets one by one from the object store into one file. Blocks: call it in a thread.
+    """Check the manifest, then bring its buckets one by one from the object store into one file.
+    Blocks: call it in a thread.
 
     Raises:
         ManifestError: the manifest does not fit the model.
-        StagingError: no room, a bucket that is lost or late, or one whose size or checksum is wrong. The file is gone again.
+        StagingError: no room, a bucket that is lost or late, or one whose size or checksum is
+            wrong. The file is gone again.
     """
     begun = time.monotonic()
     check_manifest(manifest, expected)
@@ -102,7 +106,8 @@ def fetch(
 
 
 def _new_file(name: str, flags: int) -> int:
-    """Everybody may write to shared memory: what lies there under our name, a link to elsewhere for one, is never opened."""
+    """Everybody may write to shared memory: what lies there under our name, a link to elsewhere for
+    one, is never opened."""
     return os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
@@ -138,7 +143,8 @@ def _check_room(path: Path, directory: Path, nbytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if nbytes > free:
         raise StagingError(
-            f"{path.parent} has {free >> 20} MiB free, this version needs {nbytes >> 20} MiB; enlarge shared memory"
+            f"{path.parent} has {free >> 20} MiB free, this version needs {nbytes >> 20} MiB;"
+            " enlarge shared memory"
         )
 
 
@@ -154,12 +160,14 @@ def _copy_bucket(manifest: Manifest, index: int, file: int, start: int, timeout_
         ) from error
     if data.nbytes != manifest.sizes[index]:
         raise StagingError(
-            f"{title} has {data.nbytes} bytes instead of {manifest.sizes[index]}; publish the version again"
+            f"{title} has {data.nbytes} bytes instead of {manifest.sizes[index]}; publish the"
+            " version again"
         )
     checksum = zlib.crc32(data)
     if checksum != manifest.checksums[index]:
         raise StagingError(
-            f"{title} has checksum {checksum:#010x} instead of {manifest.checksums[index]:#010x}; publish the version again"
+            f"{title} has checksum {checksum:#010x} instead of {manifest.checksums[index]:#010x};"
+            " publish the version again"
         )
     written = 0
     while written < data.nbytes:

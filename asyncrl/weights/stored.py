@@ -1,4 +1,5 @@
-"""The tensors that a checkpoint directory holds, told from its index and the headers of its files."""
+"""The tensors that a checkpoint directory holds, told from its index and the headers of its
+files."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ TORCH_NAMES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""The types that can be published, by their names in a file. Quantized types are not among them: their tensors cannot be trained."""
+"""The types that can be published, by their names in a file. Quantized types are not among them:
+their tensors cannot be trained."""
 
 
 class CheckpointFilesError(ValueError):
@@ -33,7 +35,8 @@ class CheckpointFilesError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor in a checkpoint's file. `dtype` is torch's name, or the file's own name for a type that cannot be published."""
+    """One tensor in a checkpoint's file. `dtype` is torch's name, or the file's own name for a type
+    that cannot be published."""
 
     file: Path
     shape: tuple[int, ...]
@@ -46,39 +49,46 @@ class StoredTensor:
 
 
 def stored_files(model_path: str | Path) -> list[Path]:
-    """The checkpoint's weight files: those that the index names, or `model.safetensors`. Other safetensors files in the directory are not part of it,
-    such as the same weights once more in another format.
+    """The checkpoint's weight files: those that the index names, or `model.safetensors`. Other
+    safetensors files in the directory are not part of it, such as the same weights once more in
+    another format.
 
     Raises:
-        CheckpointFilesError: there are none, one is missing, or the index names a path outside the directory.
+        CheckpointFilesError: there are none, one is missing, or the index names a path outside the
+            directory.
     """
     directory = Path(model_path)
     if not (directory / INDEX).exists():
         if not (directory / SINGLE).exists():
             raise CheckpointFilesError(
-                f"{str(directory)!r} holds neither {SINGLE} nor {INDEX}; give a Hugging Face checkpoint directory with safetensors"
+                f"{str(directory)!r} holds neither {SINGLE} nor {INDEX}; give a Hugging Face"
+                " checkpoint directory with safetensors"
             )
         if more := sorted(
             file.name for file in directory.glob("*.safetensors") if file.name != SINGLE
         ):
             # vLLM would load every one of them.
             raise CheckpointFilesError(
-                f"{str(directory)!r} holds {more[0]} beside {SINGLE} and no {INDEX} that says which to read; move it elsewhere"
+                f"{str(directory)!r} holds {more[0]} beside {SINGLE} and no {INDEX} that says which"
+                " to read; move it elsewhere"
             )
         return [directory / SINGLE]
     if (directory / SINGLE).exists() and set(_weight_map(directory).values()) != {SINGLE}:
         raise CheckpointFilesError(
-            f"{str(directory)!r} holds {SINGLE} and an {INDEX} that names other files; remove one of the two"
+            f"{str(directory)!r} holds {SINGLE} and an {INDEX} that names other files; remove one"
+            " of the two"
         )
     names = sorted(set(_weight_map(directory).values()))
     for name in names:
         if Path(name).name != name:
             raise CheckpointFilesError(
-                f"{str(directory / INDEX)!r} names {name!r}, which is no file of that directory; write the index again"
+                f"{str(directory / INDEX)!r} names {name!r}, which is no file of that directory;"
+                " write the index again"
             )
         if not (directory / name).exists():
             raise CheckpointFilesError(
-                f"{str(directory / INDEX)!r} names {name!r}, which is not there; complete the download"
+                f"{str(directory / INDEX)!r} names {name!r}, which is not there; complete the"
+                " download"
             )
     return [directory / name for name in names]
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from asyncrl.algorithms.advantages import (
-    batch_normalised,
+    batch_normalized,
     group_advantages,
     moments_over_ranks,
     soft_overlong_penalty,
-    standardised,
+    standardized,
 )
 
 
@@ -44,20 +44,21 @@ def test_maxrl_divides_by_the_mean() -> None:
         group_advantages([1.0, -1.0], [True] * 2, "maxrl")
 
 
-def test_reinforce_plus_plus_is_normalised_over_the_step() -> None:
+def test_reinforce_plus_plus_is_normalized_over_the_step() -> None:
     assert group_advantages([1.0, 3.0], [True] * 2, "reinforce_plus_plus") == [1.0, 3.0]
     assert group_advantages([1.0, 3.0], [True] * 2, "reinforce_plus_plus_baseline") == [-1.0, 1.0]
     # Over tokens: 1 once, 4 three times (mean 3.25, variance (2.25² + 3 · 0.75²) / 4).
     std = math.sqrt((2.25**2 + 3 * 0.75**2) / 4)
-    assert batch_normalised([1.0, 4.0], [1, 3]) == pytest.approx(
+    assert batch_normalized([1.0, 4.0], [1, 3]) == pytest.approx(
         [-2.25 / std, 0.75 / std], rel=1e-5
     )
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4, 1e9])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_advantages_far_from_zero_are_standardised_over_ranks(offset: float, dtype: type) -> None:
-    """Three ranks, one of which has no token. The std of values around 1e9 is lost in E[v²] - E[v]²."""
+def test_advantages_far_from_zero_are_standardized_over_ranks(offset: float, dtype: type) -> None:
+    """Three ranks, one of which has no token. The std of values around 1e9 is lost in E[v²] -
+    E[v]²."""
     values = np.random.default_rng(0).integers(-8, 9, 60).astype(np.float64) * 64 + offset
     parts = [part.astype(dtype) for part in np.split(values, [17, 17])]
     waiting, given = threading.Barrier(len(parts)), [np.zeros(0)] * len(parts)
@@ -70,7 +71,7 @@ def test_advantages_far_from_zero_are_standardised_over_ranks(offset: float, dty
             waiting.wait(30)
             return total
 
-        return standardised(
+        return standardized(
             parts[index].astype(np.float64), *moments_over_ranks(parts[index], summed)
         )
 

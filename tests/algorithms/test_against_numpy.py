@@ -1,4 +1,5 @@
-"""Every loss, correction and advantage against an independent numpy version, trajectory by trajectory, with ragged lengths and masked members."""
+"""Every loss, correction and advantage against an independent numpy version, trajectory by
+trajectory, with ragged lengths and masked members."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ import torch
 
 from asyncrl.algorithms.advantages import (
     Advantage,
-    batch_normalised,
+    batch_normalized,
     group_advantages,
     moments_over_ranks,
     soft_overlong_penalty,
-    standardised,
+    standardized,
 )
-from asyncrl.algorithms.losses import PolicyTokens, policy_loss, token_weights
+from asyncrl.algorithms.objective import PolicyTokens, policy_loss, token_weights
 from asyncrl.config import AlgorithmConfig
+from asyncrl.preflight.specs import objective_spec
 
 LENGTHS = [1, 7, 30, 3, 12, 2, 18, 5]
 MASKS: tuple[dict[str, Any], ...] = (
@@ -53,10 +55,10 @@ def drawn(seed: int) -> dict[str, np.ndarray]:
     learner = -2 * generator.random(count)
     ages = np.concatenate([np.sort(generator.integers(0, 4, length))[::-1] for length in LENGTHS])
     advantages = np.repeat(generator.standard_normal(len(LENGTHS)), LENGTHS)
-    behaviour = learner + 0.5 * generator.standard_normal(count)
+    behavior = learner + 0.5 * generator.standard_normal(count)
     return {
         "learner": learner,
-        "behaviour": behaviour,
+        "behavior": behavior,
         "advantages": advantages,
         "ages": ages.astype(float),
         "reference": learner - generator.random(count),
@@ -66,7 +68,8 @@ def drawn(seed: int) -> dict[str, np.ndarray]:
 def numpy_loss(
     known: dict[str, np.ndarray], weights: np.ndarray, a: AlgorithmConfig, mean_weight: float
 ) -> tuple[float, np.ndarray]:
-    """The step's loss, and which tokens are masked. Written from the papers' formulas, a trajectory at a time."""
+    """The step's loss, and which tokens are masked. Written from the papers' formulas, a trajectory
+    at a time."""
     total, dropped, start = 0.0, [], 0
     c = a.correction
     for length in LENGTHS:
@@ -76,7 +79,7 @@ def numpy_loss(
             x[part]
             for x in (
                 known["learner"],
-                known["behaviour"],
+                known["behavior"],
                 known["advantages"],
                 known["ages"],
                 known["reference"],
@@ -84,7 +87,7 @@ def numpy_loss(
             )
         )
         old = {
-            "behaviour": mu,
+            "behavior": mu,
             "learner": pi,
             "log_linear": np.array(
                 [
@@ -96,7 +99,7 @@ def numpy_loss(
         r = np.exp(pi - old)
         high, low = (
             1 + a.eps_clip_high,
-            {"cispo": 0.0}.get(a.loss, 0.8) if a.eps_clip is None else 1 - a.eps_clip,
+            ({"cispo": 0.0}.get(a.loss, 0.8) if a.eps_clip is None else 1 - a.eps_clip),
         )
         if a.loss == "ppo":
             objective = [
@@ -120,9 +123,11 @@ def numpy_loss(
         elif a.loss == "dppo":
             moved = np.exp(pi) - np.exp(mu)
             objective = [
-                0.0
-                if (y > 0 and m > a.dppo_threshold) or (y < 0 and m < -a.dppo_threshold)
-                else x * y
+                (
+                    0.0
+                    if (y > 0 and m > a.dppo_threshold) or (y < 0 and m < -a.dppo_threshold)
+                    else x * y
+                )
                 for x, y, m in zip(r, adv, moved, strict=True)
             ]
         else:
@@ -181,7 +186,7 @@ def torch_tokens(
     pi, mu, adv, age, ref, w = (
         torch.tensor(x[places])
         for x in (
-            *(known[k] for k in ("learner", "behaviour", "advantages", "ages", "reference")),
+            *(known[k] for k in ("learner", "behavior", "advantages", "ages", "reference")),
             weights,
         )
     )
@@ -198,7 +203,7 @@ def torch_tokens(
 def test_policy_losses(settings: dict[str, Any], masks: dict[str, Any]) -> None:
     truncations = (
         ["none"]
-        if settings.get("old_policy", "behaviour") == "behaviour"
+        if settings.get("old_policy", "behavior") == "behavior"
         else ["none", "token", "sequence"]
     )
     any_dropped = False
@@ -208,7 +213,9 @@ def test_policy_losses(settings: dict[str, Any], masks: dict[str, Any]) -> None:
         )
         known = drawn(seed)
         weights = np.repeat(token_weights(LENGTHS, "sequence_mean_token_mean", 1), LENGTHS)
-        loss, sums = policy_loss(torch_tokens(known, weights, reference=False), algorithm)
+        loss, sums = policy_loss(
+            torch_tokens(known, weights, reference=False), objective_spec(algorithm)
+        )
         expected, dropped = numpy_loss(known, weights, algorithm, 1.0)
         assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
         assert float(sums.masked) == dropped.sum() and not dropped.all()
@@ -218,7 +225,7 @@ def test_policy_losses(settings: dict[str, Any], masks: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var"])
 @pytest.mark.parametrize("mean_weight", [1.0, 0.7])
-def test_kl_in_the_loss_and_normalised_weights(estimator: str, mean_weight: float) -> None:
+def test_kl_in_the_loss_and_normalized_weights(estimator: str, mean_weight: float) -> None:
     algorithm = AlgorithmConfig.model_validate(
         {
             "loss": "reinforce",
@@ -230,12 +237,14 @@ def test_kl_in_the_loss_and_normalised_weights(estimator: str, mean_weight: floa
     )
     known, weights = drawn(5), np.random.default_rng(1).random(sum(LENGTHS))
     loss, sums = policy_loss(
-        torch_tokens(known, weights, reference=True), algorithm, mean_weight=mean_weight
+        torch_tokens(known, weights, reference=True),
+        objective_spec(algorithm),
+        mean_weight=mean_weight,
     )
     assert loss.item() == pytest.approx(
         numpy_loss(known, weights, algorithm, mean_weight)[0], rel=1e-9
     )
-    assert float(sums.capped) == (np.exp(known["learner"] - known["behaviour"]) > 1.4).sum() > 0
+    assert float(sums.capped) == (np.exp(known["learner"] - known["behavior"]) > 1.4).sum() > 0
 
 
 @pytest.mark.parametrize(
@@ -245,8 +254,9 @@ def test_kl_in_the_loss_and_normalised_weights(estimator: str, mean_weight: floa
 def test_any_split_into_micro_batches_and_ranks_has_the_loss_and_gradient_of_the_whole(
     aggregation: Any, settings: dict[str, Any]
 ) -> None:
-    """Weights come from the whole step, so sums over micro-batches and ranks are exact, whatever is masked."""
-    truncation = "none" if settings.get("old_policy", "behaviour") == "behaviour" else "sequence"
+    """Weights come from the whole step, so sums over micro-batches and ranks are exact, whatever is
+    masked."""
+    truncation = "none" if settings.get("old_policy", "behavior") == "behavior" else "sequence"
     algorithm = AlgorithmConfig.model_validate(
         {
             **settings,
@@ -269,7 +279,7 @@ def test_any_split_into_micro_batches_and_ranks_has_the_loss_and_gradient_of_the
         losses, gradients = [], []
         for part in parts:
             tokens = torch_tokens(known, weights, reference=True, which=part)
-            loss, _ = policy_loss(tokens, algorithm)
+            loss, _ = policy_loss(tokens, objective_spec(algorithm))
             losses.append(loss.item())
             gradients.append(torch.autograd.grad(loss, tokens.logprobs)[0].numpy())
         return sum(losses), np.concatenate(gradients)
@@ -314,16 +324,16 @@ def test_advantages_with_masked_members(method: Advantage, seed: int) -> None:
     )
 
 
-def test_normalisation_over_the_step_and_the_overlong_penalty() -> None:
+def test_normalization_over_the_step_and_the_overlong_penalty() -> None:
     generator = np.random.default_rng(0)
     advantages, tokens = generator.standard_normal(6), np.array([1, 4, 2, 9, 3, 1])
     every = np.repeat(advantages, tokens)
     expected = (advantages - every.mean()) / (every.std() + 1e-6)
     np.testing.assert_allclose(
-        batch_normalised(advantages.tolist(), tokens.tolist()), expected, rtol=1e-9
+        batch_normalized(advantages.tolist(), tokens.tolist()), expected, rtol=1e-9
     )
     np.testing.assert_allclose(
-        standardised(advantages, *moments_over_ranks(every, lambda sums: sums)), expected, rtol=1e-9
+        standardized(advantages, *moments_over_ranks(every, lambda sums: sums)), expected, rtol=1e-9
     )
     for length in range(1, 21):
         by_hand = 0.0 if length <= 15 else -0.5 * (length - 15) / 5

@@ -26,7 +26,8 @@ def test_lengths_must_agree() -> None:
 
 
 def policy(seed: int, away_from: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits of the first token, and of the second after each first one; near those of another policy."""
+    """Logits of the first token, and of the second after each first one; near those of another
+    policy."""
     draw = torch.randn(
         VOCABULARY + 1,
         VOCABULARY,

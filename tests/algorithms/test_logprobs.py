@@ -93,10 +93,12 @@ def test_chunks_are_exact_to_one_in_a_million(entropy_gradient: bool) -> None:
 
 @pytest.mark.parametrize("chunks", [2, 600])
 def test_the_heads_gradient_adds_up_in_float32_over_many_chunks(chunks: int) -> None:
-    """In bfloat16, where every chunk's part is rounded once and their sum must not be: against whole logits in float64."""
+    """In bfloat16, where every chunk's part is rounded once and their sum must not be: against
+    whole logits in float64."""
     width, vocabulary, rows = 8, 32, 2
     torch.manual_seed(0)
-    # All rows pull the head the same way, as a policy gradient does: the sum grows far beyond any one part.
+    # All rows pull the head the same way, as a policy gradient does: the sum grows far beyond any
+    # one part.
     hidden = (1 + 0.1 * torch.randn(chunks * rows, width)).bfloat16()
     weight, bias, targets = (
         torch.randn(vocabulary, width).bfloat16(),
@@ -137,7 +139,8 @@ class LargestOutput(TorchDispatchMode):
 def test_the_logits_never_exist_whole(
     chunk_rows: int, largest: int, entropy_gradient: bool
 ) -> None:
-    """Rows 64, vocabulary 500: with chunks of 3 rows nothing is larger than a chunk; with one chunk of all rows the logits are seen, so they would be."""
+    """Rows 64, vocabulary 500: with chunks of 3 rows nothing is larger than a chunk; with one chunk
+    of all rows the logits are seen, so they would be."""
     hidden, weight = torch.randn(64, 2, requires_grad=True), torch.randn(500, 2, requires_grad=True)
     with LargestOutput() as seen:
         logprobs, entropy = token_logprobs(
@@ -196,7 +199,8 @@ MAPS = {
 def test_mapped_logits_have_the_log_probs_and_gradients_of_plain_autograd_in_float64(
     name: str, chunk_elements: int
 ) -> None:
-    """Logits reach 12, far into the soft cap of 3. The gradient is of log-probs and entropies together."""
+    """Logits reach 12, far into the soft cap of 3. The gradient is of log-probs and entropies
+    together."""
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(7, 5), 2 * torch.randn(13, 5), torch.randn(13)
     targets, direction, logit_map = torch.randint(0, 13, (7,)), torch.linspace(-1, 1, 7), MAPS[name]
@@ -223,7 +227,8 @@ def test_mapped_logits_have_the_log_probs_and_gradients_of_plain_autograd_in_flo
 
 
 def test_a_soft_cap_by_hand() -> None:
-    """Head 0 and 4 capped at 2: 2 tanh 2 = 1.92806; log-prob of the second: -log(1 + e^-1.92806)."""
+    """Head 0 and 4 capped at 2: 2 tanh 2 = 1.92806; log-prob of the second: -log(1 +
+    e^-1.92806)."""
     found, _ = token_logprobs(
         torch.ones(1, 1),
         torch.tensor([[0.0], [4.0]]),

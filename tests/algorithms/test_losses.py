@@ -1,4 +1,5 @@
-"""Every surrogate on hand-computed numbers, and the whole policy loss against an independent numpy version with ragged lengths."""
+"""Every surrogate on hand-computed numbers, and the whole policy loss against an independent numpy
+version with ragged lengths."""
 
 import math
 from dataclasses import replace
@@ -8,19 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.losses import (
+from asyncrl.algorithms.objective import (
     PolicyTokens,
-    cispo,
-    dppo,
-    log_linear_proximal,
     policy_loss,
-    ppo_clip,
-    sapo,
     supervised_loss,
     token_weights,
     truncated_weights,
 )
+from asyncrl.algorithms.objective_spec import ObjectiveSpec
+from asyncrl.algorithms.surrogates import cispo, dppo, log_linear_proximal, ppo_clip, sapo
 from asyncrl.config import AlgorithmConfig
+from asyncrl.preflight.specs import objective_spec
 
 
 def log(*values: float) -> torch.Tensor:
@@ -31,15 +30,15 @@ def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def tokens(logprobs, behaviour, advantages, lengths=None, ages=None, weights=None) -> PolicyTokens:
+def tokens(logprobs, behavior, advantages, lengths=None, ages=None, weights=None) -> PolicyTokens:
     """One trajectory, unless lengths say otherwise."""
-    count = len(behaviour)
+    count = len(behavior)
     lengths = lengths or [count]
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     zero, one = torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.float64)
     return PolicyTokens(
         logprobs,
-        behaviour,
+        behavior,
         advantages,
         one if weights is None else weights,
         sequence,
@@ -48,8 +47,8 @@ def tokens(logprobs, behaviour, advantages, lengths=None, ages=None, weights=Non
     )
 
 
-def algorithm(**settings) -> AlgorithmConfig:
-    return AlgorithmConfig.model_validate(settings)
+def objective(**settings) -> ObjectiveSpec:
+    return objective_spec(AlgorithmConfig.model_validate(settings))
 
 
 def gradient(loss: torch.Tensor, logprobs: torch.Tensor) -> list[float]:
@@ -59,12 +58,12 @@ def gradient(loss: torch.Tensor, logprobs: torch.Tensor) -> list[float]:
 
 def test_ppo_on_hand_computed_numbers() -> None:
     # ratios 1.5, 0.5, 1.5, 0.5, 1.1 with clip range [0.8, 1.28]
-    learner, behaviour = (
+    learner, behavior = (
         log(0.75, 0.25, 0.75, 0.25, 0.55).requires_grad_(),
         log(0.5, 0.5, 0.5, 0.5, 0.5),
     )
     # min(1.5, 1.28), min(0.5, 0.8), min(-1.5, -1.28), min(-0.5, -0.8), min(2.2, 2.2)
-    loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, 1, -1, -1, 2)), algorithm())
+    loss, sums = policy_loss(tokens(learner, behavior, tensor(1, 1, -1, -1, 2)), objective())
     assert loss.item() == pytest.approx(-(1.28 + 0.5 - 1.5 - 0.8 + 2.2))
     assert (sums.clipped.item(), sums.masked.item()) == (2, 0)
     assert (sums.ratio.item(), sums.ratio_max.item(), sums.ratio_squared.item()) == pytest.approx(
@@ -83,15 +82,15 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
 
 def test_gspo_has_one_ratio_for_a_trajectory() -> None:
     # Two trajectories: mean log-ratios (log 4 + log 1) / 2 = log 2, and log 1.1.
-    learner, behaviour = log(0.8, 0.5, 0.55).requires_grad_(), log(0.2, 0.5, 0.5)
+    learner, behavior = log(0.8, 0.5, 0.55).requires_grad_(), log(0.2, 0.5, 0.5)
     loss, sums = policy_loss(
-        tokens(learner, behaviour, tensor(1, 1, 1), lengths=[2, 1]), algorithm(loss="gspo")
+        tokens(learner, behavior, tensor(1, 1, 1), lengths=[2, 1]), objective(loss="gspo")
     )
     assert loss.item() == pytest.approx(-(1.28 + 1.28 + 1.1))
     assert sums.clipped.item() == 2
     assert gradient(loss, learner) == pytest.approx([0.0, 0.0, -1.1])
     loss, _ = policy_loss(
-        tokens(learner, behaviour, tensor(-1, -1, 1), lengths=[2, 1]), algorithm(loss="gspo")
+        tokens(learner, behavior, tensor(-1, -1, 1), lengths=[2, 1]), objective(loss="gspo")
     )
     assert gradient(loss, learner) == pytest.approx([2.0, 2.0, -1.1])
 
@@ -107,10 +106,10 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
 
 
 def test_cispo_has_no_lower_clip_unless_it_is_set() -> None:
-    behaviour, learner = log(0.9), log(0.0009).requires_grad_()
+    behavior, learner = log(0.9), log(0.0009).requires_grad_()
     for settings, weight in (({}, 0.001), ({"eps_clip": 0.2}, 0.8)):
         loss, sums = policy_loss(
-            tokens(learner, behaviour, tensor(1.0)), algorithm(loss="cispo", **settings)
+            tokens(learner, behavior, tensor(1.0)), objective(loss="cispo", **settings)
         )
         assert gradient(loss, learner) == pytest.approx([-weight]) and sums.clipped.item() == len(
             settings
@@ -118,7 +117,8 @@ def test_cispo_has_no_lower_clip_unless_it_is_set() -> None:
 
 
 def test_what_an_update_in_mid_generation_does_is_told_from_staleness() -> None:
-    """Tokens of the learner's own version in trajectories begun earlier: without an old KV cache they would have its log-probs."""
+    """Tokens of the learner's own version in trajectories begun earlier: without an old KV cache
+    they would have its log-probs."""
     learner = tensor(-1.0, -1.0, -1.0, -1.0, -1.0)
     given = tokens(
         learner,
@@ -127,7 +127,7 @@ def test_what_an_update_in_mid_generation_does_is_told_from_staleness() -> None:
         lengths=[3, 2],
         ages=tensor(1, 0, 0, 0, 0),
     )
-    _, sums = policy_loss(given, algorithm())
+    _, sums = policy_loss(given, objective())
     assert (float(sums.drift), float(sums.drift_tokens)) == (0.375, 2)
 
 
@@ -138,12 +138,13 @@ def test_masks_are_counted_by_reason() -> None:
         "reject_estimator": "k1",
         "sequence_mask_above": 0.3,
     }
-    learner, behaviour = log(0.9, 0.25, 0.5, 0.5), log(0.45, 0.5, 0.5, 0.7)
+    learner, behavior = log(0.9, 0.25, 0.5, 0.5), log(0.45, 0.5, 0.5, 0.7)
     _, sums = policy_loss(
-        tokens(learner, behaviour, tensor(1, 1, -1, -1), lengths=[2, 2]),
-        algorithm(correction=settings),
+        tokens(learner, behavior, tensor(1, 1, -1, -1), lengths=[2, 2]),
+        objective(correction=settings),
     )
-    # ratios 2, 0.5, 1, 0.714: the first leaves the band, |k1| 0.69 of the first two is rejected, mean -l 0.168 of the second trajectory is not
+    # ratios 2, 0.5, 1, 0.714: the first leaves the band, |k1| 0.69 of the first two is rejected,
+    # mean -l 0.168 of the second trajectory is not
     assert (
         float(sums.masked_band),
         float(sums.masked_rejected),
@@ -151,8 +152,8 @@ def test_masks_are_counted_by_reason() -> None:
         float(sums.masked),
     ) == (1, 2, 0, 2)
     _, sums = policy_loss(
-        tokens(learner, behaviour, tensor(1, 1, -1, -1), lengths=[2, 2]),
-        algorithm(correction={**settings, "sequence_mask_above": 0.1}),
+        tokens(learner, behavior, tensor(1, 1, -1, -1), lengths=[2, 2]),
+        objective(correction={**settings, "sequence_mask_above": 0.1}),
     )
     assert (float(sums.masked_sequence), float(sums.masked)) == (2, 4)
 
@@ -166,66 +167,64 @@ def test_sapo_is_the_policy_gradient_on_policy_and_fades_away_from_it() -> None:
 
 
 def test_dppo_stops_only_what_moves_further_away() -> None:
-    logprobs, behaviour = (
+    logprobs, behavior = (
         log(0.7, 0.7, 0.3, 0.3, 0.02).requires_grad_(),
         log(0.5, 0.5, 0.5, 0.5, 0.01),
     )
-    loss, stopped = dppo(logprobs, behaviour, tensor(1, -1, 1, -1, 1), 0.15)
+    loss, stopped = dppo(logprobs, behavior, tensor(1, -1, 1, -1, 1), 0.15)
     assert stopped.tolist() == [True, False, False, True, False]
     assert gradient(loss.sum(), logprobs) == pytest.approx([0.0, 1.4, -0.6, 0.0, -2.0])
 
 
 def test_reinforce_with_truncated_weights() -> None:
-    learner, behaviour = log(0.9, 0.4).requires_grad_(), log(0.3, 0.5)
-    settings = algorithm(
+    learner, behavior = log(0.9, 0.4).requires_grad_(), log(0.3, 0.5)
+    settings = objective(
         loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 2.0}
     )
-    loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, -3)), settings)
+    loss, sums = policy_loss(tokens(learner, behavior, tensor(1, -3)), settings)
     assert gradient(loss, learner) == pytest.approx([-2.0, 0.8 * 3])
     assert sums.weight.item() == pytest.approx(2.8)
 
 
-def test_decoupled_ppo_is_the_weighted_policy_gradient_when_the_proximal_policy_is_the_learner() -> (
-    None
-):
-    learner, behaviour = log(0.9, 0.4).requires_grad_(), log(0.3, 0.5)
-    settings = algorithm(old_policy="learner", correction={"truncation": "token", "cap": 5.0})
-    loss, sums = policy_loss(tokens(learner, behaviour, tensor(1, -3)), settings)
+def test_decoupled_ppo_is_the_weighted_policy_gradient_where_the_learner_is_proximal() -> None:
+    learner, behavior = log(0.9, 0.4).requires_grad_(), log(0.3, 0.5)
+    settings = objective(old_policy="learner", correction={"truncation": "token", "cap": 5.0})
+    loss, sums = policy_loss(tokens(learner, behavior, tensor(1, -3)), settings)
     assert loss.item() == pytest.approx(-(3.0 * 1 - 0.8 * 3)) and sums.clipped.item() == 0
     assert gradient(loss, learner) == pytest.approx([-3.0, 0.8 * 3])
 
 
 def test_the_log_linear_proximal_policy_lies_one_version_before() -> None:
-    logprobs, behaviour = tensor(-1, -1, -1, -1), tensor(-3, -3, -3, -3)
-    assert log_linear_proximal(logprobs, behaviour, tensor(0, 1, 2, 4)).tolist() == pytest.approx(
+    logprobs, behavior = tensor(-1, -1, -1, -1), tensor(-3, -3, -3, -3)
+    assert log_linear_proximal(logprobs, behavior, tensor(0, 1, 2, 4)).tolist() == pytest.approx(
         [-1, -3, -2, -1.5]
     )
 
 
 def test_decoupled_ppo_with_the_log_linear_policy() -> None:
     # Age 2: proximal log-prob half-way, ratio to it exp(0.5), weight to it exp(0.5).
-    learner, behaviour = tensor(-1.0).requires_grad_(), tensor(-2.0)
-    settings = algorithm(
+    learner, behavior = tensor(-1.0).requires_grad_(), tensor(-2.0)
+    settings = objective(
         old_policy="log_linear", eps_clip_high=1.0, correction={"truncation": "token", "cap": 10.0}
     )
-    loss, _ = policy_loss(tokens(learner, behaviour, tensor(1.0), ages=tensor(2.0)), settings)
+    loss, _ = policy_loss(tokens(learner, behavior, tensor(1.0), ages=tensor(2.0)), settings)
     assert loss.item() == pytest.approx(-math.e)
     assert gradient(loss, learner) == pytest.approx([-math.e])
 
 
-def test_at_the_behaviour_policy_every_loss_gives_the_policy_gradient() -> None:
+def test_at_the_behavior_policy_every_loss_gives_the_policy_gradient() -> None:
     for name, old in [
-        ("ppo", "behaviour"),
-        ("gspo", "behaviour"),
-        ("cispo", "behaviour"),
-        ("sapo", "behaviour"),
-        ("dppo", "behaviour"),
+        ("ppo", "behavior"),
+        ("gspo", "behavior"),
+        ("cispo", "behavior"),
+        ("sapo", "behavior"),
+        ("dppo", "behavior"),
         ("reinforce", "learner"),
     ]:
         logprobs = tensor(-1.0, -2.0, -0.5).requires_grad_()
         loss, sums = policy_loss(
             tokens(logprobs, logprobs.detach(), tensor(0.5, -2.0, 1.0), lengths=[2, 1]),
-            algorithm(loss=name, old_policy=old),
+            objective(loss=name, old_policy=old),
         )
         assert gradient(loss, logprobs) == pytest.approx([-0.5, 2.0, -1.0]), name
         assert sums.kl_k1.item() == sums.kl_k3.item() == 0.0
@@ -237,10 +236,10 @@ def test_policy_loss_against_numpy(seed: int, truncation: str) -> None:
     generator = np.random.default_rng(seed)
     lengths = generator.integers(1, 30, 8).tolist()
     count = sum(lengths)
-    learner, behaviour = -3 * generator.random(count), -3 * generator.random(count)
+    learner, behavior = -3 * generator.random(count), -3 * generator.random(count)
     advantages, weights = generator.standard_normal(count), generator.random(count)
-    old_policy = "behaviour" if truncation == "none" else "learner"
-    settings = algorithm(
+    old_policy = "behavior" if truncation == "none" else "learner"
+    settings = objective(
         old_policy=old_policy,
         eps_clip_high=0.3,
         correction={
@@ -253,7 +252,7 @@ def test_policy_loss_against_numpy(seed: int, truncation: str) -> None:
         },
     )
     given = tokens(
-        *(torch.tensor(x) for x in (learner, behaviour, advantages)),
+        *(torch.tensor(x) for x in (learner, behavior, advantages)),
         lengths=lengths,
         weights=torch.tensor(weights),
     )
@@ -262,8 +261,8 @@ def test_policy_loss_against_numpy(seed: int, truncation: str) -> None:
     expected, masked, at = 0.0, 0, 0
     for length in lengths:
         part = slice(at, at + length)
-        log_ratio, a = learner[part] - behaviour[part], advantages[part]
-        ratio = np.exp(log_ratio) if old_policy == "behaviour" else np.ones(length)
+        log_ratio, a = learner[part] - behavior[part], advantages[part]
+        ratio = np.exp(log_ratio) if old_policy == "behavior" else np.ones(length)
         weight = {
             "none": np.ones(length),
             "token": np.minimum(np.exp(log_ratio), 1.5),
@@ -274,14 +273,14 @@ def test_policy_loss_against_numpy(seed: int, truncation: str) -> None:
             & (np.exp(log_ratio) <= 4.0)
             & (np.mean(np.exp(log_ratio) - 1 - log_ratio) <= 1.0)
         )
-        objective = np.where(a >= 0, np.minimum(ratio, 1.3) * a, np.maximum(ratio, 0.8) * a)
-        expected -= (weights[part] * keep * weight * objective).sum()
+        clipped_gain = np.where(a >= 0, np.minimum(ratio, 1.3) * a, np.maximum(ratio, 0.8) * a)
+        expected -= (weights[part] * keep * weight * clipped_gain).sum()
         masked += (~keep).sum()
         at += length
     assert loss.item() == pytest.approx(expected)
     assert sums.masked.item() == masked > 0
-    ratio = np.exp(learner - behaviour)
-    assert sums.kl_k1.item() == pytest.approx((behaviour - learner).sum())
+    ratio = np.exp(learner - behavior)
+    assert sums.kl_k1.item() == pytest.approx((behavior - learner).sum())
     assert sums.kl_k3.item() == pytest.approx((ratio - 1 - np.log(ratio)).sum())
 
 
@@ -292,15 +291,15 @@ def test_the_gradient_does_not_depend_on_how_trajectories_are_split(loss: str) -
     weights = torch.repeat_interleave(
         torch.tensor(token_weights(lengths, "sequence_mean_token_mean", 1)), torch.tensor(lengths)
     ).double()
-    logprobs, behaviour, advantages = (
+    logprobs, behavior, advantages = (
         torch.randn(19, generator=generator, dtype=torch.float64) * 0.5 for _ in range(3)
     )
     logprobs.requires_grad_()
-    settings = algorithm(
+    settings = objective(
         loss=loss, correction={"reject_above": 0.5, "reject_level": "sequence_mean"}
     )
     whole, _ = policy_loss(
-        tokens(logprobs, behaviour, advantages, lengths=lengths, weights=weights), settings
+        tokens(logprobs, behavior, advantages, lengths=lengths, weights=weights), settings
     )
     parts, at = [], 0
     for some in ([5, 1], [9], [4]):
@@ -309,7 +308,7 @@ def test_the_gradient_does_not_depend_on_how_trajectories_are_split(loss: str) -
             policy_loss(
                 tokens(
                     logprobs[cut],
-                    behaviour[cut],
+                    behavior[cut],
                     advantages[cut],
                     lengths=some,
                     weights=weights[cut],
@@ -324,8 +323,8 @@ def test_the_gradient_does_not_depend_on_how_trajectories_are_split(loss: str) -
 def test_the_entropy_bonus_raises_the_entropy() -> None:
     logprobs, entropy = tensor(-1.0, -2.0).requires_grad_(), tensor(0.5, 0.3).requires_grad_()
     given = tokens(logprobs, logprobs.detach(), tensor(1, 1), weights=tensor(0.25, 0.75))
-    without, _ = policy_loss(given, algorithm(), entropy)
-    with_bonus, _ = policy_loss(given, algorithm(entropy_coef=0.1), entropy)
+    without, _ = policy_loss(given, objective(), entropy)
+    with_bonus, _ = policy_loss(given, objective(entropy_coef=0.1), entropy)
     assert (without - with_bonus).item() == pytest.approx(0.1 * (0.25 * 0.5 + 0.75 * 0.3))
     assert gradient(with_bonus, entropy) == pytest.approx([-0.025, -0.075])
 
@@ -351,13 +350,13 @@ def test_a_trajectory_without_a_loss_token_changes_no_weight(aggregation) -> Non
 
 
 def test_a_huge_log_ratio_stays_finite_and_nan_does_not_hide() -> None:
-    behaviour = tensor(-500.0, 0.0)
-    loss, sums = policy_loss(tokens(tensor(0.0, -500.0), behaviour, tensor(-1, 1)), algorithm())
+    behavior = tensor(-500.0, 0.0)
+    loss, sums = policy_loss(tokens(tensor(0.0, -500.0), behavior, tensor(-1, 1)), objective())
     assert torch.isfinite(loss) and sums.nonfinite.item() == 0
     bad = tokens(tensor(0.0, 0.0), tensor(float("-inf"), float("nan")), tensor(1, 1))
-    loss, sums = policy_loss(bad, algorithm())
+    loss, sums = policy_loss(bad, objective())
     assert torch.isnan(loss) and sums.nonfinite.item() == 2
-    _, sums = policy_loss(bad, algorithm(correction={"mask_above": 2.0}))
+    _, sums = policy_loss(bad, objective(correction={"mask_above": 2.0}))
     assert sums.nonfinite.item() == 2, "a mask must not hide it"
 
 
@@ -375,7 +374,7 @@ def test_an_empty_micro_batch_has_a_loss_of_zero() -> None:
     for name in ("ppo", "gspo", "cispo", "sapo", "dppo"):
         loss, sums = policy_loss(
             empty,
-            algorithm(
+            objective(
                 loss=name,
                 correction={
                     "reject_above": 1.0,
@@ -395,20 +394,20 @@ def test_supervised_loss_is_the_negative_log_likelihood() -> None:
 
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="one shape"):
-        policy_loss(tokens(torch.zeros(2), torch.zeros(3), torch.zeros(2)), algorithm())
+        policy_loss(tokens(torch.zeros(2), torch.zeros(3), torch.zeros(2)), objective())
 
 
-def test_normalised_weights_have_mean_one() -> None:
-    learner, behaviour = log(0.75, 0.25, 0.9).requires_grad_(), log(0.5, 0.5, 0.3)
-    chosen = algorithm(
+def test_normalized_weights_have_mean_one() -> None:
+    learner, behavior = log(0.75, 0.25, 0.9).requires_grad_(), log(0.5, 0.5, 0.3)
+    chosen = objective(
         loss="reinforce",
         old_policy="learner",
-        correction={"truncation": "token", "cap": 2.0, "normalise": True},
+        correction={"truncation": "token", "cap": 2.0, "normalize": True},
     )
-    weights = truncated_weights(tokens(learner, behaviour, tensor(1, 1, 1)), chosen)
+    weights = truncated_weights(tokens(learner, behavior, tensor(1, 1, 1)), chosen)
     assert weights.tolist() == pytest.approx([1.5, 0.5, 2.0]) and not weights.requires_grad
     loss, sums = policy_loss(
-        tokens(learner, behaviour, tensor(1, 1, 1)), chosen, mean_weight=weights.mean().item()
+        tokens(learner, behavior, tensor(1, 1, 1)), chosen, mean_weight=weights.mean().item()
     )
     assert sums.weight.item() == pytest.approx(3.0)
     assert gradient(loss, learner) == pytest.approx([-1.5 * 0.75, -0.5 * 0.75, -2.0 * 0.75])
@@ -416,21 +415,21 @@ def test_normalised_weights_have_mean_one() -> None:
 
 @pytest.mark.parametrize("mean_weight", [0.3 + 0.1 * part for part in range(30)])
 def test_every_weight_that_the_cap_cuts_is_counted_whatever_the_mean_is(mean_weight) -> None:
-    chosen = algorithm(
+    chosen = objective(
         loss="reinforce",
         old_policy="learner",
-        correction={"truncation": "token", "cap": 1.7, "normalise": True},
+        correction={"truncation": "token", "cap": 1.7, "normalize": True},
     )
-    learner, behaviour = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-2.0, -1.0, -2.7])
+    learner, behavior = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-2.0, -1.0, -2.7])
     ones = torch.ones(3)
     given = PolicyTokens(
-        learner, behaviour, ones, ones, torch.zeros(3, dtype=torch.int64), 1, torch.zeros(3)
+        learner, behavior, ones, ones, torch.zeros(3, dtype=torch.int64), 1, torch.zeros(3)
     )
     assert policy_loss(given, chosen, mean_weight=mean_weight)[1].capped == 2
 
 
 def test_a_weight_that_the_cap_leaves_whole_is_not_counted() -> None:
-    chosen = algorithm(
+    chosen = objective(
         loss="reinforce", old_policy="learner", correction={"truncation": "token", "cap": 1.0}
     )
     known = tokens(log(0.5, 0.5), log(0.5, 0.4), tensor(1, 1))
@@ -439,16 +438,17 @@ def test_a_weight_that_the_cap_leaves_whole_is_not_counted() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_in_the_loss_has_the_gradient_of_the_divergence_from_the_reference(estimator) -> None:
-    """Every outcome of one token, each as often as another policy samples it: the gradient is that of KL(learner || reference)."""
+    """Every outcome of one token, each as often as another policy samples it: the gradient is that
+    of KL(learner || reference)."""
     logits = torch.tensor([0.5, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
-    reference, behaviour = log(0.2, 0.2, 0.6), log(0.3, 0.5, 0.2)
+    reference, behavior = log(0.2, 0.2, 0.6), log(0.3, 0.5, 0.2)
     learner = logits.log_softmax(-1)
     known = replace(
-        tokens(learner, behaviour, tensor(0, 0, 0), weights=behaviour.exp()),
+        tokens(learner, behavior, tensor(0, 0, 0), weights=behavior.exp()),
         reference_logprobs=reference,
     )
     loss, sums = policy_loss(
-        known, algorithm(kl_loss_coef=0.1, kl_estimator=estimator, correction={"cap": 100.0})
+        known, objective(kl_loss_coef=0.1, kl_estimator=estimator, correction={"cap": 100.0})
     )
     (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
     exact = 0.1 * (learner.exp() * (learner - reference)).sum()
@@ -461,13 +461,13 @@ def test_kl_in_the_loss_has_the_gradient_of_the_divergence_from_the_reference(es
 
 def test_the_kl_terms_ratio_is_capped_and_needs_a_reference() -> None:
     # π = 0.5, 0.25; π_ref = 0.25, 0.5; μ = 0.5, 0.05: ratios 1 and 5, the second capped at 2
-    learner, behaviour = log(0.5, 0.25).requires_grad_(), log(0.5, 0.05)
-    known = replace(tokens(learner, behaviour, tensor(0, 0)), reference_logprobs=log(0.25, 0.5))
-    loss, sums = policy_loss(known, algorithm(kl_loss_coef=0.1))
+    learner, behavior = log(0.5, 0.25).requires_grad_(), log(0.5, 0.05)
+    known = replace(tokens(learner, behavior, tensor(0, 0)), reference_logprobs=log(0.25, 0.5))
+    loss, sums = policy_loss(known, objective(kl_loss_coef=0.1))
     k3 = (0.5 - 1 - math.log(0.5), 2 - 1 - math.log(2))
     assert loss.item() == pytest.approx(0.1 * (k3[0] + 2 * k3[1]))
     assert sums.kl_reference.item() == pytest.approx(sum(k3))
     # d (r · k3) / d log π = r · k3 + r · (1 - π_ref / π), and a capped r is a constant
     assert gradient(loss, learner) == pytest.approx([0.1 * (k3[0] + 1 - 0.5), 0.1 * 2 * (1 - 2)])
-    none, _ = policy_loss(tokens(learner, behaviour, tensor(0, 0)), algorithm(kl_loss_coef=0.1))
+    none, _ = policy_loss(tokens(learner, behavior, tensor(0, 0)), objective(kl_loss_coef=0.1))
     assert none.item() == 0

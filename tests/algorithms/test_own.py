@@ -1,4 +1,5 @@
-"""A loss, an advantage and a group filter of the user's own: the examples give the built-in numbers, and what breaks the contract is named with its line."""
+"""A loss, an advantage and a group filter of the user's own: the examples give the built-in
+numbers, and what breaks the contract is named with its line."""
 
 import importlib
 import math
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from asyncrl.algorithms.advantages import group_advantages
-from asyncrl.algorithms.losses import made_up_tokens, own_metrics, policy_loss
+from asyncrl.algorithms.objective import own_metrics, policy_loss, trial_tokens
+from asyncrl.algorithms.objective_spec import ObjectiveSpec
 from asyncrl.algorithms.own import own_verdict
 from asyncrl.config import AlgorithmConfig
+from asyncrl.preflight.specs import objective_spec
 from asyncrl.rewards.contract import RewardError, find_reward
 from asyncrl.runtime.functions import FunctionError
 
@@ -34,9 +37,9 @@ def column(logprobs): return logprobs[:, None]
 def metric(logprobs): return logprobs, {"mean": logprobs.mean()}
 def slashed(logprobs): return logprobs, {"a/b": logprobs}
 def elsewhere(logprobs): return logprobs.to("meta")
-def in_place(logprobs, old_logprobs, behaviour_logprobs, advantages, ages, sequence):
+def in_place(logprobs, old_logprobs, behavior_logprobs, advantages, ages, sequence):
     loss = -logprobs * advantages
-    for tensor in (old_logprobs, behaviour_logprobs, advantages, ages, sequence):
+    for tensor in (old_logprobs, behavior_logprobs, advantages, ages, sequence):
         tensor.zero_()
     return loss
 
@@ -57,7 +60,8 @@ def sorts(rewards):
 def one(rewards): return 1
 def listed(rewards): return [True]
 def by_all(rewards, advantages, lengths, truncated):
-    assert rewards.dtype == advantages.dtype == float and lengths.dtype == int and truncated.dtype == bool
+    assert rewards.dtype == advantages.dtype == float
+    assert lengths.dtype == int and truncated.dtype == bool
     return bool(lengths.max() < 9 and not truncated.any())
 """
 
@@ -70,36 +74,37 @@ def importable(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wrong_own", raising=False)
 
 
-def algorithm(**settings) -> AlgorithmConfig:
-    return AlgorithmConfig.model_validate(settings)
+def objective(**settings) -> ObjectiveSpec:
+    return objective_spec(AlgorithmConfig.model_validate(settings))
 
 
-@pytest.mark.parametrize("old_policy", ["behaviour", "log_linear"])
+@pytest.mark.parametrize("old_policy", ["behavior", "log_linear"])
 def test_the_examples_loss_is_the_built_in_one(old_policy):
     losses, gradients, clipped = [], [], []
     for name in ("ppo", "jobs.own_algorithm:clipped"):
-        tokens = made_up_tokens()
-        loss, sums = policy_loss(tokens, algorithm(loss=name, old_policy=old_policy))
+        tokens = trial_tokens()
+        loss, sums = policy_loss(tokens, objective(loss=name, old_policy=old_policy))
         losses.append(loss.item())
         gradients.append(torch.autograd.grad(loss, tokens.logprobs)[0])
         clipped.append(int(sums.clipped))
     assert losses[0] == losses[1] and torch.equal(*gradients) and clipped[0] == clipped[1]
     assert clipped[0] > 0
     assert (
-        own_metrics(algorithm(loss="jobs.own_algorithm:clipped")) == ("ratio_below_half",)
-        and own_metrics(algorithm()) == ()
+        own_metrics("jobs.own_algorithm:clipped") == ("ratio_below_half",)
+        and own_metrics("ppo") == ()
     )
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.5], [1.0, 1.0], [3.0, None, -2.0, 7.5]])
 def test_the_examples_advantage_is_the_built_in_one(rewards):
     usable = [reward is not None for reward in rewards]
-    assert group_advantages(rewards, usable, "jobs.own_algorithm:standardised") == group_advantages(
+    assert group_advantages(rewards, usable, "jobs.own_algorithm:standardized") == group_advantages(
         rewards, usable, "grpo"
     )
-    assert group_advantages([1.0, None], [True, False], "wrong_own:scalar") == [0.0, None], (
-        "one has nothing to compare with"
-    )
+    assert group_advantages([1.0, None], [True, False], "wrong_own:scalar") == [
+        0.0,
+        None,
+    ], "one has nothing to compare with"
 
 
 def test_the_example_filter_and_what_a_filter_is_told():
@@ -140,7 +145,7 @@ def test_a_wrong_loss_is_named_with_its_line(name, line, message):
         FunctionError,
         match=rf"^algorithm\.loss = 'wrong_own:{name}' \(.*wrong_own\.py:{line}\).*{message}",
     ):
-        own_metrics(algorithm(loss=f"wrong_own:{name}"))
+        own_metrics(f"wrong_own:{name}")
 
 
 @pytest.mark.parametrize(
@@ -175,8 +180,8 @@ def test_a_function_cannot_change_the_rewards_it_is_told():
 
 
 def test_a_loss_cannot_change_the_tensors_it_is_told():
-    told = policy_loss(made_up_tokens(), algorithm(loss="reinforce"))
-    changed = policy_loss(made_up_tokens(), algorithm(loss="wrong_own:in_place"))
+    told = policy_loss(trial_tokens(), objective(loss="reinforce"))
+    changed = policy_loss(trial_tokens(), objective(loss="wrong_own:in_place"))
     for name in ("ratio", "ratio_max", "kl_k3", "drift", "drift_tokens"):
         assert getattr(told[1], name) == getattr(changed[1], name), name
 
@@ -184,11 +189,11 @@ def test_a_loss_cannot_change_the_tensors_it_is_told():
 def test_a_function_of_a_script_or_notebook_is_refused_with_the_way_out():
     with pytest.raises(
         FunctionError,
-        match=r"'__main__:mine' stands in a script or notebook, .*; put it into a module of its own",
+        match=(r"'__main__:mine' is in a script or notebook, .*; put it into a module of its own"),
     ):
-        own_metrics(algorithm(loss="__main__:mine"))
+        own_metrics("__main__:mine")
     with pytest.raises(
-        RewardError, match="reward function '__main__:mine' stands in a script or notebook"
+        RewardError, match="reward function '__main__:mine' is in a script or notebook"
     ):
         find_reward("__main__:mine")
 
@@ -202,7 +207,10 @@ def test_a_function_of_a_script_or_notebook_is_refused_with_the_way_out():
         ),
         (
             "\nimport no_such_package",
-            r"\(No module named 'no_such_package' at .*broken_own\.py:2, in <module>\); check its name",
+            (
+                r"\(No module named 'no_such_package' at .*broken_own\.py:2, in <module>\); check"
+                r" its name"
+            ),
         ),
         (
             "\nimport sys\nsys.nothing",
@@ -210,7 +218,10 @@ def test_a_function_of_a_script_or_notebook_is_refused_with_the_way_out():
         ),
         (
             "\n1 / 0",
-            r"\(ZeroDivisionError: division by zero at .*broken_own\.py:2, in <module>\); repair its module",
+            (
+                r"\(ZeroDivisionError: division by zero at .*broken_own\.py:2, in <module>\);"
+                r" repair its module"
+            ),
         ),
     ],
 )
@@ -223,7 +234,7 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_own_line(
     with pytest.raises(
         FunctionError, match=rf"algorithm\.loss = 'broken_own:f' cannot be imported {message}"
     ):
-        own_metrics(algorithm(loss="broken_own:f"))
+        own_metrics("broken_own:f")
 
 
 @pytest.mark.parametrize("name", ["one", "listed"])
@@ -236,9 +247,9 @@ def test_a_filter_says_true_or_false(name):
 
 
 def test_log_probs_that_are_no_numbers_are_left_to_the_step():
-    tokens = made_up_tokens()
-    tokens.behaviour_logprobs[0] = math.nan
-    loss, sums = policy_loss(tokens, algorithm(loss="jobs.own_algorithm:clipped"))
+    tokens = trial_tokens()
+    tokens.behavior_logprobs[0] = math.nan
+    loss, sums = policy_loss(tokens, objective(loss="jobs.own_algorithm:clipped"))
     assert math.isnan(loss.item()) and int(sums.nonfinite) == 1
 
 
@@ -247,4 +258,4 @@ def test_an_unknown_name_is_answered_with_all_of_them(setting):
     with pytest.raises(
         ValueError, match=r"use one of .*, or a function of your own as package\.module:function"
     ):
-        algorithm(**setting)
+        objective(**setting)

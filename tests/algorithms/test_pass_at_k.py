@@ -35,7 +35,8 @@ def test_it_is_the_share_of_subsets_with_a_sample_that_passes(n):
 
 
 def test_many_samples_of_few_that_pass_lose_nothing_to_rounding():
-    """As a product of floats, 1 - (1 - 1e-4)... is off in its last digits; as integers it is the nearest float."""
+    """As a product of floats, 1 - (1 - 1e-4)... is off in its last digits; as integers it is the
+    nearest float."""
     assert pass_at_k(10_000, 1, 1) == 1e-4
     assert pass_at_k(1000, 999, 1) == 0.999
 

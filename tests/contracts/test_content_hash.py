@@ -1,12 +1,20 @@
-"""A group's hash is the same wherever its row has been, and another one when any value of it has changed."""
+"""A group's hash is the same wherever its row has been, and another one when any value of it has
+changed."""
 
 import pyarrow as pa
 import pytest
 
 from asyncrl.contracts.content_hash import content_hashes
+from asyncrl.contracts.rows import (
+    Completion,
+    Group,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+    groups_to_table,
+)
 from asyncrl.rewards.files import FlushFiles, compact
 from asyncrl.runtime import parquet
-from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table
 
 NAN = float("nan")
 
@@ -63,7 +71,8 @@ def test_parquet_and_compaction_do_not_matter(tmp_path):
 
 
 def test_what_a_merge_makes_of_a_datasets_columns_does_not_matter():
-    """A column that is empty in one file takes its type from another, whole numbers become floats, and structs get each other's fields."""
+    """A column that is empty in one file takes its type from another, whole numbers become floats,
+    and structs get each other's fields."""
     one, other = (
         group(0, hint=None, number=3, extra={"a": 1}),
         group(1, hint="x", number=2.5, extra={"a": 1, "b": "y"}),
@@ -89,7 +98,8 @@ def test_what_a_merge_makes_of_a_datasets_columns_does_not_matter():
     ],
 )
 def test_a_value_that_is_missing_in_one_row_does_not_show_in_another(column):
-    """Flushes of one group each are merged: one with an unscored trajectory may lie beside others."""
+    """Flushes of one group each are merged: one with an unscored trajectory may lie beside
+    others."""
     whole = [row | {"token_rewards": [[0.5, 0.0], []]} for row in TABLE.to_pylist()]
     schema = TABLE.schema.append(pa.field("token_rewards", pa.list_(pa.list_(pa.float32()))))
     for row in whole:

@@ -1,4 +1,5 @@
-"""Hypothesis profile of the mutation run: a mutant is killed by any example, so none is made smaller."""
+"""Hypothesis profile of the mutation run: a mutant is killed by any example, so none is made
+smaller."""
 
 from hypothesis import Phase, settings
 

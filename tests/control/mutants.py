@@ -1,4 +1,5 @@
-"""`make mutants`: break the control code on purpose, one named way at a time; the tests beside this file must notice each of them."""
+"""`make mutants`: break the control code on purpose, one named way at a time; the tests beside this
+file must notice each of them."""
 
 from __future__ import annotations
 
@@ -38,12 +39,17 @@ MUTANTS = [
     Mutant(
         "pace off by one version",
         STALENESS,
-        "outstanding < (self.max_staleness + 1 - lag)",
-        "outstanding < (self.max_staleness + 2 - lag)",
+        "< (self.max_staleness + 1 - lag)",
+        "< (self.max_staleness + 2 - lag)",
     ),
-    Mutant("pace off by one group", STALENESS, "and outstanding < (", "and outstanding <= ("),
+    Mutant("pace off by one group", STALENESS, "< (self.max_staleness", "<= (self.max_staleness"),
     Mutant("pace ignores the lag", STALENESS, "+ 1 - lag) * self", "+ 1) * self"),
-    Mutant("cut off by one", STALENESS, "begun <= oldest + j for", "begun < oldest + j for"),
+    Mutant(
+        "cut off by one",
+        STALENESS,
+        "oldest_version <= oldest + j for",
+        "oldest_version < oldest + j for",
+    ),
     Mutant("cut never waits", STALENESS, 'if self.on_stale == "drop":', "if True:"),
     Mutant(
         "slot lost on filter",
@@ -67,8 +73,8 @@ MUTANTS = [
     Mutant(
         "newest first",
         BUFFER,
-        "key=lambda group: (group.begun, group.ordinal)",
-        "key=lambda group: (-group.begun, group.ordinal)",
+        "key=lambda group: (group.oldest_version, group.ordinal)",
+        "key=lambda group: (-group.oldest_version, group.ordinal)",
     ),
     Mutant(
         "asks for the learner's version",
@@ -92,7 +98,8 @@ MUTANTS = [
         "acknowledges before the buffer has it",
         COORDINATOR,
         "arrived = await self.parts.scores.next()\n",
-        "arrived = await self.parts.scores.next()\n            await self.parts.rollouts.ack([scored.ordinal for scored in arrived])\n",
+        "arrived = await self.parts.scores.next()\n            await"
+        " self.parts.rollouts.ack([scored.ordinal for scored in arrived])\n",
     ),
     Mutant(
         "gathers during a publication",
@@ -134,7 +141,7 @@ MUTANTS = [
     Mutant(
         "the limit on running groups is ignored",
         COORDINATOR,
-        "and not self.parts.concurrency.may_run(self.buffer.running)",
+        "and not limit.may_run(self.buffer.running)",
         "and False",
     ),
     Mutant(
@@ -146,8 +153,8 @@ MUTANTS = [
     Mutant(
         "publishes during an evaluation",
         COORDINATOR,
-        "lambda: not self.flips_held and (self.in_publication",
-        "lambda: (self.in_publication",
+        "not self.flips_held and (self.in_publication",
+        "(self.in_publication",
     ),
     Mutant(
         "an evaluation takes no replica of its own",
@@ -158,8 +165,8 @@ MUTANTS = [
     Mutant(
         "the last evaluation takes a replica of its own",
         COORDINATOR,
-        "None if in_flight or last or",
-        "None if in_flight or",
+        "if in_flight or last or",
+        "if in_flight or",
     ),
     Mutant(
         "publishing waits although a replica keeps the version",
@@ -183,7 +190,8 @@ MUTANTS = [
         "an evaluation under way is not due",
         COORDINATOR,
         "                self.evaluation = UnderEvaluation(version)\n",
-        "                self.evaluation = UnderEvaluation(version)\n                self.evaluations_due = set()\n",
+        "                self.evaluation = UnderEvaluation(version)\n               "
+        " self.evaluations_due = set()\n",
     ),
     Mutant(
         "a lost evaluation is not done again",
@@ -194,8 +202,8 @@ MUTANTS = [
     Mutant(
         "a lost evaluation takes a replica again",
         COORDINATOR,
-        "or last or self.evaluation_lost else",
-        "or last else",
+        "or last or self.evaluation_lost",
+        "or last",
     ),
     Mutant(
         "an evaluation's load moves the limit on groups",
@@ -216,16 +224,16 @@ MUTANTS = [
         "if group is not None:",
     ),
     Mutant(
-        "a checkpoint counts on unwritten fates",
+        "a checkpoint counts on unwritten outcomes",
         COORDINATOR,
-        "self._flush_fates()  # the checkpoint",
-        "pass  # the checkpoint",
+        "self._flush_outcomes()\n        await self.parts.recorder.flushed()\n        await",
+        "await self.parts.recorder.flushed()\n        await",
     ),
     Mutant(
         "running groups are not dropped",
         BUFFER,
-        'if self.staleness.on_stale == "wait" else',
-        "if True else",
+        'if self.staleness.on_stale == "wait"',
+        "if True",
     ),
 ]
 
@@ -239,7 +247,8 @@ def survives(mutant: Mutant, folder: Path) -> bool:
     text = file.read_text()
     if text.count(mutant.old) != 1:
         raise SystemExit(
-            f"mutant {mutant.name!r}: {mutant.old!r} stands {text.count(mutant.old)} times in {mutant.file}; it must stand once"
+            f"mutant {mutant.name!r}: {mutant.old!r} stands {text.count(mutant.old)} times in"
+            f" {mutant.file}; it must stand once"
         )
     file.write_text(text.replace(mutant.old, mutant.new))
     command = [

@@ -1,4 +1,5 @@
-"""The limit on groups that run at once: each decision by hand, and the whole against the best fixed limit on an engine with a KV cliff."""
+"""The limit on groups that run at once: each decision by hand, and the whole against the best fixed
+limit on an engine with a KV cliff."""
 
 import asyncio
 import math
@@ -7,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.control.checkpoint import State
+from asyncrl.contracts.messages import EngineLoad
+from asyncrl.contracts.state import State
 from asyncrl.control.concurrency import Concurrency, first_limit
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
-from asyncrl.control.protocols import EngineLoad
 from asyncrl.control.staleness import Staleness
 from asyncrl.testing import (
     FakeEngine,
@@ -139,7 +140,8 @@ def train(concurrency, lengths, kv_tokens):
     [(8192, 0.6, 0.0), (4096, 0.3, 0.0), (8192, 1.0, 0.0), (8192, 0.6, 1.0)],
 )
 def test_as_good_as_the_best_fixed_limit(kv_tokens, spread, drift):
-    """At least 95% of the best throughput that a sweep over fixed limits finds, at most 0.05 preemptions for each group, the start included."""
+    """At least 95% of the best throughput that a sweep over fixed limits finds, at most 0.05
+    preemptions for each group, the start included."""
     most = Staleness(7, GROUPS_PER_STEP).max_staleness * GROUPS_PER_STEP
     made = lengths(0, spread, drift)
     sweep = {
@@ -150,10 +152,14 @@ def test_as_good_as_the_best_fixed_limit(kv_tokens, spread, drift):
     throughput, preemptions, records = train(
         Concurrency(first_limit(kv_tokens, 1000, SAMPLES, PROMPT + LONGEST), most), made, kv_tokens
     )
-    found = f"{throughput / sweep[best][0]:.3f} of the best fixed limit's ({best}), {preemptions:.3f} preemptions per group"
+    found = (
+        f"{throughput / sweep[best][0]:.3f} of the best fixed limit's ({best}), {preemptions:.3f}"
+        " preemptions per group"
+    )
     print(
         found,
-        f"(best fixed: {sweep[best][1]:.2f}; no limit: {sweep[most][0] / sweep[best][0]:.3f}, {sweep[most][1]:.2f})",
+        f"(best fixed: {sweep[best][1]:.2f}; no limit: {sweep[most][0] / sweep[best][0]:.3f},"
+        f" {sweep[most][1]:.2f})",
     )
     assert sweep[most][0] < 0.9 * sweep[best][0], "the engine has no cliff"
     assert throughput >= 0.95 * sweep[best][0] and preemptions <= 0.05, found

@@ -8,10 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.control.checkpoint import Checkpoints, State
+from asyncrl.contracts.errors import EvaluationLostError, RolloutFailedError
+from asyncrl.contracts.messages import Scored
+from asyncrl.contracts.outcomes import WAYS_OUT
+from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
-from asyncrl.control.protocols import WAYS_OUT, EvaluationLost, RolloutFailed, Scored
 from asyncrl.control.staleness import Staleness
+from asyncrl.rundir.checkpoint import CheckpointStore
 from asyncrl.runtime.shared import size_and_checksum
 from asyncrl.testing import (
     FakeCheckpoints,
@@ -86,7 +89,7 @@ def test_trains_to_the_last_version_and_commits_it():
     assert progress.ended == {"trained": 24}
     assert coordinator.parts.weights.applied[0] == 0 and coordinator.parts.weights.applied[-1] == 6
     assert len(coordinator.buffer) == 0 and coordinator.buffer.frontier.lowest == 24
-    assert [fate.ordinal for fate in coordinator.parts.recorder.all_fates] == sorted(range(24))
+    assert [ended.ordinal for ended in coordinator.parts.recorder.all_outcomes] == sorted(range(24))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
@@ -100,9 +103,9 @@ def test_bound_holds_under_random_latencies(max_staleness):
         weights=FakeWeightSync(latency=lambda _: random_.choice([0, 0.005])),
     )
     run(coordinator)
-    trained = coordinator.parts.recorder.all_fates
-    assert len(trained) == 120 and max(fate.staleness for fate in trained) <= max_staleness
-    assert len({fate.ordinal for fate in trained}) == 120
+    trained = coordinator.parts.recorder.all_outcomes
+    assert len(trained) == 120 and max(ended.staleness for ended in trained) <= max_staleness
+    assert len({ended.ordinal for ended in trained}) == 120
 
 
 def test_staleness_zero_is_synchronous():
@@ -112,7 +115,7 @@ def test_staleness_zero_is_synchronous():
     assert [
         [scored.ordinal for scored in batch] for batch in coordinator.parts.learner.batches
     ] == [list(range(i, i + 4)) for i in range(0, 20, 4)]
-    assert all(fate.staleness == 0 for fate in coordinator.parts.recorder.all_fates)
+    assert all(ended.staleness == 0 for ended in coordinator.parts.recorder.all_outcomes)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -128,7 +131,7 @@ def test_staleness_zero_trains_the_same_batches_whatever_takes_long(seed):
     )
     on_virtual_time(coordinator)
     batches = [
-        [(scored.ordinal, scored.begun, scored.rewards) for scored in batch]
+        [(scored.ordinal, scored.oldest_version, scored.rewards) for scored in batch]
         for batch in coordinator.parts.learner.batches
     ]
     assert batches == [
@@ -163,9 +166,9 @@ def test_over_sampling_admits_more_and_the_fastest_win():
     progress = on_virtual_time(coordinator)
     assert progress.ended["trained"] == 20 and progress.ended["dropped"] > 0 and rollouts.most == 7
     assert not any(
-        fate.ordinal % 3 == 0
-        for fate in coordinator.parts.recorder.all_fates
-        if fate.outcome == "trained"
+        ended.ordinal % 3 == 0
+        for ended in coordinator.parts.recorder.all_outcomes
+        if ended.outcome == "trained"
     )
 
 
@@ -185,7 +188,9 @@ def test_a_dropped_rollout_is_cancelled_and_everything_scored_is_acknowledged():
     progress = on_virtual_time(coordinator)
     assert rollouts.cancelled == progress.ended["dropped"] > 0
     waiting = {
-        fate.ordinal for fate in coordinator.parts.recorder.all_fates if fate.outcome == "waiting"
+        ended.ordinal
+        for ended in coordinator.parts.recorder.all_outcomes
+        if ended.outcome == "waiting"
     }
     assert rollouts.unacked <= waiting
 
@@ -198,7 +203,7 @@ def test_a_group_that_was_scored_before_its_retry_failed_is_trained():
             finished = await super().rollout(prompt, committed)
             if prompt.ordinal == 1:
                 await asyncio.sleep(0.5)
-                raise RolloutFailed("the retry was too late")
+                raise RolloutFailedError("the retry was too late")
             return finished
 
     coordinator = make(
@@ -209,13 +214,14 @@ def test_a_group_that_was_scored_before_its_retry_failed_is_trained():
 
 def test_a_second_copy_of_a_scored_group_changes_nothing():
     class Twice(FakeRollouts):
-        """Group 1's worker seems dead after the group was taken for scoring; it is made again, with newer weights and more tokens."""
+        """Group 1's worker seems dead after the group was taken for scoring; it is made again, with
+        newer weights and more tokens."""
 
         async def rollout(self, prompt, committed):
             finished = await super().rollout(prompt, committed)
             if prompt.ordinal == 1:
                 await asyncio.sleep(0.5)
-                return replace(finished, begun=finished.begun + 1, tokens=99)
+                return replace(finished, oldest_version=finished.oldest_version + 1, tokens=99)
             return finished
 
     coordinator = make(
@@ -223,9 +229,9 @@ def test_a_second_copy_of_a_scored_group_changes_nothing():
     )
     assert on_virtual_time(coordinator).ended == {"trained": 8}
     assert {
-        fate.completion_tokens
-        for fate in coordinator.parts.recorder.all_fates
-        if fate.outcome == "trained"
+        ended.completion_tokens
+        for ended in coordinator.parts.recorder.all_outcomes
+        if ended.outcome == "trained"
     } == {4}
 
 
@@ -238,7 +244,7 @@ def test_a_run_that_finds_nothing_to_train_on_ends_and_says_so():
         RuntimeError, match=r"no step since 401 groups ended \(401 filtered; last: zero variance\)"
     ):
         on_virtual_time(coordinator)
-    assert len(coordinator.parts.recorder.all_fates) >= 401
+    assert len(coordinator.parts.recorder.all_outcomes) >= 401
 
 
 def test_a_group_that_the_users_own_filter_left_out_is_filtered_and_another_is_made():
@@ -250,7 +256,9 @@ def test_a_group_that_the_users_own_filter_left_out_is_filtered_and_another_is_m
     progress = on_virtual_time(coordinator)
     assert progress.ended["filtered"] == 1 and "dropped" not in progress.ended
     assert {
-        fate.reason for fate in coordinator.parts.recorder.all_fates if fate.outcome == "filtered"
+        ended.reason
+        for ended in coordinator.parts.recorder.all_outcomes
+        if ended.outcome == "filtered"
     } == {"m:f said False"}
 
 
@@ -261,7 +269,7 @@ def test_wait_loses_no_slow_group():
     )
     progress = run(coordinator)
     assert progress.ended == {"trained": 80}
-    assert slow <= {fate.ordinal for fate in coordinator.parts.recorder.all_fates}
+    assert slow <= {ended.ordinal for ended in coordinator.parts.recorder.all_outcomes}
 
 
 def test_failed_dropped_and_skipped_groups_give_their_slots_back():
@@ -279,7 +287,7 @@ def test_failed_dropped_and_skipped_groups_give_their_slots_back():
     assert progress.version == 10 and progress.attempted == 12
     assert progress.ended["trained"] == 40 and progress.ended["skipped"] == 8
     assert progress.ended["failed"] > 0 and progress.ended["dropped"] > 0
-    ordinals = [fate.ordinal for fate in coordinator.parts.recorder.all_fates]
+    ordinals = [ended.ordinal for ended in coordinator.parts.recorder.all_outcomes]
     assert len(ordinals) == len(set(ordinals)) == sum(progress.ended.values())
     assert sorted(ordinals) == sorted(coordinator.parts.rollouts.admitted)
 
@@ -307,9 +315,9 @@ def test_a_group_lost_with_its_worker_fails_and_frees_its_slot():
 
     coordinator = make(steps=10, scores=Losing)
     progress = run(coordinator)
-    lost = [fate for fate in coordinator.parts.recorder.all_fates if fate.outcome == "failed"]
+    lost = [ended for ended in coordinator.parts.recorder.all_outcomes if ended.outcome == "failed"]
     assert progress.ended["trained"] == 40 and len(lost) >= 8
-    assert {(fate.ordinal % 5, fate.reason, fate.completion_tokens) for fate in lost} == {
+    assert {(ended.ordinal % 5, ended.reason, ended.completion_tokens) for ended in lost} == {
         (0, "lost", 4)
     }
 
@@ -330,12 +338,14 @@ def test_groups_open_when_the_run_is_interrupted_are_waiting():
         await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(interrupted())
-    fates = coordinator.parts.recorder.all_fates
-    assert sorted(fate.ordinal for fate in fates) == sorted(coordinator.parts.rollouts.admitted)
-    assert {fate.outcome for fate in fates} == {"trained", "waiting"}
+    outcomes = coordinator.parts.recorder.all_outcomes
+    assert sorted(ended.ordinal for ended in outcomes) == sorted(
+        coordinator.parts.rollouts.admitted
+    )
+    assert {ended.outcome for ended in outcomes} == {"trained", "waiting"}
     # Theirs is no outcome to resume from: they are made again.
     assert coordinator.state().frontier == min(
-        fate.ordinal for fate in fates if fate.outcome == "waiting"
+        ended.ordinal for ended in outcomes if ended.outcome == "waiting"
     )
 
 
@@ -369,7 +379,9 @@ def test_skipped_steps_in_a_row_end_the_run_with_their_reason(reason, way_out):
     ):
         run(coordinator)
     skipped = {
-        fate.reason for fate in coordinator.parts.recorder.all_fates if fate.outcome == "skipped"
+        ended.reason
+        for ended in coordinator.parts.recorder.all_outcomes
+        if ended.outcome == "skipped"
     }
     assert skipped == {reason}
 
@@ -430,8 +442,9 @@ class Counting(FakeLearner):
 
 
 def evaluated(replicas, seconds=100.0, **settings):
-    """A run that evaluates for so many virtual seconds at first, in the middle and at last; the coordinator, and of each evaluation the version, the
-    replica, and the seconds in which the learner did nothing."""
+    """A run that evaluates for so many virtual seconds at first, in the middle and at last; the
+    coordinator, and of each evaluation the version, the replica, and the seconds in which the
+    learner did nothing."""
     seen, learner, fake = [], Counting(4, latency=0.5, max_staleness=2), FakeReplicas(replicas)
 
     async def evaluate(version, replica):
@@ -499,7 +512,7 @@ def test_an_evaluation_whose_replica_is_gone_is_done_again_on_all_of_them():
         seen.append((version, replica))
         await asyncio.sleep(3.0)
         if replica is not None and len(seen) == 1:
-            raise EvaluationLost("its engine died")
+            raise EvaluationLostError("its engine died")
         return {"eval/accuracy": 0.5}
 
     replicas = FakeReplicas(2)
@@ -577,9 +590,9 @@ def test_an_error_in_a_rollout_ends_the_run_with_its_cause():
 
 
 def test_resume_goes_on_from_the_frontier(tmp_path):
-    first = make(steps=4, checkpoints=Checkpoints(tmp_path, keep=2), checkpoint_every=2)
+    first = make(steps=4, checkpoints=CheckpointStore(tmp_path, keep=2), checkpoint_every=2)
     run(first)
-    path, state, _ = Checkpoints(tmp_path, keep=2).find()
+    path, state, _ = CheckpointStore(tmp_path, keep=2).find()
     assert (path.name, state.version, state.frontier, state.finished_above) == (
         "step_000004",
         4,
@@ -589,13 +602,13 @@ def test_resume_goes_on_from_the_frontier(tmp_path):
     second = make(steps=7, state=state)
     progress = run(second)
     assert progress.version == 7 and [
-        fate.ordinal for fate in second.parts.recorder.all_fates
+        ended.ordinal for ended in second.parts.recorder.all_outcomes
     ] == list(range(16, 28))
     assert second.parts.weights.applied[0] == 4
 
 
-def scored(ordinal, begun):
-    return Scored(ordinal, begun, begun, 4, (0.0, 1.0), {}, 2, 0, begun)
+def scored(ordinal, oldest_version):
+    return Scored(ordinal, oldest_version, oldest_version, 4, (0.0, 1.0), {}, 2, 0, oldest_version)
 
 
 def test_what_waited_in_the_checkpoint_is_trained_first_and_belongs_to_the_attempt_that_made_it():
@@ -605,8 +618,10 @@ def test_what_waited_in_the_checkpoint_is_trained_first_and_belongs_to_the_attem
     assert [[one.ordinal for one in batch] for batch in coordinator.parts.learner.batches] == [
         [20, 24]
     ]
-    trained = [fate for fate in coordinator.parts.recorder.all_fates if fate.outcome == "trained"]
-    assert [(fate.attempt, fate.ordinal, fate.staleness) for fate in trained] == [
+    trained = [
+        ended for ended in coordinator.parts.recorder.all_outcomes if ended.outcome == "trained"
+    ]
+    assert [(ended.attempt, ended.ordinal, ended.staleness) for ended in trained] == [
         (1, 20, 2),
         (2, 24, 1),
     ]
@@ -640,20 +655,22 @@ def test_what_waited_is_trained_after_the_first_check_which_asks_the_learner_at_
 def test_a_smaller_bound_or_batch_drops_what_cannot_be_trained_in_time_and_goes_on(
     max_staleness, groups
 ):
-    begun = [1, 2, 2, 3, 3, 3, 4, 4, 5, 5]
-    restored = [scored(ordinal, version) for ordinal, version in enumerate(begun)]
+    oldest_version = [1, 2, 2, 3, 3, 3, 4, 4, 5, 5]
+    restored = [scored(ordinal, version) for ordinal, version in enumerate(oldest_version)]
     state = State(
-        "run", 1, 5, 5, 0, (), waiting=tuple((0, ordinal) for ordinal in range(len(begun)))
+        "run", 1, 5, 5, 0, (), waiting=tuple((0, ordinal) for ordinal in range(len(oldest_version)))
     )
     coordinator = make(
         steps=12, max_staleness=max_staleness, groups=groups, state=state, restored=restored
     )
     assert run(coordinator).version == 12
     dropped = {
-        fate.ordinal for fate in coordinator.parts.recorder.all_fates if fate.outcome == "dropped"
+        ended.ordinal
+        for ended in coordinator.parts.recorder.all_outcomes
+        if ended.outcome == "dropped"
     }
     assert {
-        ordinal for ordinal, version in enumerate(begun) if 5 - version > max_staleness
+        ordinal for ordinal, version in enumerate(oldest_version) if 5 - version > max_staleness
     } <= dropped
 
 
@@ -681,9 +698,8 @@ class Weights(FakeLearner):
     async def step(self, batch):
         result = await super().step(batch)
         if result.applied:
-            self.weights = hashlib.sha256(
-                f"{self.weights} {[(one.ordinal, one.rewards, one.tokens) for one in batch]}".encode()
-            ).hexdigest()
+            groups = [(one.ordinal, one.rewards, one.tokens) for one in batch]
+            self.weights = hashlib.sha256(f"{self.weights} {groups}".encode()).hexdigest()
         return result
 
     async def save(self, directory):
@@ -700,8 +716,8 @@ class Weights(FakeLearner):
 def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
     tmp_path, monkeypatch, max_staleness, on_stale, moments
 ):
-    """At staleness 0 every batch is given by seed and data, so the weights are those of the run that nobody killed. Beyond, every ordinal has still
-    exactly one outcome in what survives."""
+    """At staleness 0 every batch is given by seed and data, so the weights are those of the run
+    that nobody killed. Beyond, every ordinal has still exactly one outcome in what survives."""
 
     async def at_once(function, *arguments):
         return function(*arguments)
@@ -718,7 +734,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
         learner = Weights(
             4, latency=0.3, version=state.version, skips=lambda step: False, weights=weights
         )
-        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+        checkpoints = CheckpointStore(tmp_path / "checkpoints", keep=2)
         parts = {
             "rollouts": rollouts,
             "learner": learner,
@@ -736,7 +752,8 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
         )
 
     def finish(coordinator, after=None):
-        """Run to the end, or until it is killed after so many virtual seconds: then nothing more is written."""
+        """Run to the end, or until it is killed after so many virtual seconds: then nothing more is
+        written."""
 
         async def killed():
             task = asyncio.ensure_future(coordinator.run())
@@ -744,7 +761,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
             if task.done():
                 task.result()
                 return True
-            coordinator.parts.recorder.fates = lambda *_: None
+            coordinator.parts.recorder.outcomes = lambda *_: None
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             return False
@@ -765,11 +782,11 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
             else (None, NEW, [])
         )
         assert not said
-        for fate in coordinator.parts.recorder.all_fates:
-            finished = fate.ordinal < state.frontier or fate.ordinal in state.finished_above
-            if finished and fate.outcome != "waiting":
-                assert fate.ordinal not in outcomes
-                outcomes[fate.ordinal] = fate.outcome
+        for ended in coordinator.parts.recorder.all_outcomes:
+            finished = ended.ordinal < state.frontier or ended.ordinal in state.finished_above
+            if finished and ended.outcome != "waiting":
+                assert ended.ordinal not in outcomes
+                outcomes[ended.ordinal] = ended.outcome
         assert set(range(state.frontier)) | {*state.finished_above} == {*outcomes}
         waiting = (
             asyncio.run(coordinator.parts.scores.load(path / "buffer.parquet"))
@@ -782,10 +799,10 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
             (path / "learner" / "weights").read_text() if path else "",
         )
     assert killed >= moments, "the run was over before it was killed often enough"
-    for fate in coordinator.parts.recorder.all_fates:
-        if fate.outcome != "waiting":
-            assert fate.ordinal not in outcomes
-            outcomes[fate.ordinal] = fate.outcome
+    for ended in coordinator.parts.recorder.all_outcomes:
+        if ended.outcome != "waiting":
+            assert ended.ordinal not in outcomes
+            outcomes[ended.ordinal] = ended.outcome
     assert Counter(outcomes.values())["trained"] == 4 * steps
     if max_staleness == 0:
         assert coordinator.parts.learner.weights == unbroken.parts.learner.weights
@@ -810,8 +827,8 @@ def test_what_nobody_foresaw_ends_one_group_and_its_stack_is_kept():
         "not foreseen: group 5: OSError: y",
     ]
     assert errors[0]["stack"] == "Traceback\n  line 1"
-    fates = {fate.ordinal: (fate.outcome, fate.reason) for fate in recorder.all_fates}
-    assert fates[3] == ("failed", "not foreseen: group 3: KeyError: 'x'")
+    outcomes = {ended.ordinal: (ended.outcome, ended.reason) for ended in recorder.all_outcomes}
+    assert outcomes[3] == ("failed", "not foreseen: group 3: KeyError: 'x'")
 
 
 def test_too_many_of_them_end_the_run_with_the_last_one():
@@ -822,7 +839,10 @@ def test_too_many_of_them_end_the_run_with_the_last_one():
     )
     with pytest.raises(
         RuntimeError,
-        match=r"errors = 3, above rollout.max_errors = 2; the last: not foreseen: group \d: KeyError: 'x'; its stack is in",
+        match=(
+            r"errors = 3, above rollout.max_errors = 2; the last: not foreseen: group \d: KeyError:"
+            r" 'x'; its stack is in"
+        ),
     ):
         run(make(rollouts=rollouts, max_errors=2))
 
@@ -839,7 +859,7 @@ def test_a_group_whose_scoring_broke_is_one_of_them():
     assert coordinator.progress.errors == 1 and coordinator.progress.ended["failed"] == 1
 
 
-def test_a_step_is_told_once_its_fates_are_on_the_disk():
+def test_a_step_is_told_once_its_outcomes_are_on_the_disk():
     """A driver that is killed in between would leave a step that nothing was trained in."""
 
     class Slow(FakeRecorder):
@@ -848,7 +868,7 @@ def test_a_step_is_told_once_its_fates_are_on_the_disk():
             self.on_disk = 0
 
         async def flushed(self):
-            given = len(self.all_fates)
+            given = len(self.all_outcomes)
             await asyncio.sleep(0.01)
             self.on_disk = given
 
@@ -874,10 +894,11 @@ def test_what_a_part_cancels_by_itself_is_one_groups_failure():
 
     coordinator = make(steps=3, rollouts=Cancels())
     assert run(coordinator).version == 3 and coordinator.progress.errors == 1
-    fates = {
-        fate.ordinal: (fate.outcome, fate.reason) for fate in coordinator.parts.recorder.all_fates
+    outcomes = {
+        ended.ordinal: (ended.outcome, ended.reason)
+        for ended in coordinator.parts.recorder.all_outcomes
     }
-    assert fates[3] == ("failed", "not foreseen: group 3: CancelledError: ")
+    assert outcomes[3] == ("failed", "not foreseen: group 3: CancelledError: ")
 
 
 def test_a_loop_that_a_part_cancels_is_an_error_and_no_interruption():

@@ -1,4 +1,5 @@
-"""The shipped coordinator on a virtual clock, under whatever hypothesis finds: no group beyond the bound, no deadlock, no slot lost."""
+"""The shipped coordinator on a virtual clock, under whatever hypothesis finds: no group beyond the
+bound, no deadlock, no slot lost."""
 
 import asyncio
 import itertools
@@ -8,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.control.checkpoint import State
+from asyncrl.contracts.errors import EvaluationLostError
+from asyncrl.contracts.state import State
 from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
-from asyncrl.control.protocols import EvaluationLost
 from asyncrl.control.staleness import Staleness
 from asyncrl.testing import (
     FakeCheckpoints,
@@ -41,7 +42,8 @@ def cycle(strategy):
 
 @dataclass(frozen=True)
 class World:
-    """What one example draws. Lists are repeated: item i of `latency` is that of every ordinal that is i modulo its length."""
+    """What one example draws. Lists are repeated: item i of `latency` is that of every ordinal that
+    is i modulo its length."""
 
     max_staleness: int
     groups: int
@@ -71,7 +73,8 @@ class World:
     copies: list[bool]
     """Whether a scored group comes a second time."""
     interrupted_after: list[float] = field(default_factory=list)
-    """Virtual seconds of each attempt before the last; then the run resumes from its newest checkpoint."""
+    """Virtual seconds of each attempt before the last; then the run resumes from its newest
+    checkpoint."""
 
 
 @st.composite
@@ -142,7 +145,7 @@ class Rollouts(FakeRollouts):
                 group for group in self.coordinator.buffer.groups.values() if not group.training
             ]
             assert all(
-                progress.version - group.begun <= staleness.max_staleness for group in left
+                progress.version - group.oldest_version <= staleness.max_staleness for group in left
             ), "too old, and not dropped"
         concurrency = self.coordinator.parts.concurrency
         assert (
@@ -181,7 +184,8 @@ class Scores(FakeScores):
 
 
 class Weights(FakeWeightSync):
-    """Nothing is pushed while an evaluation runs, unless a replica keeps its version for it (which `FakeReplicas` watches) or it runs in flight."""
+    """Nothing is pushed while an evaluation runs, unless a replica keeps its version for it (which
+    `FakeReplicas` watches) or it runs in flight."""
 
     coordinator: Coordinator
     alone = False
@@ -213,7 +217,7 @@ class Weights(FakeWeightSync):
             await asyncio.sleep(seconds(version))
             self.alone = False
             if held is not None and replicas.held is None:
-                raise EvaluationLost("it died")
+                raise EvaluationLostError("it died")
             assert held is None or replicas.versions[held] == version
             return {"eval/accuracy": 0.5}
 
@@ -314,35 +318,38 @@ def run(coordinator, seconds=FOR_EVER):
 
 
 def check_attempt(coordinator, first):
-    """What must hold after every attempt, ended or interrupted. `first` is the state it began with."""
+    """What must hold after every attempt, ended or interrupted. `first` is the state it began
+    with."""
     restored = {ordinal for _, ordinal in first.waiting}
-    fates = coordinator.parts.recorder.all_fates
+    outcomes = coordinator.parts.recorder.all_outcomes
     rollouts = coordinator.parts.rollouts
-    outcomes = Counter(fate.outcome for fate in fates)
+    counts = Counter(ended.outcome for ended in outcomes)
     left = (
         ordinal
         for ordinal in itertools.count(first.frontier)
         if ordinal not in {*first.finished_above, *restored}
     )
-    to_do = [*restored, *itertools.islice(left, len(fates) - len(restored))]
-    assert sorted(fate.ordinal for fate in fates) == sorted(to_do), (
+    to_do = [*restored, *itertools.islice(left, len(outcomes) - len(restored))]
+    assert sorted(ended.ordinal for ended in outcomes) == sorted(to_do), (
         "an admitted group has no outcome, or two, or was not the next"
     )
-    made_before = {(fate.attempt, fate.ordinal) for fate in fates if fate.attempt != first.attempt}
+    made_before = {
+        (ended.attempt, ended.ordinal) for ended in outcomes if ended.attempt != first.attempt
+    }
     assert made_before == {*first.waiting} and not restored & {*rollouts.admitted}, (
         "what waited in the checkpoint was not taken up as it was"
     )
     assert rollouts.admitted == sorted(rollouts.admitted) and {*rollouts.admitted} <= {
-        fate.ordinal for fate in fates
+        ended.ordinal for ended in outcomes
     }
-    assert outcomes["waiting"] == len(coordinator.buffer)
+    assert counts["waiting"] == len(coordinator.buffer)
     assert all(
-        0 <= fate.staleness <= coordinator.schedule.staleness.max_staleness
-        for fate in fates
-        if fate.outcome == "trained"
+        0 <= ended.staleness <= coordinator.schedule.staleness.max_staleness
+        for ended in outcomes
+        if ended.outcome == "trained"
     )
     finished = (
-        {fate.ordinal for fate in fates if fate.outcome != "waiting"}
+        {ended.ordinal for ended in outcomes if ended.outcome != "waiting"}
         | set(range(first.frontier))
         | set(first.finished_above)
     )
@@ -383,7 +390,7 @@ def test_whatever_happens(world):
 
     progress, outcomes = (
         coordinator.progress,
-        Counter(fate.outcome for fate in coordinator.parts.recorder.all_fates),
+        Counter(ended.outcome for ended in coordinator.parts.recorder.all_outcomes),
     )
     assert progress.version == progress.committed == world.steps
     evaluated = [
@@ -396,30 +403,33 @@ def test_whatever_happens(world):
     assert outcomes["trained"] == (world.steps - state.version) * world.groups
     if world.on_stale == "wait":
         reasons = {
-            fate.reason
-            for fate in coordinator.parts.recorder.all_fates
-            if fate.outcome == "dropped"
+            ended.reason
+            for ended in coordinator.parts.recorder.all_outcomes
+            if ended.outcome == "dropped"
         }
-        assert reasons <= {"reward raised", "usable trajectories: 1, fewer than 2; masked: none"}, (
-            "`wait` loses nothing"
-        )
+        assert reasons <= {
+            "reward raised",
+            "usable trajectories: 1, fewer than 2; masked: none",
+        }, "`wait` loses nothing"
     lengths = {
-        fate.ordinal: fate.completion_tokens for fate in coordinator.parts.recorder.all_fates
+        ended.ordinal: ended.completion_tokens for ended in coordinator.parts.recorder.all_outcomes
     }
     assert all(
         length is None or length == world.tokens[ordinal % len(world.tokens)]
         for ordinal, length in lengths.items()
     )
-    trained = [fate for fate in coordinator.parts.recorder.all_fates if fate.outcome == "trained"]
+    trained = [
+        ended for ended in coordinator.parts.recorder.all_outcomes if ended.outcome == "trained"
+    ]
     assert progress.trained_tokens == sum(
-        world.tokens[fate.ordinal % len(world.tokens)] for fate in trained
+        world.tokens[ended.ordinal % len(world.tokens)] for ended in trained
     )
     equal = [
-        fate
-        for fate in coordinator.parts.recorder.all_fates
-        if world.outcomes[fate.ordinal % len(world.outcomes)] == "equal"
+        ended
+        for ended in coordinator.parts.recorder.all_outcomes
+        if world.outcomes[ended.ordinal % len(world.outcomes)] == "equal"
     ]
     assert world.filter_zero_variance or not outcomes["filtered"]
     assert not world.filter_zero_variance or all(
-        fate.outcome in ("filtered", "waiting", "dropped") for fate in equal
+        ended.outcome in ("filtered", "waiting", "dropped") for ended in equal
     )

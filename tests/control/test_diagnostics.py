@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from asyncrl.contracts.messages import Scored
 from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
-from asyncrl.control.protocols import Scored
 
 
 def test_hand_computed():

@@ -1,4 +1,5 @@
-"""A run of 100,000 groups on fakes: what a group costs in memory, files and time does not grow with the groups before it."""
+"""A run of 100,000 groups on fakes: what a group costs in memory, files and time does not grow with
+the groups before it."""
 
 import asyncio
 import gc
@@ -10,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.control.checkpoint import State
+from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
-from asyncrl.control.fates import FatesWriter, read_fates
 from asyncrl.control.staleness import Staleness
+from asyncrl.rundir.outcomes import OutcomesWriter, read_outcomes
 from asyncrl.testing import (
     FakeLearner,
     FakePrompts,
@@ -28,11 +29,11 @@ GROUPS_PER_STEP = 50
 
 
 class OnDisk(FakeRecorder):
-    """Fates in files, nothing in memory."""
+    """Outcomes in files, nothing in memory."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
-        self.writer = FatesWriter(directory, 0)
+        self.writer = OutcomesWriter(directory, 0)
         self.seen: list[tuple[int, int, float]] = []
         """Bytes that Python holds, files, and processor seconds, at each tenth of the run."""
 
@@ -49,8 +50,8 @@ class OnDisk(FakeRecorder):
                 )
             )
 
-    def fates(self, fates, outstanding):
-        self.writer.write(fates, outstanding)
+    def outcomes(self, outcomes, outstanding):
+        self.writer.write(outcomes, outstanding)
 
     async def flushed(self):
         self.writer.flush()
@@ -92,13 +93,14 @@ def test_what_a_group_costs_does_not_grow(tmp_path, groups):
     train(tmp_path / "first", 1000)  # whatever is imported on the way
     tracemalloc.start()
     try:
-        recorder = train(tmp_path / "fates", groups)
+        recorder = train(tmp_path / "outcomes", groups)
     finally:
         tracemalloc.stop()
     memory, files, seconds = zip(*recorder.seen, strict=True)
     lasted = [later - before for before, later in pairwise(seconds)]
     print(
-        f"\n{groups:,} groups: memory {memory[1]:,} → {memory[-1]:,} bytes, at most {max(files)} files, {lasted[0]:.2f} → {lasted[-1]:.2f} s for each tenth"
+        f"\n{groups:,} groups: memory {memory[1]:,} → {memory[-1]:,} bytes, at most {max(files)}"
+        f" files, {lasted[0]:.2f} → {lasted[-1]:.2f} s for each tenth"
     )
     assert max(memory) < memory[1] + 800_000 + groups, (
         "about a byte a group, and what modules load on the way"
@@ -106,7 +108,7 @@ def test_what_a_group_costs_does_not_grow(tmp_path, groups):
     assert max(files) <= 2 * 64
     outcomes = [
         row
-        for path in sorted((tmp_path / "fates").iterdir())
-        for row in read_fates(path)[0]["ordinal"].to_pylist()
+        for path in sorted((tmp_path / "outcomes").iterdir())
+        for row in read_outcomes(path)[0]["ordinal"].to_pylist()
     ]
     assert len(outcomes) == len(set(outcomes)) >= groups

@@ -1,11 +1,13 @@
-"""What an error says may be no text at all, or a megabyte of it: a model wrote it. It is one group's failure, and must fit where failures are kept."""
+"""What an error says may be no text at all, or a megabyte of it: a model wrote it. It is one
+group's failure, and must fit where failures are kept."""
 
 import pyarrow as pa
 import pytest
 
-from asyncrl.control.fates import Fate, FatesWriter, read_fates
-from asyncrl.control.protocols import UNFORESEEN, unforeseen
-from asyncrl.types import SCORED_COLUMNS
+from asyncrl.contracts.outcomes import UNFORESEEN, Outcome
+from asyncrl.contracts.rows import SCORED_COLUMNS
+from asyncrl.rundir.outcomes import OutcomesWriter, read_outcomes
+from asyncrl.runtime.failures import unforeseen
 
 ODD = ["half a pair \ud800", "\udcff\udcfe", "x" * 5_000_000, "null \0 and \x1b[31m"]
 
@@ -26,12 +28,12 @@ def test_what_nobody_foresaw_fits_a_column_and_a_line(message):
 
 
 @pytest.mark.parametrize("reason", ODD, ids=["half", "bytes", "long", "control"])
-def test_a_fate_is_written_whatever_its_reason_says(tmp_path, reason):
-    writer = FatesWriter(tmp_path, 0)
-    writer.write([Fate(0, 5, "failed", reason, 1)])
+def test_an_outcome_is_written_whatever_its_reason_says(tmp_path, reason):
+    writer = OutcomesWriter(tmp_path, 0)
+    writer.write([Outcome(0, 5, "failed", reason, 1)])
     writer.flush()
     [path] = tmp_path.glob("*.parquet")
-    [kept] = read_fates(path)[0].to_pylist()
+    [kept] = read_outcomes(path)[0].to_pylist()
     assert (
         kept["ordinal"] == 5
         and kept["reason"][:3] == reason[:3].encode("utf-8", "backslashreplace").decode()[:3]

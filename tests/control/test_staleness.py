@@ -2,13 +2,13 @@
 
 import pytest
 
+from asyncrl.contracts.messages import Scored
 from asyncrl.control.buffer import Buffer, Frontier
-from asyncrl.control.protocols import Scored
 from asyncrl.control.staleness import Staleness
 
 
-def scored(ordinal, begun):
-    return Scored(ordinal, begun, None, 4, (0.0, 1.0), {}, 2, 0)
+def scored(ordinal, oldest_version):
+    return Scored(ordinal, oldest_version, None, 4, (0.0, 1.0), {}, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_pace(outstanding, learner, committed, admitted):
 
 
 def test_bound():
-    assert not Staleness(2, 4).is_stale(begun=3, learner_version=5)
-    assert Staleness(2, 4).is_stale(begun=2, learner_version=5)
+    assert not Staleness(2, 4).is_stale(oldest_version=3, learner_version=5)
+    assert Staleness(2, 4).is_stale(oldest_version=2, learner_version=5)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_wait_cuts_only_what_can_still_be_trained(left, cut):
 
 def test_batch_takes_the_oldest_version_then_the_lowest_ordinal():
     buffer = Buffer(Staleness(4, 2), Frontier())
-    for ordinal, begun in [(0, 2), (1, 1), (2, 1), (3, 0)]:
-        buffer.admit(ordinal, begun)
-        buffer.add_scored(scored(ordinal, begun))
+    for ordinal, oldest_version in [(0, 2), (1, 1), (2, 1), (3, 0)]:
+        buffer.admit(ordinal, oldest_version)
+        buffer.add_scored(scored(ordinal, oldest_version))
     assert [s.ordinal for s in buffer.next_batch(4)] == [3, 1]
 
 

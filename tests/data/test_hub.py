@@ -1,4 +1,5 @@
-"""A dataset of the hub: the files of one split, once per node, and without the network afterwards. The hub is a small server on loopback."""
+"""A dataset of the hub: the files of one split, once per node, and without the network afterwards.
+The hub is a small server on loopback."""
 
 import json
 import os
@@ -16,24 +17,32 @@ from small_config import small_config
 
 from asyncrl.config import ConfigError, Source, sources_of
 from asyncrl.data import hub
-from asyncrl.data.hub import fetch_dataset, resolve_data
+from asyncrl.data.hub import download_dataset
 from asyncrl.data.sources import read_sources
-from asyncrl.snapshot import resolve_models
+from asyncrl.preflight import dataset_snapshot
+from asyncrl.preflight.dataset_snapshot import resolve_data
+from asyncrl.preflight.model_snapshot import resolve_models
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-README = "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train-*}\n  - {split: test, path: main/test-*}\n---\n"
+README = (
+    "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train-*}\n  -"
+    " {split: test, path: main/test-*}\n---\n"
+)
 FETCH = """
-import sys
+import os, sys
 from asyncrl.config import ConfigError
-from asyncrl.data.hub import fetch_dataset
+from asyncrl.data.hub import download_dataset
 from asyncrl.data.sources import read_sources
 from asyncrl.config import Source
 for split in sys.argv[1:]:
     try:
-        folder = fetch_dataset("someone/sums", split)
-        print(folder, read_sources((Source(path=str(folder), split=split),)).table["prompt"].to_pylist())
+        folder = download_dataset("someone/sums", split)
+        print(folder, read_sources((Source(path=str(folder),
+            split=split),)).table["prompt"].to_pylist())
     except ConfigError as error:
         print(error)
+sys.stdout.flush()
+os._exit(0)  # under load, a thread of pyarrow's can abort the interpreter's own end
 """
 
 
@@ -186,7 +195,7 @@ def test_without_the_hub_its_cache_is_read(tmp_path, offline):
     folder = cached(
         tmp_path, {"test.jsonl": b'{"prompt": "1"}\n', "train.jsonl": b'{"prompt": "2"}\n'}
     )
-    assert fetch_dataset("someone/sums", "test", cache=tmp_path) == folder
+    assert download_dataset("someone/sums", "test", cache=tmp_path) == folder
     assert read_sources((Source(path=str(folder), split="test"),)).table["prompt"].to_pylist() == [
         "1"
     ]
@@ -194,23 +203,29 @@ def test_without_the_hub_its_cache_is_read(tmp_path, offline):
         ConfigError,
         match=r"data.train = 'someone/sums' holds no split 'dev'; it has \['test', 'train'\]",
     ):
-        fetch_dataset("someone/sums", "dev", cache=tmp_path)
+        download_dataset("someone/sums", "dev", cache=tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"no dataset of the hub at revision 'v2' that can be fetched .*hf download --repo-type dataset someone/sums",
+        match=(
+            r"no dataset of the hub at revision 'v2' that can be fetched .*hf download --repo-type"
+            r" dataset someone/sums"
+        ),
     ):
-        fetch_dataset("someone/sums", "test", revision="v2", cache=tmp_path)
+        download_dataset("someone/sums", "test", revision="v2", cache=tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"eval.data = 'someone/other': no such file or folder, and no dataset of the hub that can be fetched",
+        match=(
+            r"eval.data = 'someone/other': no such file or folder, and no dataset of the hub that"
+            r" can be fetched"
+        ),
     ):
-        fetch_dataset("someone/other", "test", cache=tmp_path, field="eval.data")
+        download_dataset("someone/other", "test", cache=tmp_path, field="eval.data")
 
 
 def test_a_fetch_that_lacks_a_shard_is_not_taken_for_whole(tmp_path, offline):
     cached(tmp_path, {"train-00000-of-00002.parquet": b""})
     with pytest.raises(ConfigError, match=r"lacks train-00001-of-00002.parquet; fetch it again"):
-        fetch_dataset("someone/sums", "train", cache=tmp_path)
+        download_dataset("someone/sums", "train", cache=tmp_path)
 
 
 def test_every_setting_that_names_data_may_name_a_dataset_and_a_run_that_goes_on_keeps_its_commits(
@@ -242,8 +257,8 @@ def test_every_setting_that_names_data_may_name_a_dataset_and_a_run_that_goes_on
         assert [(one.path, one.split) for one in sources_of(value)] == [(folder, split)]
     asked = []
     monkeypatch.setattr(
-        hub,
-        "fetch_dataset",
+        dataset_snapshot,
+        "download_dataset",
         lambda name, split, subset, revision, field: asked.append(revision) or tmp_path,
     )
     config.run_directory.mkdir(parents=True)
@@ -256,7 +271,9 @@ def test_every_setting_that_names_data_may_name_a_dataset_and_a_run_that_goes_on
 def test_a_config_of_the_run_before_that_is_damaged_matters_to_names_of_the_hub_alone(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(hub, "fetch_dataset", lambda name, split, subset, revision, field: tmp_path)
+    monkeypatch.setattr(
+        dataset_snapshot, "download_dataset", lambda name, split, subset, revision, field: tmp_path
+    )
     local, named = (
         small_config(
             runs_root=str(tmp_path), resume="auto", data={"train": data, "max_prompt_length": 8}

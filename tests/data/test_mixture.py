@@ -1,4 +1,5 @@
-"""A mixture's order: shares as asked for, every row of a source before any comes again, and an ordinal means one row for ever."""
+"""A mixture's order: shares as asked for, every row of a source before any comes again, and an
+ordinal means one row for ever."""
 
 from collections import Counter
 

@@ -8,7 +8,9 @@ import pytest
 import ray
 
 from asyncrl.config import Config, ConfigError
-from asyncrl.control.protocols import PartDied
+from asyncrl.contracts.errors import PartDiedError
+from asyncrl.contracts.rows import Prompt
+from asyncrl.data.length_limits import Cuts, LengthReport
 from asyncrl.data.mixture import ordinal_to_row
 from asyncrl.data.prompts import (
     RayPromptSource,
@@ -20,8 +22,7 @@ from asyncrl.data.prompts import (
     read_prompts,
     stream_ordinals,
 )
-from asyncrl.data.truncation import Cuts, TruncationReport
-from asyncrl.types import Prompt
+from asyncrl.preflight.specs import data_spec
 
 ROWS = [{"prompt": f"{index}+1=", "answer": str(index + 1), "level": index} for index in range(10)]
 
@@ -54,10 +55,10 @@ def test_the_window_restores_order_and_drops_what_comes_twice():
 
 
 def test_the_report_names_first_prompt_and_columns(prompt_config):
-    report = check_prompts(prompt_config(ROWS))
+    report = check_prompts(data_spec(prompt_config(ROWS)))
     assert (report.rows, report.truncation, report.longest, report.kept) == (
         10,
-        TruncationReport(10),
+        LengthReport(10),
         4,
         None,
     )
@@ -88,7 +89,10 @@ def test_the_report_names_first_prompt_and_columns(prompt_config):
         (
             [*ROWS, {"prompt": "1" * 9}],
             {"max_length": 9},
-            "prompt and first generated token of row 10 together have 10 tokens, above data.max_length = 9",
+            (
+                "prompt and first generated token of row 10 together have 10 tokens, above"
+                " data.max_length = 9"
+            ),
         ),
         (
             [{"prompt": "1" * 17}],
@@ -98,7 +102,10 @@ def test_the_report_names_first_prompt_and_columns(prompt_config):
         (
             [{"prompt": "1" * 9}],
             {"max_length": 9, "length_policy": "truncate"},
-            r"no prompt is left \(0 of 1 row used; 1 row refused: no completion token is left\); raise the limit, or set data.length_side: keep_end, which",
+            (
+                r"no prompt is left \(0 of 1 row used; 1 row refused: no completion token is"
+                r" left\); raise the limit, or set data.length_side: keep_end, which"
+            ),
         ),
         (
             [*ROWS, {"prompt": "1" * 9}],
@@ -117,11 +124,14 @@ def test_the_report_names_first_prompt_and_columns(prompt_config):
 def test_prompts_that_cannot_be_used(prompt_config, rows, data, message):
     config = prompt_config(rows, **data)
     with pytest.raises(ConfigError, match=message) as raised:
-        check_prompts(config)
+        check_prompts(data_spec(config))
     assert "\n" not in str(raised.value)
 
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if"
+    " add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +146,7 @@ def test_chat_templates_are_rendered(prompt_config, tiny_model, tmp_path, rows, 
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(model)})}
     )
-    report = check_prompts(config)
+    report = check_prompts(data_spec(config))
     assert report.first_text == "<bos>user: 1+2=\nassistant: "
     # One BOS, the template's own; one token per character after it.
     assert (
@@ -149,19 +159,19 @@ def test_chat_templates_are_rendered(prompt_config, tiny_model, tmp_path, rows, 
 def test_a_file_that_is_neither_parquet_nor_jsonl(prompt_config, tmp_path):
     (tmp_path / "broken.parquet").write_text("no parquet")
     with pytest.raises(ConfigError, match="cannot be read as Parquet"):
-        check_prompts(prompt_config(ROWS, train=str(tmp_path / "broken.parquet")))
+        check_prompts(data_spec(prompt_config(ROWS, train=str(tmp_path / "broken.parquet"))))
 
 
 def test_policy_drop_leaves_long_prompts_out_and_counts_them(prompt_config):
     config = prompt_config([{"prompt": "1" * 17}, *ROWS], prompt_policy="drop")
-    report = check_prompts(config)
+    report = check_prompts(data_spec(config))
     assert (report.rows, report.truncation, report.kept) == (
         10,
-        TruncationReport(11, prompt=Cuts(dropped=1)),
+        LengthReport(11, prompt=Cuts(dropped=1)),
         tuple(range(1, 11)),
     )
     assert report.first_text == "0+1="
-    assert [prompt.text for prompt in read_prompts(config.data.train, config, 2)] == [
+    assert [prompt.text for prompt in read_prompts(config.data.train, data_spec(config), 2)] == [
         "0+1=",
         "1+1=",
     ]
@@ -170,29 +180,29 @@ def test_policy_drop_leaves_long_prompts_out_and_counts_them(prompt_config):
 def test_rows_keep_their_numbers_over_the_blocks_of_the_check(prompt_config, monkeypatch):
     monkeypatch.setattr("asyncrl.data.prompts.ROWS_PER_CHECK", 4)
     rows = [*ROWS[:6], {"prompt": "1" * 17}, *ROWS[6:]]
-    report = check_prompts(prompt_config(rows, prompt_policy="drop"))
+    report = check_prompts(data_spec(prompt_config(rows, prompt_policy="drop")))
     assert (report.kept, report.truncation) == (
         (*range(6), *range(7, 11)),
-        TruncationReport(11, Cuts(dropped=1)),
+        LengthReport(11, Cuts(dropped=1)),
     )
     with pytest.raises(ConfigError, match="the prompt of row 6 has 17 tokens"):
-        check_prompts(prompt_config(rows))
+        check_prompts(data_spec(prompt_config(rows)))
     with pytest.raises(ConfigError, match="row 9 has an empty prompt"):
-        check_prompts(prompt_config([*ROWS[:9], {"prompt": ""}]))
+        check_prompts(data_spec(prompt_config([*ROWS[:9], {"prompt": ""}])))
 
 
 def test_policy_truncate_keeps_the_end_and_the_text_says_what_the_model_sees(prompt_config):
     config = prompt_config(
         [{"prompt": "7" * 15 + "1+2=", "answer": "3"}, *ROWS], prompt_policy="truncate"
     )
-    report = check_prompts(config)
+    report = check_prompts(data_spec(config))
     assert (report.rows, report.truncation, report.kept, report.longest) == (
         11,
-        TruncationReport(11, Cuts(1, 3)),
+        LengthReport(11, Cuts(1, 3)),
         None,
         16,
     )
-    first, second = read_prompts(config.data.train, config, 2)
+    first, second = read_prompts(config.data.train, data_spec(config), 2)
     assert (
         first.text == report.first_text == "7" * 12 + "1+2="
         and first.token_ids == report.first_ids
@@ -210,7 +220,7 @@ def test_a_rendered_prompt_that_is_cut_keeps_what_makes_the_model_answer(
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(model)})}
     )
-    assert check_prompts(config).first_text == "<bos>user: 1+2=\nassistant: "[-16:]
+    assert check_prompts(data_spec(config)).first_text == "<bos>user: 1+2=\nassistant: "[-16:]
 
 
 @pytest.mark.parametrize(
@@ -220,21 +230,23 @@ def test_a_rendered_prompt_that_is_cut_keeps_what_makes_the_model_answer(
             {"length_policy": "truncate", "length_side": "keep_end"},
             None,
             8,
-            TruncationReport(11, whole=Cuts(1, 5)),
+            LengthReport(11, whole=Cuts(1, 5)),
         ),
-        ({"length_policy": "truncate"}, tuple(range(10)), 4, TruncationReport(11, no_completion=1)),
+        ({"length_policy": "truncate"}, tuple(range(10)), 4, LengthReport(11, no_completion=1)),
         (
             {"length_policy": "drop"},
             tuple(range(10)),
             4,
-            TruncationReport(11, whole=Cuts(dropped=1)),
+            LengthReport(11, whole=Cuts(dropped=1)),
         ),
     ],
 )
 def test_a_prompt_that_fills_max_length_is_judged_by_length_policy(
     prompt_config, data, kept, longest, truncation
 ):
-    report = check_prompts(prompt_config([*ROWS, {"prompt": "1" * 13}], max_length=9, **data))
+    report = check_prompts(
+        data_spec(prompt_config([*ROWS, {"prompt": "1" * 13}], max_length=9, **data))
+    )
     assert (report.kept, report.longest, report.truncation) == (kept, longest, truncation)
 
 
@@ -242,7 +254,7 @@ def test_the_stage_of_the_stream_cuts_each_row_and_misses_none(prompt_config):
     rows = [{"prompt": "7" * 15 + "1+2=", "answer": "3"}, *ROWS]
     config = prompt_config(rows, prompt_policy="truncate")
     table = _with_ordinals(pa.Table.from_pylist(rows[:2]), [5, 6], [0, 0])
-    rendered = _render_table(table, config)
+    rendered = _render_table(table, data_spec(config))
     assert rendered["prompt_text"].to_pylist() == ["7" * 12 + "1+2=", "0+1="] and rendered[
         "prompt_ids"
     ].type == pa.list_(pa.int32())
@@ -253,13 +265,13 @@ def test_the_stage_of_the_stream_cuts_each_row_and_misses_none(prompt_config):
         config.model_dump() | {"data": config.data.model_dump() | {"prompt_policy": "drop"}}
     )
     with pytest.raises(ConfigError, match=r"no longer those that were checked .*1 row dropped"):
-        _render_table(table, dropping)
+        _render_table(table, data_spec(dropping))
 
 
 def test_evaluation_prompts_keep_the_files_order(prompt_config, tmp_path):
     config = prompt_config(ROWS)
     pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "eval.parquet")
-    prompts = read_prompts(str(tmp_path / "eval.parquet"), config, 3)
+    prompts = read_prompts(str(tmp_path / "eval.parquet"), data_spec(config), 3)
     assert [(p.ordinal, p.epoch, p.text, p.columns) for p in prompts] == [
         (i, 0, f"{i}+1=", {"answer": str(i + 1), "level": i}) for i in range(3)
     ]
@@ -275,7 +287,7 @@ async def take(source, count):
 def test_a_reader_that_dies_is_followed_by_one_that_goes_on(prompt_config, ray_cluster):
     """After the death come more prompts than were waiting, none twice and none left out."""
     config, first, then = prompt_config(ROWS), 50, 3000
-    report = check_prompts(config)
+    report = check_prompts(data_spec(config))
 
     def readers():
         return [
@@ -285,7 +297,7 @@ def test_a_reader_that_dies_is_followed_by_one_that_goes_on(prompt_config, ray_c
         ]
 
     async def scenario():
-        source = RayPromptSource(config, report, 7, {9, 12})
+        source = RayPromptSource(data_spec(config), report, 7, {9, 12})
         try:
             prompts = [await asyncio.wait_for(source.next(), 120) for _ in range(first)]
             [before] = readers()
@@ -309,11 +321,11 @@ def test_the_stream_gives_every_ordinal_in_order_across_epochs_and_from_a_fronti
 ):
     # Prompts of four tokens lose their first one.
     config = prompt_config(ROWS, max_prompt_length=3, prompt_policy="truncate")
-    report = check_prompts(config)
+    report = check_prompts(data_spec(config))
 
     async def scenario():
-        return await take(RayPromptSource(config, report), 45), await take(
-            RayPromptSource(config, report, 7, {9, 12}), 5
+        return await take(RayPromptSource(data_spec(config), report), 45), await take(
+            RayPromptSource(data_spec(config), report, 7, {9, 12}), 5
         )
 
     from_start, from_frontier = asyncio.run(scenario())
@@ -334,7 +346,8 @@ def test_the_stream_gives_every_ordinal_in_order_across_epochs_and_from_a_fronti
 def test_the_stream_carries_tool_calls_maps_and_large_rows_of_a_mixture(
     prompt_config, tmp_path, ray_cluster
 ):
-    """What a worker used to meet (a map, a uint64, a number beside a string, a row beyond the stream's memory) comes as the files gave it."""
+    """What a worker used to meet (a map, a uint64, a number beside a string, a row beyond the
+    stream's memory) comes as the files gave it."""
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
     rows = [
         {"prompt": f"{n}+1=", "calls": [call] if n % 2 else [], "mixed": n if n % 3 else str(n)}
@@ -357,13 +370,13 @@ def test_the_stream_carries_tool_calls_maps_and_large_rows_of_a_mixture(
     config = Config.model_validate(
         config.model_dump() | {"data": {**config.data.model_dump(), "train": train}}
     )
-    report = check_prompts(config)
-    order = order_of(report, config)
+    report = check_prompts(data_spec(config))
+    order = order_of(report, data_spec(config))
     count = 24
 
     async def scenario():
-        return await take(RayPromptSource(config, report), count), await take(
-            RayPromptSource(config, report, 10, {11}), 3
+        return await take(RayPromptSource(data_spec(config), report), count), await take(
+            RayPromptSource(data_spec(config), report, 10, {11}), 3
         )
 
     given, later = asyncio.run(scenario())
@@ -387,7 +400,7 @@ def test_after_a_death_the_reader_begins_where_prompts_are_missing_and_not_at_th
 ):
     """A run of days would else render all of its prompts again."""
     config, begun_at = prompt_config(ROWS), []
-    report = check_prompts(config)
+    report = check_prompts(data_spec(config))
 
     def stream(source, stage, *_):
         begun_at.append(source.args[3])
@@ -396,8 +409,8 @@ def test_after_a_death_the_reader_begins_where_prompts_are_missing_and_not_at_th
                 raise ray.exceptions.WorkerCrashedError
             yield stage(table)
 
-    monkeypatch.setattr("asyncrl.data.stream.stream_blocks", stream)
-    given = asyncio.run(take(RayPromptSource(config, report, 7, {9, 12}), 400))
+    monkeypatch.setattr("asyncrl.runtime.ray_stream.stream_blocks", stream)
+    given = asyncio.run(take(RayPromptSource(data_spec(config), report, 7, {9, 12}), 400))
     assert [prompt.ordinal for prompt in given] == [7, 8, 10, 11, *range(13, 13 + 396)]
     assert (
         begun_at[0] == 7
@@ -414,6 +427,6 @@ def test_a_reader_that_dies_at_once_again_and_again_breaks_the_stream(prompt_con
         raise ray.exceptions.WorkerCrashedError
         yield
 
-    monkeypatch.setattr("asyncrl.data.stream.stream_blocks", stream)
-    with pytest.raises(PartDied, match="the prompt stream broke: WorkerCrashedError"):
-        asyncio.run(take(RayPromptSource(config, check_prompts(config)), 1))
+    monkeypatch.setattr("asyncrl.runtime.ray_stream.stream_blocks", stream)
+    with pytest.raises(PartDiedError, match="the prompt stream broke: WorkerCrashedError"):
+        asyncio.run(take(RayPromptSource(data_spec(config), check_prompts(data_spec(config))), 1))

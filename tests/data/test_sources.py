@@ -1,4 +1,5 @@
-"""Rows keep the types and shapes of their files, whatever they come from, and what cannot travel is refused by name."""
+"""Rows keep the types and shapes of their files, whatever they come from, and what cannot travel is
+refused by name."""
 
 import datetime
 import decimal
@@ -13,10 +14,7 @@ import pytest
 from asyncrl.config import ConfigError, Source
 from asyncrl.contracts.columns import row_values
 from asyncrl.contracts.content_hash import content_hashes
-from asyncrl.data import jsonl, sources
-from asyncrl.data.prompts import check_prompts, read_prompts
-from asyncrl.data.sources import RowsByNumber, read_sources
-from asyncrl.types import (
+from asyncrl.contracts.rows import (
     Completion,
     Group,
     Prompt,
@@ -27,6 +25,10 @@ from asyncrl.types import (
     table_from_ipc,
     table_to_ipc,
 )
+from asyncrl.data import jsonl, sources
+from asyncrl.data.prompts import check_prompts, read_prompts
+from asyncrl.data.sources import RowsByNumber, read_sources
+from asyncrl.preflight.specs import data_spec
 
 TOOL_CALL = {
     "type": "function",
@@ -109,11 +111,12 @@ def test_jsonl_is_read_without_guessing(tmp_path, monkeypatch, chunk_bytes):
 def test_columns_come_to_the_reward_as_the_file_gave_them_whatever_group_they_travel_with(
     prompt_config, tmp_path
 ):
-    """Through prompts, groups, leases of several groups, Arrow's stream and Parquet: groups of other rows change no type."""
+    """Through prompts, groups, leases of several groups, Arrow's stream and Parquet: groups of
+    other rows change no type."""
     for row in EXACT:
         row["prompt"] = "1+1="
     config = prompt_config(EXACT)
-    prompts = read_prompts(config.data.train, config)
+    prompts = read_prompts(config.data.train, data_spec(config))
     tables = [groups_to_table([group_of(prompt)]) for prompt in prompts]
     assert len({table.schema for table in tables}) == 1
     leased = table_from_ipc(table_to_ipc(pa.concat_tables(tables, promote_options="permissive")))
@@ -133,7 +136,8 @@ def test_columns_come_to_the_reward_as_the_file_gave_them_whatever_group_they_tr
 def test_several_sources_take_turns_where_only_some_prompts_are_used(
     prompt_config, tmp_path, limit
 ):
-    """In evaluation and in the warm start's held-out rows; ordinals stay the numbers of the rows."""
+    """In evaluation and in the warm start's held-out rows; ordinals stay the numbers of the
+    rows."""
     from asyncrl.data.supervised import read_supervised
 
     rows = {"a": 5, "b": 2, "c": 1}
@@ -147,7 +151,7 @@ def test_several_sources_take_turns_where_only_some_prompts_are_used(
     config = prompt_config(
         [{"prompt": "1+1="}], {"eval": {"data": [{"path": path} for path in paths]}}
     )
-    prompts = read_prompts(config.eval.data, config, limit)
+    prompts = read_prompts(config.eval.data, data_spec(config), limit)
     assert [prompt.columns["answer"] for prompt in prompts] == [
         "a0",
         "b0",
@@ -159,7 +163,7 @@ def test_several_sources_take_turns_where_only_some_prompts_are_used(
         "a4",
     ][:limit]
     assert [prompt.ordinal for prompt in prompts] == [0, 5, 7, 1, 6, 2, 3, 4][:limit]
-    held_out, _ = read_supervised(config, config.eval.data, "eval.data")
+    held_out, _ = read_supervised(data_spec(config), config.eval.data, "eval.data")
     assert [tuple(ids) for ids, _ in held_out][:limit] == [prompt.token_ids for prompt in prompts]
 
 
@@ -195,16 +199,18 @@ def test_rewards_get_the_messages_as_given(prompt_config, tmp_path, llama_model,
         write_jsonl(path, rows)
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
-    prompts = read_prompts(str(path), config)
+    prompts = read_prompts(str(path), data_spec(config))
     assert [dict(prompt.columns) for prompt in prompts] == [
         {"answer": "2", "messages": chat} for chat in chats
     ]
     (tmp_path / "plain.jsonl").write_text(json.dumps({column: "1+1=", "answer": "2"}))
-    assert dict(read_prompts(str(tmp_path / "plain.jsonl"), config)[0].columns) == {"answer": "2"}
+    assert dict(read_prompts(str(tmp_path / "plain.jsonl"), data_spec(config))[0].columns) == {
+        "answer": "2"
+    }
     asked = config.model_copy(
         update={"data": config.data.model_copy(update={"apply_chat_template": True})}
     )
-    (prompt,) = read_prompts(str(tmp_path / "plain.jsonl"), asked)
+    (prompt,) = read_prompts(str(tmp_path / "plain.jsonl"), data_spec(asked))
     assert prompt.columns["messages"] == [{"role": "user", "content": "1+1="}]
 
 
@@ -285,7 +291,7 @@ def test_what_cannot_travel_is_refused_before_a_worker_meets_it(
         ("   \n\n", "has no rows"),
         (
             '{"prompt": "a"}\n{"prompt": "b", "n": {"k": 1, "k": 2}}\n',
-            "line 2 cannot be read as JSON: the key 'k' stands twice in an object; keep one",
+            "line 2 cannot be read as JSON: the key 'k' appears twice in an object; keep one",
         ),
         ("{}\n", "line 1 holds an object without keys; leave it out"),
         (
@@ -366,7 +372,10 @@ def test_a_file_of_another_kind_is_told_what_is_read(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt,answer\na,b\n")
     with pytest.raises(
         ConfigError,
-        match=r"rows.csv': line 1 cannot be read as JSON: Expecting value; asyncrl reads Parquet and JSONL, so convert it",
+        match=(
+            r"rows.csv': line 1 cannot be read as JSON: Expecting value; asyncrl reads Parquet and"
+            r" JSONL, so convert it"
+        ),
     ):
         read_sources(str(tmp_path / "rows.csv"))
 
@@ -400,7 +409,8 @@ def test_a_row_may_have_any_size_up_to_the_limit_and_beyond_it_the_error_says_so
 
 
 def test_a_string_column_may_have_more_than_two_gib(tmp_path):
-    """2,304 rows of 1 MiB: `Table.take` of them fails with an offset overflow. Chunks share one buffer here, as only offsets matter."""
+    """2,304 rows of 1 MiB: `Table.take` of them fails with an offset overflow. Chunks share one
+    buffer here, as only offsets matter."""
     one = pa.array(["x" * (1 << 20)] * 64)
     column = pa.chunked_array([one] * 36)
     table = pa.table({"text": column, "number": pa.array(range(len(column)))})
@@ -473,7 +483,10 @@ def test_columns_that_no_type_can_hold_together_are_refused(tmp_path):
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "b", "extra": 1}])
     with pytest.raises(
         ConfigError,
-        match=r"column 'extra' has types \['binary', 'int64'\] in different files, which no column can hold",
+        match=(
+            r"column 'extra' has types \['binary', 'int64'\] in different files, which no column"
+            r" can hold"
+        ),
     ):
         read_sources(str(tmp_path))
 
@@ -498,22 +511,24 @@ def test_what_the_plan_knows_of_several_sources(prompt_config, tmp_path):
     config = prompt_config(
         [], train=[{"path": many, "weight": 1}, {"path": few, "weight": 3}], prompt_policy="drop"
     )
-    report = check_prompts(config)
+    report = check_prompts(data_spec(config))
     assert [(one.name, one.rows, one.weight) for one in report.sources] == [
         ("many", 30, 1.0),
         ("few", 10, 3.0),
     ]
-    from asyncrl.plan import sources_text
+    from asyncrl.preflight.plan import sources_text
 
-    assert sources_text(report, config) == (
-        "  source many: 30 rows used, of 1 file; 25.0% of the prompts\n  source few: 10 rows used, of 1 file; 75.0% of the prompts\n"
+    assert (
+        sources_text(report, config)
+        == "  source many: 30 rows used, of 1 file; 25.0% of the prompts\n  source few: 10 rows"
+        " used, of 1 file; 75.0% of the prompts\n"
     )
     assert report.columns == ("source_name",)
     (tmp_path / "few.jsonl").write_text(json.dumps({"prompt": "1" * 17}))
     with pytest.raises(
         ConfigError, match="no row of source 'few' is left; raise the limit, or take the source out"
     ):
-        check_prompts(config)
+        check_prompts(data_spec(config))
 
 
 def test_a_dictionary_counts_by_each_rows_own_value(tmp_path, monkeypatch):

@@ -7,8 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncrl.config import ConfigError
+from asyncrl.data.length_limits import Cuts, LengthReport
 from asyncrl.data.supervised import read_supervised, supervised_rows
-from asyncrl.data.truncation import Cuts, TruncationReport
+from asyncrl.preflight.specs import data_spec
 
 EOS = 2
 ROWS = [{"prompt": "12+3=", "answer": "15"}, {"prompt": "9999+1=", "answer": "10000"}]
@@ -22,7 +23,8 @@ def ids(text):
 
 @pytest.fixture
 def supervised(prompt_config, tmp_path):
-    """`supervised(rows, completion_policy, most, **data)`: the supervised rows of a file of these rows, and the report."""
+    """`supervised(rows, completion_policy, most, **data)`: the supervised rows of a file of these
+    rows, and the report."""
 
     def read(rows, completion_policy="error", most=8, field="warm_start.data", model=None, **data):
         path = tmp_path / "supervised.jsonl"
@@ -34,7 +36,7 @@ def supervised(prompt_config, tmp_path):
             "eval": {"data": str(path)},
         }
         sections |= {"model": {"path": model}} if model else {}
-        return read_supervised(prompt_config(ROWS, sections, **data), str(path), field)
+        return read_supervised(data_spec(prompt_config(ROWS, sections, **data)), str(path), field)
 
     return read
 
@@ -42,14 +44,15 @@ def supervised(prompt_config, tmp_path):
 def test_eos_ends_every_target_that_fits(supervised):
     rows, report = supervised(ROWS)
     assert rows == [(ids("12+3="), [*ids("15"), EOS]), (ids("9999+1="), [*ids("10000"), EOS])]
-    assert report == TruncationReport(2)
+    assert report == LengthReport(2)
 
 
 @pytest.mark.parametrize(("rendered", "end"), [(True, "<turn>"), (False, "<eos>")])
 def test_a_target_ends_as_the_template_ends_a_turn_where_it_renders_the_prompts(
     supervised, tiny_model, tmp_path, rendered, end
 ):
-    """Taught the tokenizer's EOS alone, a model of chats would write what no turn of its template ends with."""
+    """Taught the tokenizer's EOS alone, a model of chats would write what no turn of its template
+    ends with."""
     shutil.copytree(tiny_model, tmp_path / "chat")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
@@ -63,7 +66,7 @@ def test_a_cut_target_has_no_eos(supervised):
     # Five digits fill the limit: it is the EOS that does not fit.
     rows, report = supervised(ROWS, "truncate", most=5)
     assert [target for _, target in rows] == [[*ids("15"), EOS], ids("10000")]
-    assert report == TruncationReport(2, completion=Cuts(1, 1))
+    assert report == LengthReport(2, completion=Cuts(1, 1))
 
 
 def test_prompts_and_both_together_have_their_limits(supervised):
@@ -77,7 +80,7 @@ def test_prompts_and_both_together_have_their_limits(supervised):
         length_policy="truncate",
     )
     assert rows == [(ids("12+3="), ids("15")), (ids("999+1="), ids("1"))]
-    assert report == TruncationReport(2, Cuts(1, 1), Cuts(1, 3), Cuts(2, 3))
+    assert report == LengthReport(2, Cuts(1, 1), Cuts(1, 3), Cuts(2, 3))
     rows, _ = supervised(
         ROWS,
         "truncate",
@@ -94,10 +97,13 @@ def test_prompts_and_both_together_have_their_limits(supervised):
 def test_under_split_a_target_of_any_length_stays_whole_and_a_held_out_one_is_refused(supervised):
     rows = [*ROWS, {"prompt": "1=", "answer": "1" * 10_000}]
     found, report = supervised(rows, "split", 6, max_length=20)
-    assert [len(target) for _, target in found] == [3, 6, 10_001] and report == TruncationReport(3)
+    assert [len(target) for _, target in found] == [3, 6, 10_001] and report == LengthReport(3)
     with pytest.raises(
         ConfigError,
-        match=r"eval.data = .*: the completion of row 2 has 10001 tokens, above rollout.max_completion_length = 6",
+        match=(
+            r"eval.data = .*: the completion of row 2 has 10001 tokens, above"
+            r" rollout.max_completion_length = 6"
+        ),
     ):
         supervised(rows, "split", 6, "eval.data", max_length=20)
 
@@ -106,7 +112,7 @@ def test_the_held_out_rows_are_the_first_of_their_file(prompt_config, tmp_path):
     path = tmp_path / "supervised.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     sections = {"warm_start": {"data": str(path)}, "eval": {"data": str(path), "max_prompts": 1}}
-    train, held_out = supervised_rows(prompt_config(ROWS, sections))
+    train, held_out = supervised_rows(data_spec(prompt_config(ROWS, sections)))
     assert [len(target) for _, target in train] == [3, 6] and held_out == train[:1]
 
 
@@ -115,13 +121,13 @@ def test_policy_drop_counts_why(supervised):
         [*ROWS, {"prompt": "1" * 17, "answer": "1"}], "drop", 5, prompt_policy="drop"
     )
     assert [prompt for prompt, _ in rows] == [ids("12+3=")]
-    assert report == TruncationReport(3, Cuts(dropped=1), Cuts(dropped=1))
+    assert report == LengthReport(3, Cuts(dropped=1), Cuts(dropped=1))
 
 
 def test_rows_keep_their_numbers_over_blocks(supervised, monkeypatch):
     monkeypatch.setattr("asyncrl.data.supervised.ROWS_PER_CHECK", 2)
     rows, report = supervised([*ROWS, *ROWS[:1] * 3], "drop", 5)
-    assert [prompt for prompt, _ in rows] == [ids("12+3=")] * 4 and report == TruncationReport(
+    assert [prompt for prompt, _ in rows] == [ids("12+3=")] * 4 and report == LengthReport(
         5, completion=Cuts(dropped=1)
     )
     with pytest.raises(ConfigError, match="the completion of row 4 has 6 tokens"):
@@ -132,7 +138,7 @@ def test_a_row_without_a_target_is_refused_and_an_empty_answer_is_not(supervised
     rows, report = supervised(
         [*ROWS, {"prompt": "1+1=", "answer": None}, {"prompt": "1-1=", "answer": ""}]
     )
-    assert rows[2:] == [(ids("1-1="), [EOS])] and report == TruncationReport(4, no_completion=1)
+    assert rows[2:] == [(ids("1-1="), [EOS])] and report == LengthReport(4, no_completion=1)
     with pytest.raises(
         ConfigError,
         match=r"no row is left \(0 of 2 rows used; 2 rows refused: no completion token is left\)",
@@ -146,7 +152,10 @@ def test_a_row_without_a_target_is_refused_and_an_empty_answer_is_not(supervised
         (
             ROWS,
             5,
-            "warm_start.data = .*: the completion of row 1 has 6 tokens, above rollout.max_completion_length = 5; .*warm_start.completion_policy: drop",
+            (
+                "warm_start.data = .*: the completion of row 1 has 6 tokens, above"
+                " rollout.max_completion_length = 5; .*warm_start.completion_policy: drop"
+            ),
         ),
         (
             [*ROWS, {"prompt": "1" * 17, "answer": ""}],

@@ -1,4 +1,5 @@
-"""Requests to an ASGI application without a server, several at once if need be, from clients that may leave."""
+"""Requests to an ASGI application without a server, several at once if need be, from clients that
+may leave."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ import pytest
 
 @pytest.fixture(scope="session")
 def reference() -> Callable[[Any, tuple[int, ...], tuple[int, ...]], Any]:
-    """`reference(model, prompt_ids, completion_ids, temperature=1)`: log-probs [T] of the completion's tokens."""
+    """`reference(model, prompt_ids, completion_ids, temperature=1)`: log-probs [T] of the
+    completion's tokens."""
     import torch
 
     def logprobs(

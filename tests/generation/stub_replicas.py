@@ -1,4 +1,5 @@
-"""A Serve replica like ours in everything but its engine: that one makes tokens of the version that it has, each in a millisecond."""
+"""A Serve replica like ours in everything but its engine: that one makes tokens of the version that
+it has, each in a millisecond."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from asyncrl.contracts.messages import GenerateRequest
+from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.generation import replica
-from asyncrl.generation.protocol import GenerateRequest
-from asyncrl.types import Completion, VersionSpan
 
 TOKEN_S = 0.001
 
@@ -56,10 +57,11 @@ class StubEngine:
 class StubGenerator(replica.Generator):
     """Its process is the replica's own, so what it replaces there is nobody else's."""
 
-    async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits a replica's constructor
+    # Serve awaits a replica's constructor
+    async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]
         module: Any = replica
         module.Engine, module.expected_tensors = StubEngine, lambda model, dtype: {}
-        module.fetch = lambda manifest, *arguments: SimpleNamespace(
+        module.fetch_version = lambda manifest, *arguments: SimpleNamespace(
             update_info=dict, remove=lambda: None, fetch_s=0.0
         )
         await super().__init__(app)

@@ -1,4 +1,5 @@
-"""A process that is started before its work is known. Here it runs a shell; in `test_engine` it is vLLM's engine."""
+"""A process that is started before its work is known. Here it runs a shell; in `test_engine` it is
+vLLM's engine."""
 
 import logging
 import os
@@ -176,7 +177,8 @@ if __name__ == "__main__":
     try:
         asyncio.run(Engine(GeneratorApp(model="/no/model")).start())
     except Exception as error:
-        left = [p.cmdline() for p in psutil.Process().children(recursive=True) if "resource_tracker" not in str(p.cmdline())]
+        left = [p.cmdline() for p in psutil.Process().children(recursive=True)
+            if "resource_tracker" not in str(p.cmdline())]
         print("FAILED", type(error).__name__, left)
 """
 
@@ -210,7 +212,8 @@ def test_what_an_engine_logs_before_it_dies_is_kept_in_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_a_real_engine_that_dies_at_its_start_says_what_of(tmp_path, tiny_model):
-    """Attention heads of 16 elements, for which vLLM has no code on CPU: `plan` would have refused them."""
+    """Attention heads of 16 elements, for which vLLM has no code on CPU: `plan` would have refused
+    them."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.save_pretrained(tmp_path)
     shape = {
@@ -226,8 +229,14 @@ def test_a_real_engine_that_dies_at_its_start_says_what_of(tmp_path, tiny_model)
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES, (
         "of the version that is installed"
     )
-    start = "import asyncio\nfrom asyncrl.generation.engine import Engine\nfrom asyncrl.generation.settings import GeneratorApp\n"
-    start += f"if __name__ == '__main__':\n    asyncio.run(Engine(GeneratorApp(model={str(tmp_path)!r}, max_model_len=32)).start())\n"
+    start = (
+        "import asyncio\nfrom asyncrl.generation.engine import Engine\nfrom"
+        " asyncrl.generation.settings import GeneratorApp\n"
+    )
+    start += (
+        f"if __name__ == '__main__':\n    asyncio.run(Engine(GeneratorApp(model={str(tmp_path)!r},"
+        " max_model_len=32)).start())\n"
+    )
     (tmp_path / "start.py").write_text(start)
     done = subprocess.run(
         [sys.executable, tmp_path / "start.py"],
@@ -238,6 +247,6 @@ def test_a_real_engine_that_dies_at_its_start_says_what_of(tmp_path, tiny_model)
     )
     assert (
         done.returncode
-        and "EngineDied: the vLLM engine's process has died: RuntimeError: Unsupported CPU attention"
+        and "EngineDiedError: the vLLM engine's process has died: RuntimeError: Unsupported CPU"
         in done.stderr
     ), done.stderr[-2000:]

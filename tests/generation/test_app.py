@@ -14,6 +14,8 @@ from asyncrl.config import load_config
 from asyncrl.generation.app import build_app
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
+from asyncrl.preflight.specs import generator_app
+from asyncrl.serving.standing import build_standing_app
 
 CONFIGS = sorted((Path(__file__).parents[2] / "serve_configs").glob("*.yaml"))
 
@@ -24,10 +26,10 @@ def test_serve_configs_are_loopback_and_build(path: Path) -> None:
     assert schema.http_options.host == "127.0.0.1"
     (application,) = schema.applications
     assert application.route_prefix == "/"
-    assert application.import_path == "asyncrl.generation.app:build_app"
+    assert application.import_path == "asyncrl.serving.standing:build_standing_app"
     args = GeneratorApp.model_validate(application.args)
     assert args.http
-    assert build_app(args)._bound_deployment.func_or_class.__name__ == "HttpGenerator"
+    assert build_standing_app(args)._bound_deployment.func_or_class.__name__ == "HttpGenerator"
 
 
 def test_both_devices_have_a_config() -> None:
@@ -35,12 +37,12 @@ def test_both_devices_have_a_config() -> None:
 
 
 def test_a_jobs_own_generators_are_the_same_without_http() -> None:
-    config = load_config(Path(__file__).parents[2] / "jobs" / "quickstart.yaml")
-    deployment = build_app(GeneratorApp.from_config(config))._bound_deployment
+    config = load_config(Path(__file__).parents[2] / "jobs" / "quickstart" / "quickstart.yaml")
+    deployment = build_app(generator_app(config))._bound_deployment
     assert deployment.func_or_class is Generator and not hasattr(
         Generator, "__serve_build_asgi_app__"
     )
-    standing = build_app(GeneratorApp(model="m", http=True))._bound_deployment
+    standing = build_standing_app(GeneratorApp(model="m", http=True))._bound_deployment
     assert issubclass(standing.func_or_class, Generator) and standing.name == deployment.name
 
 

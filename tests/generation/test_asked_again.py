@@ -1,4 +1,5 @@
-"""Requests that end with CancelledError or TimeoutError: whether it is their own end, or only an answer. The replicas are stand-ins."""
+"""Requests that end with CancelledError or TimeoutError: whether it is their own end, or only an
+answer. The replicas are stand-ins."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.contracts.errors import GenerationTimeoutError, StaleReplicaError
+from asyncrl.contracts.messages import Generated, GenerateRequest
 from asyncrl.generation.app import ServeGenerate
-from asyncrl.generation.protocol import Generated, GenerateRequest, GenerationTimeout, StaleReplica
 
 GENERATED = Generated((), "b", 0.0, 0.0)
 
@@ -52,8 +54,11 @@ def test_what_a_replica_cancels_goes_to_another() -> None:
 
 def test_the_one_that_an_evaluation_holds_is_lost() -> None:
     with pytest.raises(
-        StaleReplica,
-        match="replica a cannot answer any more: StaleReplica: a replica has cancelled the request",
+        StaleReplicaError,
+        match=(
+            "replica a cannot answer any more: StaleReplicaError: a replica has cancelled the"
+            " request"
+        ),
     ):
         asyncio.run(
             generate_with(Response(asyncio.CancelledError())).generate(
@@ -86,7 +91,7 @@ def test_a_timeout_that_is_not_the_requests_own_is_no_end_of_it() -> None:
     assert (
         asyncio.run(generate.generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=20))) is GENERATED
     )
-    with pytest.raises(GenerationTimeout, match=r"no replica answered within 0\.2 s$"):
+    with pytest.raises(GenerationTimeoutError, match=r"no replica answered within 0\.2 s$"):
         asyncio.run(
             generate_with(Response(None)).generate(GenerateRequest((1,), 1, 1, 1.0, deadline_s=0.2))
         )

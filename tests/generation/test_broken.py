@@ -1,4 +1,5 @@
-"""An update that does not come to its end leaves an engine that says so. The engine around it is a stub: no vLLM."""
+"""An update that does not come to its end leaves an engine that says so. The engine around it is a
+stub: no vLLM."""
 
 import asyncio
 import time
@@ -7,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.config import GeneratorConfig
+from asyncrl.contracts.errors import EngineDiedError, StaleReplicaError
+from asyncrl.contracts.messages import Details, GenerateRequest, Tokens
 from asyncrl.generation.engine import Engine
-from asyncrl.generation.protocol import Details, EngineDied, GenerateRequest, StaleReplica, Tokens
 from asyncrl.generation.settings import GeneratorApp
 
 
@@ -62,9 +64,9 @@ def test_a_stopped_engine_refuses_requests_by_name():
             stopped.generate(GenerateRequest((1,), 1, 1, 1.0)),
             stopped.logprobs([((1,), (2,))]),
         ):
-            with pytest.raises(StaleReplica, match="the engine has been stopped"):
+            with pytest.raises(StaleReplicaError, match="the engine has been stopped"):
                 await ask
-        with pytest.raises(StaleReplica, match="the engine has been stopped"):
+        with pytest.raises(StaleReplicaError, match="the engine has been stopped"):
             await anext(stopped.stream(GenerateRequest((1,), 1, 1, 1.0), Details()))
 
     asyncio.run(asked())
@@ -98,7 +100,7 @@ def test_an_engine_that_ends_in_mid_stream_says_so_after_what_it_made(llama_mode
         stream = ending.stream(GenerateRequest((1,), 1, 9, 1.0), Details())
         assert (await anext(stream)).tokens == Tokens((5,), (-1.0,))
         with pytest.raises(
-            EngineDied,
+            EngineDiedError,
             match="process has died" if how == "dies" else "ended a request without an answer",
         ):
             await anext(stream)
@@ -113,7 +115,7 @@ class Process:
         self.killed = True
 
 
-def standing(is_sleeping):
+def build(is_sleeping):
     made = Engine(GeneratorApp(model="unused", generator=GeneratorConfig(stall_timeout_s=0.5)))
     made._llm, made._processes = (
         SimpleNamespace(errored=False, is_sleeping=is_sleeping),
@@ -127,7 +129,7 @@ def test_an_engine_that_answers_nothing_is_ended():
         await asyncio.Event().wait()
 
     async def main():
-        stuck = standing(hangs)
+        stuck = build(hangs)
         await stuck.check()
         await stuck.check()
         assert not stuck._processes[0].killed
@@ -148,11 +150,11 @@ def test_a_slow_one_is_not():
         return False
 
     async def main():
-        engine = standing(slow)
+        engine = build(slow)
         for _ in range(16):
             await engine.check()
             await asyncio.sleep(0.05)
-        # This process stands still, and the answer waits.
+        # This process hangs, and the answer waits.
         time.sleep(1.0)  # noqa: ASYNC251
         await engine.check()
         return engine
@@ -166,7 +168,7 @@ def test_a_question_that_fails_is_no_answer():
         raise TypeError("no such question")
 
     async def main():
-        engine = standing(fails)
+        engine = build(fails)
         await engine.check()
         await asyncio.sleep(0)
         await engine.check()

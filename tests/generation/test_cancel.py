@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.generation.app import ServeGenerate
-from asyncrl.generation.protocol import GenerateRequest
 
 
 @pytest.mark.timeout(300)

@@ -1,4 +1,5 @@
-"""The plain engine, without Serve: an untied head, old KV kept over an update, a failed update, a kill that leaves no process."""
+"""The plain engine, without Serve: an untied head, old KV kept over an update, a failed update, a
+kill that leaves no process."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ import torch
 from disturbed import disturb
 
 from asyncrl.config import GeneratorConfig
+from asyncrl.contracts.errors import StaleReplicaError
+from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.generation.engine import Engine, engine_environment
-from asyncrl.generation.protocol import GenerateRequest, StaleReplica
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.weights.manifest import expected_tensors
-from asyncrl.weights.staging import fetch
+from asyncrl.weights.staging import fetch_version
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -28,8 +30,9 @@ KV_TOKENS = 8192
 
 @pytest.fixture(scope="module")
 def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> Iterator[Any]:
-    class Holder(Engine):
-        """An engine in an actor of its own. Defined here so that it travels by value: workers cannot import test modules."""
+    class ResourceUser(Engine):
+        """An engine in an actor of its own. Defined here so that it travels by value: workers
+        cannot import test modules."""
 
         async def processes(self) -> tuple[int, list[int]]:
             return os.getpid(), [process.pid for process in self._processes if process.is_running()]
@@ -57,7 +60,7 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
     )
     engine_starts.append("untied engine")
     actor = (
-        ray_cluster.remote(Holder)
+        ray_cluster.remote(ResourceUser)
         .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
         .remote(app)
     )
@@ -79,9 +82,10 @@ def test_generations_in_flight_at_an_update(
     length, versions = 200, iter(range(11, 100))
 
     def apply(model: Any) -> tuple[int, dict[str, float], Any]:
-        """The version, its timings, and the completion of a request that comes while the update is under way."""
+        """The version, its timings, and the completion of a request that comes while the update is
+        under way."""
         version = next(versions)
-        staged = fetch(
+        staged = fetch_version(
             publish(dict(model.named_parameters()), version=version),
             expected_tensors(untied_model, "float32"),
             60,
@@ -140,11 +144,13 @@ def test_generations_in_flight_at_an_update(
         assert gap < 60
         both = sum(len(answer.versions) == 2 for answer in answers)
         print(
-            f"in_flight {mode}: {both} of {len(answers)} completions carry both versions, log-probs differ by at most {worst}, {timings}"
+            f"in_flight {mode}: {both} of {len(answers)} completions carry both versions, log-probs"
+            f" differ by at most {worst}, {timings}"
         )
         assert both == 0 if mode == "drain" else both >= len(answers) / 2
         assert worst.pop(min(worst)) <= 1e-4
-        # Kept KV is that of the old weights: what the new ones make of it is no checkpoint's distribution.
+        # Kept KV is that of the old weights: what the new ones make of it is no checkpoint's
+        # distribution.
         assert max(worst.values()) > 1e-2 if mode == "keep" else max(worst.values()) <= 1e-4
     assert ray_cluster.get(holder.preempted.remote())[0] == 0, (
         "what an update takes out is no sign of a full cache"
@@ -153,7 +159,8 @@ def test_generations_in_flight_at_an_update(
 
 
 def test_a_loop_ends_a_completion(holder: Any, ray_cluster: Any) -> None:
-    """The greedy completions of a small random model end in loops: ended at the token that completes the wanted repetitions, and said so."""
+    """The greedy completions of a small random model end in loops: ended at the token that
+    completes the wanted repetitions, and said so."""
     ngram, times = 8, 5
 
     def ask(prompt: tuple[int, ...], repetition: tuple[int, int] | None) -> Any:
@@ -191,7 +198,8 @@ def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_
     load_reference: Any,
     tmp_path: Path,
 ) -> None:
-    """31 completions leave one place for a pair of siblings with a prompt of more than one cache block: the second runs when the others are done."""
+    """31 completions leave one place for a pair of siblings with a prompt of more than one cache
+    block: the second runs when the others are done."""
     ray_cluster.get(holder.in_flight.remote("keep"))
     new = load_reference(untied_model)
     disturb(new, seed=31)
@@ -206,7 +214,7 @@ def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_
     pair = holder.generate.remote(GenerateRequest(prompt, 2, 60, 1.0, seed=5, ignore_eos=True))
     while ray_cluster.get(holder.generated.remote()) < before + 5 * 32:
         pass
-    staged = fetch(
+    staged = fetch_version(
         publish(dict(new.named_parameters()), version=101),
         expected_tensors(untied_model, "float32"),
         60,
@@ -222,7 +230,7 @@ def test_a_sibling_first_scheduled_after_an_update_does_not_use_the_prompts_old_
     )
     expected = reference(new, prompt, second.token_ids)
     assert (expected - torch.tensor(second.logprobs)).abs().max().item() <= 1e-4
-    staged = fetch(
+    staged = fetch_version(
         publish(dict(load_reference(untied_model).named_parameters()), version=102),
         expected_tensors(untied_model, "float32"),
         60,
@@ -296,7 +304,7 @@ def test_untied_head_matches_transformers_then_dies_clean(
 
     assert worst() <= 1e-4 and worst(0.6) <= 1e-4 and worst(1.7) <= 1e-4
     disturb(model, seed=1)
-    staged = fetch(
+    staged = fetch_version(
         publish(dict(model.named_parameters()), version=1),
         expected_tensors(untied_model, "float32"),
         60,
@@ -306,13 +314,14 @@ def test_untied_head_matches_transformers_then_dies_clean(
     assert timings["in_flight"] == 0
     assert worst() <= 1e-4
 
-    # A file that goes away between its check and the flip: the weights are lost, and the engine says so instead of generating.
+    # A file that goes away between its check and the flip: the weights are lost, and the engine
+    # says so instead of generating.
     staged.remove()
     with pytest.raises(RuntimeError, match="update of version 2 failed"):
         ray_cluster.get(holder.apply.remote(staged.update_info(), 2), timeout=120)
     with pytest.raises(RuntimeError, match="update of version 2 failed"):
         ray_cluster.get(holder.check.remote(), timeout=60)
-    with pytest.raises(StaleReplica):
+    with pytest.raises(StaleReplicaError):
         ray_cluster.get(holder.generate.remote(GenerateRequest((5,), 1, 4, 1.0)), timeout=60)
 
     # Killed without a chance to clean up, it takes its processes along.

@@ -1,4 +1,5 @@
-"""Text and sampling of a real engine: a checkpoint whose tokenizer has a misleading class, stop strings of several tokens, kept tokens."""
+"""Text and sampling of a real engine: a checkpoint whose tokenizer has a misleading class, stop
+strings of several tokens, kept tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ import torch
 from llama_checkpoint import claim_llama_class
 
 from asyncrl.config import GeneratorConfig
+from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.generation.engine import Engine, engine_environment
-from asyncrl.generation.protocol import GenerateRequest
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.text.stops import Stops
-from asyncrl.text.tokenizer import decode, load_tokenizer, tokenizer_fingerprint
+from asyncrl.text.tokenizer import decode, load_tokenizer, tokenizer_hash
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -41,14 +42,15 @@ def tokenizer(model: Path) -> Any:
 def ask(ray_cluster: Any, model: Path, engine_starts: list[str]) -> Iterator[Any]:
     """`ask(method, *arguments)`: what a method of an engine answers."""
 
-    class Holder(Engine):
-        """An engine in an actor of its own. Defined here so that it travels by value: workers cannot import test modules."""
+    class ResourceUser(Engine):
+        """An engine in an actor of its own. Defined here so that it travels by value: workers
+        cannot import test modules."""
 
         async def stop_at(self, strings: tuple[str, ...]) -> None:
             self.stops = Stops(self.stops.tokens, strings)
 
         async def facts(self) -> tuple[str, str]:
-            return self.tokenizer_fingerprint, self._llm.get_tokenizer().decode(
+            return self.tokenizer_hash, self._llm.get_tokenizer().decode(
                 load_tokenizer(self.app.model).encode("What is 2")
             )
 
@@ -59,7 +61,7 @@ def ask(ray_cluster: Any, model: Path, engine_starts: list[str]) -> Iterator[Any
     )
     engine_starts.append("engine of text")
     actor = (
-        ray_cluster.remote(Holder)
+        ray_cluster.remote(ResourceUser)
         .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
         .remote(app)
     )
@@ -72,7 +74,7 @@ def ask(ray_cluster: Any, model: Path, engine_starts: list[str]) -> Iterator[Any
 
 def test_the_engine_decodes_with_the_tokenizer_that_encodes(ask: Any, tokenizer: Any) -> None:
     fingerprint, text = ask("facts")
-    assert fingerprint == tokenizer_fingerprint(tokenizer) and text == "<s>What is 2"
+    assert fingerprint == tokenizer_hash(tokenizer) and text == "<s>What is 2"
     for seed in range(4):
         [completion] = ask(
             "generate", GenerateRequest(PROMPT, 1, 60, 1.0, seed=seed, ignore_eos=True)
@@ -88,12 +90,14 @@ def test_the_engine_decodes_with_the_tokenizer_that_encodes(ask: Any, tokenizer:
 def test_a_stop_string_of_several_tokens_ends_a_completion_at_the_token_that_completes_it(
     ask: Any, tokenizer: Any, whose: str
 ) -> None:
-    """All tokens stay, with their log-probs and versions, those of the stop string included; the text goes up to it."""
+    """All tokens stay, with their log-probs and versions, those of the stop string included; the
+    text goes up to it."""
     for seed in range(6):
         request = GenerateRequest(PROMPT, 2, 80, 1.0, seed=seed)
         ask("stop_at", ())
         plain = ask("generate", request)
-        # A random model writes bytes that are no text, too; vLLM waits for the rest of such a character.
+        # A random model writes bytes that are no text, too; vLLM waits for the rest of such a
+        # character.
         stop = next(
             found[0]
             for one in plain
@@ -104,9 +108,11 @@ def test_a_stop_string_of_several_tokens_ends_a_completion_at_the_token_that_com
             ask("stop_at", (stop, "never to be seen"))
         ended = ask(
             "generate",
-            request
-            if whose == "the engine's"
-            else GenerateRequest(PROMPT, 2, 80, 1.0, seed=seed, stop=(stop,)),
+            (
+                request
+                if whose == "the engine's"
+                else GenerateRequest(PROMPT, 2, 80, 1.0, seed=seed, stop=(stop,))
+            ),
         )
         assert any(stop in whole.text for whole in plain)
         for whole, cut in zip(plain, ended, strict=True):
@@ -154,7 +160,7 @@ def test_a_stop_string_that_is_a_special_token_ends_a_completion_as_that_token(
 
 
 @pytest.mark.parametrize("kept", [{"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.6}])
-def test_log_probs_are_renormalised_over_the_tokens_that_are_kept(
+def test_log_probs_are_renormalized_over_the_tokens_that_are_kept(
     ask: Any, model: Path, load_reference: Any, reference: Any, kept: dict[str, Any]
 ) -> None:
     """Which is why the learner's, over all tokens, cannot be held against them."""

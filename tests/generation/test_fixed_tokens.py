@@ -4,8 +4,8 @@ import asyncio
 
 import numpy as np
 
+from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.generation.app import ServeGenerate
-from asyncrl.generation.protocol import GenerateRequest
 
 
 def test_fixed_tokens_have_the_log_probs_that_sampling_gave(generators):

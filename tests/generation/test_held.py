@@ -1,4 +1,5 @@
-"""An evaluation on one of several replicas: Serve, its routers, pushes and the board are real, the engines are stubs."""
+"""An evaluation on one of several replicas: Serve, its routers, pushes and the version registry are
+real, the engines are stubs."""
 
 from __future__ import annotations
 
@@ -13,37 +14,37 @@ from small_config import SMALL
 from stub_replicas import StubGenerator
 
 from asyncrl.config import Config, GeneratorConfig
-from asyncrl.control.checkpoint import State
+from asyncrl.contracts.errors import StaleReplicaError
+from asyncrl.contracts.messages import Finished, Generated, GenerateRequest, Manifest, WeightsId
+from asyncrl.contracts.rows import Completion, Prompt
+from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
-from asyncrl.control.protocols import Finished, Manifest
 from asyncrl.control.staleness import Staleness
-from asyncrl.evaluation import Evaluator
 from asyncrl.generation import app as app_module
 from asyncrl.generation.app import ServeGenerate, start_generators, stop_generators
-from asyncrl.generation.protocol import Generated, GenerateRequest, StaleReplica, WeightsId
-from asyncrl.generation.settings import GeneratorApp, board_name
-from asyncrl.reading import open_run
+from asyncrl.generation.settings import GeneratorApp, registry_name
+from asyncrl.run.evaluation import Evaluator
+from asyncrl.rundir.reader import open_run
 from asyncrl.testing import FakeLearner, FakePrompts, FakeRecorder, FakeRollouts, FakeScores
-from asyncrl.types import Completion, Prompt
-from asyncrl.weights.board import open_board
 from asyncrl.weights.push import ServeWeightSync
+from asyncrl.weights.version_registry import open_registry
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
 def two(ray_cluster: Any) -> Iterator[SimpleNamespace]:
-    """Two replicas: `handle` and `board`."""
+    """Two replicas: `handle` and `version registry`."""
     name = "two-stubs"
-    board = open_board(board_name(name))
+    registry = open_registry(registry_name(name))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app_module, "_replica_class", lambda args: StubGenerator)
+        patch.setattr(app_module, "Generator", StubGenerator)
         handle = start_generators(
             GeneratorApp(model="m", generator=GeneratorConfig(num_replicas=2, num_cpus=0.1)), name
         )
-    yield SimpleNamespace(handle=handle, board=board)
+    yield SimpleNamespace(handle=handle, registry=registry)
     stop_generators(name)
-    ray_cluster.kill(board)
+    ray_cluster.kill(registry)
 
 
 def manifest(run: str, version: int) -> Manifest:
@@ -75,7 +76,7 @@ def test_requests_that_name_the_held_replica_go_there_and_no_others_do(
     two: SimpleNamespace,
 ) -> None:
     sync, generate = (
-        ServeWeightSync(two.handle, two.board, push_timeout_s=60),
+        ServeWeightSync(two.handle, two.registry, push_timeout_s=60),
         ServeGenerate(two.handle),
     )
 
@@ -87,7 +88,8 @@ def test_requests_that_name_the_held_replica_go_there_and_no_others_do(
         report = await sync.push(manifest("a", 2))
         [other] = report.replicas
         assert other != held
-        # Routers may not know yet that it is held: it refuses what it may not answer, and the other one is asked.
+        # Routers may not know yet that it is held: it refuses what it may not answer, and the other
+        # one is asked.
         assert await asked(generate, request("a", 2)) == {(other, 2): 20}
         assert await asked(generate, request("a", 1, held)) == {(held, 1): 20}
 
@@ -96,7 +98,7 @@ def test_requests_that_name_the_held_replica_go_there_and_no_others_do(
 
         await until(avoided)
         for wanted in (request("a", 2, held), request("a", 1, "gone")):
-            with pytest.raises(StaleReplica):
+            with pytest.raises(StaleReplicaError):
                 await generate.generate(wanted)
         await sync.release(held)
 
@@ -132,7 +134,8 @@ class Learner(FakeLearner):
 
 @pytest.mark.slow
 def test_a_run_trains_on_while_it_evaluates(two: SimpleNamespace, tmp_path: Any) -> None:
-    """The learner's step is slow beside everything else, so what it waits for would be the evaluation."""
+    """The learner's step is slow beside everything else, so what it waits for would be the
+    evaluation."""
     generate = ServeGenerate(two.handle)
     sets = {"long": {"data": "d", "n": 8, "max_completion_length": 400}}
     config = Config.model_validate(
@@ -169,7 +172,7 @@ def test_a_run_trains_on_while_it_evaluates(two: SimpleNamespace, tmp_path: Any)
         )
         return metrics
 
-    sync, recorder = ServeWeightSync(two.handle, two.board, push_timeout_s=60), FakeRecorder()
+    sync, recorder = ServeWeightSync(two.handle, two.registry, push_timeout_s=60), FakeRecorder()
     parts = Parts(
         FakePrompts(), rollouts, FakeScores(rollouts), learner, sync, recorder, evaluate=evaluate
     )
@@ -184,7 +187,8 @@ def test_a_run_trains_on_while_it_evaluates(two: SimpleNamespace, tmp_path: Any)
         1:
     ]:  # the first one begins before there are groups to train
         print(
-            f"version {version} on {replica}: {seconds:.1f} s, of which the learner waited {waited:.3f} s; {committed} was committed at the end"
+            f"version {version} on {replica}: {seconds:.1f} s, of which the learner waited"
+            f" {waited:.3f} s; {committed} was committed at the end"
         )
         assert committed >= version + 2
         assert waited <= 0.05 * seconds
@@ -205,7 +209,7 @@ def test_an_evaluation_in_flight_keeps_the_spans_of_changing_versions(
     two: SimpleNamespace, tmp_path: Any
 ) -> None:
     sync, generate = (
-        ServeWeightSync(two.handle, two.board, push_timeout_s=60),
+        ServeWeightSync(two.handle, two.registry, push_timeout_s=60),
         ServeGenerate(two.handle),
     )
     settings = {"in_flight": True, "sets": {"long": {"data": "d", "max_completion_length": 2000}}}

@@ -1,4 +1,5 @@
-"""Generators whose driver was killed: a watcher ends them, and so does the next attempt. Serve is real, the engines are stubs."""
+"""Generators whose driver was killed: a watcher ends them, and so does the next attempt. Serve is
+real, the engines are stubs."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from ray import serve
 from asyncrl.generation import orphans
 from asyncrl.generation.app import stop_generators
 from asyncrl.generation.orphans import application_name, end_orphans
-from asyncrl.generation.settings import board_name
-from asyncrl.weights.board import BOARD_NAMESPACE, LeaseHeld, find_board
+from asyncrl.generation.settings import registry_name
+from asyncrl.weights.version_registry import REGISTRY_NAMESPACE, LeaseHeldError, find_registry
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -28,17 +29,18 @@ from stub_replicas import StubGenerator
 from asyncrl.config import Config
 from asyncrl.generation import app, orphans
 from asyncrl.generation.owned import OwnGenerators, lease_generators
-from asyncrl.generation.settings import GeneratorApp
+from asyncrl.preflight.specs import generator_app
 from small_config import SMALL
 
 address, name, grace_s = sys.argv[1:]
-app._replica_class = lambda args: StubGenerator
+app.Generator = StubGenerator
 orphans.watch_application.__defaults__ = (float(grace_s),)
 ray.init(address=address, log_to_driver=False, configure_logging=False)
 
 async def main():
     config = Config.model_validate({**SMALL, "generator": {"num_cpus": 0.1}})
-    generators = OwnGenerators(name, await lease_generators(name, "'first'"), GeneratorApp.from_config(config))
+    generators = OwnGenerators(name, await lease_generators(name, "'first'"),
+        generator_app(config))
     await generators.begin(watched=True)
     await generators.watcher.ready.remote()
     await app.wait_for_generators(name, 120)
@@ -53,7 +55,8 @@ asyncio.run(main())
 
 @pytest.fixture
 def start_driver(ray_cluster: Any) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`start_driver(application, grace_s)`: a driver whose generators are up. What it leaves is ended after the test."""
+    """`start_driver(application, grace_s)`: a driver whose generators are up. What it leaves is
+    ended after the test."""
     started: list[tuple[str, subprocess.Popen[str]]] = []
 
     def start(name: str, grace_s: float) -> subprocess.Popen[str]:
@@ -82,7 +85,7 @@ def start_driver(ray_cluster: Any) -> Iterator[Callable[..., subprocess.Popen[st
 
 def watcher(name: str, ray_cluster: Any) -> Any | None:
     try:
-        return ray_cluster.get_actor(f"{name}-watcher", namespace=BOARD_NAMESPACE)
+        return ray_cluster.get_actor(f"{name}-watcher", namespace=REGISTRY_NAMESPACE)
     except ValueError:
         return None
 
@@ -141,13 +144,13 @@ def test_the_next_attempt_ends_what_the_last_one_left_and_nothing_else(
     other = "orphaned-standing"
     serve.start()
     standing = serve.deployment(num_replicas=1, ray_actor_options={"num_cpus": 0})(
-        type("Standing", (), {"__call__": lambda self: 1})
+        type("ServedWeights", (), {"__call__": lambda self: 1})
     ).bind()
     serve.run(standing, name=other, route_prefix=None)
     told: list[str] = []
     with (
         pytest.MonkeyPatch.context() as patch,
-        pytest.raises(LeaseHeld, match="leased by run 'first'"),
+        pytest.raises(LeaseHeldError, match="leased by run 'first'"),
     ):
         patch.setattr(orphans, "NODE_LOST_S", 0.0)
         asyncio.run(end_orphans(run, run_id, told.append))
@@ -162,7 +165,7 @@ def test_the_next_attempt_ends_what_the_last_one_left_and_nothing_else(
     asyncio.run(end_orphans(run, run_id, told.append))
     assert told[-1] == f"ending {name}, left by an earlier attempt"
     assert set(serve.status().applications) >= {other} and name not in serve.status().applications
-    until(lambda: find_board(board_name(name)) is None)
+    until(lambda: find_registry(registry_name(name)) is None)
     serve.delete(other)
 
 
@@ -180,7 +183,8 @@ class Lease:
 
 
 def test_a_lease_that_is_only_out_of_sight_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's control service is away, the lease is taken again in the grace period, and ends at last."""
+    """Ray's control service is away, the lease is taken again in the grace period, and ends at
+    last."""
     ended: list[str] = []
 
     async def end(name: str) -> None:
@@ -204,7 +208,7 @@ def test_a_lease_that_is_only_out_of_sight_ends_nothing(monkeypatch: pytest.Monk
     monkeypatch.setattr(orphans, "_applications", applications)
     monkeypatch.setattr(
         orphans,
-        "find_board",
+        "find_registry",
         Lease(
             "lease",
             ConnectionError("away"),
@@ -223,14 +227,15 @@ def test_a_lease_that_is_only_out_of_sight_ends_nothing(monkeypatch: pytest.Monk
 def test_an_orphan_whose_node_is_lost_is_waited_for_until_ray_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ray shows the lease of a driver on a lost node for up to 65 s. The run's own orphan would refuse the resume."""
+    """Ray shows the lease of a driver on a lost node for up to 65 s. The run's own orphan would
+    refuse the resume."""
     told: list[str] = []
     given_s: list[float] = []
 
-    async def held(board: str) -> str | None:
+    async def held(registry: str) -> str | None:
         return "run 'r', process 7"
 
-    async def take(board: str, holder: str, application: str, release_s: float = 10.0) -> str:
+    async def take(registry: str, holder: str, application: str, release_s: float = 10.0) -> str:
         given_s.append(release_s)
         return "lease"
 

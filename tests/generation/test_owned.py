@@ -28,7 +28,7 @@ def test_a_start_that_is_cancelled_leaves_no_application(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(owned, "begin_generators", begin)
     monkeypatch.setattr(owned, "end_generators", end)
-    monkeypatch.setattr(owned, "end_lease", lambda board, name: said.append("lease"))
+    monkeypatch.setattr(owned, "end_lease", lambda registry, name: said.append("lease"))
 
     async def scenario() -> None:
         generators = OwnGenerators("app", None, None)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def test_generators_end_in_another_event_loop_than_that_of_their_start(
 
     monkeypatch.setattr(owned, "begin_generators", lambda settings, name: "handle")
     monkeypatch.setattr(owned, "end_generators", end)
-    monkeypatch.setattr(owned, "end_lease", lambda board, name: said.append("lease"))
+    monkeypatch.setattr(owned, "end_lease", lambda registry, name: said.append("lease"))
     generators = OwnGenerators("app", None, None)  # type: ignore[arg-type]
     assert asyncio.run(generators.begin(watched=False)) == "handle"
     asyncio.run(generators.end())

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.control.protocols import Manifest
+from asyncrl.contracts.errors import StaleReplicaError
+from asyncrl.contracts.messages import GenerateRequest, Manifest, WeightsId
+from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.generation import replica
-from asyncrl.generation.protocol import GenerateRequest, StaleReplica, WeightsId
 from asyncrl.generation.replica import Generator
-from asyncrl.types import Completion, VersionSpan
 
 
 async def nothing(*arguments: Any) -> None:
@@ -26,9 +26,10 @@ async def started(
     fetched: list[int],
     removed: list[int] | None = None,
 ) -> Generator:
-    """A replica of id "a" on a stub of an engine, which applies versions by `apply`; those that it fetches are noted."""
+    """A replica of id "a" on a stub of an engine, which applies versions by `apply`; those that it
+    fetches are noted."""
 
-    def fetch(manifest: Manifest, *arguments: Any) -> Any:
+    def fetch_version(manifest: Manifest, *arguments: Any) -> Any:
         fetched.append(manifest.version)
         return SimpleNamespace(
             update_info=dict,
@@ -58,8 +59,8 @@ async def started(
     context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setattr(replica, "Engine", lambda settings: engine)
     monkeypatch.setattr(replica, "expected_tensors", lambda model, dtype: {})
-    monkeypatch.setattr(replica, "find_board", lambda name: None)
-    monkeypatch.setattr(replica, "fetch", fetch)
+    monkeypatch.setattr(replica, "find_registry", lambda name: None)
+    monkeypatch.setattr(replica, "fetch_version", fetch_version)
     monkeypatch.setattr(replica.serve, "get_replica_context", lambda: context)
     made = object.__new__(Generator)
     await Generator.__init__(made, {"model": "m"})
@@ -125,7 +126,7 @@ def test_a_held_replica_keeps_its_weights_and_answers_for_them_alone(
         await made.generate(request(3, "a"))
         await made.generate(request(2))
         for refused in (request(2, "a"), request(3, "b"), request(4)):
-            with pytest.raises(StaleReplica):
+            with pytest.raises(StaleReplicaError):
                 await made.generate(refused)
 
         async def current() -> Manifest:
@@ -133,7 +134,7 @@ def test_a_held_replica_keeps_its_weights_and_answers_for_them_alone(
 
         monkeypatch.setattr(
             replica,
-            "find_board",
+            "find_registry",
             lambda name: SimpleNamespace(current=SimpleNamespace(remote=current)),
         )
         await made.release("b")
@@ -166,7 +167,7 @@ def test_a_replica_is_held_by_its_own_attempt_alone_and_not_beyond_its_job(
         assert made.weights == WeightsId("run", 1, 2) and not made.held
         assert await made.hold("a", WeightsId("run", 1, 2))
         await made.check_health()
-        assert not made.held, "there is no board: its job has ended"
+        assert not made.held, "there is no version registry: its job has ended"
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
@@ -190,11 +191,11 @@ def test_a_replica_that_stays_behind_for_too_long_is_replaced(
         )
         made.weights, newest = WeightsId("run", 0, 3), ("run", 0, 3)
 
-        async def on_board() -> tuple[str, int, int]:
+        async def in_registry() -> tuple[str, int, int]:
             return newest
 
-        board = SimpleNamespace(newest=SimpleNamespace(remote=lambda: on_board()))
-        monkeypatch.setattr(replica, "find_board", lambda name: board)
+        registry = SimpleNamespace(newest=SimpleNamespace(remote=lambda: in_registry()))
+        monkeypatch.setattr(replica, "find_registry", lambda name: registry)
         for later in range(0, 1000, 100):
             now = float(later)
             await made.check_health()
@@ -205,7 +206,10 @@ def test_a_replica_that_stays_behind_for_too_long_is_replaced(
             if replaced and later == 1300:
                 with pytest.raises(
                     RuntimeError,
-                    match=r"stayed at WeightsId.*version=3.* for 300 s, and WeightsId.*version=4.* is out; it is replaced",
+                    match=(
+                        r"stayed at WeightsId.*version=3.* for 300 s, and WeightsId.*version=4.* is"
+                        r" out; it is replaced"
+                    ),
                 ):
                     await made.check_health()
             else:
@@ -217,7 +221,8 @@ def test_a_replica_that_stays_behind_for_too_long_is_replaced(
 
 
 def test_what_an_ended_attempt_asked_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a word of the driver, or else when the next attempt's first version comes; what others asked for goes on."""
+    """By a word of the driver, or else when the next attempt's first version comes; what others
+    asked for goes on."""
 
     async def apply(update: Any, version: int) -> dict[str, float]:
         return {}
@@ -247,14 +252,14 @@ def test_what_an_ended_attempt_asked_for_is_given_up(monkeypatch: pytest.MonkeyP
         assert not ended
         await made.abandon("run", 0)
         with pytest.raises(
-            StaleReplica,
+            StaleReplicaError,
             match=r"given up a request for .*attempt=0, version=3\): another attempt has begun",
         ):
             await theirs
         late = asyncio.create_task(made.generate(request(2)))
         await begun.acquire()
         await made.apply_version(Manifest("run", 1, 2, (), (), (), ()))
-        with pytest.raises(StaleReplica, match="another attempt has begun"):
+        with pytest.raises(StaleReplicaError, match="another attempt has begun"):
             await late
         assert ended == [WeightsId("run", 0, 3), WeightsId("run", 0, 2)]
         ours = asyncio.create_task(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.generation.engine import Engine
-from asyncrl.generation.protocol import GenerateRequest
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.text.stops import Stops
 
@@ -15,9 +15,10 @@ def test_a_request_ends_at_the_generators_stops_and_at_its_own(llama_model: Path
     engine.stops = Stops({2: ("tokenizer EOS",)}, (" plus",))
     assert engine._stops(GenerateRequest((1,), 1, 8, 1.0)) == engine.stops
     own = engine._stops(GenerateRequest((1,), 1, 8, 1.0, stop=(" plus", "<|user|>", "\n\n")))
-    assert set(own.tokens) == {2, 3} and own.strings == (" plus", "\n\n"), (
-        "a special token shows in no text"
-    )
+    assert set(own.tokens) == {2, 3} and own.strings == (
+        " plus",
+        "\n\n",
+    ), "a special token shows in no text"
     assert engine._stops(GenerateRequest((1,), 1, 8, 1.0, ignore_eos=True)) == Stops({})
     assert engine._stops(GenerateRequest((1,), 1, 8, 1.0, ignore_eos=True, stop=("x",))) == Stops(
         {}, ("x",)

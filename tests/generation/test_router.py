@@ -6,7 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from asyncrl.generation.protocol import GenerateRequest, WeightsId
+from asyncrl.contracts.messages import GenerateRequest, WeightsId
 from asyncrl.generation.router import VersionRouter
 
 

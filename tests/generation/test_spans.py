@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from asyncrl.contracts.rows import VersionSpan
 from asyncrl.generation.engine import version_spans
-from asyncrl.types import VersionSpan
 
 
 def label(version: str, start: int, end: int) -> SimpleNamespace:

@@ -1,4 +1,5 @@
-"""A real Serve replica through updates: log-prob parity, every parameter, generations in flight, catching up."""
+"""A real Serve replica through updates: log-prob parity, every parameter, generations in flight,
+catching up."""
 
 from __future__ import annotations
 
@@ -14,16 +15,9 @@ import pytest
 import torch
 from disturbed import disturb
 
-from asyncrl.control.protocols import Manifest
+from asyncrl.contracts.errors import GenerationTimeoutError, StaleReplicaError
+from asyncrl.contracts.messages import Details, GenerateRequest, Manifest, Piece, WeightsId
 from asyncrl.generation.app import ServeGenerate
-from asyncrl.generation.protocol import (
-    Details,
-    GenerateRequest,
-    GenerationTimeout,
-    Piece,
-    StaleReplica,
-    WeightsId,
-)
 from asyncrl.weights import push
 from asyncrl.weights.push import ServeWeightSync
 
@@ -65,7 +59,7 @@ def parity(model: Any, reference: Any, asked: list[tuple[int, ...]], answers: li
 
 @pytest.fixture
 def sync(generators: Any) -> ServeWeightSync:
-    return ServeWeightSync(generators.handle, generators.board, push_timeout_s=60)
+    return ServeWeightSync(generators.handle, generators.registry, push_timeout_s=60)
 
 
 def test_the_tensor_that_a_replica_does_not_hold_as_published_is_named(
@@ -78,21 +72,24 @@ def test_the_tensor_that_a_replica_does_not_hold_as_published_is_named(
         await sync.push(publish(parameters, version=version))
         assert (
             await sync.differing_tensor()
-            == f"all {len(parameters) + 1} tensors that could be compared by name are the same on both sides ({len(parameters)} were published)"
+            == f"all {len(parameters) + 1} tensors that could be compared by name are the same on"
+            f" both sides ({len(parameters)} were published)"
         )
         for name in (
             "model.layers.1.self_attn.k_proj.weight",
             "model.layers.0.mlp.down_proj.weight",
             "model.layers.1.input_layernorm.weight",
         ):
-            # The replica keeps the version that it has; what was published in its place would differ in one tensor.
+            # The replica keeps the version that it has; what was published in its place would
+            # differ in one tensor.
             sync._last = publish(
                 {**parameters, name: parameters[name].detach().flip(0).contiguous()},
                 version=version,
             )
             text = await sync.differing_tensor()
             assert text.startswith(
-                f"of {len(parameters) + 1} tensors compared 1 differ, most of all {name!r} on replica "
+                f"of {len(parameters) + 1} tensors compared 1 differ, most of all {name!r} on"
+                " replica "
             ), text
 
     asyncio.run(run())
@@ -189,9 +186,10 @@ def held_back(cluster: Any, manifest: Manifest) -> tuple[Manifest, Any]:
             return bucket
 
     gate = cluster.remote(Gate).options(num_cpus=0).remote()
-    return replace(
-        manifest, buckets=(gate.passed.remote(manifest.buckets[0]), *manifest.buckets[1:])
-    ), gate
+    return (
+        replace(manifest, buckets=(gate.passed.remote(manifest.buckets[0]), *manifest.buckets[1:])),
+        gate,
+    )
 
 
 def test_update_in_flight(
@@ -214,7 +212,8 @@ def test_update_in_flight(
         spread = [asyncio.Event() for _ in range(16)]
 
         async def keep_generating(prompt: Any, index: int) -> list[Any]:
-            """Until the update is over, after a first answer of another length for each: in step, they might all be at their first token when it comes."""
+            """Until the update is over, after a first answer of another length for each: in step,
+            they might all be at their first token when it comes."""
             completions = (
                 await generate.generate(request(prompt, n=8, max_tokens=12 * (index + 1)))
             ).completions
@@ -260,7 +259,7 @@ def test_a_replica_that_missed_the_broadcast_takes_the_version_from_the_board(
 ) -> None:
     async def run() -> None:
         version = generators.next_version()
-        await generators.board.announce.remote(
+        await generators.registry.announce.remote(
             publish(disturb(load_reference(tiny_model), seed=6), version=version)
         )
         answer = await ServeGenerate(generators.handle).generate(
@@ -290,10 +289,10 @@ def test_versions_never_go_back_and_repeats_change_nothing(
 def test_stale_replica_says_so_and_the_caller_gives_up_at_its_deadline(generators: Any) -> None:
     async def run() -> None:
         unknown = WeightsId("test", 1, 10**9)
-        with pytest.raises(StaleReplica, match="nothing newer"):
+        with pytest.raises(StaleReplicaError, match="nothing newer"):
             await generators.handle.generate.remote(request(min_weights=unknown))
         begun = time.monotonic()
-        with pytest.raises(GenerationTimeout, match="StaleReplica"):
+        with pytest.raises(GenerationTimeoutError, match="StaleReplicaError"):
             await ServeGenerate(generators.handle).generate(
                 request(min_weights=unknown, deadline_s=1.0)
             )
@@ -322,7 +321,8 @@ def test_bad_versions_are_refused_before_anything_changes(
         assert (
             await generators.handle.generate.remote(request(temperature=0.0))
         ).completions == answer.completions
-        # The board is left at a version that cannot be applied: a good one takes its place.
+        # The version registry is left at a version that cannot be applied: a good one takes its
+        # place.
         await sync.push(publish(parameters, version=generators.next_version()))
 
     asyncio.run(run())
@@ -330,7 +330,7 @@ def test_bad_versions_are_refused_before_anything_changes(
 
 def test_deadline_aborts(generators: Any) -> None:
     async def run() -> None:
-        with pytest.raises(GenerationTimeout, match="not done in"):
+        with pytest.raises(GenerationTimeoutError, match="not done in"):
             await generators.handle.generate.remote(request(n=64, max_tokens=250, deadline_s=0.05))
         with pytest.raises(ValueError, match="max_model_len"):
             await generators.handle.generate.remote(request(max_tokens=300))
@@ -352,14 +352,15 @@ def test_a_replica_that_starts_between_publish_and_commit_catches_up(
     tiny_model: Any,
     engine_starts: list[str],
 ) -> None:
-    """The only replica is killed while a version is on the board and nobody has applied it: its successor starts with that version."""
+    """The only replica is killed while a version is on the version registry and nobody has applied
+    it: its successor starts with that version."""
 
     async def run() -> None:
         before = await generators.handle.status.remote()
         manifest = publish(
             disturb(load_reference(tiny_model), seed=10), version=generators.next_version()
         )
-        await generators.board.announce.remote(manifest)
+        await generators.registry.announce.remote(manifest)
         engine_starts.append("restarted replica")
         os.kill(before["pid"], signal.SIGKILL)
         wanted = WeightsId("test", 1, manifest.version)
@@ -399,8 +400,8 @@ def test_a_board_that_died_is_told_the_version_again(
     async def run() -> None:
         keeping = asyncio.create_task(sync.keep_announced())
         await sync.push(manifest)
-        ray_cluster.kill(generators.board, no_restart=False)
-        while (found := await generators.board.current.remote()) is None:
+        ray_cluster.kill(generators.registry, no_restart=False)
+        while (found := await generators.registry.current.remote()) is None:
             pass
         assert found.version == manifest.version
         keeping.cancel()
@@ -424,7 +425,7 @@ def test_two_replicas_on_two_cores(
     )
 
     async def run() -> None:
-        await generators.board.announce.remote(manifest)
+        await generators.registry.announce.remote(manifest)
         two = generators.app.model_copy(
             update={"generator": generators.app.generator.model_copy(update={"num_replicas": 2})}
         )

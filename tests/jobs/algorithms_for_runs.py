@@ -3,9 +3,9 @@
 import torch
 
 
-def weighed(logprobs, old_logprobs, behaviour_logprobs, advantages, sequence, sequences):
+def weighed(logprobs, old_logprobs, behavior_logprobs, advantages, sequence, sequences):
     """REINFORCE with a ratio of at most 2."""
-    assert behaviour_logprobs.shape == logprobs.shape and int(sequence.max()) < sequences
+    assert behavior_logprobs.shape == logprobs.shape and int(sequence.max()) < sequences
     ratio = (logprobs - old_logprobs).exp().clamp(max=2.0)
     return -ratio * advantages, {"clipped": ratio >= 2.0, "halved": torch.full_like(ratio, 0.5)}
 

@@ -18,15 +18,13 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "jobs"))
-
 DIGITS = "rewards_for_runs:digits"
 
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Any]:
     """A small arithmetic task for the tiny model, as the config's tree."""
-    from quickstart_task import make_data
+    from jobs.quickstart.task import make_data
 
     directory = tmp_path_factory.mktemp("task")
     make_data(directory, seed=0, held_out_rows=40, max_digits=1)
@@ -149,7 +147,8 @@ class RunProcess:
 def start_run(
     task: dict[str, Any], tmp_path: Path, engine_starts: list[str]
 ) -> Iterator[Callable[..., RunProcess]]:
-    """`start_run(changes, *arguments, name="run", **variables)` → a RunProcess (`variables`: of its environment) in `tmp_path / "runs" / name`."""
+    """`start_run(changes, *arguments, name="run", **variables)` → a RunProcess (`variables`: of its
+    environment) in `tmp_path / "runs" / name`."""
     started: list[RunProcess] = []
 
     def start(
@@ -172,7 +171,8 @@ def start_run(
         } | variables
         if starts_engine:
             engine_starts.append(
-                f"a run of {os.environ.get('PYTEST_CURRENT_TEST', '').split('::')[-1].split(' ')[0]}"
+                "a run of"
+                f" {os.environ.get('PYTEST_CURRENT_TEST', '').split('::')[-1].split(' ')[0]}"
             )
         started.append(
             RunProcess(
@@ -188,7 +188,8 @@ def start_run(
 
 @pytest.fixture
 def shared_memory() -> Callable[[], set[str]]:
-    """Files in shared memory that no living process has mapped: what a process left behind. Others on this machine may have theirs."""
+    """Files in shared memory that no living process has mapped: what a process left behind. Others
+    on this machine may have theirs."""
 
     def left() -> set[str]:
         files = {str(path) for path in Path("/dev/shm").rglob("*") if path.is_file()}

@@ -1,4 +1,5 @@
-"""Rewards for whole runs: one that hangs, some that can be learnt, one that runs code, and one that takes its time."""
+"""Rewards for whole runs: one that hangs, some that can be learnt, one that runs code, and one that
+takes its time."""
 
 import time
 
@@ -10,7 +11,8 @@ def hangs(prompts, completions, completion_ids, **columns):
 
 
 def digits(prompts, completions, completion_ids, **columns):
-    """Share of digits among at most six tokens: a model of random weights earns some of it, and learns it in a few steps."""
+    """Share of digits among at most six tokens: a model of random weights earns some of it, and
+    learns it in a few steps."""
     return [sum(character.isdigit() for character in completion) / 6 for completion in completions]
 
 

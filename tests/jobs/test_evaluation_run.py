@@ -10,7 +10,8 @@ import asyncrl
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_learner_does_not_wait_for_an_evaluation(start_run, tmp_path):
-    """Micro-batches of one or two trajectories make the learner the slow part, so what it waits for would be the evaluation."""
+    """Micro-batches of one or two trajectories make the learner the slow part, so what it waits for
+    would be the evaluation."""
     long = {"n": 16, "temperature": 0.8, "max_completion_length": 300}
     run = start_run(
         {
@@ -53,7 +54,8 @@ def test_the_learner_does_not_wait_for_an_evaluation(start_run, tmp_path):
         )
         meanwhile = [commit for commit in commits if began + 1 < commit["time"] < record["time"]]
         print(
-            f"version {record['version']}: {record['eval/seconds']:.1f} s, of which the learner waited {waited:.3f} s; {len(meanwhile)} versions committed"
+            f"version {record['version']}: {record['eval/seconds']:.1f} s, of which the learner"
+            f" waited {waited:.3f} s; {len(meanwhile)} versions committed"
         )
         assert waited <= 0.05 * record["eval/seconds"]
         assert len({row["replica"] for row in rows if row["version"] == record["version"]}) == 1

@@ -1,4 +1,5 @@
-"""One real run, and one part of it after the other is killed, stopped or broken. `make faults` runs this and prints how long each took to recover."""
+"""One real run, and one part of it after the other is killed, stopped or broken. `make faults` runs
+this and prints how long each took to recover."""
 
 import contextlib
 import json
@@ -17,11 +18,12 @@ import psutil
 import pytest
 
 import asyncrl
-from asyncrl.audit import audit, audit_text
-from asyncrl.directory import read_record
+from asyncrl.run.audit import audit, audit_text
+from asyncrl.rundir.directory import read_record
 
 STEPS_AFTER = 3
-"""Steps that the run must do after a fault, with a version committed among them, before it counts as recovered."""
+"""Steps that the run must do after a fault, with a version committed among them, before it counts
+as recovered."""
 
 
 LOOK_S = 0.3
@@ -30,8 +32,10 @@ LOOK_S = 0.3
 
 @dataclass(frozen=True)
 class Fault:
-    """The first process of the run whose command line has `process` in it is stopped at the `moment`, and then killed, left as it is, or let go after
-    `stopped_s` seconds. `moment` tells by the run's directory; a stopped process cannot end it, so that it is known to have been hit."""
+    """The first process of the run whose command line has `process` in it is stopped at the
+    `moment`, and then killed, left as it is, or let go after `stopped_s` seconds. `moment` tells by
+    the run's directory; a stopped process cannot end it, so that it is known to have been hit.
+    """
 
     name: str
     process: str
@@ -50,7 +54,8 @@ def newest(directory, event, attempt=0):
 
 
 def last_of(directory, *events):
-    """The last record of one of these events in the newest attempt, without reading the whole file: some moments are short."""
+    """The last record of one of these events in the newest attempt, without reading the whole file:
+    some moments are short."""
     with (directory / "metrics.jsonl").open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 17)))
         lines = file.read().splitlines()[1:]
@@ -72,14 +77,16 @@ def fetching(directory):
 
 
 def staged(directory):
-    """A replica has a version in shared memory: it still fetches it, or its engine changes to it. Stopped, the replica is in the one or the other; of a
-    stopped engine the replica waits in vain for the change."""
+    """A replica has a version in shared memory: it still fetches it, or its engine changes to it.
+    Stopped, the replica is in the one or the other; of a stopped engine the replica waits in vain
+    for the change."""
     run_id = json.loads((directory / "run.json").read_text())["run_id"]
     return any(Path("/dev/shm").glob(f"asyncrl-{run_id}-*.weights"))
 
 
 def gathering(directory):
-    """A step was done, the version before it is committed, and nothing is saved: what the rank does next is to gather the new one."""
+    """A step was done, the version before it is committed, and nothing is saved: what the rank does
+    next is to gather the new one."""
     return (
         last_of(directory, "step", "gather") == "step"
         and not fetching(directory)
@@ -97,14 +104,14 @@ FAULTS = [
         "generator: engine killed while it changes to a version", "VLLM::EngineCore", moment=staged
     ),
     Fault("generator: replica stopped for 10 s", "ray::ServeReplica", "let go"),
-    Fault("generator: engine stands still for ever", "VLLM::EngineCore", "left"),
-    Fault("generator: replica stands still for ever", "ray::ServeReplica", "left"),
+    Fault("generator: engine hangs", "VLLM::EngineCore", "left"),
+    Fault("generator: replica hangs", "ray::ServeReplica", "left"),
     Fault("control: rollout worker killed", "ray::RolloutWorker"),
     Fault("control: scoring reader killed", "MapBatches(score_table)"),
     Fault("control: prompt reader killed", "MapBatches(_render_table)"),
     Fault("control: Serve controller stopped for 10 s", "ray::ServeController", "let go"),
     Fault("control: Serve controller killed", "ray::ServeController"),
-    Fault("control: version board killed", "ray::VersionBoard"),
+    Fault("control: version registry killed", "ray::VersionRegistry"),
     Fault("learner: rank stopped for 10 s", "ray::RankProcess", "let go"),
     Fault("learner: rank killed", "ray::RankProcess", new_attempt=True),
     Fault(
@@ -196,7 +203,8 @@ import ray
 from ray._private import ray_constants
 from ray.cluster_utils import Cluster
 
-cluster = Cluster(initialize_head=True, head_node_args={{"num_cpus": 4, "object_store_memory": {STORE_BYTES}}})
+cluster = Cluster(initialize_head=True, head_node_args={{"num_cpus": 4,
+    "object_store_memory": {STORE_BYTES}}})
 second = cluster.add_node(num_cpus=1, object_store_memory={STORE_BYTES})
 raylet, = second.all_processes[ray_constants.PROCESS_TYPE_RAYLET]
 print(cluster.address, raylet.process.pid, flush=True)
@@ -205,7 +213,8 @@ ray.init(address=cluster.address, log_to_driver=False)
 held = [ray.put(np.full({STORE_BYTES // 8}, number, np.uint8)) for number in range(16)]
 print("{SAYS}full", flush=True)
 input()  # read what filled it
-print("{SAYS}whole" if [int(ray.get(one)[0]) for one in held] == [*range(16)] else "{SAYS}torn", flush=True)
+print("{SAYS}whole" if [int(ray.get(one)[0]) for one in held] == [*range(16)] else "{SAYS}torn",
+    flush=True)
 input()  # lose the second node
 cluster.remove_node(second, allow_graceful=False)
 print("{SAYS}lost", flush=True)
@@ -216,7 +225,8 @@ cluster.shutdown()
 
 
 class TwoNodes:
-    """A Ray cluster of two nodes on this machine, in a process of its own. The second has room for a replica, and for no learner."""
+    """A Ray cluster of two nodes on this machine, in a process of its own. The second has room for
+    a replica, and for no learner."""
 
     def __init__(self, environment):
         self.process = subprocess.Popen(
@@ -304,8 +314,9 @@ def test_a_full_object_store_and_a_lost_node(two_nodes, start_run, tmp_path):
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
 def test_eight_generators_on_one_node(start_run, shared_memory, tmp_path, engine_starts):
-    """Real ones, started at once. An engine asks the kernel for its ports when it binds them (gloo), so that nobody can take one meanwhile; its processes
-    meet over a file, and speak with the replica over pipes of their own."""
+    """Real ones, started at once. An engine asks the kernel for its ports when it binds them
+    (gloo), so that nobody can take one meanwhile; its processes meet over a file, and speak with
+    the replica over pipes of their own."""
     before, directory = shared_memory(), tmp_path / "runs" / "run"
     engine_starts += ["one of eight"] * 8
     run = start_run({"generator.num_replicas": 8, "generator.num_cpus": 0.1, "max_steps": 40})

@@ -1,4 +1,5 @@
-"""A run from Python where an event loop runs already, as in Jupyter: a refused config first, then the corrected one under the same name."""
+"""A run from Python where an event loop runs already, as in Jupyter: a refused config first, then
+the corrected one under the same name."""
 
 from __future__ import annotations
 

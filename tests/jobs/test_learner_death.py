@@ -1,12 +1,13 @@
-"""A learner that dies in a whole run: the learner starts anew, and the engines go on if they can."""
+"""A learner that dies in a whole run: the learner starts anew, and the engines go on if they
+can."""
 
 import signal
 
 import pytest
 
 import asyncrl
-from asyncrl.audit import audit, audit_text
-from asyncrl.directory import read_record
+from asyncrl.run.audit import audit, audit_text
+from asyncrl.rundir.directory import read_record
 
 
 @pytest.mark.slow
@@ -28,7 +29,8 @@ def test_engines_outlive_the_death_of_a_rank_and_start_anew_if_they_died_with_it
         commits = records("commit", attempt)
         return commits and commits[-1]["version"] >= commits[0]["version"] + steps
 
-    # `keep` does not clear the prefix cache at an update: the checkpoint's version must not meet what the same version of another attempt has left there.
+    # `keep` does not clear the prefix cache at an update: the checkpoint's version must not meet
+    # what the same version of another attempt has left there.
     run = start_run(
         {
             "max_steps": 200,
@@ -44,7 +46,8 @@ def test_engines_outlive_the_death_of_a_rank_and_start_anew_if_they_died_with_it
     run.until(lambda: reached(1, 7))
     assert run.having("VLLM::EngineCore") == [engine]
     assert (
-        "its process died" in run.output and run.output.count("a new attempt begins by itself") == 1
+        "its process died" in run.output
+        and run.output.count("a new attempt starts automatically") == 1
     )
 
     engine_starts.append("the third attempt of the run whose learner and engine die together")
@@ -54,7 +57,7 @@ def test_engines_outlive_the_death_of_a_rank_and_start_anew_if_they_died_with_it
     run.until(lambda: reached(2, 3))
     assert (
         engine not in run.having("VLLM::EngineCore")
-        and run.output.count("a new attempt begins by itself") == 2
+        and run.output.count("a new attempt starts automatically") == 2
     )
     run.stop(signal.SIGTERM)
     assert run.wait() == 130, run.output

@@ -1,11 +1,12 @@
-"""A Ray node that does not start in Ray's 30 seconds is started once more, and the try leaves no process behind."""
+"""A Ray node that does not start in Ray's 30 seconds is started once more, and the try leaves no
+process behind."""
 
 import subprocess
 import sys
 
 SCRIPT = """
 import psutil, ray
-from asyncrl import launch
+from asyncrl.preflight import cluster
 
 real, tries = ray.init, []
 
@@ -14,9 +15,10 @@ def slow_at_first(*arguments, **options):
     if len(tries) == 1:
         raise Exception("The current node timed out during startup")
 
-launch.ray.init = slow_at_first
-launch.start_local_ray(1, object_store_memory=128 << 20)
-nodes = sum("gcs_server" in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True))
+cluster.ray.init = slow_at_first
+cluster.start_local_ray(1, object_store_memory=128 << 20)
+nodes = sum("gcs_server" in " ".join(child.cmdline())
+    for child in psutil.Process().children(recursive=True))
 print("ANSWER", len(tries), nodes, ray.get(ray.remote(lambda: 5).options(num_cpus=0.1).remote()))
 ray.shutdown()
 """

@@ -1,7 +1,9 @@
-"""A whole short job with somebody else's model: Llama-shaped, sharded, untied, with a BPE tokenizer and a chat template."""
+"""A whole short job with somebody else's model: Llama-shaped, sharded, untied, with a BPE tokenizer
+and a chat template."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -70,11 +72,12 @@ def test_another_family_trains_from_chat_prompts_to_a_plain_checkpoint(
     )
 
     evaluated = subprocess.run(
-        [sys.executable, ROOT / "jobs" / "evaluate.py", directory],
+        [sys.executable, "-m", "jobs.evaluate", directory],
         capture_output=True,
         text=True,
         timeout=300,
-        cwd=Path(__file__).parent,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
     )
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert "held-out greedy accuracy on " in evaluated.stdout
@@ -85,8 +88,9 @@ def test_another_family_trains_from_chat_prompts_to_a_plain_checkpoint(
 def test_a_mixture_trains_with_own_functions_and_exports_under_its_names(
     start_run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Its experts are one parameter in the learner, three tensors each in the checkpoint, and one again in vLLM. Two ranks hold a half of each. The loss,
-    the advantage and the group filter are a user's."""
+    """Its experts are one parameter in the learner, three tensors each in the checkpoint, and one
+    again in vLLM. Two ranks hold a half of each. The loss, the advantage and the group filter are a
+    user's."""
     import torch
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
@@ -119,7 +123,7 @@ def test_a_mixture_trains_with_own_functions_and_exports_under_its_names(
     checks = [record["check/logprob_max_diff"] for record in finished.records("logprob_check")]
     assert len(checks) >= 3 and max(checks) <= 1e-4, checks
     assert [record["loss/halved"] for record in finished.records("step")] == [0.5, 0.5]
-    outcomes = {fate["ordinal"]: fate["outcome"] for fate in finished.fates().to_pylist()}
+    outcomes = {ended["ordinal"]: ended["outcome"] for ended in finished.outcomes().to_pylist()}
     for group in finished.groups().to_pylist():
         rewards, outcome = group["reward"], outcomes.get(group["ordinal"], "waiting")
         assert group["advantage"] == pytest.approx(
@@ -131,7 +135,8 @@ def test_a_mixture_trains_with_own_functions_and_exports_under_its_names(
         found = {}
         for file in path.glob("model-*.safetensors"):
             with safe_open(file, "np") as tensors:
-                found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
+                # (it is no mapping)
+                found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         return found
 
     assert names(directory / "hf") == names(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "jobs"))
-
-from quickstart_task import make_data, make_model
+from jobs.quickstart.task import make_data, make_model
 
 
 @pytest.fixture(scope="module")

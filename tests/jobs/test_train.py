@@ -20,9 +20,9 @@ from nbclient import NotebookClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
-from asyncrl.audit import Books, audit, audit_text
-from asyncrl.directory import read_record
-from asyncrl.observe import metrics
+from asyncrl.run.audit import Books, audit, audit_text
+from asyncrl.rundir import metrics
+from asyncrl.rundir.directory import read_record
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks" / "01_quickstart.ipynb"
@@ -94,8 +94,8 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(
     assert "INFO" not in run.output and "WARNING" not in run.output
 
     finished = asyncrl.open_run(directory)
-    trained = [fate for fate in finished.fates().to_pylist() if fate["outcome"] == "trained"]
-    assert len(trained) == 120 * 4 and len({fate["ordinal"] for fate in trained}) == len(trained)
+    trained = [ended for ended in finished.outcomes().to_pylist() if ended["outcome"] == "trained"]
+    assert len(trained) == 120 * 4 and len({ended["ordinal"] for ended in trained}) == len(trained)
     trajectories = finished.trajectories().to_pylist()
     assert (
         max(
@@ -105,7 +105,7 @@ def test_a_run_end_to_end_and_the_notebook_beside_it(
         )
         <= 2
     )
-    late = [fate["staleness"] for fate in trained if fate["trained_at_version"] >= 3]
+    late = [ended["staleness"] for ended in trained if ended["trained_at_version"] >= 3]
     assert (
         sum(late) / len(late) >= 0.5
     )  # the unhurried reward lets the learner wait; the demo's bar is 1
@@ -203,7 +203,7 @@ def test_parts_of_a_run_are_killed_and_nothing_is_lost(
         assert (
             "learner rank 0 failed in" in second.output
             and "its process died" in second.output
-            and "a new attempt begins by itself" in second.output
+            and "a new attempt starts automatically" in second.output
         )
     assert second.gone() == [] and shared_memory() <= before
 
@@ -211,17 +211,17 @@ def test_parts_of_a_run_are_killed_and_nothing_is_lost(
     checks = audit(run)
     assert all(check.passed for check in checks), audit_text(checks)
     attempts, books = read_record(directory)["attempts"], Books(run)
-    trained = [fate for fate, _ in books.trained()]
+    trained = [ended for ended, _ in books.trained()]
     assert (
         len(attempts) == (3 if kills else 2)
         and len(trained) == (committed + steps) * 4
-        and max(fate["staleness"] for fate in trained) <= 2
+        and max(ended["staleness"] for ended in trained) <= 2
     )
     waited = {(made_in, ordinal) for made_in, ordinal in attempts[1]["waiting"]}
     assert waited <= {
-        (fate["attempt"], fate["ordinal"])
-        for fate in run.fates().to_pylist()
-        if fate["ended_in"] == 1
+        (ended["attempt"], ended["ordinal"])
+        for ended in run.outcomes().to_pylist()
+        if ended["ended_in"] == 1
     }
     assert len({record["replica"] for record in run.records("push") if record["attempt"] == 1}) == (
         2 if kills else 1
@@ -271,8 +271,10 @@ PHASES = {
     "engine loading": lambda run, directory: run.having("EngineCore") or run.having("ServeReplica"),
     "warm start": lambda run, directory: events(directory, "warm_start"),
     "generating": lambda run, directory: len(events(directory, "step")) >= 3,
-    "mid-update": lambda run, directory: (
-        len(events(directory, "gather")) > max(3, len(events(directory, "commit")))
+    "mid-update": (
+        lambda run, directory: (
+            len(events(directory, "gather")) > max(3, len(events(directory, "commit")))
+        )
     ),
 }
 
@@ -346,10 +348,11 @@ def test_two_ranks_and_two_replicas_on_two_cores_and_a_resume_with_one(
     # The model that two ranks wrote, in an engine that knows nothing of the run.
     engine_starts.append("evaluate.py")
     evaluated = subprocess.run(
-        [sys.executable, ROOT / "jobs" / "evaluate.py", directory],
+        [sys.executable, "-m", "jobs.evaluate", directory],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parent,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
     )
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert (
@@ -417,11 +420,11 @@ def test_one_of_two_replicas_slower(times, start_run, tmp_path):
             slow.resume()
             time.sleep(0.5 / times)
     assert run.wait(900) == 0, run.output
-    fates = asyncrl.open_run(directory).fates().to_pylist()
-    assert {fate["outcome"] for fate in fates} == {"trained"} and len(fates) == 40 * 4, (
+    outcomes = asyncrl.open_run(directory).outcomes().to_pylist()
+    assert {ended["outcome"] for ended in outcomes} == {"trained"} and len(outcomes) == 40 * 4, (
         "`wait` keeps what the slow replica makes"
     )
-    assert max(fate["staleness"] for fate in fates) <= 2
+    assert max(ended["staleness"] for ended in outcomes) <= 2
     by_replica = Counter(
         row["replica"] for row in asyncrl.open_run(directory).trajectories().to_pylist()
     )

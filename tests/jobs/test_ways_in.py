@@ -27,13 +27,14 @@ import asyncrl
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-CLOSED = "asyncrl.generation.http.close_own_routes"
+CLOSED = "asyncrl.serving.http.close_own_routes"
 CALL = """
 import ray
 from ray import serve
-from asyncrl.generation.protocol import GenerateRequest
+from asyncrl.contracts.messages import GenerateRequest
 ray.init(address="auto", log_to_driver=False)
-answer = serve.get_app_handle("generator").generate.remote(GenerateRequest((5, 6, 14), 2, 8, 1.0, seed=1, ignore_eos=True)).result(timeout_s=300)
+answer = serve.get_app_handle("generator").generate.remote(GenerateRequest((5, 6, 14), 2, 8, 1.0,
+    seed=1, ignore_eos=True)).result(timeout_s=300)
 print("HOST", serve.context._get_global_client().http_config.host)
 print("TOKENS", [len(completion.token_ids) for completion in answer.completions])
 """
@@ -41,10 +42,10 @@ print("TOKENS", [len(completion.token_ids) for completion in answer.completions]
 
 HOLD = """
 import asyncio, sys, ray
-from asyncrl.generation.settings import board_name
-from asyncrl.weights.board import take_lease
+from asyncrl.generation.settings import registry_name
+from asyncrl.weights.version_registry import take_lease
 ray.init(address=sys.argv[1], log_to_driver=False)
-lease = asyncio.run(take_lease(board_name("generator"), "run 'first'", "generator"))
+lease = asyncio.run(take_lease(registry_name("generator"), "run 'first'", "generator"))
 ray.get(lease.holder.remote())
 print("held", flush=True)
 sys.stdin.read()
@@ -142,8 +143,9 @@ class Cluster:
             runtime,
             "--",
             "python",
-            "jobs/train.py",
-            "jobs/quickstart.yaml",
+            "-m",
+            "jobs.train",
+            "jobs/quickstart/quickstart.yaml",
         ]
         deadline = time.monotonic() + 120
         while (
@@ -154,7 +156,8 @@ class Cluster:
         return submitted
 
     def applications(self) -> dict[str, Any]:
-        """What `serve status` shows, from its REST API: the command's own imports would starve the replica that it asks about."""
+        """What `serve status` shows, from its REST API: the command's own imports would starve the
+        replica that it asks about."""
         headers = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.dashboard}/api/serve/applications/", headers=headers
@@ -209,7 +212,7 @@ def cluster(tmp_path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    from quickstart_task import make_data, make_model
+    from jobs.quickstart.task import make_data, make_model
 
     directory = tmp_path_factory.mktemp("runs")
     make_data(directory / "quickstart-inputs", seed=0, held_out_rows=40, max_digits=1)
@@ -264,7 +267,8 @@ def test_a_submitted_job_trains_where_it_was_told_to(cluster, runs, engine_start
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_whose_driver_is_gone_leaves_no_generators(cluster, runs, engine_starts):
-    """The driver is killed with SIGKILL, and the resume command takes the room at once. Then `ray job stop`, which kills after three seconds."""
+    """The driver is killed with SIGKILL, and the resume command takes the room at once. Then `ray
+    job stop`, which kills after three seconds."""
     variables = {"RAY_ADDRESS": f"127.0.0.1:{cluster.port}", "ASYNCRL_RUNS": str(runs)}
     # Two such replicas have no room beside one another.
     small = [
@@ -278,7 +282,7 @@ def test_a_run_whose_driver_is_gone_leaves_no_generators(cluster, runs, engine_s
         "0",
     ]
     small += ["--eval.max_prompts", "8", "--checkpoint.every_steps", "2"]
-    command = [BIN / "asyncrl", "train", "jobs/quickstart.yaml", *small]
+    command = [BIN / "asyncrl", "train", "jobs/quickstart/quickstart.yaml", *small]
     engine_starts.extend(["killed with its driver", "resumed", "stopped"])
     with (runs / "left.log").open("w") as log:
         driver = subprocess.Popen(
@@ -320,8 +324,9 @@ def test_a_run_whose_driver_is_gone_leaves_no_generators(cluster, runs, engine_s
         json.dumps({"env_vars": {"ASYNCRL_RUNS": str(runs)}}),
         "--",
         "python",
-        "jobs/train.py",
-        "jobs/quickstart.yaml",
+        "-m",
+        "jobs.train",
+        "jobs/quickstart/quickstart.yaml",
         *small,
     ]
     submitted = cluster.run(*job, "--max_steps", "100000", "--resume", "must")
@@ -367,7 +372,8 @@ class Http:
 
 
 def worst_difference(model: Path, prompt: list[int], answer: dict[str, Any]) -> float:
-    """Largest difference between the answer's log-probs and those of a checkpoint in transformers."""
+    """Largest difference between the answer's log-probs and those of a checkpoint in
+    transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -387,7 +393,8 @@ def worst_difference(model: Path, prompt: list[int], answer: dict[str, Any]) -> 
 
 
 def deploy(cluster: Cluster, folder: Path, model: Path) -> int:
-    """`serve deploy` of the shipped file for this model; the HTTP port, once the application runs."""
+    """`serve deploy` of the shipped file for this model; the HTTP port, once the application
+    runs."""
     tree = yaml.safe_load((ROOT / "serve_configs" / "generator_cpu.yaml").read_text())
     tree["applications"][0]["args"]["model"] = str(model)
     tree["http_options"]["port"] = port = free_port()
@@ -406,7 +413,8 @@ def deploy(cluster: Cluster, folder: Path, model: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_official_client_through_serves_proxy(cluster, runs, tmp_path, engine_starts):
-    """Pieces come one by one through the proxy, and a client that leaves it ends its generations in the engine."""
+    """Pieces come one by one through the proxy, and a client that leaves it ends its generations in
+    the engine."""
     model = shutil.copytree(runs / "quickstart-inputs" / "model", tmp_path / "model")
     (model / "chat_template.jinja").write_text(
         "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -569,7 +577,8 @@ def test_serve_deploy_hosts_the_generator_and_one_run_at_a_time_leases_it(
     }
     assert stranger.ask("/health")[0] == 401
 
-    # The replica dies while nothing is asked of it. What it served was nobody's any more: the one that comes instead says that it serves the checkpoint.
+    # The replica dies while nothing is asked of it. What it served was nobody's any more: the one
+    # that comes instead says that it serves the checkpoint.
     cluster.kill("ray::ServeReplica")
     deadline = time.monotonic() + 300
     while not http.answers():

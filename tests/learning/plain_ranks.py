@@ -1,6 +1,7 @@
 """ZeRO-3 ranks as plain processes on gloo, without Ray: a test's function runs in each of them.
 
-They are forked from a server that has imported torch, transformers and DeepSpeed once: starting a rank takes a moment, not a minute.
+They are forked from a server that has imported torch, transformers and DeepSpeed once: starting a
+rank takes a moment, not a minute.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo",
-    # Every block of 64 KiB is mapped by itself and given back when freed: what is resident is what is alive.
+    # Every block of 64 KiB is mapped by itself and given back when freed: what is resident is what
+    # is alive.
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_MMAP_MAX_": "1000000",
@@ -39,16 +41,18 @@ ENVIRONMENT = {
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """`function(rank, world_size, *arguments)` in `world_size` new processes that have met in a process group; their results by rank.
+    """`function(rank, world_size, *arguments)` in `world_size` new processes that have met in a
+    process group; their results by rank.
 
-    `function` is imported by name. The server's environment is set here: it starts with the first call.
+    `function` is imported by name. The server's environment is set here: it starts with the first
+    call.
 
     Raises:
         AssertionError: a rank failed or took too long; with its traceback.
     """
-    from asyncrl.learning.zero3 import loopback_listener
+    from asyncrl.learning.zero3 import listening_socket
 
-    listener = loopback_listener("127.0.0.1")
+    listener = listening_socket("127.0.0.1")
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)
     processes, pipes = [], []
@@ -69,7 +73,8 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
             waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
             ready = wait(waiting, TIMEOUT_S)
             assert ready, (
-                f"ranks {sorted(set(range(world_size)) - set(results))} did not answer within {TIMEOUT_S:g} s"
+                f"ranks {sorted(set(range(world_size)) - set(results))} did not answer within"
+                f" {TIMEOUT_S:g} s"
             )
             for pipe in ready:
                 rank = pipes.index(pipe)

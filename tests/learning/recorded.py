@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 
 from asyncrl.config import Config
-from asyncrl.control.protocols import Scored
-from asyncrl.types import (
+from asyncrl.contracts.messages import Scored
+from asyncrl.contracts.rows import (
     Completion,
     Group,
     Prompt,
@@ -19,6 +20,7 @@ from asyncrl.types import (
     groups_to_table,
     table_to_ipc,
 )
+from asyncrl.preflight.specs import learner_spec
 
 VOCABULARY = 50
 
@@ -53,7 +55,8 @@ def learner_config(
 
 
 def recorded_group(ordinal: int, trajectories: int = 4, poison: bool = False) -> Group:
-    """A scored group of random tokens and log-probs near those of a wide-open policy; one trajectory is masked by status."""
+    """A scored group of random tokens and log-probs near those of a wide-open policy; one
+    trajectory is masked by status."""
     generator = np.random.default_rng(ordinal)
     prompt = Prompt(
         ordinal,
@@ -96,3 +99,22 @@ def recorded_batch(step: int, groups: int = 8, poison: bool = False) -> list[Sco
         scored(recorded_group(step * groups + number, poison=poison and number == 0))
         for number in range(groups)
     ]
+
+
+def state_without_model(config: Config) -> Any:
+    """The state of rank 0 with no engine, for what comes before and after a pass."""
+    from asyncrl.learning.state import LearnerState
+
+    return LearnerState(
+        rank=0,
+        spec=learner_spec(config),
+        engine=None,
+        sharded=None,
+        table=None,
+        parameters={},
+        packing="rows",
+        own_metrics=(),
+        device=torch.device("cpu"),
+        learning_rate=1e-3,
+        warmup_steps=0,
+    )

@@ -1,4 +1,5 @@
-"""From rows to the tensors of a micro-batch: which version made each token, whose it is, what it weighs."""
+"""From rows to the tensors of a micro-batch: which version made each token, whose it is, what it
+weighs."""
 
 from __future__ import annotations
 
@@ -6,8 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.learning.batches import examples_of, micro_batch, shuffle_rewards, with_values
-from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table
+from asyncrl.contracts.rows import (
+    Completion,
+    Group,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+    groups_to_table,
+)
+from asyncrl.learning.batches import examples_of, shuffle_rewards, with_values
+from asyncrl.models.micro_batches import micro_batch
 
 
 def trajectory(

@@ -1,4 +1,5 @@
-"""A learner whose rank died, on stand-ins for the ranks: whoever calls it learns of a death, from which a new attempt begins."""
+"""A learner whose rank died, on stand-ins for the ranks: whoever calls it learns of a death, from
+which a new attempt begins."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import ray
 from ray.exceptions import RayActorError
 from small_config import small_config
 
-from asyncrl.control.protocols import PartDied
+from asyncrl.contracts.errors import PartDiedError
 from asyncrl.learning import group as group_module
-from asyncrl.learning.group import LearnerDied, LearnerGroup
+from asyncrl.learning.group import LearnerDiedError, LearnerGroup
+from asyncrl.preflight.specs import learner_spec
 
 
 @pytest.mark.timeout(20)
@@ -30,11 +32,11 @@ def test_a_call_that_waited_while_a_rank_died_tells_of_the_death_too(
     rank: Any = SimpleNamespace(call=SimpleNamespace(remote=lambda *call: dies()))
 
     async def both() -> list[Any]:
-        learner = LearnerGroup(small_config(), None, [rank])  # type: ignore[arg-type]
+        learner = LearnerGroup(learner_spec(small_config()), None, [rank])  # type: ignore[arg-type]
         return await asyncio.gather(learner.step([]), learner.logprobs([]), return_exceptions=True)
 
     errors = asyncio.run(both())
-    assert [type(error) for error in errors] == [LearnerDied, LearnerDied] and isinstance(
-        errors[1], PartDied
+    assert [type(error) for error in errors] == [LearnerDiedError, LearnerDiedError] and isinstance(
+        errors[1], PartDiedError
     )
     assert str(errors[0]) == str(errors[1])

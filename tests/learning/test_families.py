@@ -1,5 +1,5 @@
-"""Two model families, one trajectory at a time by transformers alone, against packed rows of any shape: log-probs, losses, all gradients. And what packed
-attention never allocates."""
+"""Two model families, one trajectory at a time by transformers alone, against packed rows of any
+shape: log-probs, losses, all gradients. And what packed attention never allocates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from asyncrl.algorithms.losses import PolicyTokens, policy_loss, supervised_loss
+from asyncrl.algorithms.objective import PolicyTokens, policy_loss, supervised_loss
 from asyncrl.config import AlgorithmConfig
-from asyncrl.data.packing import pack
-from asyncrl.learning import attention
-from asyncrl.learning.batches import Example, micro_batch
-from asyncrl.learning.policy import Policy, load_policy
+from asyncrl.models import attention
+from asyncrl.models.micro_batches import Example, micro_batch
+from asyncrl.models.policy import Policy, load_policy
+from asyncrl.packing.packing import pack
+from asyncrl.preflight.specs import objective_spec
 
 TEMPERATURE, VERSION = 0.8, 3
 FAMILIES = ["qwen3", "llama", "llama with biases"]
@@ -46,7 +47,8 @@ LOSSES: dict[str, dict[str, Any] | None] = {
 
 
 WIDE = {"initializer_range": 0.2}
-"""Weights ten times as wide as usual: attention that chooses, so that a leak or a wrong position is far above rounding."""
+"""Weights ten times as wide as usual: attention that chooses, so that a leak or a wrong position is
+far above rounding."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,8 @@ def checkpoints(
 def rows(
     vocabulary: int = 64, lengths: tuple[int, ...] = (3, 4, 4, 9, 17, 17, 30, 90), longest: int = 0
 ) -> tuple[Example, ...]:
-    """Trajectories of random tokens with holes in their loss masks; behaviour log-probs come from `behaviour`."""
+    """Trajectories of random tokens with holes in their loss masks; behavior log-probs come from
+    `behavior`."""
     draw = np.random.default_rng(1)
     made = []
     for length in (*lengths, *([longest] if longest else [])):
@@ -94,7 +97,8 @@ def rows(
 
 
 def alone(model: PreTrainedModel, row: Example) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of a trajectory's loss tokens by the model as transformers loads it, with nothing else in the batch."""
+    """Log-probs and entropies of a trajectory's loss tokens by the model as transformers loads it,
+    with nothing else in the batch."""
     tokens = torch.from_numpy(row.tokens)[None]
     logits = model(input_ids=tokens, use_cache=False).logits[0] / TEMPERATURE
     at = row.prompt_length + torch.from_numpy(np.flatnonzero(row.loss_mask))
@@ -102,8 +106,9 @@ def alone(model: PreTrainedModel, row: Example) -> tuple[torch.Tensor, torch.Ten
     return log_probs.gather(1, tokens[0, at][:, None])[:, 0], -(log_probs.exp() * log_probs).sum(1)
 
 
-def behaviour(model: PreTrainedModel, examples: Sequence[Example]) -> list[np.ndarray]:
-    """What a policy not far away would have given each loss token: some ratios are clipped, some are masked."""
+def behavior(model: PreTrainedModel, examples: Sequence[Example]) -> list[np.ndarray]:
+    """What a policy not far away would have given each loss token: some ratios are clipped, some
+    are masked."""
     draw = np.random.default_rng(2)
     with torch.no_grad():
         return [
@@ -121,8 +126,8 @@ def recorded(model: PreTrainedModel, examples: Sequence[Example]) -> list[Exampl
         return full
 
     return [
-        replace(row, behaviour_logprobs=whole(row, values))
-        for row, values in zip(examples, behaviour(model, examples), strict=True)
+        replace(row, behavior_logprobs=whole(row, values))
+        for row, values in zip(examples, behavior(model, examples), strict=True)
     ]
 
 
@@ -144,7 +149,7 @@ def one_by_one(
             assert row.reference_logprobs is not None
             tokens = PolicyTokens(
                 logprobs,
-                torch.from_numpy(row.behaviour_logprobs[mask]),
+                torch.from_numpy(row.behavior_logprobs[mask]),
                 torch.full_like(logprobs, row.advantage),
                 of_tokens,
                 torch.zeros(len(logprobs), dtype=torch.int64),
@@ -152,7 +157,9 @@ def one_by_one(
                 torch.from_numpy(VERSION - row.versions[mask]).float(),
                 torch.from_numpy(row.reference_logprobs[mask]) if algorithm.kl_loss_coef else None,
             )
-            loss, _ = policy_loss(tokens, algorithm, entropy if algorithm.entropy_coef else None)
+            loss, _ = policy_loss(
+                tokens, objective_spec(algorithm), entropy if algorithm.entropy_coef else None
+            )
         loss.backward()
         total += loss.detach()
     return total
@@ -179,7 +186,7 @@ def packed(
         else:
             loss, _ = policy_loss(
                 batch.policy_tokens(logprobs),
-                algorithm,
+                objective_spec(algorithm),
                 entropy if algorithm.entropy_coef else None,
             )
         loss.backward()
@@ -192,14 +199,15 @@ PLANS = {
     "one each": lambda lengths: [[[index] for index in range(len(lengths))]],
     "the tightest cap": lambda lengths: pack(lengths, max(lengths)).micro_batches,
     "three ranks": lambda lengths: pack(lengths, max(lengths) + 20, 3).micro_batches,
-    "more ranks than trajectories": lambda lengths: (
-        pack(lengths, 10_000, len(lengths) + 1).micro_batches
+    "more ranks than trajectories": (
+        lambda lengths: pack(lengths, 10_000, len(lengths) + 1).micro_batches
     ),
 }
 
 
 def off(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
-    """Largest difference of a parameter's gradient, relative to the largest element that it should have."""
+    """Largest difference of a parameter's gradient, relative to the largest element that it should
+    have."""
     assert found is not None and wanted is not None
     largest = float(wanted.abs().max())
     assert largest > 0, "a gradient that is 0 everywhere proves nothing"
@@ -276,15 +284,25 @@ def mistral(implementation: str, window: int) -> PreTrainedModel:
     """A Llama with a sliding window in every layer, and no list of layer types in its config."""
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        max_position_embeddings=4096, sliding_window=window, initializer_range=0.2, attn_implementation=implementation,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        sliding_window=window,
+        initializer_range=0.2,
+        attn_implementation=implementation,
+    )
     return MistralForCausalLM(config)
 
 
 @pytest.mark.parametrize("window", [1, 5, 90, 511, 530])
 def test_a_window_is_transformers_own(window: int) -> None:
-    """Shorter and longer than the segments, and than the blocks in which long segments are attended."""
+    """Shorter and longer than the segments, and than the blocks in which long segments are
+    attended."""
     plain, policy = (
         mistral("sdpa", window),
         Policy(mistral(attention.register_attention(), window), TEMPERATURE),
@@ -328,7 +346,8 @@ class Allocations(TorchDispatchMode):
         return result
 
     def squares(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Results with two dimensions of more than 512: tokens against tokens, since nothing else here is as large."""
+        """Results with two dimensions of more than 512: tokens against tokens, since nothing else
+        here is as large."""
         return [
             (name, shape) for name, shape in self.shapes if sum(size > 512 for size in shape) > 1
         ]

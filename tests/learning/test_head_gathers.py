@@ -1,6 +1,7 @@
-"""How often two ZeRO-3 ranks of very different lengths gather the head: for a micro-batch once in its forward pass and at most once in its backward pass
-(DeepSpeed keeps what a small model uses again soon), in however many chunks each of them computes its log-probs. A gather for each chunk would leave
-the rank with more chunks waiting for the other."""
+"""How often two ZeRO-3 ranks of very different lengths gather the head: for a micro-batch once in
+its forward pass and at most once in its backward pass (DeepSpeed keeps what a small model uses
+again soon), in however many chunks each of them computes its log-probs. A gather for each chunk
+would leave the rank with more chunks waiting for the other."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from plain_ranks import on_ranks
 from recorded import learner_config
 
 from asyncrl.learning import zero3
+from asyncrl.preflight.specs import learner_spec
 
 VOCABULARY = 128
-"""A head of 8,192 parameters: those of 4,096 and fewer are never released, so they are never gathered either."""
+"""A head of 8,192 parameters: those of 4,096 and fewer are never released, so they are never
+gathered either."""
 CHUNK_ROWS = {"chunks": 4, "whole": 1000}
 ROWS = [(tuple(range(3, 6)), tuple(range(10, 70))), ((3,), (4, 5))] * 2
 """60 targets in 15 chunks, and 2 in one."""
@@ -49,20 +52,21 @@ def test_the_head_is_gathered_once_forward_and_at_most_once_backward(
 def count_gathers(
     rank: int, world_size: int, path: Path
 ) -> dict[str, list[tuple[int, int, dict[str, int]]]]:
-    """Variant → for each step (this rank's micro-batches, chunks of log-probs in their forward passes, gathers of the head by pass)."""
+    """Variant → for each step (this rank's micro-batches, chunks of log-probs in their forward
+    passes, gathers of the head by pass)."""
     from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
     from deepspeed.runtime.zero.partitioned_param_coordinator import (
         PartitionedParameterCoordinator as Coordinator,
     )
 
     import asyncrl.algorithms.logprobs as logprobs_module
-    import asyncrl.learning.rank as rank_module
+    from asyncrl.learning import passes
+    from asyncrl.learning.rank import LearnerRank
+    from asyncrl.learning.state import load_state
 
     config = learner_config(path, world_size=world_size, max_tokens=64)
-    learner = rank_module.LearnerRank(rank, config, "run", 1)
-    learner.engine, learner.sharded = zero3.start_engine(str(path), config.learner, 1.0)
-    learner.parameters = dict(zero3.policy_of(learner.engine).model.named_parameters())
-    head = zero3.policy_of(learner.engine).model.get_output_embeddings().weight
+    learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
+    head = zero3.policy_of(learner.state.engine).model.get_output_embeddings().weight
     assert (
         head.ds_numel == VOCABULARY * 64
         and not head.ds_persist
@@ -80,7 +84,7 @@ def count_gathers(
     fetch, gather, plan = (
         Coordinator._PartitionedParameterCoordinator__all_gather_params_,
         Init._all_gather,
-        learner._plan,
+        passes.plan_micro_batches,
     )
 
     def fetch_seen(self: Any, parameters: Any, forward: bool, quantize: bool = False) -> Any:
@@ -91,8 +95,8 @@ def count_gathers(
         seen(parameters, "by its use")
         return gather(self, parameters, *arguments, **settings)
 
-    def long_rows_on_rank_0(examples: Any) -> Any:
-        packing = plan(examples)
+    def long_rows_on_rank_0(state: Any, examples: Any) -> Any:
+        packing = plan(state, examples)
         lengths = [len(example.tokens) for example in examples]
         longest = tuple((index,) for index in range(len(lengths)) if lengths[index] > 10)
         shortest = tuple((index,) for index in range(len(lengths)) if lengths[index] <= 10)
@@ -108,11 +112,11 @@ def count_gathers(
         fetch_seen,
         gather_seen,
     )
-    logprobs_module._chunk, learner._plan = chunk_seen, long_rows_on_rank_0
+    logprobs_module._chunk, passes.plan_micro_batches = chunk_seen, long_rows_on_rank_0
     found: dict[str, list[tuple[int, int, dict[str, int]]]] = {}
     learner.supervised_step(ROWS)  # in which DeepSpeed learns the order of the modules
     for variant, rows in CHUNK_ROWS.items():
-        zero3.policy_of(learner.engine).head = logprobs_module.HeadSettings(
+        zero3.policy_of(learner.state.engine).head = logprobs_module.HeadSettings(
             chunk_elements=rows * VOCABULARY
         )
         found[variant] = []

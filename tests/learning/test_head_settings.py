@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from asyncrl.config import LearnerConfig
-from asyncrl.learning.batches import micro_batch, token_example
-from asyncrl.learning.policy import Policy, head_settings, load_policy
+from asyncrl.models.micro_batches import micro_batch, token_example
+from asyncrl.models.policy import Policy, head_settings, load_policy
 from asyncrl.testing.families import VOCABULARY, family
 
 BATCH = micro_batch(
@@ -27,7 +27,8 @@ def policy_of(path: Path, dtype: torch.dtype, **settings: Any) -> Policy:
 
 
 def exact(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the batch, and the gradient of their sum for the head's weight, in float64 from the policy's own hidden states."""
+    """Log-probs of the batch, and the gradient of their sum for the head's weight, in float64 from
+    the policy's own hidden states."""
     taken: list[torch.Tensor] = []
     hook = policy.model.model.norm.register_forward_hook(
         lambda module, inputs, output: taken.append(output.detach())

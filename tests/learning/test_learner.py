@@ -1,4 +1,5 @@
-"""The learner group on real Ray actors with real DeepSpeed ZeRO-3: one rank with one micro-batch a step, two ranks with several."""
+"""The learner group on real Ray actors with real DeepSpeed ZeRO-3: one rank with one micro-batch a
+step, two ranks with several."""
 
 from __future__ import annotations
 
@@ -20,15 +21,11 @@ import torch
 from recorded import learner_config, recorded_batch, recorded_group, scored
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.contracts.errors import PlacementError
 from asyncrl.learning.checkpoint import load_rank
-from asyncrl.learning.group import (
-    LearnerDied,
-    LearnerError,
-    LearnerGroup,
-    PlacementError,
-    stacks_path,
-)
-from asyncrl.stacks import stack_of
+from asyncrl.learning.group import LearnerDiedError, LearnerError, LearnerGroup, stacks_path
+from asyncrl.preflight.specs import learner_spec
+from asyncrl.runtime.stacks import stack_of
 from asyncrl.weights.manifest import expected_tensors
 
 ROWS = [((5, 6, 7), (8, 9)), ((10,), (11, 12, 13)), ((20, 21), (22,))]
@@ -39,7 +36,7 @@ ALGORITHM = {
     "entropy_coef": 0.01,
     "loss": "gspo",
     "old_policy": "log_linear",
-    "correction": {"truncation": "sequence", "normalise": True},
+    "correction": {"truncation": "sequence", "normalize": True},
 }
 """What has to be computed over the whole step, or over whole trajectories, whoever has them."""
 
@@ -50,7 +47,7 @@ Run = Callable[[Any], Any]
 def one(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
     group = run(
         LearnerGroup.create(
-            learner_config(model_path, max_tokens=1024, algorithm=ALGORITHM), "run", 1
+            learner_spec(learner_config(model_path, max_tokens=1024, algorithm=ALGORITHM)), "run", 1
         )
     )
     yield group
@@ -61,8 +58,14 @@ def one(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
 def two(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
     group = run(
         LearnerGroup.create(
-            learner_config(
-                model_path, world_size=2, max_tokens=128, algorithm=ALGORITHM, find_nonfinite=True
+            learner_spec(
+                learner_config(
+                    model_path,
+                    world_size=2,
+                    max_tokens=128,
+                    algorithm=ALGORITHM,
+                    find_nonfinite=True,
+                )
             ),
             "run",
             1,
@@ -117,8 +120,10 @@ def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(
     run(one.reset_optimizer(1e-2))
     shared = run(
         LearnerGroup.create(
-            learner_config(
-                tmp_path, 2, max_tokens=32, algorithm=ALGORITHM, sequence_parallel_size=2
+            learner_spec(
+                learner_config(
+                    tmp_path, 2, max_tokens=32, algorithm=ALGORITHM, sequence_parallel_size=2
+                )
             ),
             "run",
             1,
@@ -297,7 +302,7 @@ def test_learning_rate_warms_up(one: LearnerGroup, run: Run) -> None:
 def test_no_room_is_an_error_with_a_table(ray_cluster: Any, run: Run, model_path: Path) -> None:
     config = learner_config(model_path, num_cpus=64).model_copy(update={"placement_timeout_s": 0.5})
     with pytest.raises(PlacementError, match=r"placement_timeout_s = 0.5(.|\n)*CPU +64 +2 "):
-        run(LearnerGroup.create(config, "run", 1))
+        run(LearnerGroup.create(learner_spec(config), "run", 1))
 
 
 def test_a_rank_that_dies_in_a_collective_ends_the_group_by_name(
@@ -309,12 +314,14 @@ def test_a_rank_that_dies_in_a_collective_ends_the_group_by_name(
 
     async def killed_within() -> None:
         step = asyncio.ensure_future(two.exact_match(ROWS))
-        while "in wait" not in await stack_of(*two._processes[0], stacks_path(two.config, 1, 0)):
+        while "in wait" not in await stack_of(*two._processes[0], stacks_path(two.spec, 1, 0)):
             assert not step.done()
         rank_1.kill()
         await step
 
-    with pytest.raises(LearnerDied, match="learner rank 1 failed in exact_match: its process died"):
+    with pytest.raises(
+        LearnerDiedError, match="learner rank 1 failed in exact_match: its process died"
+    ):
         run(killed_within())
     assert psutil.wait_procs([rank_0, rank_1], 30)[1] == []
     with pytest.raises(LearnerError, match="rank 1 failed"):
@@ -327,15 +334,18 @@ def test_a_rank_that_stands_still_counts_as_died(
 ) -> None:
     """Its peer waits for it in a collective, and does not end the group as an error of the code."""
     config = learner_config(model_path, world_size=2, call_timeout_s=60)
-    group = run(LearnerGroup.create(config, "run", 7))
+    group = run(LearnerGroup.create(learner_spec(config), "run", 7))
     processes = [psutil.Process(process) for _, process in group._processes]
-    group.config = config.model_copy(
-        update={"learner": config.learner.model_copy(update={"call_timeout_s": 5.0})}
+    group.spec = replace(
+        group.spec, learner=config.learner.model_copy(update={"call_timeout_s": 5.0})
     )
     processes[1].suspend()
     with pytest.raises(
-        LearnerDied,
-        match=r"learner ranks 0, 1 did not answer exact_match within .*call_timeout_s = 5 s, .* rank 1: process \d+ does not answer",
+        LearnerDiedError,
+        match=(
+            r"learner ranks 0, 1 did not answer exact_match within .*call_timeout_s = 5 s, .* rank"
+            r" 1: process \d+ does not answer"
+        ),
     ):
         run(group.exact_match(ROWS))
     assert psutil.wait_procs(processes, 30)[1] == []
@@ -350,7 +360,10 @@ def test_weights_that_a_finite_step_made_infinite_are_never_published(
     run(one.reset_optimizer(1e30))
     with pytest.raises(
         LearnerError,
-        match=r"rank 0 failed in step: .*the weights hold NaN or Inf, or .* after a step whose loss and gradient were finite",
+        match=(
+            r"rank 0 failed in step: .*the weights hold NaN or Inf, or .* after a step whose loss"
+            r" and gradient were finite"
+        ),
     ):
         run(one.step(recorded_batch(0)))
     with pytest.raises(LearnerError):
@@ -362,7 +375,8 @@ def test_weights_that_a_finite_step_made_infinite_are_never_published(
 def test_a_value_head_fits_returns_alike_on_one_rank_and_two_and_stays_with_the_learner(
     ray_cluster: Any, run: Run, model_path: Path
 ) -> None:
-    """A fresh head says 0 everywhere, so with λ = 1 the first step is REINFORCE++'s: the reward for every token, normalised over the step."""
+    """A fresh head says 0 everywhere, so with λ = 1 the first step is REINFORCE++'s: the reward for
+    every token, normalized over the step."""
     plain = {"advantage": "reinforce_plus_plus"}
     critic = {"advantage": "gae", "gae_lambda": 1.0, "value_coef": 1e-6}
     fitting = {"advantage": "gae", "value_coef": 10.0}
@@ -376,8 +390,13 @@ def test_a_value_head_fits_returns_alike_on_one_rank_and_two_and_stays_with_the_
     ):
         group = run(
             LearnerGroup.create(
-                learner_config(
-                    model_path, world_size=world_size, max_tokens=max_tokens, algorithm=algorithm
+                learner_spec(
+                    learner_config(
+                        model_path,
+                        world_size=world_size,
+                        max_tokens=max_tokens,
+                        algorithm=algorithm,
+                    )
                 ),
                 "run",
                 1,

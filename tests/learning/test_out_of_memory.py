@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from ray.exceptions import ActorDiedError, OutOfMemoryError
-from recorded import learner_config
+from recorded import learner_config, state_without_model
 
-from asyncrl.learning.batches import micro_batch, token_example
+from asyncrl.learning import passes
 from asyncrl.learning.group import _cause
-from asyncrl.learning.out_of_memory import LearnerOutOfMemory, advice, explained
-from asyncrl.learning.rank import LearnerRank
+from asyncrl.learning.out_of_memory import LearnerOutOfMemoryError, advice, explained
+from asyncrl.models.micro_batches import micro_batch, token_example
+from asyncrl.preflight.specs import learner_spec
 
 EXAMPLES = [token_example((range(3, 3 + prompt), range(20))) for prompt in (4, 10)]
 BATCH = micro_batch(EXAMPLES, [0, 1], "cpu")
@@ -39,14 +40,14 @@ def gpu() -> None:
 @pytest.mark.parametrize("fill", [host, numpy_host, gpu])
 def test_the_micro_batch_and_the_way_out_are_named(tmp_path: Path, fill: Any) -> None:
     with (
-        pytest.raises(LearnerOutOfMemory) as error,
-        explained(BATCH, learner_config(tmp_path, max_tokens=512)),
+        pytest.raises(LearnerOutOfMemoryError) as error,
+        explained(BATCH, learner_spec(learner_config(tmp_path, max_tokens=512))),
     ):
         fill()
     text = str(error.value)
     assert (
-        "micro-batch of 52 tokens, 2 segments, the longest of 29, and 40 loss tokens; learner.max_tokens_per_gpu cannot be below 64"
-        in text
+        "micro-batch of 52 tokens, 2 segments, the longest of 29, and 40 loss tokens;"
+        " learner.max_tokens_per_gpu cannot be below 64" in text
     )
     assert "\n" not in text and re.search("allocat", text, re.IGNORECASE)
 
@@ -54,7 +55,7 @@ def test_the_micro_batch_and_the_way_out_are_named(tmp_path: Path, fill: Any) ->
 def test_another_error_stays_what_it_is(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"^shapes differ$") as error,
-        explained(BATCH, learner_config(tmp_path)),
+        explained(BATCH, learner_spec(learner_config(tmp_path))),
     ):
         raise RuntimeError("shapes differ")
     assert type(error.value) is RuntimeError
@@ -73,12 +74,18 @@ def test_another_error_stays_what_it_is(tmp_path: Path) -> None:
         (
             {"max_tokens": 64},
             64,
-            "cannot be below 64, as the longest trajectory has 64 tokens, so set learner.gradient_checkpointing: true",
+            (
+                "cannot be below 64, as the longest trajectory has 64 tokens, so set"
+                " learner.gradient_checkpointing: true"
+            ),
         ),
         (
             {"max_tokens": 64, "gradient_checkpointing": True},
             64,
-            "so raise learner.sequence_parallel_size above 1, or lower rollout.max_completion_length",
+            (
+                "so raise learner.sequence_parallel_size above 1, or lower"
+                " rollout.max_completion_length"
+            ),
         ),
         (
             {
@@ -96,28 +103,34 @@ def test_the_advice_is_one_that_the_config_takes(
     tmp_path: Path, settings: dict[str, Any], tokens: int, advised: str
 ) -> None:
     config = learner_config(tmp_path, **settings)
-    assert advised in advice(config, tokens)
-    if cap := re.match(r"set learner.max_tokens_per_gpu: (\d+)", advice(config, tokens)):
+    assert advised in advice(learner_spec(config), tokens)
+    if cap := re.match(
+        r"set learner.max_tokens_per_gpu: (\d+)", advice(learner_spec(config), tokens)
+    ):
         learner_config(tmp_path, **{**settings, "max_tokens": int(cap[1])})
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_rank_says_it_of_its_forward_and_backward_pass(tmp_path: Path, where: str) -> None:
-    rank = LearnerRank(0, learner_config(tmp_path, max_tokens=100), "run", 1)
+def test_a_rank_says_it_of_its_forward_and_backward_pass(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_without_model(learner_config(tmp_path, max_tokens=100))
     nothing = torch.zeros(0)
 
     class Engine(SimpleNamespace):
         def __call__(self, *_: Any) -> Any:
             return gpu() if where == "forward" else (nothing, nothing, nothing)
 
-    rank.engine = Engine(
+    state.engine = Engine(
         train=lambda: None,
         set_gradient_accumulation_boundary=lambda last: None,
         backward=lambda *_, **__: gpu(),
     )
-    rank._quadratic_cost = lambda: 0.0  # type: ignore[method-assign]
-    with pytest.raises(LearnerOutOfMemory, match="40 loss tokens"):
-        rank._backward(EXAMPLES, [0.1, 0.1], lambda *_: (torch.zeros(()), SimpleNamespace()))  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(passes, "_quadratic_cost", lambda state: 0.0)
+    with pytest.raises(LearnerOutOfMemoryError, match="40 loss tokens"):
+        passes.backward(
+            state, EXAMPLES, [0.1, 0.1], lambda *_: (torch.zeros(()), SimpleNamespace())
+        )
 
 
 def test_the_driver_says_it_of_a_process_that_was_ended() -> None:

@@ -1,4 +1,5 @@
-"""A loss of the user's own in real learner steps: the numbers of the built-in one, on one rank and on two."""
+"""A loss of the user's own in real learner steps: the numbers of the built-in one, on one rank and
+on two."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 from recorded import learner_config, recorded_batch
 
 from asyncrl.learning.group import LearnerError, LearnerGroup
+from asyncrl.preflight.specs import learner_spec
 
 Run = Callable[[Any], Any]
 
@@ -18,7 +20,7 @@ SAME = ("loss", "grad_norm", "clip_fraction", "ratio_mean", "kl_k3")
 
 def steps(run: Run, model_path: Path, loss: str, world_size: int) -> list[dict[str, float]]:
     config = learner_config(model_path, world_size, max_tokens=128, algorithm={"loss": loss})
-    group = run(LearnerGroup.create(config, "run", 1))
+    group = run(LearnerGroup.create(learner_spec(config), "run", 1))
     try:
         return [run(group.step(recorded_batch(step))).metrics for step in range(2)]
     finally:
@@ -56,6 +58,8 @@ def test_a_loss_that_breaks_its_contract_in_a_step_ends_it_with_file_and_line(
 ) -> None:
     with pytest.raises(
         LearnerError,
-        match=r"own_losses\.py:\d+\) raised RuntimeError: .* at .*own_losses\.py:\d+, in twelve_only",
+        match=(
+            r"own_losses\.py:\d+\) raised RuntimeError: .* at .*own_losses\.py:\d+, in twelve_only"
+        ),
     ):
         steps(run, model_path, "own_losses:twelve_only", 1)

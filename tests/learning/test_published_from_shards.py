@@ -1,5 +1,5 @@
-"""Versions of families whose parameters transformers renames or fuses, out of the shards of one and two ranks, after a change of every parameter: what
-transformers itself would save."""
+"""Versions of families whose parameters transformers renames or fuses, out of the shards of one and
+two ranks, after a change of every parameter: what transformers itself would save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from asyncrl.testing.families import family
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_neox", "gemma3", "apertus", "glm4_moe", "phi3"]
 BUCKET_BYTES = 4096
-"""Far below the largest tensor, so that a bucket is as large as that one; parts are a sixteenth of it."""
+"""Far below the largest tensor, so that a bucket is as large as that one; parts are a sixteenth of
+it."""
 
 BUFFERS = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps")
 

@@ -1,4 +1,5 @@
-"""Ranks that share rows by tokens find what one rank finds: log-probs, losses, gradients, parameters; on gloo, without Ray."""
+"""Ranks that share rows by tokens find what one rank finds: log-probs, losses, gradients,
+parameters; on gloo, without Ray."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from plain_ranks import on_ranks
 from recorded import VOCABULARY, learner_config, recorded_group
 
 from asyncrl.config import Config
-from asyncrl.learning.ulysses import SequenceGroup
-from asyncrl.types import groups_to_table
+from asyncrl.contracts.rows import groups_to_table
+from asyncrl.models.ulysses import SequenceGroup
+from asyncrl.preflight.specs import learner_spec
 
 STEPS = 3
 LONG = ((5, 6), tuple(range(3, 48)))
@@ -28,7 +30,7 @@ OVER_WHOLE_TRAJECTORIES = {
     "entropy_coef": 0.01,
     "loss": "gspo",
     "old_policy": "log_linear",
-    "correction": {"truncation": "sequence", "normalise": True},
+    "correction": {"truncation": "sequence", "normalize": True},
 }
 WITH_VALUES = {"advantage": "gae", "value_coef": 10.0}
 
@@ -51,11 +53,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "three key-value heads for two ranks": {"num_attention_heads": 6, "num_key_value_heads": 3},
     "a key-value head for each rank": {"num_key_value_heads": 2},
     "sliding window": {
-        "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "activations computed again": {"num_key_value_heads": 2, "checkpointing": True},
     "llama": {"num_key_value_heads": 4, "llama": True},
-}  # fmt: skip
+}
 
 LENGTHS: dict[str, tuple[int, ...]] = {
     "uneven trajectories": (3, 9, 14, 2, 7, 7, 4),
@@ -98,9 +103,10 @@ def test_a_shared_row_gives_the_whole_rows_results_and_gradients() -> None:
 
 
 def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], dict[str, Any]]:
-    """On each rank: largest differences (of gradients: against the largest) between a policy whose rows the ranks share and the same policy alone."""
-    from asyncrl.learning.batches import micro_batch
-    from asyncrl.learning.policy import Policy, checkpoint_activations
+    """On each rank: largest differences (of gradients: against the largest) between a policy whose
+    rows the ranks share and the same policy alone."""
+    from asyncrl.models.micro_batches import micro_batch
+    from asyncrl.models.policy import Policy, checkpoint_activations
 
     group = SequenceGroup.join(world_size)
     found = {}
@@ -140,8 +146,9 @@ def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], di
             found[model, name] = {
                 "shape": results.shape == expected.shape,
                 "results": (results - expected).abs().max().item() if results.numel() else 0.0,
-                "gradient": (part - gradient).abs().max().item()
-                / max(1.0, gradient.abs().max().item()),
+                "gradient": (
+                    (part - gradient).abs().max().item() / max(1.0, gradient.abs().max().item())
+                ),
                 "size": gradient.abs().max().item(),
                 "greedy": torch.equal(alone(batch, greedy=True)[0], shared(batch, greedy=True)[0]),
             }
@@ -150,7 +157,7 @@ def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], di
 
 def examples(lengths: tuple[int, ...]) -> list[Any]:
     """Trajectories of these many tokens, with a prompt of one or two."""
-    from asyncrl.learning.batches import Example
+    from asyncrl.models.micro_batches import Example
 
     generator = np.random.default_rng(0)
     made = []
@@ -174,7 +181,7 @@ def examples(lengths: tuple[int, ...]) -> list[Any]:
 def small_model(llama: bool = False, **settings: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    from asyncrl.learning.attention import register_attention
+    from asyncrl.models.attention import register_attention
 
     torch.manual_seed(0)
     sizes = {
@@ -193,7 +200,8 @@ def small_model(llama: bool = False, **settings: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def config_of(model_path: Path) -> Callable[..., Config]:
-    """A config for this algorithm, of `world_size` ranks, `size` of which share each row. SGD: nothing in it amplifies rounding."""
+    """A config for this algorithm, of `world_size` ranks, `size` of which share each row. SGD:
+    nothing in it amplifies rounding."""
 
     def make(algorithm: dict[str, Any], world_size: int = 1, size: int = 1) -> Config:
         cap = 1024 if world_size == 1 else 32
@@ -253,14 +261,12 @@ def learned(rank: int, world_size: int, configs: list[Config]) -> list[dict[str,
     """Steps of a real LearnerRank for each config: metrics, log-probs, parameters."""
     import deepspeed
 
-    from asyncrl.learning import zero3
     from asyncrl.learning.rank import LearnerRank
+    from asyncrl.learning.state import load_state
 
-    zero3.join_process_group = lambda *arguments: None  # they have met
     found = []
     for config in configs:
-        learner = LearnerRank(rank, config, "run", 1)
-        learner.start("127.0.0.1", 0)
+        learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
         metrics = [
             learner.step(
                 [groups_to_table([recorded_group(step * 8 + number)]) for number in range(8)]
@@ -273,11 +279,11 @@ def learned(rank: int, world_size: int, configs: list[Config]) -> list[dict[str,
                 for number in range(4)
             ]
         )
-        parameters = list(learner.parameters.values())
+        parameters = list(learner.state.parameters.values())
         with deepspeed.zero.GatheredParameters(parameters):
             whole = {
                 name: parameter.detach().numpy().copy()
-                for name, parameter in learner.parameters.items()
+                for name, parameter in learner.state.parameters.items()
             }
         found.append(
             {
@@ -293,4 +299,5 @@ def learned(rank: int, world_size: int, configs: list[Config]) -> list[dict[str,
                 ),
             }
         )
+        del learner  # transformers loads the next model whole only without this one
     return found

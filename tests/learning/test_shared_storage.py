@@ -1,4 +1,5 @@
-"""Learner ranks on two nodes: a raylet in a mount namespace of its own stands in for a machine whose disk is not shared."""
+"""Learner ranks on two nodes: a raylet in a mount namespace of its own stands in for a machine
+whose disk is not shared."""
 
 from __future__ import annotations
 
@@ -26,17 +27,18 @@ import asyncio, json, sys
 import ray
 from asyncrl.config import Config
 from asyncrl.learning.group import LearnerGroup
-from asyncrl.runtime.shared import NotShared
+from asyncrl.preflight.specs import learner_spec
+from asyncrl.runtime.shared import NotSharedError
 
 async def main(config):
-    learner = await LearnerGroup.create(config, "run", 0)
+    learner = await LearnerGroup.create(learner_spec(config), "run", 0)
     try:
         nodes = {node for node, _ in learner._processes}
         config.run_directory.mkdir(parents=True, exist_ok=True)
         try:
             await learner.check_shared(config.run_directory)
             said = "shared"
-        except NotShared as error:
+        except NotSharedError as error:
             said = str(error)
         saved = await learner.save(config.run_directory / "saved")
         print("RESULT", json.dumps({"nodes": len(nodes), "said": said, "saved": saved}), flush=True)
@@ -56,7 +58,8 @@ def free_port() -> int:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    """Starts a node of one CPU; the second one joins the first. `private` is a folder whose content it has alone."""
+    """Starts a node of one CPU; the second one joins the first. `private` is a folder whose content
+    it has alone."""
     port, temp = (
         free_port(),
         Path(f"/tmp/asyncrl-n{os.getpid()}"),
@@ -163,7 +166,8 @@ def test_a_rank_on_a_disk_of_its_own_is_found_before_anything_is_trained(
         assert result["said"] == "shared" and files == set(result["saved"])
     else:
         assert re.search(
-            r"r is not the same directory here and on node \S+ \(learner rank [01]\), .*; set runs_root",
+            r"r is not the same directory here and on node \S+ \(learner rank [01]\), .*; set"
+            r" runs_root",
             result["said"],
         )
         assert len(files) < len(result["saved"]), "what such a checkpoint lacked"

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.algorithms.losses import LossSums
-from asyncrl.data.packing import Packing, pack
-from asyncrl.learning.batches import token_example
+from asyncrl.algorithms.loss_metrics import LossSums
 from asyncrl.learning.metrics import NAMES, step_metrics
+from asyncrl.models.micro_batches import token_example
+from asyncrl.packing.packing import Packing, pack
 
 DOCS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
@@ -54,11 +54,32 @@ def test_means_are_over_the_steps_tokens() -> None:
     examples = [token_example(((5, 6), (7, 8, 9))), token_example(((5,), (7,)))]
     found = step_metrics(totals, 4, examples, Packing((((0, 1),),), 0.5, 0.0), 2.0, 1e-3, True, 0.5)
     expected = {
-        "loss": 0.25, "ratio_mean": 1.0, "ratio_max": 1.5, "ess": 16 / 18, "chi2": 0.125, "clip_fraction": 0.25, "mask_fraction": 0.5,
-        "mask_fraction/band": 0.5, "mask_fraction/rejected": 0.25, "mask_fraction/sequence": 0.0, "weight_mean": 0.75, "capped_fraction": 0.25,
-        "kl_k1": 0.1, "kl_k3": 0.05, "entropy": 0.5, "in_flight_drift": 0.15, "in_flight_drift_tokens": 2.0, "tokens": 4.0, "input_tokens": 7.0,
-        "trajectories": 2.0, "micro_batches": 1.0, "fill": 0.5, "tokens_per_s": 14.0, "applied": 1.0, "grad_norm": 2.0,
-    }  # fmt: skip
+        "loss": 0.25,
+        "ratio_mean": 1.0,
+        "ratio_max": 1.5,
+        "ess": 16 / 18,
+        "chi2": 0.125,
+        "clip_fraction": 0.25,
+        "mask_fraction": 0.5,
+        "mask_fraction/band": 0.5,
+        "mask_fraction/rejected": 0.25,
+        "mask_fraction/sequence": 0.0,
+        "weight_mean": 0.75,
+        "capped_fraction": 0.25,
+        "kl_k1": 0.1,
+        "kl_k3": 0.05,
+        "entropy": 0.5,
+        "in_flight_drift": 0.15,
+        "in_flight_drift_tokens": 2.0,
+        "tokens": 4.0,
+        "input_tokens": 7.0,
+        "trajectories": 2.0,
+        "micro_batches": 1.0,
+        "fill": 0.5,
+        "tokens_per_s": 14.0,
+        "applied": 1.0,
+        "grad_norm": 2.0,
+    }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-from recorded import learner_config
+from recorded import learner_config, state_without_model
 
-from asyncrl.data.packing import Strategy
-from asyncrl.learning import rank as rank_module
-from asyncrl.learning.batches import Example, TokenRow, micro_batch, token_example
-from asyncrl.learning.rank import LearnerRank
-from asyncrl.learning.supervised import supervised_examples
+from asyncrl.learning import blame, supervised_step
+from asyncrl.learning.state import LearnerState
+from asyncrl.learning.supervised_step import supervised_examples
+from asyncrl.models.micro_batches import Example, TokenRow, micro_batch, token_example
+from asyncrl.packing.packing import Strategy
 
 
 def seen(
@@ -38,7 +38,8 @@ ROWS: list[TokenRow] = [((10, 11, 12), (13, 14, 15, 16)), ((20,), (21,))]
 
 
 def test_pieces_of_supervised_rows_predict_what_they_have_context_for() -> None:
-    """Ids are 10 to 16 of which 10 to 12 are the prompt, and 20, 21. Pieces of four: 10-13 predicts 13, 14-16 predicts 15 and 16 from 14 on."""
+    """Ids are 10 to 16 of which 10 to 12 are the prompt, and 20, 21. Pieces of four: 10-13 predicts
+    13, 14-16 predicts 15 and 16 from 14 on."""
     assert seen(ROWS, 4, "bfd_split") == (
         [([10, 11, 12, 13], [13]), ([14, 15, 16], [15, 16]), ([20, 21], [21])],
         0,
@@ -59,12 +60,17 @@ def test_pieces_of_supervised_rows_predict_what_they_have_context_for() -> None:
 
 def test_pieces_without_a_token_to_predict_are_left_out_and_counted() -> None:
     # 10-12 is prompt alone | 13-15 | 16 alone, 20-21.
-    assert seen(ROWS, 3, "wrapped") == ([([13, 14, 15], [14, 15]), ([20, 21], [21])], 2, 2), (
-        "nothing predicts 13 and 16"
-    )
+    assert seen(ROWS, 3, "wrapped") == (
+        [([13, 14, 15], [14, 15]), ([20, 21], [21])],
+        2,
+        2,
+    ), "nothing predicts 13 and 16"
     with pytest.raises(
         ValueError,
-        match=r"none of the 2 pieces of 1 supervised rows has a token to predict; raise learner.max_tokens_per_gpu: rows of 3",
+        match=(
+            r"none of the 2 pieces of 1 supervised rows has a token to predict; raise"
+            r" learner.max_tokens_per_gpu: rows of 3"
+        ),
     ):
         supervised_examples([((1, 2, 3), (4,))], 3, "bfd_split")
     with pytest.raises(
@@ -99,11 +105,15 @@ def test_a_supervised_micro_batch_is_that_of_whole_rows_where_none_is_cut(
 def test_the_row_that_made_a_supervised_step_not_finite_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rank = LearnerRank(0, learner_config(tmp_path / "model", find_nonfinite=True), "run", 1)
+    state = state_without_model(learner_config(tmp_path / "model", find_nonfinite=True))
     bad = list(ROWS[1][0]) + list(ROWS[1][1])
 
     def backward(
-        examples: list[Example], weights: list[float], loss: Any, temperature: float
+        state: LearnerState,
+        examples: list[Example],
+        weights: list[float],
+        loss: Any,
+        temperature: float,
     ) -> tuple[dict[str, float], None]:
         assert temperature == 1.0
         return {
@@ -111,12 +121,11 @@ def test_the_row_that_made_a_supervised_step_not_finite_is_named(
             "nonfinite_gradient": 0.0,
         }, None
 
-    monkeypatch.setattr(rank, "_backward", backward)
-    monkeypatch.setattr(rank, "_train", lambda *_, **__: {"applied": 0.0})
-    monkeypatch.setattr(rank, "engine", None, raising=False)
-    monkeypatch.setattr(rank_module.zero3, "parameters_finite", lambda engine: True)
-    monkeypatch.setattr(rank_module.zero3, "discard_gradients", lambda engine: None)
-    rank.supervised_step(ROWS)
+    monkeypatch.setattr(blame, "backward", backward)
+    monkeypatch.setattr(supervised_step, "train", lambda *_, **__: {"applied": 0.0})
+    monkeypatch.setattr(blame.zero3, "parameters_finite", lambda engine: True)
+    monkeypatch.setattr(blame.zero3, "discard_gradients", lambda engine: None)
+    supervised_step.supervised_step(state, ROWS)
     assert (
         f"NaN or Inf in loss or gradient from the row with the tokens {bad}; its batch is "
         in caplog.text
@@ -126,13 +135,12 @@ def test_the_row_that_made_a_supervised_step_not_finite_is_named(
 def test_the_rows_of_a_skipped_step_and_of_a_leap_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rank = LearnerRank(0, learner_config(tmp_path / "model"), "run", 1)
+    state = state_without_model(learner_config(tmp_path / "model"))
 
     def step(applied: float, grad_norm: float) -> dict[str, float]:
-        monkeypatch.setattr(
-            rank, "_train", lambda *_, **__: {"applied": applied, "grad_norm": grad_norm}
-        )
-        return rank.supervised_step(ROWS)
+        metrics = {"applied": applied, "grad_norm": grad_norm}
+        monkeypatch.setattr(supervised_step, "train", lambda *_, **__: dict(metrics))
+        return supervised_step.supervised_step(state, ROWS)
 
     for _ in range(8):
         assert step(1.0, 2.0) == {

@@ -1,4 +1,5 @@
-"""`max_staleness: 0` is the synchronous algorithm: the shipped coordinator, worker, scoring and ZeRO-3 learner against a plain loop."""
+"""`max_staleness: 0` is the synchronous algorithm: the shipped coordinator, worker, scoring and
+ZeRO-3 learner against a plain loop."""
 
 from __future__ import annotations
 
@@ -14,25 +15,34 @@ from recorded import learner_config
 from transformers import AutoModelForCausalLM
 
 from asyncrl.algorithms.advantages import group_advantages
-from asyncrl.algorithms.losses import PolicyTokens, policy_loss, token_weights
+from asyncrl.algorithms.objective import PolicyTokens, policy_loss, token_weights
 from asyncrl.config import Config
-from asyncrl.control.checkpoint import State
+from asyncrl.contracts.messages import (
+    Finished,
+    Generated,
+    GenerateRequest,
+    Manifest,
+    PushReport,
+    Scored,
+    WeightsId,
+)
+from asyncrl.contracts.protocols import Generate, WeightSync
+from asyncrl.contracts.rows import Completion, Prompt, table_from_ipc
+from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
-from asyncrl.control.protocols import Finished, Manifest, PushReport, Scored, WeightSync
 from asyncrl.control.staleness import Staleness
 from asyncrl.generation.app import ServeGenerate
 from asyncrl.generation.engine import Engine, engine_environment
-from asyncrl.generation.protocol import Generate, Generated, GenerateRequest, WeightsId
 from asyncrl.learning.group import LearnerGroup
+from asyncrl.preflight.specs import learner_spec, objective_spec, scoring_spec, worker_spec
 from asyncrl.rewards.pool import GroupRewards
 from asyncrl.rewards.score import attach_rewards, score_table
 from asyncrl.rewards.scoring import scored_summary
-from asyncrl.rollout.worker import RolloutWorker, WorkerSpec, rollout_seed
+from asyncrl.rollout.worker import RolloutWorker, rollout_seed
 from asyncrl.testing import FakeRecorder, SeededGenerator
-from asyncrl.types import Completion, Prompt, table_from_ipc
 from asyncrl.weights.manifest import expected_tensors
 from asyncrl.weights.push import ServeWeightSync
-from asyncrl.weights.staging import fetch
+from asyncrl.weights.staging import fetch_version
 
 STEPS, GROUPS, N, LENGTH = 20, 4, 4, 8
 EOS = 2
@@ -63,7 +73,7 @@ class InProcess:
     def __init__(self, config: Config, generator: Generate, run_id: str) -> None:
         self.config, self.worker = (
             config,
-            RolloutWorker(WorkerSpec(config, run_id, 0, lambda: generator)),
+            RolloutWorker(worker_spec(config, run_id, 0, lambda: generator)),
         )
         self.tokens: dict[int, list[tuple[int, ...]]] = {}
         self.rewards: dict[int, list[float]] = {}
@@ -83,13 +93,13 @@ class InProcess:
     async def next(self) -> list[Scored]:
         stream = None
         while stream is None:
-            stream = await self.worker.lease("test", 1, 60.0)
+            stream = await self.worker.take("test", 1, 60.0)
         table = table_from_ipc(stream)
         ids = [tuple(row) for row in table["completion_ids"][0].as_py()]
         self.tokens[table["ordinal"][0].as_py()] = ids
         scored = score_table(
             attach_rewards(table, GroupRewards({"even": [reward(row) for row in ids]}, None)),
-            self.config,
+            scoring_spec(self.config),
         )
         self.rewards[scored["ordinal"][0].as_py()] = scored["reward"][0].as_py()
         return [scored_summary(scored, scored)]
@@ -135,7 +145,8 @@ def load(path: Any) -> Any:
 def plain_loop(
     config: Config, model: Any, sample: Sample
 ) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
-    """The synchronous algorithm with nothing but transformers, torch and the pure functions; weights after the last step, and all tokens."""
+    """The synchronous algorithm with nothing but transformers, torch and the pure functions;
+    weights after the last step, and all tokens."""
     learner = config.learner
     if learner.optimizer == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(
@@ -190,7 +201,7 @@ def plain_loop(
                 1,
                 one * 0,
             )
-            policy_loss(taken, config.algorithm)[0].backward()
+            policy_loss(taken, objective_spec(config.algorithm))[0].backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, tokens
@@ -201,7 +212,7 @@ async def shipped(
 ) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
     """The same by the coordinator."""
     in_process = InProcess(config, generate, run_id)
-    learner = await LearnerGroup.create(config, run_id, 0)
+    learner = await LearnerGroup.create(learner_spec(config), run_id, 0)
     try:
         parts = Parts(Prompts(), in_process, in_process, learner, weights, FakeRecorder())
         await Coordinator(
@@ -277,7 +288,8 @@ class OneAtATime(ServeGenerate):
 
 @pytest.fixture
 def engine_alone(ray_cluster: Any, generators: Any, engine_starts: list[str]) -> Iterator[Any]:
-    """The same engine configuration without Serve: vLLM called directly, in a process of its own."""
+    """The same engine configuration without Serve: vLLM called directly, in a process of its
+    own."""
 
     class Alone(Engine):
         """Defined here so that it travels by value: workers cannot import test modules."""
@@ -305,9 +317,10 @@ def test_three_steps_on_real_vllm_equal_a_plain_loop_that_calls_it(
     tmp_path: Path,
     through: str,
 ) -> None:
-    """The plain loop asks the same replica, or (slow: one engine more) an engine of the same configuration without anything of Serve around it."""
+    """The plain loop asks the same replica, or (slow: one engine more) an engine of the same
+    configuration without anything of Serve around it."""
     config = config_for(generators.app.model, "sgd", steps=3)
-    weights = ServeWeightSync(generators.handle, generators.board, push_timeout_s=60)
+    weights = ServeWeightSync(generators.handle, generators.registry, push_timeout_s=60)
     _, our_tokens = run(shipped(config, "shipped", OneAtATime(generators.handle), weights))
 
     model = load(config.model.path)
@@ -319,7 +332,9 @@ def test_three_steps_on_real_vllm_equal_a_plain_loop_that_calls_it(
         if alone is None:
             run(weights.push(manifest))
             return
-        staged = fetch(manifest, expected_tensors(Path(config.model.path), "float32"), 60, tmp_path)
+        staged = fetch_version(
+            manifest, expected_tensors(Path(config.model.path), "float32"), 60, tmp_path
+        )
         ray_cluster.get(alone.apply.remote(staged.update_info(), step), timeout=120)
         staged.remove()
 

@@ -1,4 +1,5 @@
-"""One trajectory a forward, for models that cannot be packed: what the learner computes is what transformers computes, and all ranks step together."""
+"""One trajectory a forward, for models that cannot be packed: what the learner computes is what
+transformers computes, and all ranks step together."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ from test_families import TEMPERATURE, alone, off, packed, rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.algorithms.logprobs import LogitMap
-from asyncrl.data.packing import pack
+from asyncrl.frozen.reference import Reference
 from asyncrl.learning import zero3
-from asyncrl.learning.batches import micro_batch
-from asyncrl.learning.isolation import check_isolation
-from asyncrl.learning.policy import Policy, checkpoint_activations, load_policy
 from asyncrl.learning.rank import LearnerRank
-from asyncrl.learning.reference import Reference
+from asyncrl.learning.state import load_state
+from asyncrl.models.isolation import check_isolation
+from asyncrl.models.micro_batches import micro_batch
+from asyncrl.models.policy import Policy, checkpoint_activations, load_policy
+from asyncrl.packing.packing import pack
+from asyncrl.preflight.specs import learner_spec, reference_spec
 from asyncrl.testing.families import VOCABULARY, family
 
 UNPACKED = (
@@ -162,7 +165,8 @@ def test_the_reference_policy_takes_one_trajectory_a_forward_too(
     saved: Callable[[str], Path],
 ) -> None:
     path = saved("gemma2")
-    reference, model = Reference(learner_config(path, algorithm={"kl_loss_coef": 0.1})), plain(path)
+    config = learner_config(path, algorithm={"kl_loss_coef": 0.1})
+    reference, model = Reference(reference_spec(config)), plain(path)
     asked = [((5, 6), (7, 8, 9)), ((5,), ()), ((10, 11, 12), tuple(range(13, 40)))]
     found = reference.logprobs(asked)
     for (prompt, following), logprobs in zip(asked, found, strict=True):
@@ -209,17 +213,15 @@ def test_two_ranks_learn_what_one_learns_though_one_has_less_to_do(
 
 
 def learned(rank: int, world_size: int, paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Supervised steps of a real LearnerRank: the last metrics, forwards, experts that each forward reached, parameters."""
+    """Supervised steps of a real LearnerRank: the last metrics, forwards, experts that each forward
+    reached, parameters."""
     import deepspeed
 
-    zero3.join_process_group = lambda *arguments: None  # they have met
     found = {}
     for name, settings in TWO_RANKS.items():
-        learner = LearnerRank(
-            rank, learner_config(paths[name], world_size, 64, optimizer="sgd", **settings), "run", 1
-        )
-        learner.start("127.0.0.1", 0)
-        policy = zero3.policy_of(learner.engine)
+        config = learner_config(paths[name], world_size, 64, optimizer="sgd", **settings)
+        learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
+        policy = zero3.policy_of(learner.state.engine)
         forwards: list[int] = []
         experts: list[set[int]] = []
         hooks = [policy.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(1))]
@@ -235,10 +237,10 @@ def learned(rank: int, world_size: int, paths: dict[str, Path]) -> dict[str, dic
         metrics = [learner.supervised_step(UNEVEN) for _ in range(STEPS)]
         for hook in hooks:
             hook.remove()
-        with deepspeed.zero.GatheredParameters(list(learner.parameters.values())):
+        with deepspeed.zero.GatheredParameters(list(learner.state.parameters.values())):
             whole = {
                 key: parameter.detach().numpy().copy()
-                for key, parameter in learner.parameters.items()
+                for key, parameter in learner.state.parameters.items()
             }
         assert metrics[-1]["applied"]
         found[name] = {
@@ -247,5 +249,6 @@ def learned(rank: int, world_size: int, paths: dict[str, Path]) -> dict[str, dic
             "experts": experts,
             "parameters": whole,
         }
-        learner.engine.destroy()
+        learner.state.engine.destroy()
+        del learner  # transformers loads the next model whole only without this one
     return found

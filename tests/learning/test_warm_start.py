@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import WarmStartConfig
-from asyncrl.learning.warm_start import WarmStartCheck, WarmStartFailed, warm_start
+from asyncrl.learning.warm_start import WarmStartCheck, WarmStartFailedError, warm_start
 
 ROWS = [((1, 2), (3, 4))] * 10
 
@@ -112,11 +112,11 @@ def test_a_model_already_in_the_window_takes_no_step() -> None:
 
 
 def test_gives_up_with_the_fix() -> None:
-    with pytest.raises(WarmStartFailed, match="raise max_steps"):
+    with pytest.raises(WarmStartFailedError, match="raise max_steps"):
         asyncio.run(warm_start(Model(), ROWS, ROWS, config(learning_rate=0.0001, max_steps=20)))
-    with pytest.raises(WarmStartFailed, match="before any supervised step"):
+    with pytest.raises(WarmStartFailedError, match="before any supervised step"):
         asyncio.run(warm_start(Model(0.9), ROWS, ROWS, config()))
-    with pytest.raises(WarmStartFailed, match="0 training"):
+    with pytest.raises(WarmStartFailedError, match="0 training"):
         asyncio.run(warm_start(Model(), [], ROWS, config()))
 
 
@@ -131,12 +131,15 @@ def test_a_skipped_step_counts_as_none() -> None:
 def test_skipped_steps_in_a_row_end_the_warm_start() -> None:
     model = Model(skips=lambda number: number >= 15)
     with pytest.raises(
-        WarmStartFailed,
-        match=r"^3 supervised steps in a row were skipped for NaN or Inf .*; lower warm_start.learning_rate \(.*kept/",
+        WarmStartFailedError,
+        match=(
+            r"^3 supervised steps in a row were skipped for NaN or Inf .*; lower"
+            r" warm_start.learning_rate \(.*kept/"
+        ),
     ):
         asyncio.run(warm_start(model, ROWS, ROWS, config(learning_rate=0.001)))
     assert model.attempted == 18
-    with pytest.raises(WarmStartFailed, match=r"^5 supervised steps"):
+    with pytest.raises(WarmStartFailedError, match=r"^5 supervised steps"):
         asyncio.run(
             warm_start(Model(skips=lambda number: True), ROWS, ROWS, config(), max_skipped_steps=5)
         )

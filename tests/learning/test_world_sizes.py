@@ -1,4 +1,5 @@
-"""Ranks change nothing: the same steps on one rank and on two, and two ranks whose trajectories have very different lengths."""
+"""Ranks change nothing: the same steps on one rank and on two, and two ranks whose trajectories
+have very different lengths."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from asyncrl.algorithms.logprobs import CHUNK_ELEMENTS
 from asyncrl.config import Config
 from asyncrl.learning.group import LearnerGroup
+from asyncrl.preflight.specs import learner_spec
 
 Run = Callable[[Any], Any]
 
@@ -28,17 +30,19 @@ def gathered(group: LearnerGroup, run: Run, version: int) -> dict[str, np.ndarra
     manifest = run(group.gather(version))
     contents = ray.get(list(manifest.buckets))
     return {
-        entry.name: contents[entry.bucket][entry.offset : entry.offset + entry.nbytes]
-        .view(np.float32)
-        .reshape(entry.shape)
-        .astype(np.float64)
+        entry.name: (
+            contents[entry.bucket][entry.offset : entry.offset + entry.nbytes]
+            .view(np.float32)
+            .reshape(entry.shape)
+            .astype(np.float64)
+        )
         for entry in manifest.tensors
     }
 
 
 def trained(config: Config, run: Run) -> tuple[list[float], np.ndarray]:
     """Gradient norm of each of the steps, and the change of all parameters."""
-    group = run(LearnerGroup.create(config, "run", 1))
+    group = run(LearnerGroup.create(learner_spec(config), "run", 1))
     try:
         before = gathered(group, run, 0)
         results = [run(group.step(recorded_batch(step))) for step in range(STEPS)]
@@ -82,7 +86,8 @@ def test_one_rank_and_two_agree_over_twenty_steps(
     apart = np.linalg.norm(change - other_change) / np.linalg.norm(change)
     of_norms = max(abs(one - other) / one for one, other in zip(norms, other_norms, strict=True))
     print(
-        f"{family}, {optimizer}: gradient norms within {of_norms:.1e}, parameter change {np.linalg.norm(change):.3g} within {apart:.1e}"
+        f"{family}, {optimizer}: gradient norms within {of_norms:.1e}, parameter change"
+        f" {np.linalg.norm(change):.3g} within {apart:.1e}"
     )
     assert np.linalg.norm(change) > 0.1 and min(norms) > 1e-2
     assert of_norms <= 1e-4 and apart <= 1e-3
@@ -115,7 +120,8 @@ def long_model(directory: Path, tied: bool) -> Path:
 
 
 def one_by_one(model: PreTrainedModel, rows: list[tuple[list[int], list[int]]]) -> float:
-    """The mean negative log-likelihood of the second ids, one row at a time by transformers alone, with its gradients in the model."""
+    """The mean negative log-likelihood of the second ids, one row at a time by transformers alone,
+    with its gradients in the model."""
     count, total = sum(len(following) for _, following in rows), 0.0
     for prompt, following in rows:
         logits = model(input_ids=torch.tensor([[*prompt, *following]]), use_cache=False).logits[
@@ -135,7 +141,8 @@ def one_by_one(model: PreTrainedModel, rows: list[tuple[list[int], list[int]]]) 
 def test_ranks_with_different_numbers_of_chunks_do_not_wait_for_each_other(
     ray_cluster: Any, run: Run, tmp_path: Path, tied: bool
 ) -> None:
-    """One rank has a trajectory of four chunks of log-probs, the other twelve short ones in one: the head is not gathered by the chunk."""
+    """One rank has a trajectory of four chunks of log-probs, the other twelve short ones in one:
+    the head is not gathered by the chunk."""
     draw = np.random.default_rng(0)
     rows = [
         (
@@ -149,7 +156,7 @@ def test_ranks_with_different_numbers_of_chunks_do_not_wait_for_each_other(
     config = learner_config(
         path, world_size=2, max_tokens=402, optimizer="sgd", learning_rate=1.0, max_grad_norm=1e6
     )
-    group = run(LearnerGroup.create(config, "run", 1))
+    group = run(LearnerGroup.create(learner_spec(config), "run", 1))
     try:
         before = gathered(group, run, 0)
         metrics = run(group.supervised_step(rows))

@@ -1,4 +1,5 @@
-"""What the learner's memory settings do under real ZeRO-3, on ranks that are plain processes: the same gradients, and nothing left of a skipped step."""
+"""What the learner's memory settings do under real ZeRO-3, on ranks that are plain processes: the
+same gradients, and nothing left of a skipped step."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from recorded import learner_config
 
 from asyncrl.config import LearnerConfig
 from asyncrl.learning import zero3
-from asyncrl.weights.published import version_table
+from asyncrl.preflight.specs import learner_spec
 
 ROWS = [(tuple(range(3, 6 + index)), tuple(range(8, 11 + 6 * index))) for index in range(6)]
-"""Of very different lengths: two ranks have different numbers of loss tokens in each micro-batch."""
+"""Of very different lengths: two ranks have different numbers of loss tokens in each micro-batch.
+"""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -52,7 +54,10 @@ def test_settings_say_what_is_offloaded_and_that_gradients_add_up_in_fp32() -> N
         assert (
             chosen["offload_optimizer"]
             == chosen["offload_param"]
-            == {"device": "cpu", "pin_memory": device == "cuda"}
+            == {
+                "device": "cpu",
+                "pin_memory": device == "cuda",
+            }
         )
         assert chosen["stage3_param_persistence_threshold"] == 4_096, (
             "what is never released would never go back to the host"
@@ -100,9 +105,10 @@ def test_a_bad_step_is_skipped_before_the_engines_step_and_leaves_nothing(
     for rank in found:
         seen = rank[variant]
         assert seen.summed_in == torch.float32, "gradients of all ranks"
-        assert seen.skipped == {"nonfinite_loss": (0.0, 0), "nonfinite_gradient": (0.0, 0)}, (
-            "(applied, calls of the engine's step)"
-        )
+        assert seen.skipped == {
+            "nonfinite_loss": (0.0, 0),
+            "nonfinite_gradient": (0.0, 0),
+        }, "(applied, calls of the engine's step)"
         assert seen.unchanged
         assert (
             seen.after_skip == pytest.approx(seen.after_restore, rel=1e-6)
@@ -129,7 +135,8 @@ def test_a_fresh_optimizer_has_no_memory(
 def test_updates_below_bfloat16s_resolution_add_up(
     found: list[dict[str, SimpleNamespace]], variant: str
 ) -> None:
-    """A weight of 0.2 has neighbours 0.0005 away in bfloat16: a step of 1.6e-5 moves hardly any of them there, and 25 move the masters all the way."""
+    """A weight of 0.2 has neighbors 0.0005 away in bfloat16: a step of 1.6e-5 moves hardly any of
+    them there, and 25 move the masters all the way."""
     seen = found[0][variant]
     assert seen.moved_by_one_step < 0.1 < 0.4 < seen.moved_by_all_steps
     assert seen.masters_moved > 0.5 * TINY_STEPS * TINY_RATE
@@ -145,17 +152,16 @@ def all_variants(
 
 
 def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str) -> SimpleNamespace:
-    import asyncrl.learning.rank as rank_module
+    from asyncrl.learning import supervised_step
+    from asyncrl.learning.rank import LearnerRank
+    from asyncrl.learning.state import load_state
 
     config = learner_config(path, world_size=world_size, max_tokens=64, **VARIANTS[name])
-    learner = rank_module.LearnerRank(rank, config, "run", 1)
-    learner.table = version_table(path)
-    learner.engine, learner.sharded = zero3.start_engine(str(path), config.learner, 1.0)
-    learner.parameters = dict(zero3.policy_of(learner.engine).model.named_parameters())
-    seen = SimpleNamespace(summed_in=learner.engine.optimizer.communication_data_type)
+    learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
+    seen = SimpleNamespace(summed_in=learner.state.engine.optimizer.communication_data_type)
 
     taken: list[torch.Tensor] = []
-    finite, step, calls = zero3.gradients_finite, learner.engine.step, []
+    finite, step, calls = zero3.gradients_finite, learner.state.engine.step, []
 
     def watched(engine: Any) -> bool:
         taken.append(
@@ -167,10 +173,10 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
         calls.append(1)
         step()
 
-    learner.engine.step = counted
+    learner.state.engine.step = counted
     zero3.gradients_finite = watched
     forwards: list[int] = []
-    layer = zero3.policy_of(learner.engine).model.model.layers[0].mlp
+    layer = zero3.policy_of(learner.state.engine).model.model.layers[0].mlp
     hook = layer.register_forward_pre_hook(lambda *_: forwards.append(1))
     try:
         metrics = learner.supervised_step(ROWS)
@@ -184,34 +190,35 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
     assert metrics["micro_batches"] / world_size >= 2, "gradients add up over micro-batches"
 
     learner.save(folder)
-    before = [parameter.ds_tensor.clone() for parameter in learner.parameters.values()]
+    before = [parameter.ds_tensor.clone() for parameter in learner.state.parameters.values()]
     seen.skipped = {}
     for kind in ("nonfinite_loss", "nonfinite_gradient"):
         calls.clear()
-        supervised_loss = rank_module.supervised_loss
-        rank_module.supervised_loss = partial(poisoned, supervised_loss, kind, rank == 0)
+        supervised_loss = supervised_step.supervised_loss
+        supervised_step.supervised_loss = partial(poisoned, supervised_loss, kind, rank == 0)
         try:
             metrics = learner.supervised_step(ROWS)
         finally:
-            rank_module.supervised_loss = supervised_loss
+            supervised_step.supervised_loss = supervised_loss
         seen.skipped[kind] = (metrics["applied"], len(calls))
         assert all(
-            bool(torch.isfinite(shard).all()) for shard in zero3.gradient_shards(learner.engine)
+            bool(torch.isfinite(shard).all())
+            for shard in zero3.gradient_shards(learner.state.engine)
         ), "a gradient of the skipped step is left"
     seen.unchanged = all(
         torch.equal(old, parameter.ds_tensor)
-        for old, parameter in zip(before, learner.parameters.values(), strict=True)
+        for old, parameter in zip(before, learner.state.parameters.values(), strict=True)
     )
     seen.after_skip = [
         learner.supervised_step(ROWS)[key] for key in ("grad_norm", "loss") for _ in range(2)
     ]
-    decay = learner.engine.optimizer.param_groups[0]["weight_decay"]
-    learner.engine.optimizer.param_groups[0]["weight_decay"] = decay + 0.125
+    decay = learner.state.engine.optimizer.param_groups[0]["weight_decay"]
+    learner.state.engine.optimizer.param_groups[0]["weight_decay"] = decay + 0.125
     learner.load(folder)
-    assert learner.engine.optimizer.param_groups[0]["weight_decay"] == decay + 0.125, (
+    assert learner.state.engine.optimizer.param_groups[0]["weight_decay"] == decay + 0.125, (
         "the optimizer's settings are this run's, not the checkpoint's"
     )
-    learner.engine.optimizer.param_groups[0]["weight_decay"] = decay
+    learner.state.engine.optimizer.param_groups[0]["weight_decay"] = decay
     seen.after_restore = [
         learner.supervised_step(ROWS)[key] for key in ("grad_norm", "loss") for _ in range(2)
     ]
@@ -220,20 +227,22 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
         torch.cat(
             [
                 group.detach().flatten()
-                for group in learner.engine.optimizer.fp32_partitioned_groups_flat
+                for group in learner.state.engine.optimizer.fp32_partitioned_groups_flat
             ]
         )
     ]
     seen.master_types = {
-        group.dtype for group in learner.engine.optimizer.fp32_partitioned_groups_flat
+        group.dtype for group in learner.state.engine.optimizer.fp32_partitioned_groups_flat
     }
     seen.published, seen.published_equal_masters = compare_published(learner, config.learner.bf16)
 
-    state = learner.engine.optimizer.optimizer.state
+    state = learner.state.engine.optimizer.optimizer.state
     learner.reset_optimizer(TINY_RATE)
     fresh = len(state)
     weights = [
-        torch.cat([parameter.ds_tensor.flatten() for parameter in learner.parameters.values()])
+        torch.cat(
+            [parameter.ds_tensor.flatten() for parameter in learner.state.parameters.values()]
+        )
     ]
     for number in range(TINY_STEPS if config.learner.bf16 else 1):
         learner.supervised_step(ROWS)
@@ -241,17 +250,22 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
             seen.optimizer_steps = (fresh, int(next(iter(state.values()))["step"]))
             weights.append(
                 torch.cat(
-                    [parameter.ds_tensor.flatten() for parameter in learner.parameters.values()]
+                    [
+                        parameter.ds_tensor.flatten()
+                        for parameter in learner.state.parameters.values()
+                    ]
                 )
             )
     weights.append(
-        torch.cat([parameter.ds_tensor.flatten() for parameter in learner.parameters.values()])
+        torch.cat(
+            [parameter.ds_tensor.flatten() for parameter in learner.state.parameters.values()]
+        )
     )
     masters.append(
         torch.cat(
             [
                 group.detach().flatten()
-                for group in learner.engine.optimizer.fp32_partitioned_groups_flat
+                for group in learner.state.engine.optimizer.fp32_partitioned_groups_flat
             ]
         )
     )
@@ -259,14 +273,15 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
         float((later != weights[0]).float().mean()) for later in weights[1:]
     )
     seen.masters_moved = float((masters[1] - masters[0]).abs().median())
-    learner.engine.destroy()
+    learner.state.engine.destroy()
     return seen
 
 
 def poisoned(
     loss_of: Any, kind: str, here: bool, logprobs: torch.Tensor, weights: torch.Tensor
 ) -> Any:
-    """On one rank alone: a loss that is NaN, or one that is finite and has a gradient of NaN (0 times the infinite slope of a root at 0)."""
+    """On one rank alone: a loss that is NaN, or one that is finite and has a gradient of NaN (0
+    times the infinite slope of a root at 0)."""
     loss, sums = loss_of(logprobs, weights)
     if not here:
         return loss, sums
@@ -276,7 +291,8 @@ def poisoned(
 
 
 def compare_published(learner: Any, bf16: bool) -> tuple[int, bool]:
-    """Parameters gathered for publishing in each type, and whether each equals its fp32 masters as the learner rounds them, in that type (a collective)."""
+    """Parameters gathered for publishing in each type, and whether each equals its fp32 masters as
+    the learner rounds them, in that type (a collective)."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     from asyncrl.weights.gather import TORCH_DTYPES, gather_buckets, weight_layout
@@ -284,21 +300,21 @@ def compare_published(learner: Any, bf16: bool) -> tuple[int, bool]:
     held = torch.bfloat16 if bf16 else torch.float32
     published, equal = 0, True
     for dtype in ("float32", "bfloat16"):
-        entries, sizes = weight_layout(learner.table, dtype, 20_000)
+        entries, sizes = weight_layout(learner.state.table, dtype, 20_000)
         contents: dict[int, torch.Tensor] = {}
         gather_buckets(
-            learner.parameters,
-            learner.table,
+            learner.state.parameters,
+            learner.state.table,
             entries,
             sizes,
-            learner.rank,
+            learner.state.rank,
             lambda number, content, to=contents: to.update(
                 {number: torch.from_numpy(content.copy())}
             ),
         )
         for entry in entries:
-            full = safe_get_full_fp32_param(learner.parameters[entry.name])
-            if learner.rank == 0:
+            full = safe_get_full_fp32_param(learner.state.parameters[entry.name])
+            if learner.state.rank == 0:
                 found = (
                     contents[entry.bucket][entry.offset : entry.offset + entry.nbytes]
                     .view(TORCH_DTYPES[dtype])
@@ -317,9 +333,16 @@ def test_no_rank_holds_the_checkpoint_whole_while_it_loads(
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=1000, hidden_size=640, intermediate_size=2560, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=8, head_dim=80, max_position_embeddings=128, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=1000,
+        hidden_size=640,
+        intermediate_size=2560,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=80,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
     model = Qwen3ForCausalLM(config)
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
     model.save_pretrained(tmp_path, max_shard_size="30MB")
@@ -328,7 +351,8 @@ def test_no_rank_holds_the_checkpoint_whole_while_it_loads(
     assert len(files) > 5 and whole > 200e6
     for rank, (peak, unshared, equal) in enumerate(on_ranks(2, load_watched, model_path, tmp_path)):
         print(
-            f"rank {rank}: while it loaded, its own memory rose by {peak / whole:.2f} of the model; with pages of the mapped files {unshared / whole:.2f}"
+            f"rank {rank}: while it loaded, its own memory rose by {peak / whole:.2f} of the model;"
+            f" with pages of the mapped files {unshared / whole:.2f}"
         )
         assert 0.4 * whole < peak < 0.75 * whole
         assert equal
@@ -337,12 +361,13 @@ def test_no_rank_holds_the_checkpoint_whole_while_it_loads(
 
 
 def load_watched(rank: int, world_size: int, small: Path, large: Path) -> tuple[int, int, bool]:
-    """(highest rise of anonymous memory, of private memory with mapped files, weights equal the checkpoint's) over one sharded load."""
+    """(highest rise of anonymous memory, of private memory with mapped files, weights equal the
+    checkpoint's) over one sharded load."""
     import deepspeed
     from safetensors import safe_open
     from transformers.integrations import HfDeepSpeedConfig
 
-    from asyncrl.learning.policy import load_policy
+    from asyncrl.models.policy import load_policy
 
     sharded = HfDeepSpeedConfig(zero3.settings(LearnerConfig(world_size=world_size)))
     load_policy(str(small), torch.float32, 1.0)  # whatever loading imports is there
@@ -373,8 +398,9 @@ def load_watched(rank: int, world_size: int, small: Path, large: Path) -> tuple[
 
 
 def private() -> tuple[int, int]:
-    """(anonymous, private) bytes of this process. Private are also the pages of a mapped file that nobody else maps: the kernel takes those back when
-    it needs room, and they are in the page cache whoever reads the file."""
+    """(anonymous, private) bytes of this process. Private are also the pages of a mapped file that
+    nobody else maps: the kernel takes those back when it needs room, and they are in the page cache
+    whoever reads the file."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split()[0]: int(line.split()[1]) * 1024 for line in lines}
     return sizes["Anonymous:"], sizes["Private_Clean:"] + sizes["Private_Dirty:"]

@@ -8,9 +8,17 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import yaml
 
-from asyncrl.control.fates import Fate, FatesWriter
-from asyncrl.observe.metrics import MetricsWriter
-from asyncrl.types import Completion, Group, Prompt, Trajectory, VersionSpan, groups_to_table
+from asyncrl.contracts.outcomes import Outcome
+from asyncrl.contracts.rows import (
+    Completion,
+    Group,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+    groups_to_table,
+)
+from asyncrl.rundir.metrics import MetricsWriter
+from asyncrl.rundir.outcomes import OutcomesWriter
 
 CONFIG = {
     "name": "small",
@@ -28,7 +36,8 @@ CONFIG = {
 
 
 def small_group(ordinal: int, version: int, attempt: int = 0) -> Group:
-    """Two trajectories; the second begins at `version` and ends one version later, and the first is right."""
+    """Two trajectories; the second begins at `version` and ends one version later, and the first is
+    right."""
     prompt = Prompt(ordinal, 0, f"{ordinal} + 1 =", (5, 6, 7), {"answer": str(ordinal + 1)})
     whole = Completion(
         (8, 2), (-0.1, -0.2), (VersionSpan(version, 0, 2),), "stop", str(ordinal + 1)
@@ -64,10 +73,11 @@ def small_group(ordinal: int, version: int, attempt: int = 0) -> Group:
 
 
 def write_small_run(directory: Path, steps: int = 6) -> Path:
-    """Steps of two groups each, generated one version before they are trained; one group dropped, one still waiting."""
+    """Steps of two groups each, generated one version before they are trained; one group dropped,
+    one still waiting."""
     (directory / "groups").mkdir(parents=True)
     (directory / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    fates, noise = FatesWriter(directory / "fates", attempt=0), random.Random(0)
+    outcomes, noise = OutcomesWriter(directory / "outcomes", attempt=0), random.Random(0)
     with MetricsWriter(directory) as metrics:
         metrics.write("evaluation", 0, 0, {"eval/accuracy": 0.5, "eval/greedy_accuracy": 0.5})
         for step in range(1, steps + 1):
@@ -76,9 +86,9 @@ def write_small_run(directory: Path, steps: int = 6) -> Path:
             pq.write_table(
                 groups_to_table(groups), directory / "groups" / f"attempt_0-{step:06d}.parquet"
             )
-            fates.write(
+            outcomes.write(
                 [
-                    Fate(0, group.ordinal, "trained", "", step, step - 1, step - 1 - born)
+                    Outcome(0, group.ordinal, "trained", "", step, step - 1, step - 1 - born)
                     for group in groups
                 ]
             )
@@ -94,8 +104,8 @@ def write_small_run(directory: Path, steps: int = 6) -> Path:
             groups_to_table([small_group(100, 3), small_group(101, 3)]),
             directory / "groups" / "attempt_0-000099.parquet",
         )
-        fates.write([Fate(0, 100, "dropped", "stale", steps)])
-        fates.flush()
+        outcomes.write([Outcome(0, 100, "dropped", "stale", steps)])
+        outcomes.flush()
         metrics.write(
             "evaluation", steps, steps, {"eval/accuracy": 0.9, "eval/greedy_accuracy": 0.9}
         )

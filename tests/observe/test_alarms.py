@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.observe.alarms import FIRST_STEPS, RANGES, Alarms, Range, alarms
-from asyncrl.observe.metrics import MetricsWriter, first_entropies
+from asyncrl.rundir.metrics import MetricsWriter, first_entropies
 
 DOCS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
@@ -91,8 +91,8 @@ RECORDED = {
         ("ess", "ratio_mean", "kl_k3", "clip_fraction"),
     ),
 }
-"""Steps of the real learner on the tests' tiny Qwen3, its own log-probs as the generator's: versions of staleness, learning rate, the OFF_POLICY metrics,
-and those that have an alarm."""
+"""Steps of the real learner on the tests' tiny Qwen3, its own log-probs as the generator's:
+versions of staleness, learning rate, the OFF_POLICY metrics, and those that have an alarm."""
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -109,8 +109,10 @@ def test_recorded_steps_raise_the_alarms_of_their_kind_with_advice_that_follows(
 
 
 RUNS = Path(__file__).parent / "recorded"
-"""What alarms look at, of each step and evaluation of four whole runs of the main job (jobs/quickstart.yaml): `healthy` as it is, `diverging` with
-learner.learning_rate 2e-2, `stale` with staleness.max_staleness 16, `stale_and_fast` with that and a learning rate of 3e-3."""
+"""What alarms look at, of each step and evaluation of four whole runs of the main job
+(jobs/quickstart/quickstart.yaml): `healthy` as it is, `diverging` with learner.learning_rate 2e-2,
+`stale` with staleness.max_staleness 16, `stale_and_fast` with that and a learning rate of
+3e-3."""
 
 
 def records(run):

@@ -6,19 +6,19 @@ from types import SimpleNamespace
 
 from small_config import small_config
 
-from asyncrl.control.fates import FatesWriter
-from asyncrl.control.protocols import Example
+from asyncrl.contracts.messages import Example
 from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.log_lines import record_line
-from asyncrl.observe.metrics import MetricsWriter
 from asyncrl.observe.summary import before_and_after
+from asyncrl.rundir.metrics import MetricsWriter
+from asyncrl.rundir.outcomes import OutcomesWriter
 
 
 def test_the_log_tells_phases_steps_alarms_evaluations_and_checkpoints(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     with MetricsWriter(tmp_path) as writer:
         live = Live(small_config(max_steps=20), 0.0)
-        recorder = RunRecorder(writer, FatesWriter(tmp_path / "fates", 0), live)
+        recorder = RunRecorder(writer, OutcomesWriter(tmp_path / "outcomes", 0), live)
         live.phase("training")
         step = {
             "applied": 1.0,
@@ -38,7 +38,8 @@ def test_the_log_tells_phases_steps_alarms_evaluations_and_checkpoints(tmp_path,
     assert lines[0].startswith("training (starting took ")
     assert (
         lines[1]
-        == "step 7/20: version 6, reward 0.5, loss -0.25, mean staleness 1.5, max staleness 2, reward f 0.75"
+        == "step 7/20: version 6, reward 0.5, loss -0.25, mean staleness 1.5, max staleness 2,"
+        " reward f 0.75"
     )
     assert (
         lines[2].startswith("step 7: kl_k3 = 3 is outside")
@@ -126,7 +127,7 @@ def test_the_sinks_get_completions_and_rewards_now_and_then(tmp_path, monkeypatc
 
     with MetricsWriter(tmp_path, sinks=[Kept()]) as writer:
         live = Live(config, 0.0)
-        recorder = RunRecorder(writer, FatesWriter(tmp_path / "fates", 0), live)
+        recorder = RunRecorder(writer, OutcomesWriter(tmp_path / "outcomes", 0), live)
         recorder.record("step", 3, 3, {"applied": 1.0})
         assert not shown, "no batch is known yet"
         live.follow(SimpleNamespace(progress=seen))

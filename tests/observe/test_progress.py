@@ -43,9 +43,11 @@ TRAINING = Progress(
 
 
 def test_a_line_says_all_that_is_known() -> None:
-    assert line(TRAINING) == (
-        "4m01s | training | step 73/200 | version 73 (committed 72) | reward 0.812 | accuracy 77.4% of the last batch | staleness mean 1.42, max 2 of 2 | "
-        "generated 1,834 tok/s | trained 1,790 tok/s | waited learner 12s, generators 40s | left 3m10s"
+    assert (
+        line(TRAINING)
+        == "4m01s | training | step 73/200 | version 73 (committed 72) | reward 0.812 | accuracy"
+        " 77.4% of the last batch | staleness mean 1.42, max 2 of 2 | generated 1,834 tok/s |"
+        " trained 1,790 tok/s | waited learner 12s, generators 40s | left 3m10s"
     )
     assert line(Progress("starting", elapsed_s=3)) == "3s | starting"
 

@@ -1,4 +1,5 @@
-"""What a person reads of the model's own words: what differs, whole samples, and nothing that moves a terminal."""
+"""What a person reads of the model's own words: what differs, whole samples, and nothing that moves
+a terminal."""
 
 import io
 import os
@@ -9,14 +10,17 @@ import pytest
 from small_run import write_small_run
 
 from asyncrl.cli import main
-from asyncrl.control.protocols import Example
+from asyncrl.contracts.messages import Example
 from asyncrl.observe.live import Live
 from asyncrl.observe.progress import Progress, ProgressView, table
 from asyncrl.observe.samples import samples_text
 from asyncrl.observe.shared_text import SharedText
-from asyncrl.reading import open_run
+from asyncrl.rundir.reader import open_run
 
-ADVICE = "step 7: kl_k3 = 3.2 is outside 0 to 0.1: lower staleness.max_staleness or learner.learning_rate, then look at the run again, and begin a new one"
+ADVICE = (
+    "step 7: kl_k3 = 3.2 is outside 0 to 0.1: lower staleness.max_staleness or"
+    " learner.learning_rate, then look at the run again, and begin a new one"
+)
 
 
 def shared(*prompts):
@@ -31,9 +35,10 @@ def test_a_prompt_is_shown_without_what_all_prompts_share():
         "…12 + 3…",
         "…14 + 5…",
     ]
-    assert shared("<|user|>-12<|end|>", "<|user|>-15<|end|>") == ["…-12…", "…-15…"], (
-        "no number is cut"
-    )
+    assert shared("<|user|>-12<|end|>", "<|user|>-15<|end|>") == [
+        "…-12…",
+        "…-15…",
+    ], "no number is cut"
     assert shared("only one") == ["only one"]
     assert shared("one", "one") == ["one", "one"]
     assert shared("nothing", "alike") == ["nothing", "alike"]
@@ -81,7 +86,11 @@ def test_the_table_is_as_wide_as_the_terminal_and_cuts_no_advice(width, height):
 def test_a_log_shows_a_sample_now_and_then_and_every_note_once():
     stream, sample = (
         io.StringIO(),
-        {"prompt": "…1 + 1…", "completion": "2\x1b[2J\nok", "sample_reward": 1.0},
+        {
+            "prompt": "…1 + 1…",
+            "completion": "2\x1b[2J\nok",
+            "sample_reward": 1.0,
+        },
     )
     with ProgressView(interval_s=0.0, sample_every_s=3600, stream=stream) as view:
         view.show(Progress("training", notes=(ADVICE,), **sample))

@@ -1,4 +1,5 @@
-"""Every sink by its real library, offline, in a process of its own: they keep state in modules and folders."""
+"""Every sink by its real library, offline, in a process of its own: they keep state in modules and
+folders."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from asyncrl.config import load_config
-from asyncrl.observe.metrics import MetricsWriter
+from asyncrl.rundir.metrics import MetricsWriter
 from asyncrl.observe.sinks import open_sinks
 
 directory, sink = Path(sys.argv[1]), sys.argv[2]
-config = load_config(Path("jobs/quickstart.yaml"), ["--name", "sunk", "--observe.sinks", f'["{sink}"]', "--observe.project", "tests"])
+config = load_config(Path("jobs/quickstart/quickstart.yaml"), ["--name", "sunk", "--observe.sinks",
+    f'["{sink}"]', "--observe.project", "tests"])
 with MetricsWriter(directory, 0, open_sinks(config, directory, sys.argv[3])) as writer:
     for step in (1, 2, 3):
         writer.write("step", step, step, {"reward/mean": step / 4, "note": "text"})

@@ -1,4 +1,4 @@
-"""Each stage that stands still is named; one that moves, however slowly, is not."""
+"""Each stage that hangs is named; one that moves, however slowly, is not."""
 
 import asyncio
 from functools import partial
@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.control.checkpoint import State
+from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
-from asyncrl.observe.watchdog import Watchdog, marks, standing
-from asyncrl.run import _watched
+from asyncrl.observe.watchdog import Watchdog, current_stage, marks
+from asyncrl.run.attempt import Attempt
 from asyncrl.testing import (
     FakeLearner,
     FakePrompts,
@@ -56,7 +56,7 @@ def watched(stall_s=60.0, seconds=200.0, ask=None, prompts=None, evaluate=None, 
             all_parts, Schedule(10**6, Staleness(1, 4)), State("run", 0, 0, 0, 0, ())
         )
         loop = asyncio.get_running_loop()
-        moves, where = partial(marks, coordinator), partial(standing, coordinator)
+        moves, where = partial(marks, coordinator), partial(current_stage, coordinator)
         watchdog = Watchdog(
             moves,
             where,
@@ -155,12 +155,21 @@ def test_a_learner_that_works_alone_is_watched_as_well(tmp_path):
     class Learner:
         answered = 0
 
-        async def say(self):
+        async def describe(self):
             return None, "rank 0: all_reduce"
+
+    attempt = object.__new__(Attempt)
+    attempt.config, attempt.live, attempt.recorder, attempt.coordinator = (
+        config,
+        live,
+        recorder,
+        None,
+    )
+    attempt.directory = SimpleNamespace(state=SimpleNamespace(steps_attempted=3, version=2))
 
     async def both():
         learner = Learner()
-        async with _watched(config, live, recorder, lambda: (3, 2), learner):
+        async with attempt.watched(learner):
             for _ in range(20):
                 learner.answered += 1
                 await asyncio.sleep(0.05)

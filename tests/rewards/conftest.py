@@ -5,7 +5,8 @@ import pytest
 
 from asyncrl.config import RewardConfig
 
-# Reward functions for tests are named from the root: Ray workers and reward processes have the working directory on their path.
+# Reward functions for tests are named from the root: Ray workers and reward processes have the
+# working directory on their path.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 

@@ -100,7 +100,8 @@ def negative_once(completions, marker, **_):
 
 
 def names_its_reader(completions, marker, slow, **_):
-    """Writes its pool's process id once and then hangs; the second call of the same group does not."""
+    """Writes its pool's process id once and then hangs; the second call of the same group does
+    not."""
     if slow[0] == "1":
         try:
             file = os.open(marker[0], os.O_CREAT | os.O_EXCL | os.O_WRONLY)
@@ -193,7 +194,8 @@ LEAVES = {
 
 
 def leaves_processes(completions, how, marker, then, **_):
-    """Starts processes that hold the marker open, in several ways of getting away; then hangs, ends its process or returns."""
+    """Starts processes that hold the marker open, in several ways of getting away; then hangs, ends
+    its process or returns."""
     with open(marker[0], "a") as held:
         for command in LEAVES.values() if how[0] == "all" else [LEAVES[how[0]]]:
             subprocess.Popen(["sh", "-c", command], stdin=held, stdout=held, stderr=held)
@@ -262,7 +264,8 @@ def part_with_a_slash(completions, **_):
 
 
 def meets_another_pool(completions, folder, slow, **_):
-    """Returns when rewards of two pools have been called; the slow one writes its pool's process id once and hangs."""
+    """Returns when rewards of two pools have been called; the slow one writes its pool's process id
+    once and hangs."""
     pool = psutil.Process(os.getppid()).ppid()
     if slow[0] == "1":
         return names_its_reader(completions, [f"{folder[0]}/reader"], slow)

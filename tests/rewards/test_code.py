@@ -1,4 +1,5 @@
-"""The reward for code: what it reads, what it runs, and programs that would rather not be tested."""
+"""The reward for code: what it reads, what it runs, and programs that would rather not be
+tested."""
 
 import asyncio
 import json
@@ -9,7 +10,6 @@ from contextlib import AsyncExitStack
 import pytest
 from small_config import small_config
 
-from asyncrl import launch
 from asyncrl.config import SandboxConfig
 from asyncrl.rewards import source
 from asyncrl.rewards.code import (
@@ -23,7 +23,8 @@ from asyncrl.rewards.code import (
 )
 from asyncrl.rewards.contract import GroupCall, RewardError, call_reward
 from asyncrl.rewards.pool import RewardPool
-from asyncrl.sandbox import Level, Limits, SandboxError, SandboxUnavailable, probe
+from asyncrl.run import launch
+from asyncrl.sandbox import Level, Limits, SandboxError, SandboxUnavailableError, probe
 from asyncrl.testing import FakeSandbox
 from asyncrl.testing.sandbox import ended
 
@@ -130,7 +131,10 @@ def test_assertions_pass_or_fail(sandboxed):
         "import sys\nsys.exit(0)",
         "import os\nos._exit(0)",
         "import sys\nprint('x' * 99)\n" + ADD + "print('more', end='')",
-        "def add(a, b):\n    print('called')\n    return a + b\nimport threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",
+        (
+            "def add(a, b):\n    print('called')\n    return a + b\nimport threading,"
+            " time\nthreading.Thread(target=time.sleep, args=(60,)).start()"
+        ),
         "def add(a, b): raise SystemExit(0)",
         "syntax error",
         "x = '\ud800'\n" + ADD,
@@ -148,7 +152,10 @@ def test_programs_are_run_on_inputs(sandboxed):
         "print(3)",
         "a, b = map(int, input().split())\nprint(a + b)\nraise SystemExit(1)",
         "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
-        'print(\'[[0, "3"], [0, "15"]]\')\nimport os, signal\nos.kill(os.getppid(), signal.SIGKILL)',
+        (
+            'print(\'[[0, "3"], [0, "15"]]\')\nimport os, signal\nos.kill(os.getppid(),'
+            " signal.SIGKILL)"
+        ),
     ]
     assert list(rewards([f"```\n{program}\n```" for program in programs], ECHO)) == [
         1.0,
@@ -166,10 +173,10 @@ def test_no_code_runs_without_the_sandbox_that_the_config_asks_for(monkeypatch, 
         rewards([code], "assert True")
     monkeypatch.setenv(SETTINGS, '{"level": "container"}')
     with pytest.raises(
-        RewardError, match=r"SandboxUnavailable: sandbox level 'container' is not reached here"
+        RewardError, match=r"SandboxUnavailableError: sandbox level 'container' is not reached here"
     ):
         rewards([code], "assert True")
-    with pytest.raises(SandboxUnavailable):
+    with pytest.raises(SandboxUnavailableError):
         configured_sandbox()
     monkeypatch.setenv(SETTINGS, '{"level": "landlock", "service": "http://127.0.0.1:1"}')
     monkeypatch.setenv("ASYNCRL_SANDBOX_TOKEN", "a token of the tests")

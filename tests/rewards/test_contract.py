@@ -66,7 +66,10 @@ def test_what_a_reward_gave_or_raised_is_short_in_a_message_and_fits_a_text_colu
 def test_what_nobody_tells_a_reward_is_named():
     with pytest.raises(
         RewardError,
-        match="it takes solution, which neither a column of the data nor an entry of its arguments is; there are answer, ",
+        match=(
+            "it takes solution, which neither a column of the data nor an entry of its arguments"
+            " is; there are answer, "
+        ),
     ):
         call("asks_for_what_nobody_tells", {"answer": "x"})
 
@@ -163,6 +166,9 @@ def test_a_package_is_looked_for_and_not_run(tmp_path, monkeypatch):
     find_reward("costly_package.rewards:mine")
     with pytest.raises(
         RewardError,
-        match=r"'no_such_package\.rewards:f': there is no module 'no_such_package'; start where it lies",
+        match=(
+            r"'no_such_package\.rewards:f': there is no module 'no_such_package'; start where it"
+            r" lies"
+        ),
     ):
         find_reward("no_such_package.rewards:f")

@@ -14,7 +14,8 @@ from asyncrl.rewards.pool import RewardPool
 
 
 class Judge(ThreadingHTTPServer):
-    """Answers with what `replies` says for the completion: a text, a status, or a list of them, one per request."""
+    """Answers with what `replies` says for the completion: a text, a status, or a list of them, one
+    per request."""
 
     daemon_threads, request_queue_size = True, 64
 

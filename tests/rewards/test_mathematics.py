@@ -1,4 +1,5 @@
-"""math-verify through the pool: what it tells apart, and that no expression takes the group or the process with it."""
+"""math-verify through the pool: what it tells apart, and that no expression takes the group or the
+process with it."""
 
 import subprocess
 import sys
@@ -65,7 +66,10 @@ def test_an_answer_that_cannot_be_parsed_scores_nothing():
 
 
 def test_the_child_ends_with_its_process():
-    script = "from asyncrl.rewards.mathematics import math_verify; import os; print(math_verify(['$5$'], ['5'])); os._exit(0)"
+    script = (
+        "from asyncrl.rewards.mathematics import math_verify; import os; print(math_verify(['$5$'],"
+        " ['5'])); os._exit(0)"
+    )
     # The child has this output as well: it is at its end when both are gone.
     assert (
         subprocess.run(

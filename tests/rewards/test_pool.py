@@ -52,8 +52,8 @@ def test_a_reward_that_ends_its_process_is_survived(reward_config):
 def test_a_reward_that_allocates_without_end_fails_before_the_machine_does(reward_config):
     with RewardPool(reward_config("allocates", policy="drop_group", memory_bytes=1 << 30)) as pool:
         assert (
-            "'tests.rewards.rewards_under_test:allocates' asked for more memory than reward.memory_bytes leaves it"
-            in rewards(pool, {"slow": "1"}).failure
+            "'tests.rewards.rewards_under_test:allocates' asked for more memory than"
+            " reward.memory_bytes leaves it" in rewards(pool, {"slow": "1"}).failure
         )
         assert rewards(pool, {"slow": "0"}).parts == {"allocates": [1.0, 1.0]}
 
@@ -161,7 +161,7 @@ def test_a_thread_past_its_deadline_ends_with_its_process_and_the_others_run_aga
         assert first.failure is None and "was killed after" in second.failure
 
 
-def holders(path):
+def users(path):
     """Processes that have the file open."""
     found = []
     for process in psutil.process_iter():
@@ -180,11 +180,7 @@ def until_started(marker):
     """The processes that a reward has left, once it has started them all."""
     ends = time.monotonic() + 60
     while time.monotonic() < ends:
-        if (
-            marker.exists()
-            and "started" in marker.read_text()
-            and len(found := holders(marker)) >= 6
-        ):
+        if marker.exists() and "started" in marker.read_text() and len(found := users(marker)) >= 6:
             return found
         time.sleep(0.02)
     raise AssertionError("it left none")
@@ -198,7 +194,7 @@ def test_what_a_reward_has_started_dies_with_it(reward_config, tmp_path, then):
         assert (
             rewards(pool, {"how": "all", "marker": str(marker), "then": then}).failure is not None
         )
-        assert "started" in marker.read_text() and holders(marker) == []
+        assert "started" in marker.read_text() and users(marker) == []
 
 
 def test_what_a_reward_has_left_dies_with_the_pool(reward_config, tmp_path):
@@ -208,7 +204,7 @@ def test_what_a_reward_has_left_dies_with_the_pool(reward_config, tmp_path):
             rewards(pool, {"how": "all", "marker": str(marker), "then": "returns"}).failure is None
         )
         until_started(marker)
-    assert holders(marker) == []
+    assert users(marker) == []
 
 
 def test_what_a_late_async_reward_has_started_dies_with_it(reward_config, tmp_path):
@@ -217,7 +213,7 @@ def test_what_a_late_async_reward_has_started_dies_with_it(reward_config, tmp_pa
         reward_config("leaves_a_process_async", deadline_s=1.0, policy="drop_group")
     ) as pool:
         assert "was killed after" in rewards(pool, {"marker": str(marker)}).failure
-        assert marker.exists() and holders(marker) == []
+        assert marker.exists() and users(marker) == []
 
 
 def test_reward_processes_and_what_they_started_die_with_the_process_of_the_pool(tmp_path):
@@ -227,9 +223,11 @@ import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from asyncrl.config import RewardConfig
 from asyncrl.rewards.contract import GroupCall
 from asyncrl.rewards.pool import RewardPool
-config = RewardConfig.model_validate({{"functions": {{"f": {{"function": "tests.rewards.rewards_under_test:leaves_processes"}}}}, "processes": 1}})
+functions = {{"f": {{"function": "tests.rewards.rewards_under_test:leaves_processes"}}}}
+config = RewardConfig.model_validate({{"functions": functions, "processes": 1}})
 pool = RewardPool(config)
-pool.submit(GroupCall(["p"], ["a"], [[1]], {{"how": "all", "marker": {str(marker)!r}, "then": "hangs"}})).result()
+pool.submit(GroupCall(["p"], ["a"], [[1]], {{"how": "all", "marker": {str(marker)!r},
+    "then": "hangs"}})).result()
 """
     process = subprocess.Popen([sys.executable, "-c", script])
     try:
@@ -237,11 +235,11 @@ pool.submit(GroupCall(["p"], ["a"], [[1]], {{"how": "all", "marker": {str(marker
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert psutil.wait_procs(left, timeout=30)[1] == [] and holders(marker) == []
+    assert psutil.wait_procs(left, timeout=30)[1] == [] and users(marker) == []
 
 
 def test_a_module_that_raises_while_it_is_imported_is_named(reward_config, tmp_path, monkeypatch):
-    (tmp_path / "raises_at_import.py").write_text("raise ValueError('no licence')")
+    (tmp_path / "raises_at_import.py").write_text("raise ValueError('no license')")
     (tmp_path / "ends_at_import.py").write_text("import os; os._exit(5)")
     monkeypatch.syspath_prepend(tmp_path)
     config = reward_config("by_length", policy="drop_group")
@@ -254,7 +252,7 @@ def test_a_module_that_raises_while_it_is_imported_is_named(reward_config, tmp_p
 
     with named("raises_at_import") as pool:
         assert (
-            "'raises_at_import:f' cannot be imported (ValueError: no licence at "
+            "'raises_at_import:f' cannot be imported (ValueError: no license at "
             in rewards(pool).failure
         )
     with named("ends_at_import") as pool:

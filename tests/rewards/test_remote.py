@@ -17,7 +17,10 @@ def test_a_pool_in_an_actor_scores_fails_and_ends_like_one_here(ray_cluster, rew
             call = GroupCall(["p"] * 2, ["a", "bcd"], [[1], [2]])
             with pytest.raises(
                 RewardError,
-                match=r"^reward names_its_process: .*raised ValueError: no such thing at .*, in names_its_process$",
+                match=(
+                    r"^reward names_its_process: .*raised ValueError: no such thing at .*, in"
+                    r" names_its_process$"
+                ),
             ):
                 await pool.score(GroupCall(["p"], ["fail"], [[1]]))
             return (await pool.score(call)).parts["names_its_process"]

@@ -6,11 +6,7 @@ import pyarrow as pa
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.learning.batches import examples_of
-from asyncrl.rewards.pool import GroupRewards, RewardPool
-from asyncrl.rewards.score import attach_reference, attach_rewards, score_completions, score_table
-from asyncrl.rewards.scoring import scored_summary
-from asyncrl.types import (
+from asyncrl.contracts.rows import (
     Completion,
     Group,
     Prompt,
@@ -19,6 +15,11 @@ from asyncrl.types import (
     groups_from_table,
     groups_to_table,
 )
+from asyncrl.learning.batches import examples_of
+from asyncrl.preflight.specs import scoring_spec
+from asyncrl.rewards.pool import GroupRewards, RewardPool
+from asyncrl.rewards.score import attach_reference, attach_rewards, score_completions, score_table
+from asyncrl.rewards.scoring import scored_summary
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_masked_trajectories_take_no_part_in_the_statistics(config):
     )
     group = Group(1, Prompt(3, 0, "p", (1, 2), {"answer": "x"}), trajectories, "replica", 1.0, 2.0)
     rewards = GroupRewards({"a": [1.0, 0.0, 1.0, 1.0, None], "b": [None, 4.0, 1.0, 1.0, 1.0]})
-    row = score_table(attach_rewards(groups_to_table([group]), rewards), config)
+    row = score_table(attach_rewards(groups_to_table([group]), rewards), scoring_spec(config))
     [scored] = groups_from_table(row)
     assert [t.status for t in scored.trajectories] == [
         "ok",
@@ -75,7 +76,13 @@ def test_masked_trajectories_take_no_part_in_the_statistics(config):
     assert scored.prompt == group.prompt and scored.failure is None
 
     summary = scored_summary(row, "reference")
-    assert (summary.ordinal, summary.begun, summary.tokens, summary.usable, summary.truncated) == (
+    assert (
+        summary.ordinal,
+        summary.oldest_version,
+        summary.tokens,
+        summary.usable,
+        summary.truncated,
+    ) == (
         3,
         1,
         15,
@@ -94,7 +101,7 @@ def test_an_empty_completion_is_masked_and_counted(config):
         attach_rewards(
             groups_to_table([group]), GroupRewards({"a": [1.0, 1.0, 0.0], "b": [0.0] * 3})
         ),
-        config,
+        scoring_spec(config),
     )
     summary = scored_summary(row, "reference")
     assert row["status"][0].as_py() == ["ok", "no_token", "ok"] and row["advantage"][0].as_py() == [
@@ -102,7 +109,7 @@ def test_an_empty_completion_is_masked_and_counted(config):
         None,
         -0.5,
     ]
-    assert (summary.usable, dict(summary.masked), summary.begun) == (2, {"no_token": 1}, 2)
+    assert (summary.usable, dict(summary.masked), summary.oldest_version) == (2, {"no_token": 1}, 2)
 
 
 def test_a_group_with_every_trajectory_masked_has_no_advantage_and_says_why(config):
@@ -118,7 +125,7 @@ def test_a_group_with_every_trajectory_masked_has_no_advantage_and_says_why(conf
         attach_rewards(
             groups_to_table([group]), GroupRewards({"a": [1.0, 0.0, 1.0], "b": [0.0] * 3})
         ),
-        config,
+        scoring_spec(config),
     )
     summary = scored_summary(row, "reference")
     assert row["advantage"][0].as_py() == [None] * 3
@@ -134,7 +141,7 @@ def test_a_long_example_loses_its_secrets_before_its_middle(config, monkeypatch)
     text = f"{'x' * 490}correct-horse-battery-staple{'y' * 800}"
     group = Group(1, Prompt(3, 0, text, (1, 2)), (trajectory(2, text=text),), "replica", 1.0, 2.0)
     row = attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0], "b": [0.0]}))
-    example = scored_summary(score_table(row, config), "reference").example
+    example = scored_summary(score_table(row, scoring_spec(config)), "reference").example
     assert "correct" not in example.prompt + example.completion and len(example.prompt) < 1100
 
 
@@ -146,7 +153,8 @@ def test_a_group_of_one_learns_from_what_does_not_compare(config):
         }
     )
     row = score_table(
-        attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0], "b": [0.0]})), alone
+        attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0], "b": [0.0]})),
+        scoring_spec(alone),
     )
     assert (row["status"][0].as_py(), row["advantage"][0].as_py()) == (["ok"], [1.0])
 
@@ -158,7 +166,7 @@ def test_a_group_given_up_has_a_failure_and_nothing_usable(config):
             groups_to_table([group]),
             GroupRewards({"a": [None, None], "b": [None, None]}, "too slow"),
         ),
-        config,
+        scoring_spec(config),
     )
     summary = scored_summary(row, "reference")
     assert (summary.failure, summary.usable, summary.rewards, summary.reward_parts) == (
@@ -180,7 +188,7 @@ def test_two_groups_in_one_block_score_like_one_each(config):
         )
         for i, group in enumerate(groups)
     ]
-    scored = score_table(pa.concat_tables(tables), config)
+    scored = score_table(pa.concat_tables(tables), scoring_spec(config))
     assert scored["advantage"].to_pylist() == [[-0.5, 0.5], [0.0, 0.0]]
 
 
@@ -217,7 +225,10 @@ def test_the_last_tokens_before_the_limit_cost_reward(config):
     )
     rewards = GroupRewards({"a": [1.0, 1.0, None], "b": [1.0, 1.0, 1.0]})
     [scored] = groups_from_table(
-        score_table(attach_rewards(groups_to_table([group]), rewards), Config.model_validate(tree))
+        score_table(
+            attach_rewards(groups_to_table([group]), rewards),
+            scoring_spec(Config.model_validate(tree)),
+        )
     )
     assert [t.reward for t in scored.trajectories] == [1.0, 0.75, None]
     assert [t.advantage for t in scored.trajectories] == [0.125, -0.125, None]
@@ -237,7 +248,10 @@ def test_the_overlong_penalty_counts_from_where_max_length_ends_a_completion(con
     )
     rewards = GroupRewards({"a": [1.0] * 4, "b": [1.0] * 4})
     [scored] = groups_from_table(
-        score_table(attach_rewards(groups_to_table([group]), rewards), Config.model_validate(tree))
+        score_table(
+            attach_rewards(groups_to_table([group]), rewards),
+            scoring_spec(Config.model_validate(tree)),
+        )
     )
     assert [t.reward for t in scored.trajectories] == [1.0, 0.75, 0.5, 0.5]
     assert [t.status for t in scored.trajectories] == ["ok", "ok", "ok", "over_long"]
@@ -262,7 +276,7 @@ def test_kl_from_the_reference_is_taken_from_the_reward(config):
     referred = attach_reference(
         rewarded, [np.float32([-1.5, -1.0]), np.float32([-1.0] * 4), np.float32([-1.0, -1.0])]
     )
-    [scored] = groups_from_table(score_table(referred, config))
+    [scored] = groups_from_table(score_table(referred, scoring_spec(config)))
     # -1.0 - -1.5 = 0.5 nats in the first, half of which it costs
     assert [t.reward for t in scored.trajectories] == [0.75, 1.0, 1.0]
     assert [t.status for t in scored.trajectories] == ["ok", "ok", "bad_logprob"]
@@ -288,7 +302,7 @@ def test_reference_log_probs_that_are_no_numbers_mask_their_trajectory(config):
     reference = [np.array([-1.0, -2.0]), np.array([-1.0, math.nan]), np.array([-1.0])]
     row = score_table(
         attach_reference(attach_rewards(groups_to_table([group]), rewards), reference),
-        Config.model_validate(tree),
+        scoring_spec(Config.model_validate(tree)),
     )
     assert row["status"][0].as_py() == ["ok", "bad_logprob", "ok"] and row["advantage"][
         0
@@ -308,7 +322,7 @@ def test_a_completion_ended_in_a_loop_counts_as_truncated_and_as_long_as_it_coul
     )
     row = score_table(
         attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0] * 3, "b": [1.0] * 3})),
-        Config.model_validate(tree),
+        scoring_spec(Config.model_validate(tree)),
     )
     assert row["reward"].to_pylist() == [[1.0, 0.5, 0.5]] and row["status"].to_pylist() == [
         ["ok"] * 3
@@ -325,7 +339,7 @@ def test_signs_of_gibberish_are_counted(config):
     group = Group(1, Prompt(3, 0, "p", (1, 2), {}), trajectories, "replica", 1.0, 2.0)
     row = score_table(
         attach_rewards(groups_to_table([group]), GroupRewards({"a": [1.0] * 3, "b": [1.0] * 3})),
-        config,
+        scoring_spec(config),
     )
     summary = scored_summary(row, "reference")
     assert (summary.logprob_sum, summary.looping, summary.characters, summary.unprintable) == (
@@ -348,7 +362,7 @@ def test_rewards_of_tokens_are_a_column_that_the_learner_reads(config):
     rewards = GroupRewards(
         {"a": [1.5, 1.0, None], "b": [0.0] * 3}, tokens=[[0.5, 0.0, 1.0], [0.0, 1.0], None]
     )
-    row = score_table(attach_rewards(groups_to_table([group]), rewards), config)
+    row = score_table(attach_rewards(groups_to_table([group]), rewards), scoring_spec(config))
     assert row["token_rewards"].to_pylist() == [[[0.5, 0.0, 1.0], [0.0, 1.0], None]]
     [scored] = groups_from_table(row)
     assert [t.token_rewards for t in scored.trajectories] == [(0.5, 0.0, 1.0), (0.0, 1.0), None]
@@ -361,7 +375,7 @@ def test_rewards_of_tokens_are_a_column_that_the_learner_reads(config):
         attach_rewards(
             groups_to_table([group]), GroupRewards({"a": [1.5, 1.0, None], "b": [0.0] * 3})
         ),
-        config,
+        scoring_spec(config),
     )
     assert (
         "token_rewards" not in without.column_names
@@ -410,7 +424,8 @@ def broken(rewards):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch, config):
-    """`own(rewards, advantage=…, group_filter=…)`: a group of two, scored with functions of the user's own."""
+    """`own(rewards, advantage=…, group_filter=…)`: a group of two, scored with functions of the
+    user's own."""
     (tmp_path / "own_in_scoring.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -428,7 +443,7 @@ def own(tmp_path, monkeypatch, config):
         tree["algorithm"] = named
         row = score_table(
             attach_rewards(groups_to_table([group]), GroupRewards({"a": rewards, "b": [0.0, 0.0]})),
-            Config.model_validate(tree),
+            scoring_spec(Config.model_validate(tree)),
         )
         return row, scored_summary(row, "reference")
 

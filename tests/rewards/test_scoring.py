@@ -16,13 +16,13 @@ from ray.data._internal.execution.streaming_executor import StreamingExecutor
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
-from asyncrl.learning.reference import start_reference
+from asyncrl.contracts.rows import Prompt, groups_from_table, table_from_ipc
+from asyncrl.frozen.reference import start_reference
+from asyncrl.preflight.specs import reference_spec, scoring_spec, worker_spec
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.scoring import RayScores
 from asyncrl.rollout.group import start_rollouts
-from asyncrl.rollout.worker import WorkerSpec
 from asyncrl.testing import FakeGenerate
-from asyncrl.types import Prompt, groups_from_table, table_from_ipc
 
 # Workers cannot import this file.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -52,9 +52,9 @@ class Station:
     """Rollout workers and scoring together, closed in the end."""
 
     def __init__(self, config, directory, reference=None):
-        self.rollouts = start_rollouts(WorkerSpec(config, "run", 1, FakeGenerate))
+        self.rollouts = start_rollouts(worker_spec(config, "run", 1, FakeGenerate))
         self.scores = RayScores(
-            config, 1, self.rollouts.workers, self.rollouts, directory, reference
+            scoring_spec(config), 1, self.rollouts.workers, self.rollouts, directory, reference
         )
 
     async def __aenter__(self):
@@ -160,7 +160,10 @@ def test_policies_drop_group_and_fail(ray_cluster, tmp_path):
     assert groups[1].failure is None and groups[1].usable == 4
     with pytest.raises(
         RewardError,
-        match=r"group 0: reward tested \(tests.rewards.rewards_under_test:hangs_in_c\) was killed after reward.deadline_s = 1 s",
+        match=(
+            r"group 0: reward tested \(tests.rewards.rewards_under_test:hangs_in_c\) was killed"
+            r" after reward.deadline_s = 1 s"
+        ),
     ):
         asyncio.run(scenario("fail"))
 
@@ -303,7 +306,7 @@ def test_a_reference_policy_gives_its_log_probs_to_every_trajectory(
             "algorithm": {"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k1"},
         }
     )
-    reference = start_reference(config)
+    reference = start_reference(reference_spec(config))
 
     async def scenario():
         async with Station(config, tmp_path / "groups", reference) as station:

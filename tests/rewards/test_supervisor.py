@@ -1,4 +1,5 @@
-"""The supervisor tells how its process ended, also when the pool saw the end before the kernel had the code."""
+"""The supervisor tells how its process ended, also when the pool saw the end before the kernel had
+the code."""
 
 import os
 import socket

@@ -8,13 +8,13 @@ import ray
 from ray.exceptions import ActorDiedError, RpcError
 
 from asyncrl.config import Config
-from asyncrl.control.protocols import Finished, RolloutFailed
-from asyncrl.generation.protocol import StaleReplica
+from asyncrl.contracts.errors import RolloutFailedError, StaleReplicaError
+from asyncrl.contracts.messages import Finished
+from asyncrl.contracts.rows import Prompt, table_from_ipc
+from asyncrl.preflight.specs import worker_spec
 from asyncrl.rollout import group as group_module
 from asyncrl.rollout.group import RayRollouts, start_rollouts
-from asyncrl.rollout.worker import WorkerSpec
 from asyncrl.testing import FakeGenerate
-from asyncrl.types import Prompt, table_from_ipc
 
 # Workers cannot import this file.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -29,7 +29,7 @@ class SlowOne(FakeGenerate):
 
     async def generate(self, request):
         if request.prompt_ids == (3,):
-            raise StaleReplica("behind")
+            raise StaleReplicaError("behind")
         while request.prompt_ids == (2,) and self.gate.exists():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return await super().generate(request)
@@ -51,7 +51,7 @@ def make_spec(gate, deadline_s=60.0):
             "reward": {"functions": {"exact": {"function": "asyncrl.rewards.builtin:exact_match"}}},
         }
     )
-    return WorkerSpec(config, "run", 1, lambda: SlowOne(gate))
+    return worker_spec(config, "run", 1, lambda: SlowOne(gate))
 
 
 def prompt(ordinal):
@@ -63,7 +63,8 @@ async def held(rollouts):
 
 
 async def until_held(rollouts, groups):
-    """Acknowledgements are sent without waiting for an answer, and a worker that was killed may still be starting."""
+    """Acknowledgements are sent without waiting for an answer, and a worker that was killed may
+    still be starting."""
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(ray.exceptions.ActorUnavailableError):
@@ -85,8 +86,12 @@ def test_work_is_spread_and_forgotten_when_acknowledged(ray_cluster, tmp_path):
             await rollouts.ack([0, 1, 77])
             await until_held(rollouts, 0)
             with pytest.raises(
-                RolloutFailed,
-                match=r"^group 3 was not generated within rollout.deadline_s = 10 s .*StaleReplica: behind",
+                RolloutFailedError,
+                match=(
+                    r"^group 3 was not generated within rollout.deadline_s = 10 s"
+                    r" .*StaleReplicaError:"
+                    r" behind"
+                ),
             ):
                 await rollouts.rollout(prompt(3), 0)
             await until_held(rollouts, 0)
@@ -116,7 +121,7 @@ def test_a_dead_workers_groups_are_made_again_under_their_ordinals(ray_cluster, 
             streams = [
                 stream
                 for worker in rollouts.workers
-                if (stream := await worker.lease.remote("reader", 8, 0.1)) is not None
+                if (stream := await worker.take.remote("reader", 8, 0.1)) is not None
             ]
             rows = {
                 row["ordinal"]: row["completion_ids"]
@@ -131,7 +136,8 @@ def test_a_dead_workers_groups_are_made_again_under_their_ordinals(ray_cluster, 
 
 
 def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path):
-    """Both are lost with their workers, and neither can be made again in time; but the row of one turns up, scored."""
+    """Both are lost with their workers, and neither can be made again in time; but the row of one
+    turns up, scored."""
     gate = tmp_path / "gate"
 
     async def scenario():
@@ -164,7 +170,7 @@ def test_only_a_group_that_is_still_needed_counts_as_lost(ray_cluster, tmp_path)
     ((ordinal, kind, message),) = asyncio.run(scenario())
     assert (ordinal, kind) == (
         6,
-        RolloutFailed,
+        RolloutFailedError,
     ) and "was not generated within rollout.deadline_s = 2 s" in message
 
 

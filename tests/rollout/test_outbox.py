@@ -2,7 +2,8 @@ import asyncio
 
 import pytest
 
-from asyncrl.rollout.outbox import Outbox, OutboxClosed
+from asyncrl.contracts.errors import OutboxClosedError
+from asyncrl.rollout.outbox import Outbox
 
 
 def run(scenario):
@@ -14,9 +15,9 @@ def test_groups_are_leased_once_and_kept_until_acknowledged():
         outbox = Outbox()
         for ordinal in (3, 1, 2):
             await outbox.put(ordinal, f"group {ordinal}")
-        assert await outbox.lease("a", 2, 1.0) == ["group 3", "group 1"]
-        assert await outbox.lease("a", 2, 1.0) == ["group 2"]
-        assert await outbox.lease("a", 2, 0.001) == []
+        assert await outbox.take("a", 2, 1.0) == ["group 3", "group 1"]
+        assert await outbox.take("a", 2, 1.0) == ["group 2"]
+        assert await outbox.take("a", 2, 0.001) == []
         assert len(outbox) == 3
         await outbox.ack([1, 3])
         await outbox.ack([1, 99])
@@ -28,10 +29,10 @@ def test_groups_are_leased_once_and_kept_until_acknowledged():
 def test_a_lease_waits_for_a_group():
     async def scenario():
         outbox = Outbox()
-        lease = asyncio.create_task(outbox.lease("a", 8, 5.0))
+        take = asyncio.create_task(outbox.take("a", 8, 5.0))
         await asyncio.sleep(0)
         await outbox.put(7, "group")
-        assert await lease == ["group"]
+        assert await take == ["group"]
 
     run(scenario())
 
@@ -41,10 +42,10 @@ def test_a_new_reader_gets_what_the_old_one_held_first():
         outbox = Outbox()
         await outbox.put(0, "zero")
         await outbox.put(1, "one")
-        assert await outbox.lease("old", 1, 1.0) == ["zero"]
-        assert await outbox.lease("new", 8, 1.0) == ["zero", "one"]
-        with pytest.raises(OutboxClosed, match="replaced by new"):
-            await outbox.lease("old", 8, 1.0)
+        assert await outbox.take("old", 1, 1.0) == ["zero"]
+        assert await outbox.take("new", 8, 1.0) == ["zero", "one"]
+        with pytest.raises(OutboxClosedError, match="replaced by new"):
+            await outbox.take("old", 8, 1.0)
 
     run(scenario())
 
@@ -52,13 +53,13 @@ def test_a_new_reader_gets_what_the_old_one_held_first():
 def test_a_waiting_lease_of_a_dead_reader_takes_nothing_from_its_successor():
     async def scenario():
         outbox = Outbox()
-        dead = asyncio.create_task(outbox.lease("dead", 8, 5.0))
+        dead = asyncio.create_task(outbox.take("dead", 8, 5.0))
         await asyncio.sleep(0)
-        alive = asyncio.create_task(outbox.lease("alive", 8, 5.0))
+        alive = asyncio.create_task(outbox.take("alive", 8, 5.0))
         await asyncio.sleep(0)
         await outbox.put(0, "zero")
         assert await alive == ["zero"]
-        with pytest.raises(OutboxClosed):
+        with pytest.raises(OutboxClosedError):
             await dead
 
     run(scenario())
@@ -68,10 +69,10 @@ def test_a_group_made_again_replaces_its_leased_copy():
     async def scenario():
         outbox = Outbox()
         await outbox.put(0, "first")
-        await outbox.lease("a", 1, 1.0)
+        await outbox.take("a", 1, 1.0)
         await outbox.put(0, "second")
         assert len(outbox) == 1
-        assert await outbox.lease("a", 1, 1.0) == ["second"]
+        assert await outbox.take("a", 1, 1.0) == ["second"]
 
     run(scenario())
 
@@ -79,10 +80,10 @@ def test_a_group_made_again_replaces_its_leased_copy():
 def test_closing_ends_waiting_leases():
     async def scenario():
         outbox = Outbox()
-        lease = asyncio.create_task(outbox.lease("a", 1, 5.0))
+        take = asyncio.create_task(outbox.take("a", 1, 5.0))
         await asyncio.sleep(0)
         await outbox.close()
-        with pytest.raises(OutboxClosed, match="closed"):
-            await lease
+        with pytest.raises(OutboxClosedError, match="closed"):
+            await take
 
     run(scenario())

@@ -4,11 +4,11 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.control.protocols import RolloutFailed
-from asyncrl.generation.protocol import GenerationTimeout, StaleReplica
-from asyncrl.rollout.worker import RolloutWorker, WorkerSpec, rollout_seed
+from asyncrl.contracts.errors import GenerationTimeoutError, RolloutFailedError, StaleReplicaError
+from asyncrl.contracts.rows import Prompt, groups_from_table, table_from_ipc
+from asyncrl.preflight.specs import worker_spec
+from asyncrl.rollout.worker import RolloutWorker, rollout_seed
 from asyncrl.testing import FakeGenerate
-from asyncrl.types import Prompt, groups_from_table, table_from_ipc
 
 PROMPT = Prompt(5, 0, "1+2=", (4, 5, 6), {"answer": "3"})
 
@@ -43,19 +43,19 @@ class Recording(FakeGenerate):
 
 
 def make_worker(generate, **rollout):
-    return RolloutWorker(WorkerSpec(make_config(**rollout), "run", 2, lambda: generate))
+    return RolloutWorker(worker_spec(make_config(**rollout), "run", 2, lambda: generate))
 
 
 def test_a_group_waits_in_the_outbox_as_one_row():
     async def scenario():
         worker = make_worker(FakeGenerate())
         finished = await worker.rollout(PROMPT, 0)
-        table = table_from_ipc(await worker.lease("reader", 8, 1.0))
+        table = table_from_ipc(await worker.take("reader", 8, 1.0))
         assert table.num_rows == 1
         return finished, groups_from_table(table)[0]
 
     finished, group = asyncio.run(scenario())
-    assert (finished.ordinal, finished.begun) == (5, 0)
+    assert (finished.ordinal, finished.oldest_version) == (5, 0)
     assert group.attempt == 2 and group.prompt == PROMPT
     assert finished.tokens == sum(len(t.completion.token_ids) for t in group.trajectories)
     assert all(
@@ -80,13 +80,13 @@ def test_a_request_keeps_the_tokens_that_the_config_keeps():
         algorithm={"loss": "reinforce", "old_policy": "learner"},
         staleness={"max_staleness": 0},
     )
-    asyncio.run(RolloutWorker(WorkerSpec(config, "run", 2, lambda: generate)).rollout(PROMPT, 0))
+    asyncio.run(RolloutWorker(worker_spec(config, "run", 2, lambda: generate)).rollout(PROMPT, 0))
     assert [(one.top_p, one.top_k, one.min_p) for one in generate.requests] == [(0.9, 50, 0.05)]
 
 
 def test_a_retry_asks_for_the_version_committed_by_then():
     async def scenario():
-        generate = Recording(StaleReplica("behind"))
+        generate = Recording(StaleReplicaError("behind"))
         generate.version = 3
         worker = make_worker(generate)
         rollout = asyncio.create_task(worker.rollout(PROMPT, 1))
@@ -103,19 +103,20 @@ def test_a_retry_asks_for_the_version_committed_by_then():
 
 def test_a_group_fails_at_its_deadline_and_says_why():
     async def scenario():
-        await make_worker(Recording(*[StaleReplica("behind")] * 100), deadline_s=0.3).rollout(
+        await make_worker(Recording(*[StaleReplicaError("behind")] * 100), deadline_s=0.3).rollout(
             PROMPT, 0
         )
 
     with pytest.raises(
-        RolloutFailed, match=r"group 5 .* rollout.deadline_s = 0.3 s .*StaleReplica: behind"
+        RolloutFailedError,
+        match=r"group 5 .* rollout.deadline_s = 0.3 s .*StaleReplicaError: behind",
     ):
         asyncio.run(scenario())
 
 
 def test_a_generator_timeout_fails_the_group():
-    with pytest.raises(RolloutFailed, match="group 5"):
-        asyncio.run(make_worker(Recording(GenerationTimeout("late"))).rollout(PROMPT, 0))
+    with pytest.raises(RolloutFailedError, match="group 5"):
+        asyncio.run(make_worker(Recording(GenerationTimeoutError("late"))).rollout(PROMPT, 0))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_a_generator_timeout_fails_the_group():
 def test_an_exception_that_nobody_foresaw_is_that_groups_failure_with_its_stack(error):
     async def scenario():
         worker = make_worker(Recording(error))
-        with pytest.raises(RolloutFailed) as failed:
+        with pytest.raises(RolloutFailedError) as failed:
             await worker.rollout(PROMPT, 0)
         return (
             str(failed.value),
@@ -153,8 +154,10 @@ def test_a_replica_that_gives_too_few_completions_fails_one_group():
             return replace(generated, completions=generated.completions[:1])
 
     with pytest.raises(
-        RolloutFailed,
-        match=r"not foreseen: group 5: RuntimeError: replica .* gave 1 completions for group 5, not 4",
+        RolloutFailedError,
+        match=(
+            r"not foreseen: group 5: RuntimeError: replica .* gave 1 completions for group 5, not 4"
+        ),
     ):
         asyncio.run(make_worker(Few()).rollout(PROMPT, 0))
 

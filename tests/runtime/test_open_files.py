@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.confined import EscapesDirectory
+from asyncrl.contracts.errors import EscapesDirectoryError
 from asyncrl.runtime.files import (
-    DiskFull,
-    NotAFile,
+    DiskFullError,
+    NotAFileError,
     append_to,
     make_directory,
     open_regular,
@@ -56,7 +56,7 @@ def test_no_link_is_followed_at_any_depth(tmp_path, writer, where):
     else:
         run.mkdir()
         (run / "a").symlink_to(outside)
-    with pytest.raises(EscapesDirectory, match="is a symbolic link"):
+    with pytest.raises(EscapesDirectoryError, match="is a symbolic link"):
         writer(run / "a" / "b" / "file")
     assert (outside / "victim").read_text() == "precious" and not list((outside / "b").iterdir())
 
@@ -86,21 +86,21 @@ def test_what_is_no_file_is_an_error_with_its_name(tmp_path, monkeypatch, name, 
     monkeypatch.chdir(tmp_path)  # a socket's path is short
     with other_kinds(tmp_path):
         for use in (write, append):
-            with pytest.raises(NotAFile, match=f"{name} is {kind}, not a file"):
+            with pytest.raises(NotAFileError, match=f"{name} is {kind}, not a file"):
                 use(tmp_path / name)
         if name != "socket":  # the system itself refuses to open one
-            with pytest.raises(NotAFile, match=f"{name} is {kind}, not a file"):
+            with pytest.raises(NotAFileError, match=f"{name} is {kind}, not a file"):
                 open_regular(tmp_path / name)
 
 
 def test_a_device_is_not_read():
-    with pytest.raises(NotAFile, match="/dev/zero is a device"):
+    with pytest.raises(NotAFileError, match="/dev/zero is a device"):
         open_regular(Path("/dev/zero"))
 
 
 def test_a_file_in_place_of_a_directory(tmp_path):
     (tmp_path / "a").write_text("")
-    with pytest.raises(NotAFile, match="is a file, not a directory"):
+    with pytest.raises(NotAFileError, match="is a file, not a directory"):
         make_directory(tmp_path / "a" / "b")
 
 
@@ -111,7 +111,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DiskFull, match=r"file cannot be written: [\d,]+ bytes are free"):
+    with pytest.raises(DiskFullError, match=r"file cannot be written: [\d,]+ bytes are free"):
         replace_text(tmp_path / "file", "other")
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "new"
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import asyncrl
-from asyncrl.runtime.files import NotAFile
+from asyncrl.runtime.files import NotAFileError
 from asyncrl.runtime.parquet import ExtensionTypeError, read_schema, read_table, write_table
 
 PACKAGE = Path(asyncrl.__file__).parent
@@ -69,7 +69,8 @@ def test_an_extension_type_is_refused_before_pyarrow_sees_it(tmp_path, marker):
 
 
 def test_a_stored_schema_is_found_however_it_is_aligned(tmp_path, marker):
-    """Characters of base64 right before it, such as the length in front of it may be, shift what a decoder sees."""
+    """Characters of base64 right before it, such as the length in front of it may be, shift what a
+    decoder sees."""
     from asyncrl.runtime.parquet import _has_extension_type
 
     dangerous(tmp_path / "file.parquet", marker)
@@ -80,15 +81,15 @@ def test_a_stored_schema_is_found_however_it_is_aligned(tmp_path, marker):
 
 
 def test_every_run_file_is_read_that_way(tmp_path, marker):
-    """A run's groups and fates, and the groups that wait in a checkpoint."""
+    """A run's groups and outcomes, and the groups that wait in a checkpoint."""
     from asyncrl.rewards.scoring import RayScores
 
-    for folder in ("groups", "fates"):
+    for folder in ("groups", "outcomes"):
         (tmp_path / folder).mkdir()
         dangerous(tmp_path / folder / "attempt_0000-00000000.parquet", marker)
     (tmp_path / "config.yaml").write_text("")
     run = asyncrl.open_run(tmp_path)
-    for read in (run.groups, run.fates, run.trajectories):
+    for read in (run.groups, run.outcomes, run.trajectories):
         with pytest.raises(ExtensionTypeError):
             read()
     dangerous(tmp_path / "buffer.parquet", marker)
@@ -133,5 +134,5 @@ def test_what_is_no_parquet_file_is_named(tmp_path, content):
 
 def test_a_pipe_does_not_make_a_reader_wait(tmp_path):
     os.mkfifo(tmp_path / "file.parquet")
-    with pytest.raises(NotAFile, match="is a named pipe"):
+    with pytest.raises(NotAFileError, match="is a named pipe"):
         read_table(tmp_path / "file.parquet")

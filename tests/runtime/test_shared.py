@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncrl.runtime.shared import (
-    NotShared,
+    NotSharedError,
     Probe,
     answer_probe,
     size_and_checksum,
@@ -49,8 +49,11 @@ def test_it_waits_for_a_file_that_is_seen_late(tmp_path):
 def test_what_is_never_seen_is_named(tmp_path):
     (tmp_path / "short").write_bytes(b"12")
     with pytest.raises(
-        NotShared,
-        match=r"short was written with 1,234 bytes on another node, and here 2 bytes are there after 0.1 s; share it",
+        NotSharedError,
+        match=(
+            r"short was written with 1,234 bytes on another node, and here 2 bytes are there after"
+            r" 0.1 s; share it"
+        ),
     ):
         wait_until_seen(tmp_path, {"short": 1234}, "share it", within_s=0.1)
 

@@ -1,4 +1,5 @@
-"""Temporary folders of processes that were killed go when the next one is made; those of living ones stay."""
+"""Temporary folders of processes that were killed go when the next one is made; those of living
+ones stay."""
 
 import asyncio
 import os
@@ -14,7 +15,10 @@ from asyncrl.generation.engine import Engine
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind, temporary_folder
 
-MAKES = "from asyncrl.runtime.temporary import temporary_folder as f; folder = f('test'); print(folder.name, flush=True); input()"
+MAKES = (
+    "from asyncrl.runtime.temporary import temporary_folder as f; folder = f('test');"
+    " print(folder.name, flush=True); input()"
+)
 
 
 def test_a_killed_process_leaves_none_behind(monkeypatch, tmp_path):
@@ -65,7 +69,8 @@ def short(monkeypatch):
 
 
 def test_what_libraries_leave_behind_goes_with_the_process(short):
-    """pymp-…, vllm_dist_… and sockets lay in the temporary directory itself, for ever once their process was killed."""
+    """pymp-…, vllm_dist_… and sockets lay in the temporary directory itself, for ever once their
+    process was killed."""
     makers = [
         subprocess.Popen(
             [sys.executable, "-c", LISTENS],
@@ -138,7 +143,8 @@ def test_a_killed_driver_leaves_nothing_of_a_sink(short, tmp_path):
 
 
 def test_what_an_engine_makes_after_its_start_was_cancelled_goes_as_well(short, monkeypatch):
-    """A replica is ended while it loads: the thread that makes vLLM's engine, and its sockets, goes on."""
+    """A replica is ended while it loads: the thread that makes vLLM's engine, and its sockets, goes
+    on."""
 
     async def hangs(engine, caches):
         await asyncio.Event().wait()

@@ -43,15 +43,18 @@ QUICK = (
 """Nothing ends these but the clock."""
 
 BOMBS = {
-    "forks": """
+    "forks": (
+        """
 import os, time
 while True:
     try:
         os.fork()
     except OSError as error:
         time.sleep(0.01)
-""",
-    "forks, counted": """
+"""
+    ),
+    "forks, counted": (
+        """
 import os, time
 count = 0
 try:
@@ -61,8 +64,10 @@ try:
         count += 1
 except OSError:
     print(count, flush=True)
-""",
-    "threads": """
+"""
+    ),
+    "threads": (
+        """
 import threading, time
 try:
     for _ in range(1000):
@@ -71,17 +76,21 @@ except RuntimeError:
     print("refused", flush=True)
     import os
     os._exit(3)
-""",
+"""
+    ),
     "memory of one": "x = []\nwhile True:\n    x.append(bytearray(8 << 20))",
-    "memory of many": """
+    "memory of many": (
+        """
 import os, time
 for _ in range(10):
     if os.fork() == 0:
         x = bytearray(b"x") * (60 << 20)
         time.sleep(60)
 time.sleep(60)
-""",
-    "shared memory": """
+"""
+    ),
+    "shared memory": (
+        """
 import mmap
 for path in (None, "/dev/zero"):
     try:
@@ -89,9 +98,13 @@ for path in (None, "/dev/zero"):
         print("mapped", path)
     except OSError:
         print("refused")
-""",
-    "one large file": "f = open('large', 'wb')\nwhile True:\n    f.write(b'x' * (1 << 20))\n    f.flush()",
-    "large files": """
+"""
+    ),
+    "one large file": (
+        "f = open('large', 'wb')\nwhile True:\n    f.write(b'x' * (1 << 20))\n    f.flush()"
+    ),
+    "large files": (
+        """
 import time
 n = 0
 while True:
@@ -101,8 +114,10 @@ while True:
     except OSError:
         time.sleep(0.05)
     n = (n + 1) % 50
-""",
-    "many files": """
+"""
+    ),
+    "many files": (
+        """
 import os, time
 n = 0
 while True:
@@ -112,8 +127,10 @@ while True:
     except OSError:
         print("full", n, flush=True)
         time.sleep(0.5)
-""",
-    "deleted files": """
+"""
+    ),
+    "deleted files": (
+        """
 import os, time
 kept = []
 while True:
@@ -124,8 +141,10 @@ while True:
         kept[-1].flush()
     except OSError:
         time.sleep(0.05)
-""",
-    "deep folders": """
+"""
+    ),
+    "deep folders": (
+        """
 import os, time
 depth = 0
 while True:
@@ -134,8 +153,10 @@ while True:
     except OSError:
         print("refused", depth, flush=True)
         time.sleep(0.5)
-""",
-    "closed folders": """
+"""
+    ),
+    "closed folders": (
+        """
 import os, time
 os.mkdir("closed", 0o700)
 os.mkdir("closed/inner", 0o000)
@@ -143,11 +164,13 @@ os.mkdir("shut", 0o000)
 os.symlink("/", "root")
 os.symlink("closed", "closed-link")
 print("left")
-""",
+"""
+    ),
     "output": "import sys\nwhile True:\n    sys.stdout.write('x' * 65536)",
     "errors": "import sys\nwhile True:\n    sys.stderr.write('x' * 65536)",
     "spin": "while True: pass",
-    "spin, deaf": """
+    "spin, deaf": (
+        """
 import signal
 for number in range(1, 65):
     try:
@@ -155,11 +178,13 @@ for number in range(1, 65):
     except (OSError, ValueError):
         pass
 while True: pass
-""",
+"""
+    ),
     "spin of many": "import os\nfor _ in range(3): os.fork()\nwhile True: pass",
     "sleep": "import time\ntime.sleep(600)",
     "stopped": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
-    "survivors": """
+    "survivors": (
+        """
 import os, sys, time
 token = sys.stdin.read()
 for _ in range(4):
@@ -173,8 +198,10 @@ for _ in range(4):
         os._exit(0)
 time.sleep(0.3)
 print("done")
-""",
-    "war on the warden": """
+"""
+    ),
+    "war on the warden": (
+        """
 import os
 for number in range(1, 65):
     for process in (1, os.getppid()):
@@ -183,14 +210,17 @@ for number in range(1, 65):
         except OSError:
             pass
 print("alive")
-""",
-    "core": """
+"""
+    ),
+    "core": (
+        """
 import ctypes, os
 if os.fork() == 0:
     ctypes.string_at(0)
 _, status = os.wait()
 print(os.WCOREDUMP(status), [n for n in os.listdir(".") if "core" in n])
-""",
+"""
+    ),
 }
 
 
@@ -270,11 +300,15 @@ def try_escapes(directory, setuid, run):
         changed = sorted(
             name
             for name, is_changed in {
-                "folder": sorted(p.name for p in folder.iterdir())
-                != ["canary", "owned", "removable", "socket"],
-                "owned": after is None
-                or (after.st_mode, after.st_mtime, after.st_size)
-                != (before.st_mode, before.st_mtime, before.st_size),
+                "folder": (
+                    sorted(p.name for p in folder.iterdir())
+                    != ["canary", "owned", "removable", "socket"]
+                ),
+                "owned": (
+                    after is None
+                    or (after.st_mode, after.st_mtime, after.st_size)
+                    != (before.st_mode, before.st_mtime, before.st_size)
+                ),
                 "shared memory": Path("/dev/shm", target["token"]).exists(),
                 "datagrams": received(datagrams),
             }.items()

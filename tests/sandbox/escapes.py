@@ -206,7 +206,7 @@ def read_other_memory(t):
 
 def signal_other(t):
     os.kill(t["victim"], signal.SIGCONT)
-    return "signalled"
+    return "signaled"
 
 
 def signal_supervisor(t):

@@ -18,7 +18,7 @@ from asyncrl.sandbox import (
     LocalSandbox,
     Program,
     SandboxError,
-    SandboxUnavailable,
+    SandboxUnavailableError,
     open_sandbox,
     probe,
     run,
@@ -95,7 +95,8 @@ def test_ordinary_python_works(sandbox):
         await asyncio.sleep(0)
         return 2 * x
     assert asyncio.run(double(4)) == 8
-    assert subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, text=True).stdout == "1\\n"
+    assert subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True,
+        text=True).stdout == "1\\n"
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "a").write_text("b")
     threads = [threading.Thread(target=print) for _ in range(4)]
@@ -141,14 +142,15 @@ def test_paths_are_shown_read_only_and_importable(sandbox, tmp_path):
     def refused(path, mode):
         try: open(path, mode)
         except OSError: return True
-    print(shown_module.N, refused(shown_module.__file__, "a"), refused({str(tmp_path / "hidden")!r}, "r"))
+    print(shown_module.N, refused(shown_module.__file__, "a"),
+        refused({str(tmp_path / "hidden")!r}, "r"))
     """
     shown = LocalSandbox(sandbox.level, paths=[str(tmp_path / "shown")])
     assert shown.run(Program.python(textwrap.dedent(code)), LIMITS).stdout == "11 True True\n"
 
 
 def test_nothing_runs_below_the_level_that_was_asked_for(monkeypatch):
-    with pytest.raises(SandboxUnavailable, match="only a service"):
+    with pytest.raises(SandboxUnavailableError, match="only a service"):
         open_sandbox(Level.CONTAINER)
     with pytest.raises(ValueError):
         open_sandbox("none")
@@ -180,7 +182,7 @@ def test_a_machine_that_lacks_a_level_says_why_and_runs_nothing(level):
     print(probe().text())
     try:
         print(open_sandbox({level!r}).level)
-    except SandboxUnavailable as error:
+    except SandboxUnavailableError as error:
         print("refused:", error)
     """
     # A machine that has none of its own cannot make the namespace that forbids them.
@@ -212,7 +214,7 @@ def test_a_machine_that_lacks_a_level_says_why_and_runs_nothing(level):
 
 def test_run_takes_source_or_a_command():
     if Level.NAMESPACES not in probe().reached:
-        with pytest.raises(SandboxUnavailable, match=r"namespaces: .+"):
+        with pytest.raises(SandboxUnavailableError, match=r"namespaces: .+"):
             run("print(1)")
         return
     assert run("print(6 * 7)", limits=LIMITS).stdout == "42\n"
@@ -236,7 +238,11 @@ def test_cancelling_kills_the_program(sandbox):
 
 def test_the_program_dies_with_its_caller(sandbox):
     program, mark = sleeping()
-    code = f"from asyncrl.sandbox import *; LocalSandbox(Level({sandbox.level.value!r})).run(Program({program.argv!r}), Limits(wall_s=600.0))"
+    code = (
+        "from asyncrl.sandbox import *;"
+        f" LocalSandbox(Level({sandbox.level.value!r})).run(Program({program.argv!r}),"
+        " Limits(wall_s=600.0))"
+    )
     caller = subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(PACKAGES)}
     )

@@ -15,7 +15,7 @@ from asyncrl.sandbox import (
     Limits,
     Program,
     SandboxError,
-    SandboxUnavailable,
+    SandboxUnavailableError,
     open_sandbox,
     probe,
 )
@@ -68,7 +68,8 @@ def test_a_level_below_the_one_asked_for_is_refused(serve):
     fake = FakeSandbox(lambda program: ended(level=Level.LANDLOCK), Level.LANDLOCK)
     url = serve(fake)
     with pytest.raises(
-        SandboxUnavailable, match=r"'namespaces' is asked for, and the service at .* has 'landlock'"
+        SandboxUnavailableError,
+        match=r"'namespaces' is asked for, and the service at .* has 'landlock'",
     ):
         open_sandbox(Level.NAMESPACES, service=url)
     sandbox = open_sandbox(Level.LANDLOCK, service=url)

@@ -13,7 +13,7 @@ from asyncrl.sandbox.syscalls import (
     MACHINES,
     MODES,
     TIMES,
-    UnknownMachine,
+    UnknownMachineError,
     numbers,
     seccomp_filter,
 )
@@ -172,5 +172,5 @@ def test_numbers_are_those_of_the_headers(machine):
 
 
 def test_an_unknown_machine_is_refused():
-    with pytest.raises(UnknownMachine, match="riscv64"):
+    with pytest.raises(UnknownMachineError, match="riscv64"):
         seccomp_filter(True, True, "riscv64")

@@ -1,4 +1,5 @@
-"""`python without_landlock.py COMMAND…`: run it where the kernel answers Landlock's calls with ENOSYS."""
+"""`python without_landlock.py COMMAND…`: run it where the kernel answers Landlock's calls with
+ENOSYS."""
 
 import os
 import struct

@@ -1,4 +1,5 @@
-"""The endpoint's core: many choices side by side, one failure for all, and nothing that goes on for nobody."""
+"""The endpoint's core: many choices side by side, one failure for all, and nothing that goes on for
+nobody."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.generation.protocol import Details, GenerateRequest, Piece, StaleReplica, Tokens
+from asyncrl.contracts.errors import StaleReplicaError
+from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
 from asyncrl.serving.answers import Told, ask, siblings
 from asyncrl.serving.dialects.fields import Sampling
 from asyncrl.testing import FakeWords
@@ -18,7 +20,8 @@ ASKED = GenerateRequest((5,), 1, 100, 1.0, seed=7)
 
 
 class Endless:
-    """Pieces for ever, but for the choice of seed `fails`, which ends in an error after `after` pieces."""
+    """Pieces for ever, but for the choice of seed `fails`, which ends in an error after `after`
+    pieces."""
 
     def __init__(self, fails: int | None = None, after: int = 3) -> None:
         self.fails, self.after = fails, after
@@ -31,7 +34,7 @@ class Endless:
             while True:
                 await asyncio.sleep(0)
                 if seed == self.fails and self.given.get(seed, 0) == self.after:
-                    raise StaleReplica("gone")
+                    raise StaleReplicaError("gone")
                 self.given[seed] = self.given.get(seed, 0) + 1
                 yield Piece(Tokens((5,), (-1.0,)), "x")
         finally:
@@ -63,7 +66,7 @@ def test_the_first_failure_ends_all_choices() -> None:
         return [told async for told in started(endless, 4)]
 
     endless = Endless(fails=9)
-    with pytest.raises(StaleReplica, match="gone"):
+    with pytest.raises(StaleReplicaError, match="gone"):
         asyncio.run(scenario())
     assert endless.ended == {7, 8, 9, 10}
 

@@ -1,4 +1,5 @@
-"""Bodies that nobody wrote: whatever comes is answered in OpenAI's form, and never by a failure of ours."""
+"""Bodies that nobody wrote: whatever comes is answered in OpenAI's form, and never by a failure of
+ours."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.generation.http import routes
 from asyncrl.serving.dialects.chat import ChatBody
 from asyncrl.serving.dialects.completions import CompletionBody
 from asyncrl.serving.dialects.fields import NEUTRAL
+from asyncrl.serving.http import routes
 from asyncrl.serving.identity import ServedModel
 from asyncrl.testing import FakeServed
 

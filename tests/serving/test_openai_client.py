@@ -1,4 +1,5 @@
-"""The official `openai` client against the routes over a fake replica, as its documentation shows it."""
+"""The official `openai` client against the routes over a fake replica, as its documentation shows
+it."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from served_http import listening
 
-from asyncrl.generation.http import routes
-from asyncrl.generation.protocol import Details, GenerateRequest, StaleReplica, Standing, WeightsId
+from asyncrl.contracts.errors import StaleReplicaError
+from asyncrl.contracts.messages import Details, GenerateRequest, ServedWeights, WeightsId
+from asyncrl.serving.http import routes
 from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import Counted, Traffic
 from asyncrl.testing import FakeServed
@@ -42,7 +44,7 @@ def endpoint() -> Iterator[SimpleNamespace]:
 
 
 def test_chat_as_the_readme_shows_it(endpoint: SimpleNamespace) -> None:
-    endpoint.replica.held = Standing(WeightsId("abc", 1, 7), None)
+    endpoint.replica.held = ServedWeights(WeightsId("abc", 1, 7), None)
     messages: Any = [
         {"role": "developer", "content": "Talk like a pirate."},
         {"role": "user", "content": "How do I check?"},
@@ -81,7 +83,8 @@ def test_chat_as_the_readme_shows_it(endpoint: SimpleNamespace) -> None:
 
 
 def test_an_answer_can_be_sent_back_as_a_message(endpoint: SimpleNamespace) -> None:
-    """As multi-turn examples do: the client's own message object, with the fields that are null in it."""
+    """As multi-turn examples do: the client's own message object, with the fields that are null in
+    it."""
     create = endpoint.client.chat.completions.create
     answer = create(model="tiny", messages=[WHO], max_tokens=4, seed=1).choices[0].message
     create(
@@ -195,7 +198,8 @@ def test_a_list_of_prompts(endpoint: SimpleNamespace, prompts: Any) -> None:
 
 
 def test_echo_and_logprobs(endpoint: SimpleNamespace) -> None:
-    """As evaluation harnesses score a text: the prompt's own tokens, and those of the completion."""
+    """As evaluation harnesses score a text: the prompt's own tokens, and those of the
+    completion."""
     choice = endpoint.client.completions.create(
         model="tiny", prompt=[[97, 98]], max_tokens=2, echo=True, logprobs=1, temperature=0, seed=1
     ).choices[0]
@@ -398,14 +402,16 @@ def test_fields_that_change_nothing_are_taken_by_chats(endpoint: SimpleNamespace
 
 
 def test_a_failure_before_the_first_piece_has_a_status(endpoint: SimpleNamespace) -> None:
-    endpoint.replica.failure = StaleReplica("at 3")
+    endpoint.replica.failure = StaleReplicaError("at 3")
     for stream in (False, True):
         with pytest.raises(openai.InternalServerError, match="no replica can answer now") as failed:
             endpoint.client.chat.completions.create(model="tiny", messages=[WHO], stream=stream)
         assert failed.value.status_code == 503
 
 
-@pytest.mark.parametrize("failure", [StaleReplica("at 3"), ValueError("secret inside")], ids=str)
+@pytest.mark.parametrize(
+    "failure", [StaleReplicaError("at 3"), ValueError("secret inside")], ids=str
+)
 def test_a_failure_in_a_stream_is_its_last_event(
     endpoint: SimpleNamespace, failure: Exception
 ) -> None:
@@ -423,7 +429,7 @@ def test_a_failure_in_a_stream_is_its_last_event(
             pieces.extend(create())
         said = json.dumps(failed.value.body)
         assert (
-            "no replica" if isinstance(failure, StaleReplica) else "the generator failed"
+            "no replica" if isinstance(failure, StaleReplicaError) else "the generator failed"
         ) in said and "secret" not in said
     sent = raw(
         endpoint, {"model": "tiny", "prompt": "a", "max_tokens": 90, "seed": 1, "stream": True}
@@ -495,7 +501,7 @@ def test_metrics_are_prometheus_own_form(endpoint: SimpleNamespace) -> None:
         endpoint.client.with_options(api_key="wrong").models.list()
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(f"{endpoint.address}/metrics", timeout=30)
-    endpoint.replica.held = Standing(WeightsId("abc", 1, 7), None)
+    endpoint.replica.held = ServedWeights(WeightsId("abc", 1, 7), None)
     request = urllib.request.Request(
         f"{endpoint.address}/metrics", headers={"Authorization": f"Bearer {KEY}"}
     )
@@ -552,7 +558,8 @@ def test_metrics_are_prometheus_own_form(endpoint: SimpleNamespace) -> None:
 
 
 def test_paths_are_counted_below_the_application_and_made_up_ones_together() -> None:
-    """Serve puts an application's route_prefix before its paths. A label for each path that somebody asks would fill Prometheus."""
+    """Serve puts an application's route_prefix before its paths. A label for each path that
+    somebody asks would fill Prometheus."""
     traffic = Traffic()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.generation.protocol import Details, GenerateRequest, Piece, Tokens
+from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
 from asyncrl.serving.answers import ask
 from asyncrl.serving.dialects.chat import Chat
 from asyncrl.serving.dialects.completions import Completions
@@ -100,7 +100,10 @@ def test_a_model_without_a_template_says_so(llama_model: Path, tmp_path: Path) -
         (plain / name).unlink(missing_ok=True)
     with pytest.raises(
         ApiError,
-        match=r"the chat template of 'llama' refuses the messages \(there is no chat template\); .* or use /v1/completions",
+        match=(
+            r"the chat template of 'llama' refuses the messages \(there is no chat template\); .*"
+            r" or use /v1/completions"
+        ),
     ):
         chat = Chat({"model": "llama", "messages": MESSAGES}, served_model(llama_model))
         asyncio.run(chat.requests(ModelWords(str(plain)), served_model(llama_model)))

@@ -1,4 +1,5 @@
-"""The tiny checkpoints: each loads as it was saved, and holds nothing that a wrong tensor could equal."""
+"""The tiny checkpoints: each loads as it was saved, and holds nothing that a wrong tensor could
+equal."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def test_union_with_sources(tokenizer: AutoTokenizer, tiny_model: Path) -> None:
 
 
 def test_a_stop_string_may_be_any_number_of_tokens(tokenizer: AutoTokenizer) -> None:
-    """A special token shows in no text, so it ends a completion as a token; every other string does so wherever the text holds it."""
+    """A special token shows in no text, so it ends a completion as a token; every other string does
+    so wherever the text holds it."""
     stops = make_stops(tokenizer, [], ["\n", "ab c", "<pad>", "ab c"])
     assert stops.strings == ("\n", "ab c")
     assert stops.tokens == {0: ("rollout_stop '<pad>'",), 2: ("tokenizer EOS",)}
@@ -93,7 +94,10 @@ def test_what_cannot_stop(tokenizer: AutoTokenizer) -> None:
         make_stops(tokenizer, [], ["Ä"])
     with pytest.raises(
         ValueError,
-        match=r"'<eos>\\n' never shows in a text of this tokenizer \(its tokens: \['<eos>', '\\n'\]\); name a special token alone",
+        match=(
+            r"'<eos>\\n' never shows in a text of this tokenizer \(its tokens: \['<eos>',"
+            r" '\\n'\]\); name a special token alone"
+        ),
     ):
         make_stops(tokenizer, [], ["<eos>\n"])
     with pytest.raises(ValueError, match="empty string, which would stop at once"):

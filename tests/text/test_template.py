@@ -1,4 +1,5 @@
-"""Prompts as the model sees them: chats, a system prompt, tools, a template's own switches; and settings that a template ignores."""
+"""Prompts as the model sees them: chats, a system prompt, tools, a template's own switches; and
+settings that a template ignores."""
 
 from __future__ import annotations
 
@@ -15,15 +16,19 @@ from asyncrl.text.template import Template, TemplateError
 from asyncrl.text.tokenizer import load_tokenizer
 
 FULL = (
-    "{{ bos_token }}{% if tools %}<|user|>tools: {{ tools | tojson }}<|end|>{% endif %}"
-    "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') + '<|end|>' }}"
-    "{% if m.tool_calls %}{% for c in m.tool_calls %}call {{ c.function.name }}{% endfor %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+    "{{ bos_token }}{% if tools %}<|user|>tools: {{ tools | tojson }}<|end|>{% endif %}{% for m in"
+    " messages %}{{ '<|' + m.role + '|>' + (m.content or '') + '<|end|>' }}{% if m.tool_calls %}{%"
+    " for c in m.tool_calls %}call {{ c.function.name }}{% endfor %}{% endif %}{% endfor %}{% if"
+    " add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking"
+    " %}<think></think>{% endif %}{% endif %}"
 )
-NO_SYSTEM = "{{ bos_token }}{% for m in messages if m.role != 'system' %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}<|assistant|>"
+NO_SYSTEM = (
+    "{{ bos_token }}{% for m in messages if m.role != 'system' %}{{ '<|' + m.role + '|>' +"
+    " m.content }}{% endfor %}<|assistant|>"
+)
 STRICT = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    + NO_SYSTEM
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{%"
+    " endif %}" + NO_SYSTEM
 )
 ADD = {
     "type": "function",
@@ -62,7 +67,8 @@ def test_settings_are_in_every_prompt_and_said(model: Any) -> None:
     assert (
         rendered.texts
         == [
-            f"{BOS}<|user|>tools: {schema}{END}<|system|>Be brief.{END}<|user|>3+4={END}<|assistant|><think></think>"
+            f"{BOS}<|user|>tools: {schema}{END}<|system|>Be"
+            f" brief.{END}<|user|>3+4={END}<|assistant|><think></think>"
         ]
         * 2
     )
@@ -81,10 +87,11 @@ def test_a_variable_may_have_the_value_that_the_template_takes_anyway(model: Any
 
 
 def test_a_template_that_writes_todays_date_is_said(model: Any) -> None:
-    """As Llama 3.2's does: a run over midnight, or one that is resumed, would train on other prompts than were checked."""
+    """As Llama 3.2's does: a run over midnight, or one that is resumed, would train on other
+    prompts than were checked."""
     dated = (
-        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}Today Date: {{ date_string }}"
-        + FULL
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{%"
+        " endif %}Today Date: {{ date_string }}" + FULL
     )
     path = model(dated)
     [note] = Template(path, True).check(["3+4="])
@@ -178,7 +185,10 @@ def test_what_a_template_ignores_is_refused(
         (
             {"system_prompt": "Be brief."},
             ["3+4="],
-            "data.system_prompt acts on chats, and these prompts are plain strings; set data.apply_chat_template: true",
+            (
+                "data.system_prompt acts on chats, and these prompts are plain strings; set"
+                " data.apply_chat_template: true"
+            ),
         ),
         ({"tools": [ADD]}, ["3+4=", CHAT], "data.tools acts on chats"),
         (

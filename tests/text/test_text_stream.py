@@ -1,4 +1,5 @@
-"""Text in pieces is the text of the whole, for tokenizers of several kinds, and shows nothing of a stop string."""
+"""Text in pieces is the text of the whole, for tokenizers of several kinds, and shows nothing of a
+stop string."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def byte_level() -> Any:
 
 @cache
 def with_word_marks() -> Any:
-    """As Llama 2's: a mark before each word, whose space a text loses at its beginning; other characters are bytes."""
+    """As Llama 2's: a mark before each word, whose space a text loses at its beginning; other
+    characters are bytes."""
     pieces = [
         "<unk>",
         *(f"<0x{byte:02X}>" for byte in range(256)),
@@ -99,6 +101,13 @@ def test_text_comes_as_soon_as_nothing_can_change_it() -> None:
     stopped = parts_of(
         tokenizer, tokenizer.encode("a<b<e!x", add_special_tokens=False), [1] * 7, ["<e!"]
     )
-    assert stopped == ["a", "", "<b", "", "", "", "", ""], (
-        "what may begin a stop string is kept back, and nothing comes after one"
-    )
+    assert stopped == [
+        "a",
+        "",
+        "<b",
+        "",
+        "",
+        "",
+        "",
+        "",
+    ], "what may begin a stop string is kept back, and nothing comes after one"

@@ -22,7 +22,7 @@ from asyncrl.text.tokenizer import (
     refuse_another_tokenizer,
     refuse_lossy,
     save_tokenizer,
-    tokenizer_fingerprint,
+    tokenizer_hash,
 )
 
 
@@ -50,9 +50,9 @@ def test_text_survives_both_ways_whatever_class_the_checkpoint_names(
         "transformers' own class does what it did"
     )
     assert (
-        tokenizer_fingerprint(ours)
-        == tokenizer_fingerprint(load_tokenizer(str(llama_model)))
-        != tokenizer_fingerprint(theirs)
+        tokenizer_hash(ours)
+        == tokenizer_hash(load_tokenizer(str(llama_model)))
+        != tokenizer_hash(theirs)
     )
 
 
@@ -61,20 +61,25 @@ def test_two_sides_that_differ_are_refused_by_name(misnamed: Path) -> None:
     refuse_lossy(ours, str(misnamed), ours)
     with pytest.raises(
         TokenizerError,
-        match=r"model.path = '.*misnamed': the engine's tokenizer decodes what the prompts' encodes: '3 \+ 40 =' comes",
+        match=(
+            r"model.path = '.*misnamed': the engine's tokenizer decodes what the prompts' encodes:"
+            r" '3 \+ 40 =' comes"
+        ),
     ) as error:
         refuse_lossy(ours, str(misnamed), theirs)
     assert "\n" not in str(error.value)
 
 
 def test_generators_with_another_tokenizer_are_refused(misnamed: Path) -> None:
-    refuse_another_tokenizer(str(misnamed), tokenizer_fingerprint(load_tokenizer(str(misnamed))))
+    refuse_another_tokenizer(str(misnamed), tokenizer_hash(load_tokenizer(str(misnamed))))
     with pytest.raises(
         TokenizerError,
-        match=r"model.path = '.*misnamed': the generators read and write text with another tokenizer",
+        match=(
+            r"model.path = '.*misnamed': the generators read and write text with another tokenizer"
+        ),
     ):
         refuse_another_tokenizer(
-            str(misnamed), tokenizer_fingerprint(AutoTokenizer.from_pretrained(misnamed))
+            str(misnamed), tokenizer_hash(AutoTokenizer.from_pretrained(misnamed))
         )
 
 
@@ -174,7 +179,8 @@ def test_what_a_tokenizer_normalizes_is_no_loss(llama_model: Path, tmp_path: Pat
 def test_spaces_before_punctuation_stay(
     llama_model: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """`clean_up_tokenization_spaces` in a checkpoint's config joins them, unless it is told not to."""
+    """`clean_up_tokenization_spaces` in a checkpoint's config joins them, unless it is told not
+    to."""
     model = shutil.copytree(tiny_model, tmp_path / "tidy")
     file = model / "tokenizer_config.json"
     file.write_text(

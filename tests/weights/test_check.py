@@ -1,11 +1,12 @@
-"""The log-prob comparison, on a learner and a generator that agree, differ by a little, or give NaN."""
+"""The log-prob comparison, on a learner and a generator that agree, differ by a little, or give
+NaN."""
 
 import asyncio
 from dataclasses import replace
 
 import pytest
 
-from asyncrl.generation.protocol import WeightsId
+from asyncrl.contracts.messages import WeightsId
 from asyncrl.testing import FakeGenerate
 from asyncrl.weights.check import ProbeCheck, compare
 
@@ -58,7 +59,11 @@ def test_counts_the_tokens_and_goes_on():
     assert (
         first
         == later
-        == {"check/logprob_max_diff": 0.0, "check/logprob_mean_diff": 0.0, "check/tokens": 16.0}
+        == {
+            "check/logprob_max_diff": 0.0,
+            "check/logprob_mean_diff": 0.0,
+            "check/tokens": 16.0,
+        }
     )
 
 

@@ -1,4 +1,5 @@
-"""What a model of vLLM's copies into its parameters past their loaders arrives as well, whichever way it copies."""
+"""What a model of vLLM's copies into its parameters past their loaders arrives as well, whichever
+way it copies."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,5 @@
-"""Fingerprints of published and of held tensors, without an engine: fused, padded, packed in a kernel, in bfloat16."""
+"""Fingerprints of published and of held tensors, without an engine: fused, padded, packed in a
+kernel, in bfloat16."""
 
 from types import SimpleNamespace
 
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.control.protocols import Manifest
+from asyncrl.contracts.messages import Manifest
 from asyncrl.weights.fingerprint import (
     difference_text,
     fingerprint,
@@ -79,7 +80,8 @@ def published():
 
 
 def engine_of(tensors):
-    """A model as vLLM holds it: q, k and v as one, the vocabulary padded, a tied head with a packed copy."""
+    """A model as vLLM holds it: q, k and v as one, the vocabulary padded, a tied head with a packed
+    copy."""
     model = torch.nn.Module()
     model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     inner, attention = torch.nn.Module(), torch.nn.Module()
@@ -122,8 +124,8 @@ def test_what_is_held_is_what_was_published(published):
     assert set(held) == {*published, "lm_head.weight"}
     text = difference_text(publish(published), {"a": held}, "float32")
     assert (
-        text
-        == "all 7 tensors that could be compared by name are the same on both sides (6 were published)"
+        text == "all 7 tensors that could be compared by name are the same on both sides (6 were"
+        " published)"
     )
 
 

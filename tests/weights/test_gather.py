@@ -1,4 +1,5 @@
-"""Memory of the gather: random models of over 150 MB, buckets of at most an eighth of them or as large as their largest parameter."""
+"""Memory of the gather: random models of over 150 MB, buckets of at most an eighth of them or as
+large as their largest parameter."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import ray
 
 from asyncrl.config import Config
 from asyncrl.learning.group import rank_environment
+from asyncrl.preflight.specs import learner_spec
 from asyncrl.weights.layout import ITEM_BYTES
 
 BUCKET_BYTES = 24 << 20
@@ -20,18 +22,20 @@ class Gatherer:
     """A rank in its own process, which watches its private memory while it gathers."""
 
     def __init__(self, rank: int, config: Config) -> None:
-        from asyncrl.learning.rank import LearnerRank
+        from asyncrl.learning.group import RankProcess
 
-        self.rank = LearnerRank(rank, config, "run", 1)
+        self.process = RankProcess(rank, learner_spec(config), "run", 1)
 
     def listen(self) -> int:
-        return self.rank.listen("127.0.0.1")
+        return self.process.listen("127.0.0.1")
 
     def start(self, port: int) -> None:
-        self.rank.start("127.0.0.1", port)
+        self.process.start("127.0.0.1", port)
+        self.rank = self.process.rank
 
     def greedy(self) -> None:
-        """From now on every parameter is gathered before the first bucket is filled, as nobody should."""
+        """From now on every parameter is gathered before the first bucket is filled, as nobody
+        should."""
         import deepspeed
 
         import asyncrl.learning.rank as rank_module
@@ -79,23 +83,41 @@ def save_model(path: Path, vocabulary: int) -> Path:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=640, intermediate_size=2560, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=8, head_dim=80, max_position_embeddings=128, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=640,
+        intermediate_size=2560,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=80,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path
 
 
 def save_mixture(path: Path, vocabulary: int) -> Path:
-    """A Qwen3-MoE of 48 M parameters: the experts of a layer are one parameter in the learner, and larger than two buckets."""
+    """A Qwen3-MoE of 48 M parameters: the experts of a layer are one parameter in the learner, and
+    larger than two buckets."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=vocabulary, hidden_size=640, intermediate_size=1280, moe_intermediate_size=640, num_hidden_layers=2, num_experts=18,
-        num_experts_per_tok=2, num_attention_heads=8, num_key_value_heads=8, head_dim=80, max_position_embeddings=128, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=640,
+        intermediate_size=1280,
+        moe_intermediate_size=640,
+        num_hidden_layers=2,
+        num_experts=18,
+        num_experts_per_tok=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=80,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
     model = Qwen3MoeForCausalLM(config)
     assert 4 * model.model.layers[0].mlp.experts.gate_up_proj.numel() > 2 * BUCKET_BYTES
     model.save_pretrained(path)
@@ -105,7 +127,7 @@ def save_mixture(path: Path, vocabulary: int) -> Path:
 CASES = {
     "one rank": (1, "float32", 1000, save_model),
     "two ranks": (2, "float32", 1000, save_model),
-    "two ranks, one parameter twice as large as a bucket, published in half of the learner's bytes": (
+    "two ranks, a parameter of two buckets, published in half of the learner's bytes": (
         2,
         "bfloat16",
         40_000,
@@ -135,10 +157,11 @@ def test_private_memory_rises_by_at_most_two_buckets(
             "learner": {"world_size": world_size},
         }
     )
-    # Every block of 64 KiB is mapped by itself and given back when freed: what is resident is what is alive. Otherwise it would matter which
-    # of the free pages that loading left behind glibc happens to touch first.
+    # Every block of 64 KiB is mapped by itself and given back when freed: what is resident is what
+    # is alive. Otherwise it would matter which of the free pages that loading left behind glibc
+    # happens to touch first.
     environment = {
-        **rank_environment(config),
+        **rank_environment(learner_spec(config)),
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "65536",
         "MALLOC_MMAP_MAX_": "1000000",
@@ -152,7 +175,8 @@ def test_private_memory_rises_by_at_most_two_buckets(
         rises = ray.get([rank.rise.remote(2) for rank in ranks], timeout=120)
         published = rises[0][1]
         print(
-            f"{case}: private memory rose by {[round(rise / bucket, 2) for rise, _ in rises]} buckets while {published >> 20} MiB were published"
+            f"{case}: private memory rose by {[round(rise / bucket, 2) for rise, _ in rises]}"
+            f" buckets while {published >> 20} MiB were published"
         )
         assert published >= 150e6 and published / 3 >= bucket
         assert max(rise for rise, _ in rises) <= 2 * bucket
@@ -160,7 +184,8 @@ def test_private_memory_rises_by_at_most_two_buckets(
             ray.get([rank.greedy.remote() for rank in ranks], timeout=60)
             greedy = ray.get([rank.rise.remote(3) for rank in ranks], timeout=120)
             print(
-                f"{case}: {[round(rise / bucket, 2) for rise, _ in greedy]} buckets when every parameter is gathered at once"
+                f"{case}: {[round(rise / bucket, 2) for rise, _ in greedy]} buckets when every"
+                " parameter is gathered at once"
             )
             assert max(rise for rise, _ in greedy) > 2 * bucket, (
                 "the measurement must see it when somebody gathers more"

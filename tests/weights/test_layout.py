@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.control.protocols import TensorEntry
+from asyncrl.contracts.messages import TensorEntry
 from asyncrl.weights.layout import plan_buckets
 
 

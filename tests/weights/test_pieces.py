@@ -1,4 +1,5 @@
-"""Selections against real tensors of element numbers: whatever is done to both, the pieces copy the same elements."""
+"""Selections against real tensors of element numbers: whatever is done to both, the pieces copy the
+same elements."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.weights.pieces import NotExpressible, Piece, Selection
+from asyncrl.weights.pieces import NotExpressibleError, Piece, Selection
 
 SHAPES = {"a": (4, 6, 5), "b": (4, 3, 5), "c": (12, 10)}
 Operation = Callable[[dict[str, Any]], Any]
@@ -16,9 +17,9 @@ Operation = Callable[[dict[str, Any]], Any]
 OPERATIONS: dict[str, Operation] = {
     "nothing": lambda t: t["a"],
     "one expert": lambda t: torch.chunk(t["a"], 4, dim=0)[2].squeeze(),
-    "half of one expert": lambda t: torch.chunk(torch.chunk(t["a"], 2, dim=1)[1], 4, dim=0)[
-        3
-    ].squeeze(),
+    "half of one expert": (
+        lambda t: torch.chunk(torch.chunk(t["a"], 2, dim=1)[1], 4, dim=0)[3].squeeze()
+    ),
     "the last chunk is smaller": lambda t: torch.chunk(t["c"], 5, dim=0)[3],
     "turned": lambda t: torch.transpose(t["a"], 1, 2).contiguous(),
     "turned from the end": lambda t: t["a"].transpose(-1, 0),
@@ -27,19 +28,19 @@ OPERATIONS: dict[str, Operation] = {
     "joined and cut across the seam": lambda t: torch.cat([t["a"], t["b"]], dim=-2).narrow(1, 4, 4),
     "stacked": lambda t: torch.stack([t["c"], t["c"]], dim=1),
     "unbound": lambda t: torch.unbind(t["a"], dim=1)[4],
-    "interleaved": lambda t: (
-        t["c"].reshape([6, 2, 10]).transpose(0, 1).reshape((12, 10)).contiguous()
+    "interleaved": (
+        lambda t: t["c"].reshape([6, 2, 10]).transpose(0, 1).reshape((12, 10)).contiguous()
     ),
     "interleaved and cut": lambda t: torch.chunk(
         t["c"].reshape(6, 2, 10).transpose(0, 1).reshape(12, 10), 2, dim=0
     )[1],
-    "interleaved and cut within": lambda t: (
-        t["c"].reshape(6, 2, 10).transpose(0, 1).reshape(12, 10).narrow(0, 7, 2)
+    "interleaved and cut within": (
+        lambda t: t["c"].reshape(6, 2, 10).transpose(0, 1).reshape(12, 10).narrow(0, 7, 2)
     ),
     "heads permuted": lambda t: t["c"].view(3, 2, 2, 10).transpose(1, 2).reshape(12, 10),
     "flat": lambda t: t["c"].reshape(-1),
-    "split within a digit": lambda t: (
-        t["c"].reshape(2, 6, 5, 2).permute(3, 1, 0, 2).reshape(4, 3, 10)
+    "split within a digit": (
+        lambda t: t["c"].reshape(2, 6, 5, 2).permute(3, 1, 0, 2).reshape(4, 3, 10)
     ),
     "made of everything": lambda t: torch.cat(
         [t["a"].reshape(12, 10).transpose(0, 1), t["c"].transpose(0, 1)], dim=1
@@ -79,7 +80,7 @@ def test_the_pieces_copy_what_the_operations_would(name: str, limit: int) -> Non
     assert all(part.span <= limit or part.elements == 1 for part in parts)
 
 
-def test_neighbours_become_one_piece() -> None:
+def test_neighbors_become_one_piece() -> None:
     (piece,) = Selection.of("a", (4, 6, 5)).chunk(4)[1].pieces()
     assert piece == Piece("a", (30,), 30, (1,), 0, (1,))
     assert (
@@ -104,5 +105,5 @@ def test_neighbours_become_one_piece() -> None:
     ],
 )
 def test_what_cannot_be_expressed_is_an_error(operation: Operation, words: str) -> None:
-    with pytest.raises(NotExpressible, match=words):
+    with pytest.raises(NotExpressibleError, match=words):
         operation({name: Selection.of(name, shape) for name, shape in SHAPES.items()})

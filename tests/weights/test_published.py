@@ -1,4 +1,5 @@
-"""Tables of real checkpoints: what each published tensor takes from the model's parameters is what the checkpoint holds under its name."""
+"""Tables of real checkpoints: what each published tensor takes from the model's parameters is what
+the checkpoint holds under its name."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.testing.families import FAMILIES, family
-from asyncrl.weights.published import CannotPublish, VersionTable, outline, version_table
+from asyncrl.weights.published import CannotPublishError, VersionTable, outline, version_table
 from asyncrl.weights.stored import INDEX
 
 RENAMED = ["qwen3", "qwen3_moe", "mixtral", "gpt_neox", "gemma3", "apertus", "glm4_moe", "gpt_oss"]
@@ -155,11 +156,17 @@ def test_rotary_frequencies_of_old_checkpoints_are_left_out_and_buffers_keep_the
     [
         (
             lambda tensors: tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight"),
-            "cannot make the parameters of Qwen3MoeForCausalLM from the checkpoint's tensors, some of which are missing",
+            (
+                "cannot make the parameters of Qwen3MoeForCausalLM from the checkpoint's tensors,"
+                " some of which are missing"
+            ),
         ),
         (
             lambda tensors: tensors.pop("model.norm.weight"),
-            r"lacks 'model.norm.weight' of Qwen3MoeForCausalLM, which would begin with random numbers",
+            (
+                r"lacks 'model.norm.weight' of Qwen3MoeForCausalLM, which would begin with random"
+                r" numbers"
+            ),
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(8)}),
@@ -177,7 +184,7 @@ def test_a_checkpoint_that_the_model_does_not_fit_is_refused(
     tmp_path: Path, change: object, words: str
 ) -> None:
     path = rewritten(family("qwen3_moe").save(tmp_path), change)
-    with pytest.raises(CannotPublish, match=words) as error:
+    with pytest.raises(CannotPublishError, match=words) as error:
         version_table(path)
     assert "\n" not in str(error.value)
 
@@ -188,7 +195,7 @@ def test_quantized_weights_are_refused_by_the_config(tmp_path: Path) -> None:
     (path / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
     )
-    with pytest.raises(CannotPublish, match="quantization_config"):
+    with pytest.raises(CannotPublishError, match="quantization_config"):
         version_table(path)
 
 

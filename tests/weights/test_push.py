@@ -13,8 +13,7 @@ import pytest
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from asyncrl.control.protocols import Manifest
-from asyncrl.generation.protocol import WeightsId
+from asyncrl.contracts.messages import Manifest, WeightsId
 from asyncrl.weights import push as push_module
 from asyncrl.weights.manifest import ManifestError
 from asyncrl.weights.push import SILENT, ServeWeightSync
@@ -59,8 +58,8 @@ def sync(
     handle = SimpleNamespace(
         broadcast=lambda method, *args: Call(status if method == "status" else applied)
     )
-    board = SimpleNamespace(announce=SimpleNamespace(remote=announce))
-    return ServeWeightSync(handle, board, timeout_s), announced
+    registry = SimpleNamespace(announce=SimpleNamespace(remote=announce))
+    return ServeWeightSync(handle, registry, timeout_s), announced
 
 
 def test_all_have_it() -> None:
@@ -95,7 +94,10 @@ def test_fewer_than_half_are_not_enough(monkeypatch: pytest.MonkeyPatch, others:
     push, _ = sync(lambda: [at("a", 4), *others], lambda: [OSError("no room")])
     with pytest.raises(
         RuntimeError,
-        match=r"1 replica of 3 applied version 4 within weights.push_timeout_s = 0.5: OSError: no room",
+        match=(
+            r"1 replica of 3 applied version 4 within weights.push_timeout_s = 0.5: OSError: no"
+            r" room"
+        ),
     ):
         asyncio.run(push.push(MANIFEST))
 
@@ -152,7 +154,8 @@ def test_one_that_has_caught_up_is_waited_for_again(late: Any) -> None:
 
 
 def test_a_drain_that_goes_on_is_no_timeout() -> None:
-    """Generations longer than the timeout end before the version is applied; one that makes no token any more ends the wait."""
+    """Generations longer than the timeout end before the version is applied; one that makes no
+    token any more ends the wait."""
     tokens = iter(range(100))
     answers = [[{**at("a", 3), "tokens_generated": next(tokens)}] for _ in range(12)] + [
         [at("a", 4)]

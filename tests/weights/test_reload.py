@@ -1,4 +1,5 @@
-"""A version in vLLM's own layers on CPU, without an engine: what they have packed for their kernels is made anew by an update."""
+"""A version in vLLM's own layers on CPU, without an engine: what they have packed for their kernels
+is made anew by an update."""
 
 from __future__ import annotations
 

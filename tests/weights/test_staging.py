@@ -1,4 +1,5 @@
-"""Manifests and staging files: what is checked before anything is applied, and what is left behind (nothing)."""
+"""Manifests and staging files: what is checked before anything is applied, and what is left behind
+(nothing)."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.control.protocols import Manifest
+from asyncrl.contracts.messages import Manifest
 from asyncrl.weights.apply import StagedUpdate, map_tensors
 from asyncrl.weights.manifest import Expected, ManifestError, check_manifest, expected_tensors
-from asyncrl.weights.staging import StagingError, fetch, sweep
+from asyncrl.weights.staging import StagingError, fetch_version, sweep
 from asyncrl.weights.stored import CheckpointFilesError
 
 Parameters = dict[str, torch.Tensor]
@@ -42,7 +43,7 @@ def manifest(publish: Any, parameters: Parameters) -> Manifest:
 def test_what_is_fetched_is_what_the_worker_maps(
     manifest: Manifest, parameters: Parameters, expected: Any, tmp_path: Path
 ) -> None:
-    staged = fetch(manifest, expected, 60, tmp_path)
+    staged = fetch_version(manifest, expected, 60, tmp_path)
     assert staged.path.name == f"asyncrl-test-1-1-{os.getpid()}.weights"
     mapped = dict(map_tensors(StagedUpdate(**staged.update_info())))
     staged.remove()
@@ -52,7 +53,7 @@ def test_what_is_fetched_is_what_the_worker_maps(
 
 
 def test_a_short_file_is_not_mapped(manifest: Manifest, expected: Any, tmp_path: Path) -> None:
-    staged = fetch(manifest, expected, 60, tmp_path)
+    staged = fetch_version(manifest, expected, 60, tmp_path)
     os.truncate(staged.path, staged.nbytes - 1)
     with pytest.raises(ValueError, match="its layout says"):
         map_tensors(StagedUpdate(**staged.update_info()))
@@ -63,7 +64,7 @@ def test_a_corrupt_bucket_is_refused_and_leaves_no_file(
 ) -> None:
     flipped = (manifest.checksums[0], manifest.checksums[1] ^ 1, *manifest.checksums[2:])
     with pytest.raises(StagingError, match="bucket 1 of version 1 has checksum"):
-        fetch(replace(manifest, checksums=flipped), expected, 60, tmp_path)
+        fetch_version(replace(manifest, checksums=flipped), expected, 60, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -77,7 +78,7 @@ def test_shared_memory_that_takes_no_more_is_named_and_keeps_nothing(
             match=r"File too large, and this version needs .* MiB there; enlarge shared memory",
         ),
     ):
-        fetch(manifest, expected, 60, tmp_path)
+        fetch_version(manifest, expected, 60, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,7 +87,7 @@ def test_a_bucket_of_another_size_is_refused(
 ) -> None:
     sizes = (manifest.sizes[0] + 64, *manifest.sizes[1:])
     with pytest.raises(StagingError, match="bucket 0 of version 1 has"):
-        fetch(replace(manifest, sizes=sizes), expected, 60, tmp_path)
+        fetch_version(replace(manifest, sizes=sizes), expected, 60, tmp_path)
 
 
 def test_every_parameter_has_to_be_there_once_and_right(manifest: Manifest, expected: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from asyncrl.generation.protocol import Details, GenerateRequest, Piece
+from asyncrl.contracts.messages import Details, GenerateRequest, Piece
 from asyncrl.serving.answers import Head, Told, Words, siblings
 from asyncrl.serving.dialects.fields import (
     MOST_LOGPROBS,
@@ -27,7 +27,8 @@ __all__ = ["Chat", "ChatBody"]
 
 OBJECT, EVENT = "chat.completion", "chat.completion.chunk"
 UNSAID = ("annotations", "audio", "function_call", "name", "refusal", "tool_calls")
-"""Fields of a message that a client sends back as null, or as an empty list, as the answer before had them."""
+"""Fields of a message that a client sends back as null, or as an empty list, as the answer before
+had them."""
 
 
 class TextPart(BaseModel):
@@ -103,7 +104,8 @@ class Chat:
     prefix = "chatcmpl"
 
     def __init__(self, tree: Any, model: ServedModel) -> None:
-        """Raises ApiError for a body that is wrong. What no model of this length takes is refused before anything works through it."""
+        """Raises ApiError for a body that is wrong. What no model of this length takes is refused
+        before anything works through it."""
         if isinstance(tree, dict):
             _refuse_many(tree.get("messages"), model)
         self.body = check(ChatBody, tree, "model and messages")
@@ -130,7 +132,10 @@ class Chat:
         try:
             text = await words.render(self._messages, self.body.chat_template_kwargs)
         except MessagesError as error:
-            said = f"the chat template of {model.name!r} refuses the messages ({error}); correct them, or use /v1/completions"
+            said = (
+                f"the chat template of {model.name!r} refuses the messages ({error}); correct them,"
+                " or use /v1/completions"
+            )
             raise ApiError(400, said, "invalid_value", "messages") from None
         refuse_long_text(text, model, "messages")  # what the template wrote around them included
         self._prompt_ids = await words.encode(text, rendered=True)
@@ -175,9 +180,11 @@ class Chat:
             "index": told.choice,
             **said,
             "token_ids": list(piece.tokens.ids),
-            "logprobs": {"content": _content(piece, told.texts), "refusal": None}
-            if self.body.logprobs
-            else None,
+            "logprobs": (
+                {"content": _content(piece, told.texts), "refusal": None}
+                if self.body.logprobs
+                else None
+            ),
             **ending(piece),
         }
 
@@ -185,7 +192,10 @@ class Chat:
 def _refuse_many(messages: Any, model: ServedModel) -> None:
     """Each message takes a token at least."""
     if isinstance(messages, list) and len(messages) > model.max_model_len:
-        text = f"messages has {len(messages):,} messages, above the {model.max_model_len} tokens that {model.name!r} takes; send fewer"
+        text = (
+            f"messages has {len(messages):,} messages, above the {model.max_model_len} tokens that"
+            f" {model.name!r} takes; send fewer"
+        )
         raise ApiError(400, text, "context_length_exceeded", "messages")
 
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from asyncrl.generation.protocol import Details, GenerateRequest, Piece, Tokens
+from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
 from asyncrl.serving.answers import Head, Told, Words, siblings
 from asyncrl.serving.dialects.fields import (
     MOST_CHOICES,
@@ -48,7 +48,8 @@ class CompletionBody(Sampling):
             raise ValueError("max_tokens: 0 gives nothing; ask for 1 or more, or set echo: true")
         if len(self.prompts) * self.n > MOST_CHOICES:
             raise ValueError(
-                f"prompt: {len(self.prompts)} prompts of n = {self.n} completions are above {MOST_CHOICES}; send several requests"
+                f"prompt: {len(self.prompts)} prompts of n = {self.n} completions are above"
+                f" {MOST_CHOICES}; send several requests"
             )
         return self
 
@@ -67,7 +68,8 @@ class Completions:
     prefix = "cmpl"
 
     def __init__(self, tree: Any, model: ServedModel) -> None:
-        """Raises ApiError for a body that is wrong. What no model of this length takes is refused before anything works through it."""
+        """Raises ApiError for a body that is wrong. What no model of this length takes is refused
+        before anything works through it."""
         if isinstance(tree, dict):
             _refuse_long(tree.get("prompt"), model)
         self.body = check(CompletionBody, tree, "model and prompt")
@@ -159,7 +161,8 @@ class Completions:
 def _top(
     token: int, logprob: float | None, best: Sequence[tuple[int, float]], texts: Mapping[int, str]
 ) -> dict[str, float | None] | None:
-    """The most probable tokens at one place, and the one that stands there. Of two with one text the better one is named."""
+    """The most probable tokens at one place, and the one that was chosen. Of two with one text
+    the better one is named."""
     if logprob is None:
         return None
     named: dict[str, float | None] = {}
@@ -187,5 +190,8 @@ def _refuse_long(prompt: Any, model: ServedModel) -> None:
         if isinstance(one, str):
             refuse_long_text(one, model, "prompt")
         elif isinstance(one, list) and len(one) >= model.max_model_len:
-            text = f"prompt of {len(one):,} tokens leaves no room in the {model.max_model_len} that {model.name!r} takes; shorten it"
+            text = (
+                f"prompt of {len(one):,} tokens leaves no room in the {model.max_model_len} that"
+                f" {model.name!r} takes; shorten it"
+            )
             raise ApiError(400, text, "context_length_exceeded", "prompt")

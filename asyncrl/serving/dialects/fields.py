@@ -1,4 +1,5 @@
-"""What OpenAI's bodies have in common: fields that sample, fields that change nothing, and errors that name a field."""
+"""What OpenAI's bodies have in common: fields that sample, fields that change nothing, and errors
+that name a field."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from asyncrl.derived import request_deadline_s
-from asyncrl.generation.protocol import GenerateRequest
+from asyncrl.config.derived import request_deadline_s
+from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.serving.errors import ApiError, printable
 from asyncrl.serving.identity import ServedModel
 
@@ -34,7 +35,10 @@ MOST_LOGPROBS = 20
 LONGEST_SEED = 1 << 53
 """JSON numbers above it lose digits in some clients."""
 
-WHOLE = "the model's whole distribution is sampled, so that log-probs are those of the policy; use temperature"
+WHOLE = (
+    "the model's whole distribution is sampled, so that log-probs are those of the policy; use"
+    " temperature"
+)
 HINTS = {
     **dict.fromkeys(
         (
@@ -85,7 +89,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
 }
-"""Fields that there are not → values that change nothing, and are taken: clients send them as they are by default."""
+"""Fields that there are not → values that change nothing, and are taken: clients send them as they
+are by default."""
 
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
 """Texts by which a client's own provider tells its users apart. Nothing here asks."""
@@ -93,7 +98,10 @@ LABELS = ("user", "safety_identifier", "prompt_cache_key")
 KINDS = {
     "prompt": "send a text, a list of token ids, or a list of such prompts",
     "stop": "send a text, or a list of at most 4 texts",
-    "messages": "send a list of messages with a role (system, developer, user, assistant) and a content: a text, or parts of type text",
+    "messages": (
+        "send a list of messages with a role (system, developer, user, assistant) and a content: a"
+        " text, or parts of type text"
+    ),
 }
 """Fields of several kinds → what they may be. pydantic would name the first kind alone."""
 
@@ -188,7 +196,8 @@ def check(kind: type[Body], tree: Any, needs: str) -> Body:
     except UnicodeEncodeError:
         raise ApiError(
             400,
-            "the body has half of a surrogate pair, which no tokenizer takes; send whole characters",
+            "the body has half of a surrogate pair, which no tokenizer takes; send whole"
+            " characters",
             "invalid_body",
         ) from None
     try:
@@ -220,9 +229,13 @@ def check_top(top: int | None, model: ServedModel, field: str) -> None:
 
 
 def refuse_long_text(text: str, model: ServedModel, field: str) -> None:
-    """Raise ApiError, 400, for a text that no prompt of this model can hold. Before anything works through it."""
+    """Raise ApiError, 400, for a text that no prompt of this model can hold. Before anything works
+    through it."""
     if len(text) > model.most_characters:
-        held = f"the {model.most_characters:,} that {model.max_model_len} tokens of {model.name!r} can hold"
+        held = (
+            f"the {model.most_characters:,} that {model.max_model_len} tokens of {model.name!r} can"
+            " hold"
+        )
         raise ApiError(
             400,
             f"{field} has {len(text):,} characters, above {held}; shorten it",
@@ -235,29 +248,38 @@ def check_prompt(ids: list[int], max_tokens: int | None, model: ServedModel, fie
     """Longest completion of a prompt: `max_tokens`, or what the context has left.
 
     Raises:
-        ApiError: 400, for a prompt that is empty, too long, or has ids that the model does not know.
+        ApiError: 400, for a prompt that is empty, too long, or has ids that the model does not
+            know.
     """
     if not ids:
         raise ApiError(400, f"{field} is empty; give at least one token", "invalid_value", field)
     if not all(0 <= token < model.vocabulary for token in ids):
         raise ApiError(
             400,
-            f"{field} has token ids outside 0 to {model.vocabulary - 1}; use the tokenizer of {model.name!r}",
+            f"{field} has token ids outside 0 to {model.vocabulary - 1}; use the tokenizer of"
+            f" {model.name!r}",
             "invalid_value",
             field,
         )
     if len(ids) >= model.max_model_len:
-        text = f"{field} of {len(ids):,} tokens leaves no room in the {model.max_model_len} that {model.name!r} takes; shorten it"
+        text = (
+            f"{field} of {len(ids):,} tokens leaves no room in the {model.max_model_len} that"
+            f" {model.name!r} takes; shorten it"
+        )
         raise ApiError(400, text, "context_length_exceeded", field)
     longest = model.max_model_len - len(ids) if max_tokens is None else max_tokens
     if len(ids) + longest > model.max_model_len:
-        text = f"{field} of {len(ids)} tokens and max_tokens {longest} are above the {model.max_model_len} that {model.name!r} takes; shorten one"
+        text = (
+            f"{field} of {len(ids)} tokens and max_tokens {longest} are above the"
+            f" {model.max_model_len} that {model.name!r} takes; shorten one"
+        )
         raise ApiError(400, text, "context_length_exceeded", field)
     return longest
 
 
 def _without_neutral(tree: Mapping[str, Any], kind: type[Sampling]) -> dict[str, Any]:
-    """The body without fields whose values change nothing, and with OpenAI's newer name of max_tokens under the older one. Raises ApiError if both differ."""
+    """The body without fields whose values change nothing, and with OpenAI's newer name of
+    max_tokens under the older one. Raises ApiError if both differ."""
     kept = {
         name: value
         for name, value in tree.items()
@@ -285,7 +307,8 @@ def _without_neutral(tree: Mapping[str, Any], kind: type[Sampling]) -> dict[str,
 
 
 def _explain(item: dict[str, Any]) -> ApiError:
-    """The first wrong field in one line. Its value is not repeated: it may be long, or not for a log."""
+    """The first wrong field in one line. Its value is not repeated: it may be long, or not for a
+    log."""
     field = printable(str(item["loc"][0])) if item["loc"] else None
     if (
         field in KINDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from asyncrl.generation.protocol import Piece
+from asyncrl.contracts.messages import Piece
 from asyncrl.serving.answers import Head
 from asyncrl.serving.dialects.fields import Sampling
 
@@ -41,7 +41,7 @@ class Usage:
 
 
 def envelope(head: Head, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """What stands around choices, in an answer and in an event."""
+    """What surrounds choices, in an answer and in an event."""
     return {
         "id": head.name,
         "object": kind,
@@ -52,7 +52,8 @@ def envelope(head: Head, kind: str, choices: list[dict[str, Any]]) -> dict[str, 
 
 
 def ending(piece: Piece) -> dict[str, Any]:
-    """How a choice ended; nulls before that. Version spans are per token, since weights may change under way: half-open, over the completion's tokens."""
+    """How a choice ended; nulls before that. Version spans are per token, since weights may change
+    under way: half-open, over the completion's tokens."""
     if piece.finish_reason is None:
         return {"finish_reason": None}
     versions = [

@@ -1,0 +1,73 @@
+"""The config tree: YAML in, one validated object out, every derived number a property.
+
+This package imports no torch, ray or vllm, so that `asyncrl --help` and `asyncrl plan` answer at
+once. Names that users of slime and TRL know are kept; a name of theirs that differs here is
+answered by its name here (`asyncrl.config.aliases`).
+"""
+
+from __future__ import annotations
+
+from asyncrl.config.config import Config
+from asyncrl.config.load import command_line, explain, field_names, load_config
+from asyncrl.config.schema import (
+    HUB_CACHE,
+    AlgorithmConfig,
+    CheckpointConfig,
+    CorrectionConfig,
+    DataConfig,
+    EvalConfig,
+    EvalSet,
+    GeneratorConfig,
+    LearnerConfig,
+    ModelConfig,
+    ObserveConfig,
+    RewardConfig,
+    RewardFunction,
+    RolloutConfig,
+    SandboxConfig,
+    Section,
+    Source,
+    Sources,
+    StalenessConfig,
+    WarmStartConfig,
+    WeightsConfig,
+    is_hub_data,
+    is_hub_name,
+    sources_of,
+)
+from asyncrl.config.settings import completion_room
+from asyncrl.contracts.errors import ConfigError
+
+__all__ = [
+    "HUB_CACHE",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "CorrectionConfig",
+    "DataConfig",
+    "EvalConfig",
+    "EvalSet",
+    "GeneratorConfig",
+    "LearnerConfig",
+    "ModelConfig",
+    "ObserveConfig",
+    "RewardConfig",
+    "RewardFunction",
+    "RolloutConfig",
+    "SandboxConfig",
+    "Section",
+    "Source",
+    "Sources",
+    "StalenessConfig",
+    "WarmStartConfig",
+    "WeightsConfig",
+    "command_line",
+    "completion_room",
+    "explain",
+    "field_names",
+    "is_hub_data",
+    "is_hub_name",
+    "load_config",
+    "sources_of",
+]

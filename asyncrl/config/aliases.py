@@ -1,0 +1,543 @@
+"""The answer to a setting that the config does not have: its name here, why it is not there, or the
+nearest known name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+__all__ = ["explain_unknown"]
+
+RENAMED = {
+    "normalise": "algorithm.correction.normalize",
+    "rollout_max_response_len": "rollout.max_completion_length",
+    "rollout_max_prompt_len": "data.max_prompt_length",
+    "rollout_max_context_len": "data.max_length",
+    "max_seq_length": "data.max_length",
+    "max_new_tokens": "rollout.max_completion_length",
+    "max_target_length": "rollout.max_completion_length",
+    "truncation_mode": "data.length_side",
+    "truncation_side": "data.length_side",
+    "rollout_temperature": "rollout.temperature",
+    "sglang_mem_fraction_static": "generator.gpu_memory_utilization",
+    "vllm_gpu_memory_utilization": "generator.gpu_memory_utilization",
+    "rollout_num_gpus": "generator.num_replicas",
+    "actor_num_gpus_per_node": "learner.world_size",
+    "context_parallel_size": "learner.sequence_parallel_size",
+    "cp_size": "learner.sequence_parallel_size",
+    "optimizer_cpu_offload": "learner.offload_optimizer",
+    "recompute_granularity": "learner.gradient_checkpointing",
+    "prompt_data": "data.train",
+    "dataset_name": "data.train",
+    "dataset_config": "data.train",
+    "dataset_train_split": "data.train",
+    "dataset_test_split": "eval.data",
+    "dataset_mixture": "data.train",
+    "prompt_data_weights": "data.train",
+    "input_key": "data.prompt_column",
+    "apply_chat_template_kwargs": "data.chat_template_kwargs",
+    "tool_key": "data.tools_column",
+    "system_message": "data.system_prompt",
+    "stop": "rollout.rollout_stop",
+    "stop_strings": "rollout.rollout_stop",
+    "stop_token_ids": "rollout.rollout_stop_token_ids",
+    "hf_checkpoint": "model.path",
+    "model_name_or_path": "model.path",
+    "save_interval": "checkpoint.every_steps",
+    "num_generations": "rollout.n_samples_per_prompt",
+    "custom_rm_path": "reward.functions",
+    "rm_type": "reward.functions",
+    "rm_url": "reward.functions",
+    "reward_funcs": "reward.functions",
+    "reward_weights": "reward.functions",
+    "sandbox_fusion_url": "reward.sandbox.service",
+    "e2b_router_url": "reward.sandbox.service",
+    "code_provider": "reward.sandbox.level",
+    "memory_limit_mb": "reward.sandbox.memory_bytes",
+    "lr": "learner.learning_rate",
+    "lr_decay_style": "learner.lr_scheduler_type",
+    "loss_type": "algorithm.loss",
+    "loss_agg_mode": "algorithm.loss_aggregation",
+    "advantage_estimator": "algorithm.advantage",
+    "use_tis": "algorithm.correction.truncation",
+    "tis_clip": "algorithm.correction.cap",
+    "over_sampling_batch_size": "staleness.over_sampling",
+    "epsilon": "algorithm.eps_clip",
+    "epsilon_high": "algorithm.eps_clip_high",
+    "beta": "algorithm.kl_loss_coef",
+    "kl_loss_type": "algorithm.kl_estimator",
+    "use_wandb": "observe.sinks",
+    "report_to": "observe.sinks",
+    "wandb_project": "observe.project",
+    "clip_grad": "learner.max_grad_norm",
+    "enable_fp32_lm_head": "learner.cast_lm_head_to_fp32",
+    "critic_lr": "learner.value_learning_rate",
+    "eval_interval": "eval.every_steps",
+    "eval_prompt_data": "eval.sets",
+    "n_samples_per_eval_prompt": "eval.sets",
+    "eval_temperature": "eval.sets",
+    "eval_top_p": "eval.sets",
+    "eval_top_k": "eval.sets",
+    "eval_max_response_len": "eval.sets",
+    "use_dynamic_batch_size": (
+        "nothing: dynamic batching is always on, capped by learner.max_tokens_per_gpu"
+    ),
+    "padding_free": "nothing: rows are packed and never padded",
+    "balance_data": "nothing: micro-batches are always balanced over the ranks",
+    "micro_batch_size": (
+        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+    ),
+    "gradient_accumulation_steps": (
+        "nothing: a step is one batch, in as many micro-batches as learner.max_tokens_per_gpu makes"
+        " of it"
+    ),
+    "check_for_nan_in_loss_and_grad": (
+        "nothing: a step with NaN or Inf is always skipped by all ranks, and"
+        " learner.max_skipped_steps in a row end the run"
+    ),
+    "n": "rollout.n_samples_per_prompt",
+    "num_samples_per_prompt": "rollout.n_samples_per_prompt",
+    "num_generations_per_prompt": "rollout.n_samples_per_prompt",
+    "num_return_sequences": "rollout.n_samples_per_prompt",
+    "train_batch_size": (
+        "rollout.rollout_batch_size, in prompts of a round (rollout.global_batch_size counts the"
+        " trajectories of a step)"
+    ),
+    "ppo_mini_batch_size": (
+        "rollout.global_batch_size, in trajectories of a step, or rollout.num_steps_per_rollout"
+    ),
+    "mini_batch_size": (
+        "rollout.global_batch_size, in trajectories of a step, or rollout.num_steps_per_rollout"
+    ),
+    "generation_batch_size": "rollout.rollout_batch_size, in prompts of a round",
+    "steps_per_generation": "rollout.num_steps_per_rollout",
+    "rollout.batch_size": "rollout.rollout_batch_size",
+    "train.batch_size": "rollout.global_batch_size",
+    "num_rollout": "max_steps, in optimizer steps",
+    "total_training_steps": "max_steps",
+    "total_rollout_steps": "max_steps, in optimizer steps",
+    "max_num_steps": "max_steps",
+    "total_epochs": "max_steps: data repeats, reshuffled, as long as steps are left",
+    "num_train_epochs": "max_steps: data repeats, reshuffled, as long as steps are left",
+    "num_epoch": "max_steps: data repeats, reshuffled, as long as steps are left",
+    "num_epochs": "max_steps: data repeats, reshuffled, as long as steps are left",
+    "num_episodes": "max_steps: data repeats, reshuffled, as long as steps are left",
+    "max_response_length": "rollout.max_completion_length",
+    "response_length": "rollout.max_completion_length",
+    "generate_max_len": "rollout.max_completion_length",
+    "max_tokens": "rollout.max_completion_length",
+    "prompt_max_len": "data.max_prompt_length",
+    "prompt_length": "data.max_prompt_length",
+    "max_len": "data.max_length",
+    "max_model_len": "data.max_length",
+    "vllm_max_model_length": "data.max_length",
+    "data.truncation": "data.prompt_policy",
+    "filter_overlong_prompts": "data.prompt_policy: drop",
+    "train_files": "data.train",
+    "train_path": "data.train",
+    "prompt_dataset": "data.train",
+    "prompt_split": "data.train",
+    "prompt_probs": "data.train",
+    "dataset_path": "data.train",
+    "train_dataset": "data.train",
+    "prompt_key": "data.prompt_column",
+    "input_template": "data.system_prompt, or the model's chat template",
+    "val_files": "eval.data",
+    "eval_dataset": "eval.data",
+    "eval.dataset": "eval.data",
+    "test_files": "eval.data",
+    "shuffle_dataset": "data.shuffle",
+    "rollout_shuffle": "data.shuffle",
+    "rollout_seed": "seed",
+    "return_raw_chat": "nothing: rewards receive the messages as given, as `messages`",
+    "label_key": "nothing: every other column of a row reaches the reward under its own name",
+    "reward_fn_key": "nothing: every other column of a row reaches the reward under its own name",
+    "metadata_key": "nothing: every other column of a row reaches the reward under its own name",
+    "model_name": "model.path",
+    "pretrain": "model.path",
+    "model_path": "model.path",
+    "torch_dtype": "model.dtype",
+    "model_dtype": "model.dtype",
+    "param_dtype": "learner.bf16",
+    "learning_rate_critic": "learner.value_learning_rate",
+    "actor_learning_rate": "learner.learning_rate",
+    "critic_learning_rate": "learner.value_learning_rate",
+    "optim.lr": "learner.learning_rate",
+    "lr_warmup_steps": "learner.warmup_steps",
+    "lr_warmup_iters": "learner.warmup_steps",
+    "lr_scheduler": "learner.lr_scheduler_type",
+    "max_norm": "learner.max_grad_norm",
+    "grad_clip": "learner.max_grad_norm",
+    "adam_offload": "learner.offload_optimizer",
+    "optimizer_offload": "learner.offload_optimizer",
+    "param_offload": "learner.offload_param",
+    "adam_beta1": "learner.adam_betas",
+    "adam_beta2": "learner.adam_betas",
+    "betas": "learner.adam_betas",
+    "enable_gradient_checkpointing": "learner.gradient_checkpointing",
+    "gradient_checkpointing_enable": "learner.gradient_checkpointing",
+    "ppo_max_token_len_per_gpu": "learner.max_tokens_per_gpu",
+    "max_token_len_per_gpu": "learner.max_tokens_per_gpu",
+    "train_max_tokens_per_gpu": "learner.max_tokens_per_gpu",
+    "ulysses_sequence_parallel_size": "learner.sequence_parallel_size",
+    "ring_attn_size": "learner.sequence_parallel_size",
+    "n_gpus_per_node": "learner.world_size, over all nodes",
+    "num_gpus_per_node": "learner.world_size, over all nodes",
+    "actor_num_nodes": "learner.world_size, over all nodes",
+    "nnodes": "learner.world_size, over all nodes",
+    "trainer_num_gpus": "learner.world_size",
+    "log_probs_chunk_size": "learner.logprob_memory_bytes",
+    "vllm_num_engines": "generator.num_replicas",
+    "num_engines": "generator.num_replicas",
+    "sglang_max_running_requests": "generator.max_num_seqs",
+    "max_running_requests": "generator.max_num_seqs",
+    "partial_rollout": "generator.in_flight: keep (generations always go on over a weight update)",
+    "partial_rollout_enable": (
+        "generator.in_flight: keep (generations always go on over a weight update)"
+    ),
+    "vllm_mode": "generator.attach for a standing server; without it a run starts its own",
+    "use_vllm": "nothing: vLLM always generates",
+    "sglang_server_concurrency": "rollout.max_concurrency",
+    "rollout_health_check_interval": "generator.stall_timeout_s",
+    "update_weight_buffer_size": "weights.bucket_bytes",
+    "adv_estimator": "algorithm.advantage",
+    "advantage.estimator": "algorithm.advantage",
+    "estimator": "algorithm.advantage",
+    "scale_rewards": "algorithm.advantage (dr_grpo: not divided by the standard deviation)",
+    "norm_adv_by_std_in_grpo": "algorithm.advantage: dr_grpo for false",
+    "disable_grpo_std_normalization": "algorithm.advantage: dr_grpo",
+    "no_std_norm": "algorithm.advantage: dr_grpo",
+    "policy_loss_type": "algorithm.loss",
+    "custom_loss_function_path": "algorithm.loss: package.module:function",
+    "custom_advantage_function_path": "algorithm.advantage: package.module:function",
+    "loss_mode": "algorithm.loss",
+    "importance_sampling_level": "algorithm.loss: gspo for sequences",
+    "clip_ratio": "algorithm.eps_clip",
+    "clip_ratio_low": "algorithm.eps_clip",
+    "clip_ratio_high": "algorithm.eps_clip_high",
+    "clip_ratio_c": "algorithm.dual_clip",
+    "eps_clip_c": "algorithm.dual_clip",
+    "delta": "algorithm.dual_clip",
+    "eps_clip_low_high": "algorithm.eps_clip and algorithm.eps_clip_high",
+    "sapo_temperature_pos": "algorithm.tau_positive",
+    "sapo_temperature_neg": "algorithm.tau_negative",
+    "lam": "algorithm.gae_lambda",
+    "lambd": "algorithm.gae_lambda",
+    "entropy_coeff": "algorithm.entropy_coef",
+    "use_kl_loss": "algorithm.kl_loss_coef (0: none)",
+    "use_kl_in_reward": "algorithm.kl_coef (0: none)",
+    "init_kl_coef": "algorithm.kl_coef",
+    "kl_ctrl.kl_coef": "algorithm.kl_coef",
+    "kl.init_coef": "algorithm.kl_coef",
+    "kl_penalty": "algorithm.kl_estimator",
+    "kl.estimator": "algorithm.kl_estimator",
+    "ref_path": "algorithm.ref_load",
+    "ref_model": "algorithm.ref_load",
+    "use_rollout_logprobs": "algorithm.old_policy: behavior",
+    "use_rollout_log_probs": "algorithm.old_policy: behavior",
+    "dynamic_sampling_filter_path": "algorithm.group_filter",
+    "dynamic_filtering_enable": "algorithm.filter_zero_variance",
+    "filter_groups": "algorithm.filter_zero_variance",
+    "rollout_is": "algorithm.correction.truncation",
+    "rollout_is_threshold": "algorithm.correction.cap",
+    "rollout_rs": "algorithm.correction.reject_estimator",
+    "rollout_rs_threshold": "algorithm.correction.reject_above",
+    "is_correction_enable": "algorithm.correction.truncation",
+    "is_correction_threshold": "algorithm.correction.cap",
+    "enable_vllm_is_correction": "algorithm.correction.truncation",
+    "vllm_importance_sampling_correction": "algorithm.correction.truncation",
+    "vllm_importance_sampling_mode": "algorithm.correction.truncation",
+    "vllm_importance_sampling_cap": "algorithm.correction.cap",
+    "vllm_importance_sampling_clip_max": "algorithm.correction.cap",
+    "vllm_importance_sampling_clip_min": "algorithm.correction.mask_below",
+    "off_policy_mask_threshold": "algorithm.correction.sequence_mask_above",
+    "mask_truncated_completions": (
+        "reward.overlong_buffer, or a reward that returns None for what was cut"
+    ),
+    "reward_function": "reward.functions",
+    "custom_reward_function": "reward.functions",
+    "remote_rm_url": "reward.functions",
+    "remote_url": "reward.functions",
+    "reward_model": "reward.functions",
+    "reward_pretrain": "reward.functions",
+    "reward_model_path": "reward.functions",
+    "reward_manager": "reward.functions",
+    "overlong_buffer_len": "reward.overlong_buffer",
+    "overlong_penalty_factor": "reward.overlong_penalty",
+    "staleness_threshold": "staleness.max_staleness, in versions",
+    "max_head_offpolicyness": "staleness.max_staleness",
+    "max_off_policy_steps": "staleness.max_staleness",
+    "max_async_level": "staleness.max_staleness",
+    "async_queue_size": "staleness.max_staleness",
+    "async_level": "staleness.max_staleness",
+    "save_steps": "checkpoint.every_steps",
+    "save_freq": "checkpoint.every_steps",
+    "max_ckpt_num": "checkpoint.keep",
+    "max_num": "checkpoint.keep",
+    "max_actor_ckpt_to_keep": "checkpoint.keep",
+    "save_total_limit": "checkpoint.keep",
+    "default_local_dir": "checkpoint.save",
+    "save_path": "checkpoint.save",
+    "ckpt_path": "checkpoint.save",
+    "output_dir": "runs_root and name",
+    "resume_mode": "resume",
+    "resume_from_checkpoint": "resume",
+    "resume_from_path": "checkpoint.load",
+    "load_checkpoint": "resume",
+    "ref_ckpt_step": "algorithm.ref_load",
+    "eval_steps": "eval.every_steps",
+    "test_freq": "eval.every_steps",
+    "val_period": "eval.every_steps",
+    "val_batch_size": "eval.max_prompts",
+    "eval_n_samples_per_prompt": "eval.sets",
+    "experiment_name": "name",
+    "exp_name": "name",
+    "run_name": "name",
+    "trial_name": "name",
+    "project_name": "observe.project",
+    "tb_project_name": "observe.project",
+    "logger": "observe.sinks",
+    "use_tensorboard": "nothing: TensorBoard files are always written",
+    "tensorboard_dir": "nothing: TensorBoard files are always written, into the run directory",
+    "pad_to_multiple_of": "nothing: rows are packed and never padded",
+    "use_remove_padding": "nothing: rows are packed and never padded",
+    "packing_samples": "nothing: rows are always packed where the model allows it",
+    "use_dynamic_bsz": (
+        "nothing: dynamic batching is always on, capped by learner.max_tokens_per_gpu"
+    ),
+    "dynamic_batch_enable": (
+        "nothing: dynamic batching is always on, capped by learner.max_tokens_per_gpu"
+    ),
+    "balance_batch": "nothing: micro-batches are always balanced over the ranks",
+    "balance_by_flops": (
+        "nothing: micro-batches are always balanced over the ranks, by their quadratic cost"
+    ),
+    "ppo_micro_batch_size_per_gpu": (
+        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+    ),
+    "micro_train_batch_size": (
+        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+    ),
+    "per_device_train_batch_size": (
+        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+    ),
+    "ppo_micro_batch_size": (
+        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+    ),
+    "log_prob_micro_batch_size_per_gpu": (
+        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+    ),
+    "micro_rollout_batch_size": (
+        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+    ),
+    "zero_stage": "nothing: the learner always uses DeepSpeed ZeRO-3",
+    "use_fault_tolerance": (
+        "nothing: lost generators and ranks are always replaced, at most max_restarts times"
+    ),
+    "async_save": "nothing: generation goes on while a checkpoint is written",
+    "disable_dropout": "nothing: dropout is always off",
+    "enable_prefix_caching": "nothing: prefix caching is always on",
+    "log_completions": (
+        "nothing: every completion is kept, in groups/*.parquet of the run directory"
+    ),
+    "async_enable": "staleness.max_staleness (0: synchronous)",
+    "critic.optim.lr": "learner.value_learning_rate",
+    "critic.model.path": "nothing: the value head is part of the policy (algorithm.advantage: gae)",
+    "rollout.name": "nothing: vLLM always generates",
+    "rollout.mode": "nothing: generation is always asynchronous",
+    "actor.strategy": "nothing: the learner always uses DeepSpeed ZeRO-3",
+    "custom_reward_function.path": "reward.functions: package.module:function",
+    "custom_reward_function.name": "reward.functions: package.module:function",
+    "reward_model.enable": "reward.functions",
+    "reward_model.path": "reward.functions",
+    "reward_model.model.path": "reward.functions",
+    "warmup_ratio": "learner.warmup_steps, in steps",
+    "lr_warmup_ratio": "learner.warmup_steps, in steps",
+    "lr_warmup_steps_ratio": "learner.warmup_steps, in steps",
+    "save_strategy": "checkpoint.every_steps",
+    "eval_strategy": "eval.every_steps",
+    "recompute_method": "learner.gradient_checkpointing",
+    "recompute_num_layers": "learner.gradient_checkpointing",
+    "async_train": "staleness.max_staleness (0: synchronous)",
+    "val_before_train": "nothing: an evaluation always comes before and after the training",
+    "logging_steps": "nothing: every step is recorded",
+    "attention_dropout": "nothing: dropout is always off",
+    "hidden_dropout": "nothing: dropout is always off",
+    "flash_attn": "nothing: the learner's attention follows from its model and device",
+    "attn_implementation": "nothing: the learner's attention follows from its model and device",
+    "attention_backend": "nothing: the learner's attention follows from its model and device",
+    "remove_unused_columns": (
+        "nothing: every other column of a row reaches the reward under its own name"
+    ),
+    "vllm_sync_backend": "nothing: weights go through Ray's object store",
+}
+"""Settings of slime, TRL, verl and OpenRLHF → the name here. A key may end in more than one part of
+the dotted name: the longest that fits counts."""
+
+NOT_IMPLEMENTED = {
+    "activation_offloading": (
+        "activations stay where the model is; remove it, and use learner.gradient_checkpointing"
+    ),
+    "chat_template_path": (
+        "the chat template is the one of model.path's tokenizer; put it there as"
+        " chat_template.jinja, and remove this"
+    ),
+    "colocate": "generators and learner always have processes of their own; remove it",
+    "colocate_all": "generators and learner always have processes of their own; remove it",
+    "colocate_all_models": "generators and learner always have processes of their own; remove it",
+    "offload_rollout": "generators and learner always have processes of their own; remove it",
+    "offload_train": "generators and learner always have processes of their own; remove it",
+    "vllm_enable_sleep": "generators and learner always have processes of their own; remove it",
+    "vllm_enable_sleep_mode": (
+        "generators and learner always have processes of their own; remove it"
+    ),
+    "enable_sleep": "generators and learner always have processes of their own; remove it",
+    "free_cache_engine": "generators and learner always have processes of their own; remove it",
+    "tensor_parallel_size": (
+        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
+        " use more replicas"
+    ),
+    "tensor_model_parallel_size": (
+        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
+        " use more replicas"
+    ),
+    "vllm_tensor_parallel_size": (
+        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
+        " use more replicas"
+    ),
+    "rollout_num_gpus_per_engine": (
+        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
+        " use more replicas"
+    ),
+    "pipeline_model_parallel_size": (
+        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
+        " use more replicas"
+    ),
+    "pipeline_parallel_size": (
+        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
+        " use more replicas"
+    ),
+    "expert_model_parallel_size": (
+        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
+        " use more replicas"
+    ),
+    "expert_parallel_size": (
+        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
+        " use more replicas"
+    ),
+    "data_parallel_size": (
+        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
+        " use more replicas"
+    ),
+    "lora_rank": "all weights are trained; remove it",
+    "lora_alpha": "all weights are trained; remove it",
+    "lora_target_modules": "all weights are trained; remove it",
+    "lora": "all weights are trained; remove it",
+    "lora_dropout": "all weights are trained; remove it",
+    "lora.rank": "all weights are trained; remove it",
+    "use_peft": "all weights are trained; remove it",
+    "lora_r": "all weights are trained; remove it",
+    "peft_config": "all weights are trained; remove it",
+    "freeze_params_name_list": "all weights are trained; remove it",
+    "load_in_4bit": "weights are loaded as model.dtype says; remove it",
+    "load_in_8bit": "weights are loaded as model.dtype says; remove it",
+    "quantization": "weights are loaded as model.dtype says; remove it",
+    "fp16": "the learner computes in float32 or in bfloat16 (learner.bf16); remove it",
+    "num_iterations": (
+        "a batch is trained once; remove it, and set rollout.num_steps_per_rollout for more steps"
+        " in a round"
+    ),
+    "ppo_epochs": (
+        "a batch is trained once; remove it, and set rollout.num_steps_per_rollout for more steps"
+        " in a round"
+    ),
+    "max_epochs": (
+        "a batch is trained once; remove it, and set rollout.num_steps_per_rollout for more steps"
+        " in a round"
+    ),
+    "sync_ref_model": "the reference policy stays as algorithm.ref_load has it; remove it",
+    "ref_model_sync_steps": "the reference policy stays as algorithm.ref_load has it; remove it",
+    "ref_model_mixup_alpha": "the reference policy stays as algorithm.ref_load has it; remove it",
+    "ref_update_interval": "the reference policy stays as algorithm.ref_load has it; remove it",
+    "enable_ema": "the reference policy stays as algorithm.ref_load has it; remove it",
+    "ema_beta": "the reference policy stays as algorithm.ref_load has it; remove it",
+    "custom_generate_function_path": "no setting names a function for it; remove it",
+    "rollout_function_path": "no setting names a function for it; remove it",
+    "custom_tis_function_path": "no setting names a function for it; remove it",
+    "agent_func_path": "no setting names a function for it; remove it",
+    "max_turns": "a rollout is one prompt and one answer; remove it",
+    "multi_turn": "a rollout is one prompt and one answer; remove it",
+    "max_tool_calling_iterations": "a rollout is one prompt and one answer; remove it",
+    "tool_config_path": "a rollout is one prompt and one answer; remove it",
+    "max_rollout_turns": "a rollout is one prompt and one answer; remove it",
+    "image_key": "prompts are text; remove it",
+    "video_key": "prompts are text; remove it",
+    "multimodal_keys": "prompts are text; remove it",
+    "limit_images": "prompts are text; remove it",
+    "sglang_server_base_url": "generators are vLLM engines; remove it",
+    "rollout_external_engine_addrs": "generators are vLLM engines; remove it",
+    "critic_warmup": "the policy is trained from the first step; remove it",
+    "enforce_eager": "vLLM compiles as its device allows; remove it",
+    "push_to_hub": "a run uploads nothing; remove it, and upload what asyncrl export writes",
+    "max_samples": "all rows are used; remove it, and end with max_steps",
+    "normalize_reward": "rewards are compared as algorithm.advantage says; remove it",
+    "ref_num_nodes": "the reference policy has one process; remove it",
+    "ref_num_gpus_per_node": "the reference policy has one process; remove it",
+    "sequence_parallel": (
+        "it belongs to tensor parallelism; remove it, or share long rows with"
+        " learner.sequence_parallel_size"
+    ),
+    "multi_objective_aggregation": (
+        "rewards are combined by their weights (reward.functions); remove it"
+    ),
+}
+"""Settings known from elsewhere that nothing here implements → the way out."""
+
+LIKENESS = 0.8
+"""How alike (`difflib`, 0..1) a known name must be before it is offered."""
+
+
+def explain_unknown(name: str, known: Sequence[str]) -> str:
+    """One line on a setting that is not among the `known` dotted names: what it is called here,
+    that it is not implemented, or the nearest."""
+    for ending in _endings(name):
+        if ending in NOT_IMPLEMENTED:
+            return f"{name} is not implemented: {NOT_IMPLEMENTED[ending]}"
+        if ending in RENAMED:
+            return f"{name} is unknown; here it is {RENAMED[ending]}"
+    if name in known:  # one key with dots in it
+        return f"{name} is one key; write {name.replace('.', ': {')}: …{'}' * name.count('.')}"
+    near = _nearest(name.replace("-", "_"), known)
+    return f"{name} is unknown; " + (
+        f"did you mean {near}?" if near else "see asyncrl train --help"
+    )
+
+
+def _endings(name: str) -> list[str]:
+    """What may stand in the tables for a dotted name, the longest first; at last without slime's
+    prefix."""
+    parts = name.replace("-", "_").split(".")
+    return [".".join(parts[begin:]) for begin in range(len(parts))] + [
+        parts[-1].removeprefix("rollout_")
+    ]
+
+
+def _nearest(name: str, known: Sequence[str]) -> str | None:
+    """The setting whose last part is most like this name's, in the section that is most like this
+    one's; never a section."""
+    settings = [one for one in known if not any(other.startswith(f"{one}.") for other in known)]
+    leaf = name.rpartition(".")[2].removeprefix("rollout_")
+    alike = [
+        (
+            _likeness(leaf, one.rpartition(".")[2].removeprefix("rollout_")),
+            _likeness(name, one),
+            one,
+        )
+        for one in settings
+    ]
+    best = max(alike, default=(0.0, 0.0, ""))
+    return best[2] if best[0] >= LIKENESS else None
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()

@@ -1,0 +1,65 @@
+"""The whole config: the settings, what was derived of those left out, and the check that they fit
+together."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+import asyncrl.config.derived as derived
+from asyncrl.config.rules import check_rules
+from asyncrl.config.settings import Settings
+
+__all__ = ["Config"]
+
+
+class Config(Settings):
+    """Every setting of one run."""
+
+    @model_validator(mode="after")
+    def settings_fit_together(self) -> Config:
+        check_rules(self)
+        return self
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds after which a group's generation fails."""
+        return derived.deadline_s(self)
+
+    def evaluation_deadline_s(self, tokens: int | None) -> float:
+        """Seconds after which a completion of an evaluation is late; None = as long as in
+        rollouts."""
+        return self.rollout.deadline_s or derived.deadline(self, tokens).value
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that one engine runs at once."""
+        return derived.max_num_seqs(self)
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Seconds a replica may take from placement to its first answer."""
+        return self.generator.start_timeout_s or derived.start(self.model.path).value
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Seconds for which an engine may answer nothing before it is replaced."""
+        return derived.stall_timeout_s(self)
+
+    @property
+    def push_timeout_s(self) -> float:
+        """Seconds a replica may take to apply a version."""
+        return derived.push_timeout_s(self)
+
+    @property
+    def commit_grace_s(self) -> float:
+        """Seconds that a version waits for all live replicas."""
+        return (
+            derived.grace(self).value
+            if self.weights.commit_grace_s is None
+            else self.weights.commit_grace_s
+        )
+
+    @property
+    def placement_wait_s(self) -> float:
+        """Seconds that a part may wait for resources."""
+        return self.placement_timeout_s or derived.placement(self).value

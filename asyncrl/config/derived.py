@@ -1,0 +1,238 @@
+"""Settings that follow from others when nobody sets them: what each is, and from what. Pure, but
+for the sizes of the model's files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config.schema import LOGPROB_BYTES
+from asyncrl.config.settings import Settings
+
+__all__ = ["MOST_SEQUENCES", "Derived", "derived_settings", "request_deadline_s", "stored_bytes"]
+
+SLOWEST_TOKENS_PER_S = 5.0
+"""Tokens a second of one completion in a full engine, at the slowest: a large model on one GPU
+makes 10 to 20."""
+SLOWEST_READ = 100 << 20
+"""Bytes a second that a replica reads of a model's files, at the slowest: storage shared with many
+others."""
+SLOWEST_FETCH = 250 << 20
+"""Bytes a second of a published version that reach a replica, at the slowest: 10 Gbit/s shared by
+several replicas of a node."""
+SLOWEST_APPLY = 1 << 30
+"""Bytes a second that an engine takes over from shared memory, at the slowest."""
+MOST_SEQUENCES = {"cpu": 128, "cuda": 1024}
+"""Sequences beyond which an engine makes no more tokens a second. vLLM reserves logits for so many.
+"""
+FEWEST_SEQUENCES = 64
+"""Evaluations use what rollouts leave free."""
+SHORTEST_DEADLINE_S, SHORTEST_PLACEMENT_S, SHORTEST_START_S, SHORTEST_STALL_S, SHORTEST_PUSH_S = (
+    300.0,
+    30.0,
+    600.0,
+    120.0,
+    300.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """The value of a setting that was left out."""
+
+    name: str
+    value: float
+    unit: str
+    reason: str
+
+    def text(self) -> str:
+        """One line."""
+        shown = (
+            f"{self.value / (1 << 20):g} MiB"
+            if self.unit == "bytes"
+            else f"{self.value:g} {self.unit}"
+        )
+        return f"{self.name} = {shown}: {self.reason}"
+
+
+def stored_bytes(model: str) -> int:
+    """Bytes of the safetensors files of a checkpoint directory; 0 for a model that is not here."""
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+
+
+def sequences(settings: Settings) -> Derived:
+    """generator.max_num_seqs."""
+    generator, most = settings.generator, MOST_SEQUENCES[settings.generator.device]
+    if not generator.own:
+        return Derived(
+            "generator.max_num_seqs", most, "sequences", f"the most on {generator.device}"
+        )
+    share = math.ceil(_completions_at_once(settings) / generator.num_replicas)
+    reason = (
+        f"{settings.groups_at_once} groups x {settings.rollout.n_samples_per_prompt} completions /"
+        f" {generator.num_replicas} replica(s) = {share}, at least {FEWEST_SEQUENCES} and on"
+        f" {generator.device} at most {most}"
+    )
+    return Derived(
+        "generator.max_num_seqs", min(max(share, FEWEST_SEQUENCES), most), "sequences", reason
+    )
+
+
+def deadline(settings: Settings, tokens: int | None = None) -> Derived:
+    """rollout.deadline_s, for completions of at most so many tokens (default: the rollouts')."""
+    tokens = settings.rollout.max_completion_length if tokens is None else tokens
+    turns = math.ceil(
+        _completions_at_once(settings) / (max_num_seqs(settings) * settings.generator.num_replicas)
+    )
+    queued = f", {turns} times, as not all completions run at once" if turns > 1 else ""
+    reason = (
+        f"{tokens} tokens at {SLOWEST_TOKENS_PER_S:g} tokens/s{queued}, at least"
+        f" {SHORTEST_DEADLINE_S:g} s"
+    )
+    return Derived(
+        "rollout.deadline_s",
+        _seconds(SHORTEST_DEADLINE_S, turns * tokens / SLOWEST_TOKENS_PER_S),
+        "s",
+        reason,
+    )
+
+
+def request_deadline_s(tokens: int) -> float:
+    """Seconds that a request over HTTP has for at most so many tokens."""
+    return _seconds(SHORTEST_DEADLINE_S, tokens / SLOWEST_TOKENS_PER_S)
+
+
+def placement(settings: Settings) -> Derived:
+    """placement_timeout_s."""
+    processes = (
+        settings.learner.world_size
+        + settings.generator.num_replicas * settings.generator.own
+        + settings.reward.tasks
+        + settings.rollout.num_workers
+    )
+    reason = (
+        f"1 s for each of {processes} processes, at least {SHORTEST_PLACEMENT_S:g} s; set more"
+        " where a cluster starts nodes on demand"
+    )
+    return Derived("placement_timeout_s", max(SHORTEST_PLACEMENT_S, float(processes)), "s", reason)
+
+
+def start(model: str) -> Derived:
+    """generator.start_timeout_s."""
+    size = stored_bytes(model)
+    reason = (
+        f"{SHORTEST_START_S:g} s, and {_gib(size)} of model files at {SLOWEST_READ >> 20} MiB/s"
+    )
+    return Derived(
+        "generator.start_timeout_s",
+        float(math.ceil(SHORTEST_START_S + size / SLOWEST_READ)),
+        "s",
+        reason,
+    )
+
+
+def stall(model: str) -> Derived:
+    """generator.stall_timeout_s."""
+    size = stored_bytes(model)
+    reason = f"{SHORTEST_STALL_S:g} s, and an update of {_gib(size)} at {SLOWEST_APPLY >> 20} MiB/s"
+    return Derived(
+        "generator.stall_timeout_s",
+        float(math.ceil(SHORTEST_STALL_S + size / SLOWEST_APPLY)),
+        "s",
+        reason,
+    )
+
+
+def fetch_timeout(model: str) -> Derived:
+    """fetch_timeout_s of generators that stand."""
+    size = stored_bytes(model)
+    reason = f"{SHORTEST_PUSH_S:g} s, and {_gib(size)} at {SLOWEST_FETCH >> 20} MiB/s"
+    return Derived(
+        "fetch_timeout_s", float(math.ceil(SHORTEST_PUSH_S + size / SLOWEST_FETCH)), "s", reason
+    )
+
+
+def push(settings: Settings) -> Derived:
+    """weights.push_timeout_s. Generators that drain take a version only after their longest
+    completion."""
+    fetched, drains = fetch_timeout(settings.model.path), settings.generator.in_flight == "drain"
+    seconds = max(fetched.value, 2 * stall_timeout_s(settings)) + deadline_s(settings) * drains
+    waits = f", and {deadline_s(settings):g} s for completions that drain" if drains else ""
+    return Derived(
+        "weights.push_timeout_s",
+        seconds,
+        "s",
+        f"{fetched.reason}, at least twice generator.stall_timeout_s{waits}",
+    )
+
+
+def grace(settings: Settings) -> Derived:
+    """weights.commit_grace_s."""
+    return Derived(
+        "weights.commit_grace_s",
+        push_timeout_s(settings) / 5,
+        "s",
+        f"a fifth of weights.push_timeout_s = {push_timeout_s(settings):g} s",
+    )
+
+
+def logprob_bytes(device: str) -> Derived:
+    """learner.logprob_memory_bytes."""
+    return Derived(
+        "learner.logprob_memory_bytes",
+        LOGPROB_BYTES[device],
+        "bytes",
+        f"chunks of logits that suit {device}",
+    )
+
+
+def max_num_seqs(settings: Settings) -> int:
+    """Sequences that one engine runs at once."""
+    return settings.generator.max_num_seqs or int(sequences(settings).value)
+
+
+def deadline_s(settings: Settings) -> float:
+    """Seconds after which a group's generation fails."""
+    return settings.rollout.deadline_s or deadline(settings).value
+
+
+def stall_timeout_s(settings: Settings) -> float:
+    """Seconds for which an engine may answer nothing before it is replaced."""
+    return settings.generator.stall_timeout_s or stall(settings.model.path).value
+
+
+def push_timeout_s(settings: Settings) -> float:
+    """Seconds a replica may take to apply a version."""
+    return settings.weights.push_timeout_s or push(settings).value
+
+
+def derived_settings(settings: Settings) -> list[Derived]:
+    """Every setting that nobody set, with what it became."""
+    found = [
+        (settings.rollout.deadline_s, deadline(settings)),
+        (settings.generator.max_num_seqs, sequences(settings)),
+        (settings.generator.start_timeout_s, start(settings.model.path)),
+        (settings.generator.stall_timeout_s, stall(settings.model.path)),
+        (settings.weights.push_timeout_s, push(settings)),
+        (settings.weights.commit_grace_s, grace(settings)),
+        (settings.learner.logprob_memory_bytes, logprob_bytes(settings.learner.device)),
+        (settings.placement_timeout_s, placement(settings)),
+    ]
+    acts = {
+        "generator.max_num_seqs": settings.generator.own,
+        "generator.stall_timeout_s": settings.generator.own,
+    }
+    return [one for given, one in found if given is None and acts.get(one.name, True)]
+
+
+def _completions_at_once(settings: Settings) -> int:
+    return settings.groups_at_once * settings.rollout.n_samples_per_prompt
+
+
+def _seconds(shortest: float, needed: float) -> float:
+    return max(shortest, float(math.ceil(needed)))
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"

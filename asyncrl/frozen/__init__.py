@@ -1,0 +1,1 @@
+"""Models that only score: the reference policy."""

@@ -1,0 +1,85 @@
+"""After a bad step: which trajectory caused it, and where its batch is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
+
+from asyncrl.contracts.outcomes import NOT_FINITE, NOTHING_TO_LEARN
+from asyncrl.learning import zero3
+from asyncrl.learning.passes import Loss, backward, is_finite
+from asyncrl.learning.quarantine import culprit, keep_batch
+from asyncrl.learning.state import LearnerState
+from asyncrl.models.micro_batches import Example
+
+__all__ = ["keep_if_bad", "name_culprit"]
+
+NAMED_TOKENS = 16
+"""First tokens that identify a supervised row in a message."""
+
+
+def keep_if_bad(
+    state: LearnerState,
+    metrics: dict[str, float],
+    moment: str,
+    tables: Sequence[pa.Table],
+    find_culprit: Callable[[], str] | None,
+) -> str:
+    """Keep the batch of a step that was skipped, or whose gradient norm spiked.
+
+    Args:
+        moment: see `keep_batch`.
+        find_culprit: called for a step that was not finite, if `learner.find_nonfinite` is on. None
+            for a batch without a loss token.
+
+    Returns:
+        What happened and where the batch is, or "" for a good step.
+    """
+    learner = state.spec.learner
+    if metrics["applied"]:
+        ratio = metrics["grad_norm_ratio"]
+        if ratio <= learner.grad_norm_spike:
+            return ""
+        reason = "spike"
+        message = (
+            f"gradient norm {metrics['grad_norm']:.3g} is {ratio:.3g} times the median of the last"
+            " steps"
+        )
+    elif find_culprit is None:
+        reason, message = "empty", NOTHING_TO_LEARN
+    else:
+        reason = "nonfinite"
+        message = NOT_FINITE + (find_culprit() if learner.find_nonfinite else "")
+    if state.rank != 0:
+        return f"{message}; rank 0 keeps its batch"
+    directory = state.spec.run_directory / "kept"
+    return f"{message}; {keep_batch(directory, moment, reason, tables)}"
+
+
+def name_culprit(
+    state: LearnerState,
+    examples: list[Example],
+    weights: list[float],
+    loss: Loss,
+    temperature: float | None = None,
+) -> str:
+    """Find by bisection which example makes a step not finite (a collective). Returns the end of a
+    message."""
+    if not zero3.parameters_finite(state.engine):
+        return ": the weights themselves hold NaN or Inf"
+
+    def bad(indices: Sequence[int]) -> bool:
+        chosen = [examples[index] for index in indices]
+        of_chosen = [weights[index] for index in indices]
+        totals, _ = backward(state, chosen, of_chosen, loss, temperature)
+        zero3.discard_gradients(state.engine)
+        return not is_finite(totals)
+
+    found = culprit(len(examples), bad)
+    if found is None:
+        return ", of several trajectories together: none is to blame alone"
+    example = examples[found]
+    if example.group >= 0:
+        return f" from group {example.group}, trajectory {example.trajectory}"
+    return f" from the row with the tokens {example.tokens[:NAMED_TOKENS].tolist()}"

@@ -1,0 +1,131 @@
+"""One policy step: advantages and weights of the whole step, then the policy objective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.algorithms.advantages import batch_normalized, moments_over_ranks, standardized
+from asyncrl.algorithms.loss_metrics import LossSums
+from asyncrl.algorithms.objective import policy_loss, token_weights, truncated_weights
+from asyncrl.contracts.messages import StepResult
+from asyncrl.contracts.outcomes import NOT_FINITE, NOTHING_TO_LEARN
+from asyncrl.learning.batches import examples_of, shuffle_rewards, with_values
+from asyncrl.learning.blame import keep_if_bad, name_culprit
+from asyncrl.learning.passes import Loss, forward_batches, train
+from asyncrl.learning.state import LearnerState
+from asyncrl.models.micro_batches import Example, MicroBatch
+
+__all__ = ["policy_step"]
+
+
+def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
+    """Take one policy step on scored groups, one table each.
+
+    No rank steps if any rank finds NaN or Inf, or if no token is left to learn from.
+    """
+    spec, version = state.spec, state.applied
+    algorithm = spec.algorithm
+    if spec.shuffle_rewards:
+        tables = shuffle_rewards(tables, algorithm.advantage, (spec.seed, version))
+    scored = [example for table in tables for example in examples_of(table)]
+    examples = _with_step_advantages(state, scored)
+    normalizes = algorithm.correction.normalize and bool(examples)
+    mean_weight = _mean_weight(state, examples) if normalizes else 1.0
+    weights = token_weights(
+        [example.loss_tokens for example in examples],
+        algorithm.loss_aggregation,
+        spec.max_completion_length,
+    )
+    metrics = train(
+        state,
+        examples,
+        weights,
+        _loss(state, mean_weight),
+        state.scheduled(state.learning_rate),
+        state.scheduled(state.value_learning_rate),
+    )
+    applied = bool(metrics["applied"])
+    if applied:
+        state.trained_tokens += int(metrics["tokens"])
+        metrics["grad_norm_ratio"] = state.norms.ratio(metrics["grad_norm"])
+    reason = "" if applied else NOT_FINITE if examples else NOTHING_TO_LEARN
+    # The search takes the examples without statistics of the step, which spread a NaN to all.
+    find_culprit = partial(name_culprit, state, scored, weights, _loss(state, 1.0))
+    note = keep_if_bad(
+        state, metrics, f"version_{version:06d}", tables, find_culprit if examples else None
+    )
+    return StepResult(applied, metrics, note, reason)
+
+
+def _loss(state: LearnerState, mean_weight: float) -> Loss:
+    def loss(
+        logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch
+    ) -> tuple[Tensor, LossSums]:
+        tokens = batch.policy_tokens(logprobs, values)
+        return policy_loss(tokens, state.spec.objective, entropy, mean_weight)
+
+    return loss
+
+
+def _with_step_advantages(state: LearnerState, examples: list[Example]) -> list[Example]:
+    """The examples with the advantages of methods that use the whole step."""
+    advantage = state.spec.algorithm.advantage
+    if not examples:
+        return examples
+    if advantage == "gae":
+        return _with_value_advantages(state, examples)
+    if advantage.startswith("reinforce_plus_plus"):
+        normalized = batch_normalized(
+            [float(example.advantage) for example in examples],
+            [example.loss_tokens for example in examples],
+        )
+        return [
+            replace(example, advantage=value)
+            for example, value in zip(examples, normalized, strict=True)
+        ]
+    return examples
+
+
+def _with_value_advantages(state: LearnerState, examples: list[Example]) -> list[Example]:
+    """The examples with returns, and with advantages by the current value head, normalized over the
+    loss tokens of all ranks. Only this rank's examples are changed to their own values."""
+    algorithm = state.spec.algorithm
+    found = list(examples)
+    mine = [np.zeros(0)]
+    for batch, (_, _, values) in forward_batches(state, examples):
+        parts = values.cpu().double().split(list(batch.counts)) if batch.counts else ()
+        for index, part in zip(batch.order, parts, strict=True):
+            found[index] = with_values(
+                examples[index], part.numpy(), algorithm.gamma, algorithm.gae_lambda
+            )
+            mine.append(np.asarray(found[index].advantage)[found[index].loss_mask])
+    mean, std = moments_over_ranks(np.concatenate(mine), partial(_sum_over_ranks, state))
+    return [
+        replace(example, advantage=standardized(np.asarray(example.advantage), mean, std))
+        for example in found
+    ]
+
+
+def _sum_over_ranks(state: LearnerState, values: np.ndarray) -> np.ndarray:
+    """The sum of these float64 values over all ranks (a collective)."""
+    sums = torch.from_numpy(values).to(state.device)
+    dist.all_reduce(sums)
+    return sums.cpu().numpy()
+
+
+def _mean_weight(state: LearnerState, examples: list[Example]) -> float:
+    """Mean of the step's truncated weights over the tokens of all ranks (a collective)."""
+    total, count = 0.0, 0
+    for batch, (logprobs, *_) in forward_batches(state, examples):
+        weights = truncated_weights(batch.policy_tokens(logprobs), state.spec.objective)
+        total, count = total + float(weights.sum()), count + weights.numel()
+    sums = _sum_over_ranks(state, np.array([total, float(count)]))
+    return float(sums[0] / sums[1])

@@ -1,0 +1,89 @@
+"""Batches worth a look: those that were skipped, and those of a gradient-norm spike. Kept whole, as
+Parquet, in `<run>/kept/`."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from asyncrl.contracts.errors import EscapesDirectoryError
+from asyncrl.runtime import parquet
+from asyncrl.runtime.files import make_directory
+
+__all__ = ["KEPT", "NormWatch", "culprit", "keep_batch"]
+
+KEPT = 32
+"""Batches kept of one run for each reason. Further ones are reported, not written: a run that
+spikes at every step must not fill the disk, nor leave no room for the batch that ends it."""
+
+WINDOW, LEAST = 32, 8
+"""Steps that a gradient norm is compared with, and how many of them must be known."""
+
+
+class NormWatch:
+    """The gradient norms of the last applied steps."""
+
+    def __init__(self, known: Sequence[float] = ()) -> None:
+        self._norms: deque[float] = deque(known, maxlen=WINDOW)
+
+    @property
+    def known(self) -> list[float]:
+        """Oldest first."""
+        return list(self._norms)
+
+    def ratio(self, norm: float) -> float:
+        """`norm` over the median of the last norms, 1.0 while fewer than eight are known. Remembers
+        it."""
+        median = statistics.median(self._norms) if len(self._norms) >= LEAST else norm
+        self._norms.append(norm)
+        return norm / median if median > 0 else 1.0
+
+    def forget(self) -> None:
+        """Another optimizer, another scale."""
+        self._norms.clear()
+
+
+def culprit(count: int, bad: Callable[[Sequence[int]], bool]) -> int | None:
+    """By bisection, the first of `count` trajectories of which `bad([index])` holds, in about
+    log2(count) calls that look at `count` trajectories in all. None if no half of a bad set is bad
+    alone: then it took several of them."""
+    suspects: Sequence[int] = range(count)
+    while len(suspects) > 1:
+        first, second = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
+        suspects = first if bad(first) else second
+    return suspects[0] if suspects and bad(suspects) else None
+
+
+def keep_batch(directory: Path, moment: str, reason: str, tables: Sequence[pa.Table]) -> str:
+    """Write the rows of a batch as `<moment>_<reason>.parquet`, in a step, and say where they are,
+    or why they are not kept. Never raises for a disk that is full or a table that cannot be
+    written: a diagnosis must not end a run.
+
+    Args:
+        moment: what the batch was for, such as `version_000123`: the policy version that the step
+            began with. Batches of one moment and reason are told apart by a number.
+    """
+    try:
+        path = _write(directory, moment, reason, tables)
+    except (OSError, EscapesDirectoryError, pa.ArrowException) as error:
+        return f"its batch could not be kept in {directory}: {' '.join(str(error).split())}"
+    return (
+        f"its batch is {path}" if path else f"its batch was not kept, there are {KEPT} of that kind"
+    )
+
+
+def _write(directory: Path, moment: str, reason: str, tables: Sequence[pa.Table]) -> Path | None:
+    make_directory(directory)
+    there = {path.name for path in directory.glob("*.parquet")}
+    if sum(re.search(rf"_{reason}(_\d+)?\.parquet$", name) is not None for name in there) >= KEPT:
+        return None
+    stem = f"{moment}_{reason}"
+    names = (f"{stem}{f'_{number}' if number else ''}.parquet" for number in range(KEPT + 1))
+    path = directory / next(name for name in names if name not in there)
+    parquet.write_table(pa.concat_tables(tables, promote_options="permissive"), path)
+    return path

@@ -1,0 +1,192 @@
+"""What one rank trains: the engine, its parameters, the counters and the learning rate."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch.nn import Parameter
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+from asyncrl.algorithms.objective import own_metrics
+from asyncrl.learning import checkpoint, zero3
+from asyncrl.learning.quarantine import NormWatch
+from asyncrl.learning.schedule import learning_rate_at
+from asyncrl.learning.spec import LearnerSpec
+from asyncrl.models.supported import Packing as Packed
+from asyncrl.models.ulysses import SequenceGroup
+from asyncrl.runtime.shared import Written
+from asyncrl.weights.published import VersionTable, version_table
+
+__all__ = ["LearnerState", "Meeting", "join_ranks", "load_state"]
+
+COLLECTIVES_LONGER_S = 60.0
+"""Seconds that a collective waits beyond the timeout of a call, so that the driver finds a rank
+that hangs before its peers do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks meet. Only rank 0 has the listening socket."""
+
+    address: str
+    port: int
+    listener: socket.socket | None = None
+
+    @classmethod
+    def at(cls, address: str) -> Meeting:
+        """A meeting on a free port of `address`, for rank 0."""
+        listener = zero3.listening_socket(address)
+        return cls(address, int(listener.getsockname()[1]), listener)
+
+
+@dataclass
+class LearnerState:
+    """Everything that the steps of one rank read and change. Complete when constructed."""
+
+    rank: int
+    spec: LearnerSpec
+    engine: DeepSpeedEngine
+    sharded: HfDeepSpeedConfig
+    """Transformers loads models sharded while this object lives, so it lives as long as the
+    engine."""
+    table: VersionTable
+    parameters: dict[str, Parameter]
+    """Every parameter once, by its name in transformers. A tied weight has its first name."""
+    packing: Packed
+    own_metrics: tuple[str, ...]
+    """Names of the metrics of the user's own loss."""
+    device: torch.device
+    learning_rate: float
+    """Peak learning rate of the steps to come."""
+    warmup_steps: int
+    applied: int = 0
+    """Steps applied since the optimizer was fresh. This is the policy version, and the position in
+    the learning-rate schedule."""
+    trained_tokens: int = 0
+    """Loss tokens of all policy steps applied so far, earlier attempts included."""
+    norms: NormWatch = field(default_factory=NormWatch)
+
+    @property
+    def data_rank(self) -> int:
+        """Index of the micro-batches that this rank takes."""
+        return self.rank // self.spec.learner.sequence_parallel_size
+
+    @property
+    def sequence_rank(self) -> int:
+        """Index of this rank's share of their tokens."""
+        return self.rank % self.spec.learner.sequence_parallel_size
+
+    @property
+    def value_learning_rate(self) -> float:
+        """Peak learning rate of the value head."""
+        own = self.spec.learner.value_learning_rate
+        return self.learning_rate if own is None else own
+
+    def scheduled(self, peak: float) -> float:
+        """Learning rate of the next step, for a schedule with this peak."""
+        return learning_rate_at(
+            self.applied,
+            peak,
+            self.warmup_steps,
+            self.spec.max_steps,
+            self.spec.learner.lr_scheduler_type,
+        )
+
+    def reset_optimizer(self, learning_rate: float, warmup_steps: int) -> None:
+        """Forget the optimizer's moments and all counters, and set the peak learning rate."""
+        zero3.fresh_optimizer(self.engine)
+        self.norms.forget()
+        self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
+        self.applied = self.trained_tokens = 0
+
+    def save(self, directory: Path) -> dict[str, Written]:
+        """Write weights, optimizer, counters and RNG state under `directory`. Returns this rank's
+        files: name → size and checksum."""
+        counters = {
+            "world_size": self.spec.learner.world_size,
+            "applied": self.applied,
+            "trained_tokens": self.trained_tokens,
+        }
+        return checkpoint.save_rank(self.engine, directory, self.rank, counters, self.norms.known)
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save(directory)` wrote. Learning rate and schedule keep their current
+        values, because a resume may change them.
+
+        Raises:
+            ValueError: a file cannot be read, or another number of ranks wrote it.
+        """
+        counters, norms = checkpoint.load_rank(
+            self.engine, directory, self.rank, self.spec.learner.world_size
+        )
+        self.applied, self.trained_tokens = counters["applied"], counters["trained_tokens"]
+        self.norms = NormWatch(norms)
+
+
+def join_ranks(rank: int, spec: LearnerSpec, meeting: Meeting) -> float:
+    """Join the process group of all ranks. Returns the seconds that it took."""
+    began = time.monotonic()
+    learner = spec.learner
+    if meeting.address == "127.0.0.1":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    zero3.join_process_group(
+        rank,
+        learner.world_size,
+        meeting.address,
+        meeting.port,
+        "nccl" if learner.device == "cuda" else "gloo",
+        meeting.listener,
+        learner.call_timeout_s + COLLECTIVES_LONGER_S,
+    )
+    return time.monotonic() - began
+
+
+def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
+    """Load the model sharded and build the engine. The ranks must have joined (a collective).
+
+    Raises:
+        ValueError: the model is one that the learner cannot train.
+        FunctionError: the user's own loss failed on trial tokens.
+    """
+    learner, algorithm = spec.learner, spec.algorithm
+    torch.set_num_threads(learner.num_threads)
+    torch.manual_seed(spec.seed * 1_000_003 + rank)
+    # Read the table before the engine exists: beside an engine, transformers loads every model
+    # sharded.
+    table = version_table(spec.model_path)
+    metrics = own_metrics(algorithm.loss)
+    engine, sharded = zero3.start_engine(
+        spec.model_path,
+        learner,
+        spec.temperature,
+        algorithm.entropy_coef > 0,
+        algorithm.advantage == "gae",
+        SequenceGroup.join(learner.sequence_parallel_size),
+    )
+    policy = zero3.policy_of(engine)
+    parameters = dict(policy.model.named_parameters())
+    if strange := set(parameters) ^ set(table.parameters):
+        raise ValueError(
+            f"model.path = {spec.model_path!r}: {sorted(strange)[0]!r} is a parameter in only one"
+            " of two loads, with weights and without; use a checkpoint that transformers loads the"
+            " same way every time"
+        )
+    return LearnerState(
+        rank=rank,
+        spec=spec,
+        engine=engine,
+        sharded=sharded,
+        table=table,
+        parameters=parameters,
+        packing=policy.packing,
+        own_metrics=metrics,
+        device=torch.device("cuda" if learner.device == "cuda" else "cpu"),
+        learning_rate=learner.learning_rate,
+        warmup_steps=learner.warmup_steps,
+    )

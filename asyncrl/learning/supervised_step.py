@@ -1,0 +1,138 @@
+"""One supervised step: rows become examples, whole or cut by a packing strategy, and the step fits
+their target tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import pyarrow as pa
+from torch import Tensor
+
+from asyncrl.algorithms.loss_metrics import LossSums
+from asyncrl.algorithms.objective import supervised_loss, token_weights
+from asyncrl.learning.blame import keep_if_bad, name_culprit
+from asyncrl.learning.passes import train
+from asyncrl.learning.state import LearnerState
+from asyncrl.models.micro_batches import Example, MicroBatch, TokenRow, plain_example
+from asyncrl.packing.blocks import SEQ_LENGTHS, pack_blocks
+from asyncrl.packing.packing import Strategy
+
+__all__ = ["supervised_examples", "supervised_step"]
+
+logger = logging.getLogger(__name__)
+
+
+def supervised_step(state: LearnerState, rows: Sequence[TokenRow]) -> dict[str, float]:
+    """Take one step of next-token prediction: each row's second ids, after its first ids.
+
+    `warm_start.packing_strategy` says how rows are cut. The rows of a step that was skipped, or
+    whose gradient norm spiked, are kept; the log of this process says where.
+
+    Returns:
+        Metrics. `pieces_left_out` counts pieces of rows without a token to predict.
+        `tokens_left_out` counts target tokens that no piece predicts.
+
+    Raises:
+        ValueError: a row is longer than `learner.max_tokens_per_gpu` under `bfd`, or no piece has a
+            token to predict.
+    """
+    spec, moment = state.spec, f"supervised_{state.applied:06d}"
+    examples, pieces_left_out, tokens_left_out = supervised_examples(
+        rows, spec.learner.max_tokens_per_row, spec.packing_strategy
+    )
+    weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
+    metrics = train(state, examples, weights, _loss, state.learning_rate, 0.0, temperature=1.0)
+    if metrics["applied"]:
+        metrics["grad_norm_ratio"] = state.norms.ratio(metrics["grad_norm"])
+    table = pa.table(
+        {
+            "prompt_ids": [list(prompt) for prompt, _ in rows],
+            "target_ids": [list(ids) for _, ids in rows],
+        }
+    )
+    find_culprit = partial(name_culprit, state, examples, weights, _loss, 1.0)
+    if note := keep_if_bad(state, metrics, moment, [table], find_culprit):
+        logger.warning("supervised step %d: %s", state.applied, note)
+    return metrics | {
+        "pieces_left_out": float(pieces_left_out),
+        "tokens_left_out": float(tokens_left_out),
+    }
+
+
+def _loss(
+    logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch
+) -> tuple[Tensor, LossSums]:
+    return supervised_loss(logprobs, batch.weights)
+
+
+def supervised_examples(
+    rows: Sequence[TokenRow], max_tokens: int, strategy: Strategy
+) -> tuple[list[Example], int, int]:
+    """Examples of the rows as `pack_blocks` cuts them, the number of pieces left out, and the
+    number of target tokens that no piece predicts.
+
+    A piece is on its own: its first token is context only, whatever it was in its row. A piece
+    without any token to predict, such as one of a prompt, is left out.
+
+    Raises:
+        ValueError: a row has nothing to predict, or is longer than `max_tokens` under `bfd`, or no
+            piece at all has a token to predict.
+    """
+    pieces = [
+        piece
+        for packed in pack_blocks([_token_table(rows)], max_tokens, strategy)
+        for piece in _pieces(packed)
+    ]
+    examples = [piece for piece in pieces if piece.loss_tokens]
+    if not examples:
+        raise ValueError(
+            f"none of the {len(pieces)} pieces of {len(rows)} supervised rows has a token to"
+            f" predict; raise learner.max_tokens_per_gpu: rows of {max_tokens} tokens are too short"
+        )
+    targets = sum(len(following) for _, following in rows)
+    return (
+        examples,
+        len(pieces) - len(examples),
+        targets - sum(example.loss_tokens for example in examples),
+    )
+
+
+def _token_table(rows: Sequence[TokenRow]) -> pa.Table:
+    """The rows as a block: ids, and whether each is a target."""
+    lengths = np.array(
+        [[len(prompt), len(following)] for prompt, following in rows], dtype=np.int64
+    ).reshape(-1, 2)
+    if (empty := np.flatnonzero((lengths == 0).any(axis=1))).size:
+        prompt, following = lengths[empty[0]]
+        raise ValueError(
+            f"a row of {prompt} prompt and {following} following tokens has nothing to predict;"
+            " give at least one of each"
+        )
+    ids = np.fromiter(
+        chain.from_iterable(chain.from_iterable(rows)), dtype=np.int64, count=int(lengths.sum())
+    )
+    targets = np.repeat(np.tile([False, True], len(rows)), lengths.ravel())
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths.sum(axis=1))]), pa.int32())
+    return pa.table(
+        {
+            name: pa.ListArray.from_arrays(offsets, pa.array(values))
+            for name, values in (("input_ids", ids), ("loss_mask", targets))
+        }
+    )
+
+
+def _pieces(packed: pa.Table) -> list[Example]:
+    """Each segment of packed rows: a token of context, and what follows it."""
+    ids, targets = (
+        packed[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        for name in ("input_ids", "loss_mask")
+    )
+    ends = np.cumsum(packed[SEQ_LENGTHS].combine_chunks().flatten().to_numpy())[:-1]
+    return [
+        plain_example(tokens, 1, mask[1:])
+        for tokens, mask in zip(np.split(ids, ends), np.split(targets, ends), strict=True)
+    ]

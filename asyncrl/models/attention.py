@@ -1,0 +1,263 @@
+"""Attention for packed rows: each token attends within its own segment. Registered with
+transformers under one name, for any causal LM that uses its attention interface.
+
+transformers builds no mask for an attention function that has no mask function of its own, so the
+dense [T, T] mask never exists. Nor does one exist for a long segment: causal attention needs none,
+and a window is attended block by block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from asyncrl.models.supported import WAY_OUT
+from asyncrl.models.ulysses import SequenceGroup
+
+__all__ = ["ATTENTION", "Segments", "register_attention", "segment_attention"]
+
+ATTENTION = "asyncrl_segments"
+"""Name under which transformers knows the attention function."""
+
+BLOCK = 512
+"""Queries for which a mask is built at once: a segment longer than this never has a mask, or
+scores, of its own size squared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The segments of one packed row of T tokens, in order. Neighbors of equal length are attended
+    in one call: sort by length."""
+
+    lengths: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
+    """(length, count) of neighbors of equal length."""
+    cu_seqlens: Tensor
+    """[segments + 1] int32, starts and T, on the device of the row."""
+    attended: list[int] = field(default_factory=list, compare=False)
+    """The attention modules, by `id`, that have attended within these segments. The caller of a
+    forward pass checks that none bypassed them."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device | str) -> Segments:
+        """Segments of these lengths, in tokens."""
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        runs = tuple((length, len(list(same))) for length, same in groupby(lengths))
+        return cls(tuple(lengths), runs, ends.to(device))
+
+
+def register_attention() -> str:
+    """Make the function known to transformers; return its name for `attn_implementation`."""
+    if ATTENTION not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, shared_attention)
+    return ATTENTION
+
+
+def shared_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    segments: Segments | None = None,
+    sequence_group: SequenceGroup | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """`segment_attention`. Under a sequence group query, key and value hold this rank's share of
+    the row's tokens, as the output does; in between each rank attends over the whole row with its
+    share of the heads."""
+    if sequence_group is None or segments is None:
+        return segment_attention(
+            module, query, key, value, attention_mask, segments=segments, **settings
+        )
+    query, key, value = sequence_group.to_heads(query, key, value, sum(segments.lengths))
+    attended, _ = segment_attention(
+        module, query, key, value, attention_mask, segments=segments, **settings
+    )
+    return sequence_group.to_tokens(attended), None
+
+
+def segment_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    segments: Segments | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each segment of a packed row. Dropout is not applied: the log-probs
+    must be those of the policy.
+
+    query is [1, heads, T, D]; key and value [1, kv_heads, T, D]. Returns [1, T, heads, D].
+
+    Raises:
+        ValueError: the forward was called without `segments`, the row is not one row of their
+            length, or the model wants attention of another kind.
+    """
+    if segments is None:
+        raise ValueError(
+            f"attention {ATTENTION!r} needs segments=Segments.of(lengths, device) in the forward"
+            " call"
+        )
+    if query.shape[0] != 1 or query.shape[2] != sum(segments.lengths):
+        raise ValueError(
+            f"segments of {sum(segments.lengths)} tokens came with a row of shape"
+            f" {tuple(query.shape)}; pack all of them in one row"
+        )
+    _refuse_other_kinds(module, attention_mask, sliding_window, settings)
+    segments.attended.append(id(module))
+    if (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1]
+    ):
+        return _varlen(query, key, value, scaling, sliding_window, segments), None
+    outputs = []
+    start = 0
+    for length, count in segments.runs:
+        end = start + length * count
+        out = _causal(
+            _batched(query[0, :, start:end], count),
+            _batched(key[0, :, start:end], count),
+            _batched(value[0, :, start:end], count),
+            scaling,
+            sliding_window,
+        )
+        outputs.append(out.transpose(1, 2).reshape(end - start, query.shape[1], value.shape[3]))
+        start = end
+    return torch.cat(outputs)[None], None
+
+
+def _refuse_other_kinds(
+    module: torch.nn.Module, mask: Tensor | None, window: int | None, settings: dict[str, Any]
+) -> None:
+    """Raise ValueError for what the model asks of its attention beyond a causal one within a
+    window: left out, it would be silently wrong."""
+    wanted = _window_of(module)
+    reasons = {
+        "soft-caps its attention scores": settings.get("softcap") is not None,
+        "has attention sinks": settings.get("s_aux") is not None,
+        "brings an attention mask of its own": mask is not None,
+        "attends in both directions": (
+            settings.get("is_causal") is False or getattr(module, "is_causal", True) is False
+        ),
+        f"has a sliding window of {wanted} tokens in its config and asks for {window}": (
+            wanted is not None and window != wanted
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(
+                f"{type(module).__name__} {reason}, which packed attention does not compute;"
+                f" {WAY_OUT}"
+            )
+
+
+def _window_of(module: torch.nn.Module) -> int | None:
+    """The window, in tokens, that the model's config gives this layer: transformers' own attention
+    has it from the mask, which is not built here."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    window: int | None = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    slides = (
+        types[layer] == "sliding_attention"
+        if types and layer is not None
+        else getattr(config, "use_sliding_window", True)
+    )
+    return window if slides else None
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """Causal attention of segments of one length L. query is [count, heads, L, D], key [count,
+    kv_heads, L, D], value [count, kv_heads, L, W].
+
+    On CPU torch's flash kernel holds a block of scores at a time, forward and backward, grouped
+    heads included; it wants D = W. On a GPU what comes here is what the flash kernels there do not
+    take: float32, or D other than W.
+    """
+    length, grouped = query.shape[2], query.shape[1] != key.shape[1]
+    windowed = window is not None and length > window
+    if windowed or (length > BLOCK and (query.is_cuda or key.shape[-1] != value.shape[-1])):
+        return _by_blocks(query, key, value, scaling, window)
+    # Torch would fall back on its plain implementation without a word, and that one has all L²
+    # scores.
+    only_flash = (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION) if length > BLOCK else contextlib.nullcontext()
+    )
+    with only_flash:
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=length > 1, scale=scaling, enable_gqa=grouped
+        )
+
+
+def _by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """The same, BLOCK queries at a time, each block with the keys that its window reaches: masks of
+    at most BLOCK rows."""
+    length, grouped = query.shape[2], query.shape[1] != key.shape[1]
+    outputs = []
+    for start in range(0, length, BLOCK):
+        end = min(start + BLOCK, length)
+        first = 0 if window is None else max(0, start - window + 1)
+        distance = (
+            torch.arange(start, end, device=query.device)[:, None]
+            - torch.arange(first, end, device=query.device)[None, :]
+        )
+        mask = (distance >= 0) & (distance < (length if window is None else window))
+        part = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        outputs.append(
+            scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _batched(tensor: Tensor, count: int) -> Tensor:
+    """[heads, count * L, D] → [count, heads, L, D]."""
+    heads, tokens, width = tensor.shape
+    return tensor.reshape(heads, count, tokens // count, width).transpose(0, 1)
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    segments: Segments,
+) -> Tensor:
+    """The same by flash attention over variable lengths. [1, T, heads, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = max(segments.lengths)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    left = -1 if window is None else window - 1
+    cu_seqlens = segments.cu_seqlens
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out[None]

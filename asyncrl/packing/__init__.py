@@ -1,0 +1,12 @@
+"""Rows of tokens packed into micro-batches and blocks."""
+
+from __future__ import annotations
+
+from asyncrl.runtime.exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    pack="packing",
+    pack_blocks="blocks",
+    pack_rows="packing",
+)

@@ -1,0 +1,198 @@
+"""How much memory one learner rank will need, from the checkpoint's headers alone, beside what this
+machine has. No weight is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl.config import Config
+from asyncrl.models.supported import squares_scores
+from asyncrl.weights.layout import ITEM_BYTES
+from asyncrl.weights.published import outline
+
+__all__ = ["Needs", "estimate", "memory_text", "parameter_counts"]
+
+HEAD_GRADIENTS = 2
+"""Gradients of the head's weight that are alive at once in the log-probs' backward pass: that of a
+chunk, and their sum in float32."""
+KEPT_SCORES, LIVE_SCORES = 2, 3
+"""Tensors of tokens by tokens that the model's own eager attention keeps for the backward pass of a
+layer, and further ones while it computes."""
+HEADS, LAYERS, WIDTH = (
+    ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    ("hidden_size", "n_embd", "n_embed", "d_model"),
+)
+"""What config.json calls them, newest name first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes of one rank. On device cpu both places are host memory."""
+
+    parameters: int
+    """Parameters of the model, the tied ones once."""
+    largest_layer: int
+    """Parameters of the module that has most of its own."""
+    on_device: int
+    """Weights, gradients and optimizer states, by DeepSpeed's formula."""
+    on_host: int
+    """The same: what is offloaded, and DeepSpeed's buffers."""
+    buckets: int
+    """Two buckets of weights, while a version is published. Host, rank 0."""
+    logits: int
+    """A chunk of logits, what is computed from it, and the head's gradients. Device."""
+    scores: int = 0
+    """Of the longest trajectory: scores of tokens by tokens, where the model's own attention holds
+    them. Device."""
+
+
+def parameter_counts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """(parameters in all, parameters of the module that has most of its own) of name → shape: what
+    DeepSpeed's estimators ask for."""
+    layers: dict[str, int] = defaultdict(int)
+    for name, shape in shapes.items():
+        layers[name.rpartition(".")[0]] += prod(shape)
+    return sum(layers.values()), max(layers.values())
+
+
+def estimate(config: Config) -> Needs:
+    """The needs of one rank, all ranks on one machine. Imports DeepSpeed, which takes seconds.
+
+    DeepSpeed's formula (`estimate_zero3_model_states_mem_needs`) counts mixed precision, 18 bytes a
+    parameter; in float32 it is 16, and 4 more in a step.
+    """
+    # Only a formula is wanted: no accelerator is looked for, and no message names the one that
+    # is missing.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+
+    from asyncrl.algorithms.logprobs import LIVE_CHUNKS, chunk_elements
+
+    learner = config.learner
+    version = outline(config.model.path)
+    total, largest = parameter_counts(version.parameters)
+    offload = {
+        "cpu_offload": learner.offload_optimizer == "cpu",
+        "cpu_offload_params": learner.offload_param == "cpu",
+    }
+    host, device, _ = estimate_zero3_model_states_mem_needs(
+        total, largest, num_gpus_per_node=learner.world_size, num_nodes=1, **offload
+    )
+    bucket = max(config.weights.bucket_bytes, version.largest * ITEM_BYTES[config.model.dtype])
+    tree = json.loads((Path(config.model.path) / "config.json").read_text())
+    text = tree.get("text_config", tree)
+    vocabulary = int(text["vocab_size"])
+    width = _size_of(text, WIDTH)
+    chunk = min(
+        max(chunk_elements(learner.logprob_bytes), vocabulary),
+        learner.max_tokens_per_gpu * vocabulary,
+    )
+    logits = 4 * (
+        LIVE_CHUNKS * chunk + (HEAD_GRADIENTS + learner.cast_lm_head_to_fp32) * vocabulary * width
+    )
+    return Needs(
+        total,
+        largest,
+        device,
+        host // learner.world_size,
+        2 * min(bucket, version.nbytes(config.model.dtype)),
+        logits,
+        _scores(config, tree, text),
+    )
+
+
+def _scores(config: Config, tree: dict[str, Any], text: dict[str, Any]) -> int:
+    """Bytes of the scores that grow with the longest trajectory squared; gradient_checkpointing
+    keeps those of one layer."""
+    if not squares_scores(tree):
+        return 0
+    layers = 1 if config.learner.gradient_checkpointing else _size_of(text, LAYERS)
+    return (
+        4
+        * _size_of(text, HEADS)
+        * config.longest_trajectory**2
+        * (KEPT_SCORES * layers + LIVE_SCORES)
+    )
+
+
+def _size_of(text: dict[str, Any], names: tuple[str, ...]) -> int:
+    """The first of these settings that the config has; 0 without any."""
+    return next((int(text[name]) for name in names if text.get(name)), 0)
+
+
+def memory_text(config: Config) -> str:
+    """The estimate as a person reads it, and what this machine has."""
+    needs, learner = estimate(config), config.learner
+    on_cpu = learner.device == "cpu"
+    device = "host" if on_cpu else "GPU"
+    rows = [
+        ("weights, gradients, optimizer states", device, needs.on_device),
+        ("offloaded states and buffers", "host", needs.on_host),
+        ("two buckets while a version is published, rank 0", "host", needs.buckets),
+        ("a chunk of logits and the head's gradients", device, needs.logits),
+    ]
+    if needs.scores:
+        rows.append(("scores of the longest trajectory, tokens squared", device, needs.scores))
+    for place in sorted({device, "host"}):
+        rows.append(
+            (
+                "all of it, without activations and libraries",
+                place,
+                sum(size for _, where, size in rows if where == place),
+            )
+        )
+    note = (
+        "\n  offloading saves nothing on learner.device: cpu: both places are host memory"
+        if on_cpu and learner.offload_optimizer == "cpu"
+        else ""
+    )
+    return "\n".join(
+        [
+            "# learner memory, per rank",
+            (
+                f"  {needs.parameters / 1e6:.2f} M parameters, largest layer"
+                f" {needs.largest_layer / 1e6:.2f} M; {learner.world_size} ranks on one machine,"
+                f" offload_optimizer {learner.offload_optimizer}, offload_param"
+                f" {learner.offload_param}; the first two rows are DeepSpeed's own estimate"
+            ),
+            *(f"  {name:<50}{place:<5}{_size(size)}" for name, place, size in rows),
+            "  activations come on top: they grow with max_tokens_per_gpu"
+            f" {learner.max_tokens_per_gpu}, "
+            + (
+                "and gradient_checkpointing keeps one input for each layer"
+                if learner.gradient_checkpointing
+                else "and gradient_checkpointing makes them small"
+            )
+            + note,
+            f"  this machine: {_machine()}",
+        ]
+    )
+
+
+def _machine() -> str:
+    import torch
+
+    memory = psutil.virtual_memory()
+    host = f"{_size(memory.total).strip()} of memory, {_size(memory.available).strip()} of it free"
+    gpus = (
+        [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
+    )
+    return f"{host}; " + (
+        ", ".join(f"{gpu.name} with {_size(gpu.total_memory).strip()}" for gpu in gpus) or "no GPU"
+    )
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:9.2f} GiB" if size >= 2**30 else f"{size / 2**20:9.1f} MiB"

@@ -1,0 +1,129 @@
+"""Who holds a cluster's resources: actors, placement groups and running tasks, as Ray's public
+state API lists them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ray
+from ray._private.worker import get_dashboard_url
+from ray.util.state import list_actors, list_nodes, list_placement_groups, list_tasks
+
+from asyncrl.preflight.resources import ResourceUser
+
+__all__ = ["group_users", "users_by_node"]
+
+SHOWN = ("CPU", "GPU")
+LIST_TIMEOUT_S = 10
+MOST = 1000
+REPLICA = "SERVE_REPLICA::"
+
+
+def users_by_node() -> tuple[dict[str, tuple[ResourceUser, ...]], str]:
+    """Node, named as in `asyncrl.preflight.placement.cluster_nodes`, → who holds CPUs and GPUs
+    there, the largest first; and why nobody knows, or ""."""
+    url = get_dashboard_url()
+    if not url:
+        return (
+            {},
+            (
+                "this cluster has no dashboard, which Ray's state API needs (`ray start --head`"
+                " starts one, with ray[default])"
+            ),
+        )
+    address = url if url.startswith("http") else f"http://{url}"
+    options: dict[str, Any] = {
+        "address": address,
+        "limit": MOST,
+        "timeout": LIST_TIMEOUT_S,
+        "raise_on_missing_output": False,
+    }
+    try:
+        names = {
+            node.node_id: f"{node.node_ip} ({node.node_id[:6]})" for node in list_nodes(**options)
+        }
+        if ray.get_runtime_context().get_node_id() not in names:
+            # A head without a dashboard still names the default port, where another
+            # cluster's may listen.
+            return {}, f"what answers at {address} is another cluster's dashboard"
+        groups = list_placement_groups(**options, detail=True, filters=[("state", "=", "CREATED")])
+        living = list_actors(**options, detail=True, filters=[("state", "=", "ALIVE")])
+        running = list_tasks(**options, detail=True, filters=[("state", "=", "RUNNING")])
+    except Exception as error:  # its client raises whatever requests and the server's answer bring
+        return {}, f"Ray's state API does not answer: {' '.join(str(error).split())[:200]}"
+    found = group_users(_claims(groups, living, running))
+    return {names.get(node, node): users for node, users in found.items()}, ""
+
+
+def group_users(
+    claims: Iterable[tuple[str, str, dict[str, float]]],
+) -> dict[str, tuple[ResourceUser, ...]]:
+    """Node → users, from (node, name, amounts) of each; those of one name are one, with their
+    number."""
+    claimed: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
+    for node, name, amounts in claims:
+        if shown := {
+            resource: amount for resource, amount in amounts.items() if resource in SHOWN and amount
+        }:
+            claimed[node][name].append(shown)
+    return {
+        node: tuple(sorted((_holder(name, parts) for name, parts in by_name.items()), key=_weight))
+        for node, by_name in claimed.items()
+    }
+
+
+def _holder(name: str, parts: Sequence[dict[str, float]]) -> ResourceUser:
+    sums = {resource: sum(part.get(resource, 0.0) for part in parts) for resource in SHOWN}
+    return ResourceUser(
+        name if len(parts) == 1 else f"{len(parts)} x {name}",
+        {resource: amount for resource, amount in sums.items() if amount},
+    )
+
+
+def _weight(holder: ResourceUser) -> tuple[float, float, str]:
+    return -holder.amounts.get("GPU", 0.0), -holder.amounts.get("CPU", 0.0), holder.name
+
+
+def _claims(
+    groups: Iterable[Any], living: Iterable[Any], running: Iterable[Any]
+) -> Iterable[tuple[str, str, dict[str, float]]]:
+    """What lies in a placement group is counted with the group, which holds its bundles whether
+    they are used or not."""
+    inside: dict[str, list[str]] = defaultdict(list)
+    for actor in living:
+        if actor.placement_group_id:
+            inside[actor.placement_group_id].append(_title(actor.name, actor.class_name))
+        else:
+            yield (
+                actor.node_id,
+                f"{_title(actor.name, actor.class_name)} of job {actor.job_id}",
+                actor.required_resources or {},
+            )
+    for group in groups:
+        used_by = (
+            f" ({', '.join(sorted(set(inside[group.placement_group_id])))})"
+            if inside[group.placement_group_id]
+            else ""
+        )
+        for bundle in group.bundles or []:
+            yield (
+                bundle.get("node_id", ""),
+                f"placement group{used_by} of job {group.creator_job_id}",
+                bundle.get("unit_resources") or {},
+            )
+    for task in running:
+        if task.type == "NORMAL_TASK" and not task.placement_group_id:
+            yield (
+                task.node_id,
+                f"task {task.func_or_class_name} of job {task.job_id}",
+                task.required_resources or {},
+            )
+
+
+def _title(name: str | None, class_name: str) -> str:
+    """A Serve replica by its application and deployment; another actor by its class."""
+    if name and name.startswith(REPLICA):
+        return f"Serve replica {'#'.join(name.removeprefix(REPLICA).split('#')[:2])}"
+    return class_name

@@ -1,0 +1,323 @@
+"""Room for a run, as arithmetic: what each process needs of ONE node, what nodes have registered
+and free, who holds the rest. Pure; no Ray.
+
+A run that passes may still not fit (which processes share a node is the cluster's choice); one that
+does not pass cannot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.config import Config
+from asyncrl.config.aliases import NOT_IMPLEMENTED
+from asyncrl.runtime.ray_defaults import TASK_CPUS
+from asyncrl.weights.layout import ITEM_BYTES
+
+__all__ = [
+    "Need",
+    "Node",
+    "Part",
+    "ResourceUser",
+    "cluster_text",
+    "logical_cpus",
+    "placement_text",
+    "run_needs",
+    "shortages",
+    "with_fewer_replicas",
+]
+
+COUNTED = ("CPU", "GPU")
+"""What processes declare to Ray: a node that does not register it has none."""
+BYTES = ("memory", "shared memory", "object store")
+"""What they take anyway, in bytes. A node that could not be asked may have any amount."""
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One row of the logical CPU table: `count` processes of `cpus` each."""
+
+    name: str
+    count: int
+    cpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """`count` processes, each of which needs these amounts of one node."""
+
+    part: str
+    count: int
+    amounts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceUser:
+    """Who holds what on a node."""
+
+    name: str
+    amounts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine of the cluster."""
+
+    name: str
+    registered: Mapping[str, float]
+    free: Mapping[str, float]
+    users: tuple[ResourceUser, ...] = ()
+
+
+Amounts = Literal["registered", "free"]
+
+
+def logical_cpus(config: Config) -> tuple[Part, ...]:
+    """What each part declares to Ray."""
+    return (
+        Part("learner ranks", config.learner.world_size, config.learner.num_cpus),
+        *(
+            [Part("generator replicas", config.generator.num_replicas, config.generator.num_cpus)]
+            if config.generator.own
+            else []
+        ),
+        *(
+            [Part("reference policy", 1, config.algorithm.ref_num_cpus)]
+            if config.algorithm.has_reference
+            else []
+        ),
+        Part("rollout workers", config.rollout.num_workers, TASK_CPUS),
+        Part("prompt stream", 1, TASK_CPUS),
+        Part("scoring stream", config.reward.tasks, config.reward.num_cpus),
+        *(
+            [Part("evaluation's rewards", 1, config.reward.num_cpus)]
+            if config.scores_evaluation_apart
+            else []
+        ),
+    )
+
+
+def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
+    """What a run needs, part by part.
+
+    Args:
+        version_bytes: bytes of one published version; 0 = not known, and memory is left out. What
+            is counted is the least: weights, gradients, optimizer states and KV cache, without
+            activations, libraries and Ray.
+    """
+    learner, generator = config.learner, config.generator
+    cuda = {
+        "learner ranks": learner.device,
+        "reference policy": learner.device,
+        "generator replicas": generator.device,
+    }
+    needs = []
+    for part in logical_cpus(config):
+        amounts = {"CPU": part.cpus}
+        if cuda.get(part.name) == "cuda":
+            amounts["GPU"] = 1.0
+        if part.name in ("scoring stream", "evaluation's rewards") and config.reward.num_gpus:
+            amounts["GPU"] = config.reward.num_gpus
+        if version_bytes:
+            amounts |= _bytes_of(part.name, config, version_bytes)
+        needs.append(Need(part.name, part.count, amounts))
+    if version_bytes:
+        needs.append(
+            Need(
+                "two published versions",
+                1,
+                {"shared memory": 2.0 * version_bytes, "object store": 2.0 * version_bytes},
+            )
+        )
+    return tuple(needs)
+
+
+def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]:
+    learner, generator = config.learner, config.generator
+    parameters = version_bytes / ITEM_BYTES[config.model.dtype]
+    if part == "learner ranks" and (learner.device == "cpu" or learner.offload_optimizer == "cpu"):
+        # Weights and gradients in float32, and AdamW's two moments.
+        return {
+            "memory": parameters * (16 if learner.optimizer == "adamw" else 8) / learner.world_size
+        }
+    if part == "reference policy" and learner.device == "cpu":
+        return {"memory": parameters * (2 if learner.bf16 else 4)}
+    if part == "generator replicas":
+        held = (
+            {"memory": float(version_bytes + generator.kv_cache_memory_bytes)}
+            if generator.device == "cpu"
+            else {}
+        )
+        return {**held, "shared memory": float(version_bytes)}
+    return {}
+
+
+def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> list[str]:
+    """Why the run cannot fit into what is registered, or free: a line for each resource that is
+    short in all, and for each part that has too few places."""
+    lines = []
+    for resource in (*COUNTED, *BYTES):
+        wanted = sum(need.count * need.amounts.get(resource, 0) for need in needs)
+        there = sum(_has(node, resource, which) for node in nodes)
+        if wanted > there + ROUNDING:
+            lines.append(
+                f"{resource}: {_amount(resource, wanted)} needed, {_amount(resource, there)}"
+                f" {which}"
+            )
+    for need in needs:
+        places = [
+            (node.name, _places(need, node, which)) for node in nodes
+        ]  # two nodes may have one name
+        if sum(count for _, count in places) < need.count:
+            each = ", ".join(
+                f"{resource} {_amount(resource, amount)}"
+                for resource, amount in need.amounts.items()
+                if amount
+            )
+            lines.append(
+                f"{need.part}: {need.count} x ({each}), each on one node, and {which} is room for "
+                + (
+                    ", ".join(f"{count:g} on {name}" for name, count in places if count)
+                    or "none on any"
+                )
+            )
+    return lines
+
+
+def with_fewer_replicas(
+    config: Config, version_bytes: int, nodes: Sequence[Node], which: Amounts
+) -> Config | None:
+    """The config with as many replicas as have room, fewer than asked for and not below
+    `generator.min_replicas`. None: not even those."""
+    for replicas in range(
+        config.generator.num_replicas - 1, config.generator.least_replicas - 1, -1
+    ):
+        fewer = config.model_copy(
+            update={"generator": config.generator.model_copy(update={"num_replicas": replicas})}
+        )
+        if not shortages(run_needs(fewer, version_bytes), nodes, which):
+            return fewer
+    return None
+
+
+def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
+    """slime's arithmetic for both placements, in GPUs; with the cluster's numbers, where they are
+    known."""
+    learner, generator = config.learner, config.generator
+    actors = learner.world_size * (learner.device == "cuda")
+    rollouts = generator.num_replicas * (generator.device == "cuda")
+    reference = int(config.algorithm.has_reference and learner.device == "cuda")
+    rewards = config.reward.num_gpus * (config.reward.tasks + config.scores_evaluation_apart)
+    extra = (f" + reference {reference}" if reference else "") + (
+        f" + rewards {rewards:g}" if rewards else ""
+    )
+    return (
+        f"# placement, in slime's terms\n  actor_num_nodes * actor_num_gpus_per_node = {actors}"
+        f" GPUs (learner.world_size {learner.world_size} on {learner.device})\n  rollout_num_gpus  "
+        f"                        = {rollouts} GPUs (generator.num_replicas"
+        f" {generator.num_replicas} on {generator.device})\n  decoupled needs total >= {actors} +"
+        f" {rollouts}{extra} = {actors + rollouts + reference + rewards:g}{_gpus(nodes)}\n "
+        f" colocate  needs total >= {actors}{extra}; it is not implemented:"
+        f" {NOT_IMPLEMENTED['colocate'].partition(';')[0]}{_range(config)}"
+    )
+
+
+def _range(config: Config) -> str:
+    generator = config.generator
+    if generator.least_replicas == generator.num_replicas:
+        return ""
+    return (
+        f"\n  generator.min_replicas = {generator.min_replicas}: after placement_timeout_s ="
+        f" {config.placement_wait_s:g} s an attempt begins with as many replicas as have room,"
+        f" {generator.replicas_text};\n  the batch arithmetic stays the same, and fewer replicas"
+        " take longer for a batch"
+    )
+
+
+def cluster_text(needs: Sequence[Need], nodes: Sequence[Node], unknown_users: str = "") -> str:
+    """Needed, registered and free, in all and node by node, with who holds what is not free.
+
+    Args:
+        unknown_holders: why nobody knows who holds what; "" = it is known.
+    """
+    shown = [name for name in (*COUNTED, *BYTES) if any(need.amounts.get(name) for need in needs)]
+    rows = [
+        f"# cluster, {len(nodes)} node{'s' * (len(nodes) != 1)}",
+        f"  {'':<16}{'needed':>12}{'registered':>14}{'free':>12}",
+    ]
+    for name in shown:
+        wanted = sum(need.count * need.amounts.get(name, 0) for need in needs)
+        registered, free = (
+            sum(_has(node, name, which) for node in nodes) for which in ("registered", "free")
+        )
+        shares = (_amount(name, share) for share in (wanted, registered, free))
+        rows.append("  {:<16}{:>12}{:>14}{:>12}".format(name, *shares))
+    for node in nodes:
+        rows.append(f"  node {node.name}")
+        rows += [
+            f"    {name:<26}{_amount(name, _has(node, name, 'registered')):>14}"
+            f"{_amount(name, _has(node, name, 'free')):>12}"
+            for name in shown
+        ]
+        rows.append(
+            "    room for "
+            + ", ".join(
+                f"{need.part} {min(need.count, _places(need, node, 'free')):g} of {need.count}"
+                for need in needs
+            )
+        )
+        rows += [f"    held by {holder.name}: " + _amounts(holder.amounts) for holder in node.users]
+    held = any(
+        _has(node, name, "free") + ROUNDING < _has(node, name, "registered")
+        for node in nodes
+        for name in COUNTED
+    )
+    return "\n".join(
+        [
+            *rows,
+            *(
+                [f"  who holds the rest is not known: {unknown_users}"]
+                if unknown_users and held
+                else []
+            ),
+        ]
+    )
+
+
+def _gpus(nodes: Sequence[Node] | None) -> str:
+    if nodes is None:
+        return ""
+    return (
+        f": {sum(_has(node, 'GPU', 'registered') for node in nodes):g} registered,"
+        f" {sum(_has(node, 'GPU', 'free') for node in nodes):g} free"
+    )
+
+
+def _places(need: Need, node: Node, which: Amounts) -> float:
+    """How many of these processes the node has room for, if nothing else comes to it."""
+    quotients = [
+        _has(node, name, which) / amount for name, amount in need.amounts.items() if amount
+    ]
+    fewest = min(quotients, default=math.inf)
+    return math.floor(fewest + ROUNDING) if math.isfinite(fewest) else math.inf
+
+
+def _has(node: Node, resource: str, which: Amounts) -> float:
+    amounts = node.registered if which == "registered" else node.free
+    return amounts.get(resource, 0.0 if resource in COUNTED else math.inf)
+
+
+def _amounts(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_amount(name, amount)}" for name, amount in amounts.items())
+
+
+def _amount(resource: str, amount: float) -> str:
+    if not math.isfinite(amount):
+        return "not known"
+    if resource in COUNTED:
+        return f"{round(amount, 4):g}"
+    return f"{amount / 2**30:.2f} GiB" if amount >= 2**30 else f"{amount / 2**20:.1f} MiB"

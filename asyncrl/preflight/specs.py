@@ -1,0 +1,142 @@
+"""From the whole config to what each station needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from asyncrl.algorithms.objective_spec import CorrectionSpec, ObjectiveSpec
+from asyncrl.config import AlgorithmConfig, Config
+from asyncrl.contracts.protocols import Generate
+from asyncrl.data.spec import DataSpec
+from asyncrl.frozen.spec import ReferenceSpec
+from asyncrl.generation.settings import GeneratorApp
+from asyncrl.learning.spec import LearnerSpec
+from asyncrl.rewards.spec import ScoringSpec
+from asyncrl.rollout.worker import WorkerSpec
+
+__all__ = [
+    "data_spec",
+    "generator_app",
+    "learner_spec",
+    "objective_spec",
+    "reference_spec",
+    "scoring_spec",
+    "worker_spec",
+]
+
+
+def data_spec(config: Config) -> DataSpec:
+    """For prompts and supervised rows."""
+    return DataSpec(
+        data=config.data,
+        eval=config.eval,
+        warm_start=config.warm_start,
+        model_path=config.model.path,
+        max_completion_length=config.rollout.max_completion_length,
+        seed=config.seed,
+    )
+
+
+def worker_spec(
+    config: Config, run_id: str, attempt: int, generate: Callable[[], Generate]
+) -> WorkerSpec:
+    """For rollout workers.
+
+    Args:
+        generate: makes the generator, in the worker.
+    """
+    return WorkerSpec(
+        rollout=config.rollout,
+        max_length=config.data.max_length,
+        deadline_s=config.deadline_s,
+        seed=config.seed,
+        run_id=run_id,
+        attempt=attempt,
+        generate=generate,
+    )
+
+
+def scoring_spec(config: Config) -> ScoringSpec:
+    """For the scoring stream."""
+    return ScoringSpec(
+        reward=config.reward,
+        algorithm=config.algorithm,
+        max_completion_length=config.rollout.max_completion_length,
+        max_length=config.data.max_length,
+        longest_trajectory=config.longest_trajectory,
+    )
+
+
+def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
+    """For the policy loss."""
+    correction = algorithm.correction
+    return ObjectiveSpec(
+        loss=algorithm.loss,
+        old_policy=algorithm.old_policy,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.eps_clip_high,
+        dual_clip=algorithm.dual_clip,
+        tau_positive=algorithm.tau_positive,
+        tau_negative=algorithm.tau_negative,
+        dppo_threshold=algorithm.dppo_threshold,
+        entropy_coef=algorithm.entropy_coef,
+        kl_loss_coef=algorithm.kl_loss_coef,
+        kl_estimator=algorithm.kl_estimator,
+        value_coef=algorithm.value_coef,
+        correction=CorrectionSpec(
+            truncation=correction.truncation,
+            cap=correction.cap,
+            mask_below=correction.mask_below,
+            mask_above=correction.mask_above,
+            reject_above=correction.reject_above,
+            reject_estimator=correction.reject_estimator,
+            reject_level=correction.reject_level,
+            sequence_mask_above=correction.sequence_mask_above,
+        ),
+    )
+
+
+def learner_spec(config: Config) -> LearnerSpec:
+    """For the learner's ranks."""
+    return LearnerSpec(
+        learner=config.learner,
+        algorithm=config.algorithm,
+        objective=objective_spec(config.algorithm),
+        model_path=config.model.path,
+        model_dtype=config.model.dtype,
+        bucket_bytes=config.weights.bucket_bytes,
+        temperature=config.rollout.temperature,
+        max_completion_length=config.rollout.max_completion_length,
+        longest_trajectory=config.longest_trajectory,
+        max_steps=config.max_steps,
+        seed=config.seed,
+        shuffle_rewards=config.reward.shuffle,
+        packing_strategy=config.warm_start.packing_strategy,
+        placement_wait_s=config.placement_wait_s,
+        run_directory=config.run_directory,
+    )
+
+
+def reference_spec(config: Config) -> ReferenceSpec:
+    """For the reference policy."""
+    return ReferenceSpec(
+        learner=config.learner,
+        path=config.reference_path,
+        temperature=config.rollout.temperature,
+        num_cpus=config.algorithm.ref_num_cpus,
+    )
+
+
+def generator_app(config: Config) -> GeneratorApp:
+    """For a run's own generators."""
+    return GeneratorApp(
+        model=config.model.path,
+        dtype=config.model.dtype,
+        max_model_len=config.longest_trajectory,
+        generator=config.generator.model_copy(update={"max_num_seqs": config.max_num_seqs}),
+        seed=config.seed,
+        rollout_stop=config.rollout.rollout_stop,
+        rollout_stop_token_ids=config.rollout.rollout_stop_token_ids,
+        fetch_timeout_s=config.push_timeout_s,
+        replace_after_s=config.push_timeout_s,
+    )

@@ -1,0 +1,27 @@
+"""What scoring knows of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.config import AlgorithmConfig, RewardConfig, completion_room
+
+__all__ = ["ScoringSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringSpec:
+    """The settings of one run that its scoring needs."""
+
+    reward: RewardConfig
+    algorithm: AlgorithmConfig
+    max_completion_length: int
+    """Tokens."""
+    max_length: int | None
+    """Tokens of prompt and completion together; None = no bound of their sum."""
+    longest_trajectory: int
+    """Tokens of the longest possible trajectory."""
+
+    def completion_room(self, prompt_tokens: int) -> int:
+        """Tokens that the completion of a prompt of so many tokens may have."""
+        return completion_room(self.max_completion_length, self.max_length, prompt_tokens)

@@ -1,0 +1,62 @@
+"""The last requests of an engine that died, to find out why it died. The groups
+themselves are made again."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from asyncrl.contracts.errors import EscapesDirectoryError
+from asyncrl.contracts.messages import GenerateRequest
+from asyncrl.runtime.files import append_to
+
+__all__ = ["LostRequests"]
+
+MOST = 256
+"""Requests that one process keeps: an engine that dies again and again must not fill the disk."""
+
+
+class LostRequests:
+    """Appends each request that was lost with its engine to
+    `lost_requests_<attempt>_<process>.jsonl`, once, with what ended it."""
+
+    def __init__(self, directory: Path, attempt: int) -> None:
+        """
+        Args:
+            directory: <run>/kept; made when there is something to keep.
+        """
+        self._path = directory / f"lost_requests_{attempt}_{os.getpid()}.jsonl"
+        self._kept: set[tuple[tuple[int, ...], int | None]] = set()
+
+    def __call__(self, request: GenerateRequest, error: BaseException) -> None:
+        """Never raises for a disk that is full: a diagnosis must not end a run."""
+        key = (tuple(request.prompt_ids), request.seed)
+        if key in self._kept or len(self._kept) >= MOST:
+            return
+        self._kept.add(key)
+        said = (str(error).strip().splitlines() or [""])[
+            -1
+        ]  # of an error that comes from another process, the cause
+        row = {
+            "time": time.time(),
+            "error": f"{type(error).__name__}: {said}",
+            "prompt_ids": list(request.prompt_ids),
+            "n": request.n,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
+            "ignore_eos": request.ignore_eos,
+            "repetition": request.repetition,
+            "stop": request.stop,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "min_p": request.min_p,
+            "min_version": None if request.min_weights is None else request.min_weights.version,
+        }
+        try:
+            with append_to(self._path) as file:
+                file.write(json.dumps(row) + "\n")
+        except (OSError, EscapesDirectoryError):
+            return

@@ -1,0 +1,15 @@
+"""Whole runs: train, launch, evaluate, export, audit."""
+
+from __future__ import annotations
+
+from asyncrl.runtime.exports import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    RunFailedError="embedded",
+    Summary="train",
+    command_name="train",
+    concurrency_of="attempt",
+    launch_stations="launch",
+    run_training="train",
+)

@@ -1,0 +1,116 @@
+"""What the attempts of one run share: the Ray cluster, and the run's own generators."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.contracts.errors import PartDiedError, PlacementLostError
+from asyncrl.contracts.state import State
+from asyncrl.generation.owned import OwnGenerators
+from asyncrl.preflight.cluster import ray_cluster
+from asyncrl.run.closing import close_part
+from asyncrl.runtime.files import replace_text
+from asyncrl.runtime.redact import redact
+
+__all__ = ["AcrossAttempts"]
+
+THREADS_END_S = 10.0
+"""Seconds that calls in threads get to return."""
+LARGEST_LOG = 10 << 20
+"""Bytes. Larger log files of a Ray session are not kept."""
+
+
+class AcrossAttempts:
+    """What the attempts of a run share: the Ray cluster, and the generators that the run
+    started."""
+
+    def __init__(self) -> None:
+        self.generators: OwnGenerators | None = None
+        self.placed: Config | None = None
+        """The config by which `generators` were placed."""
+        self.failed: list[str] = []
+        """Stations of the attempt that did not close in time: only the end of the cluster frees
+        what they hold."""
+        self._cluster: ExitStack | None = None
+        self._session_logs: Path | None = None
+
+    @asynccontextmanager
+    async def attempt(
+        self, config: Config, state: State, logs: Path, restarts_left: Callable[[], int]
+    ) -> AsyncIterator[None]:
+        """The cluster is there inside. On the way out it ends, and the generators before it, unless
+        a part died that is none of them, and all others closed.
+
+        Args:
+            restarts_left: attempts that may begin by themselves after this one.
+
+        Raises:
+            Whatever `ray_cluster` does.
+        """
+        keep = False
+        self.failed.clear()
+        try:
+            if self._cluster is None:
+                with ExitStack() as stack:
+                    self._session_logs = stack.enter_context(ray_cluster(config))
+                    self._cluster = stack.pop_all()
+            yield
+        except PartDiedError as error:
+            keep = restarts_left() > 0 and not isinstance(error, PlacementLostError)
+            raise
+        finally:
+            keep = (
+                keep
+                and not self.failed
+                and self.generators is not None
+                and await self.generators.release(state.run_id, state.attempt)
+            )
+            if not keep:
+                await self._end_generators()
+            # A thread that asks Ray after its end takes the process with it.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    asyncio.get_running_loop().shutdown_default_executor(), THREADS_END_S
+                )
+            if not keep:
+                self._end_cluster()
+            if self._session_logs is not None:
+                _keep_logs(self._session_logs, logs / "ray")
+
+    def end(self) -> None:
+        """End what an attempt has left for one that did not begin."""
+        if self._cluster is not None:
+            asyncio.run(self._end_generators())
+            self._end_cluster()
+
+    def config(self, config: Config) -> Config:
+        """An attempt's config: it attaches to the generators that an earlier one has left."""
+        return (
+            config
+            if self.generators is None
+            else config.model_copy(update={"generator": self.generators.attached})
+        )
+
+    async def _end_generators(self) -> None:
+        generators, self.generators, self.placed = self.generators, None, None
+        if generators is not None:
+            await close_part("generators", generators.end, self.failed)
+
+    def _end_cluster(self) -> None:
+        stack, self._cluster = self._cluster, None
+        if stack is not None:
+            stack.close()
+
+
+def _keep_logs(session: Path, target: Path) -> None:
+    """Copy the logs of the Ray session (Ray's, vLLM's and DeepSpeed's) without secrets."""
+    for file in session.rglob("*"):
+        with contextlib.suppress(OSError):
+            if file.is_file() and 0 < file.stat().st_size <= LARGEST_LOG:
+                copy = target / file.relative_to(session)
+                replace_text(copy, redact(file.read_text(errors="replace")))

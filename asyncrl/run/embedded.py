@@ -1,0 +1,133 @@
+"""`asyncrl.train`: a run from Python, in a script or in Jupyter."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from asyncrl.config import Config, ConfigError, explain, load_config
+from asyncrl.rundir.reader import Run, open_run
+
+__all__ = ["RunFailedError", "train"]
+
+INTERRUPTED = 130
+"""Exit code of a run that was stopped."""
+
+
+class RunFailedError(RuntimeError):
+    """The run ended before its last step. What went wrong was printed, and is in the run's
+    driver.log."""
+
+
+def train(
+    config: Config | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()
+) -> Run | Awaitable[Run]:
+    """Train as the config says, and return the finished run as `asyncrl.open_run` does.
+
+    Called as a plain function it blocks. Where an event loop runs, as in Jupyter, it returns at
+    once something to await: `run = await asyncrl.train(config)`. The run then works in a thread of
+    its own, and cancelling the call (the interrupt button) stops it as Ctrl-C does.
+
+    Args:
+        config: a `Config`, the same settings as nested mappings, or the path of a YAML file.
+        overrides: of a YAML file, as on the command line: `["--rollout.temperature", "0.8"]`.
+
+    Raises:
+        ConfigError: something cannot be used; nothing was started, and nothing is left behind.
+        RunFailedError: the run ended before its last step.
+        KeyboardInterrupt: a plain call was interrupted.
+    """
+    settings = _settings(config, overrides)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _finished(settings, None)
+    return _in_thread(settings)
+
+
+def _settings(config: Config | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> Config:
+    if isinstance(overrides, str):
+        raise ConfigError(
+            f"overrides = {overrides!r} is one text; give a list of words, such as"
+            ' ["--rollout.temperature", "0.8"]'
+        )
+    if isinstance(config, (str, Path)):
+        return load_config(config, list(map(str, overrides)))
+    if not isinstance(config, (Config, Mapping)):
+        raise ConfigError(
+            f"config is of type {type(config).__name__}; give a Config, nested mappings, or the"
+            " path of a YAML file"
+        )
+    if overrides:
+        raise ConfigError(
+            f"overrides = {list(overrides)} go with the path of a YAML file; change the settings of"
+            " the config itself"
+        )
+    try:
+        return config if isinstance(config, Config) else Config.model_validate(dict(config))
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+
+
+def _finished(config: Config, began: Callable[[Callable[[], None]], None] | None) -> Run:
+    from asyncrl.run import train as run
+
+    directory = config.run_directory
+    code = run.run_training(
+        config, [run.command_name(), "train", str(directory / "config.yaml")], began=began
+    )
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
+        raise RunFailedError(
+            f"run {config.name!r} failed; the cause is above and in {directory}/logs"
+        )
+    return open_run(directory)
+
+
+async def _in_thread(config: Config) -> Run:
+    """The run in a thread; cancelling this waits until it has stopped."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Run] = loop.create_future()
+    stops: list[Callable[[], None]] = []
+    unwanted = threading.Event()
+
+    def began(stop: Callable[[], None]) -> None:
+        stops.append(stop)
+        if unwanted.is_set():
+            stop()
+
+    def settle(result: Run | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(
+                error
+                if not isinstance(error, KeyboardInterrupt)
+                else RunFailedError(f"run {config.name!r} was interrupted")
+            )
+        else:
+            assert result is not None
+            done.set_result(result)
+
+    def work() -> None:
+        try:
+            result, error = _finished(config, began), None
+        except BaseException as raised:
+            result, error = None, raised
+        loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name="asyncrl-train", daemon=True).start()
+    try:
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        unwanted.set()
+        if stops:
+            stops[-1]()
+        await asyncio.wait({done})
+        raise

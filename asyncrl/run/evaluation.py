@@ -1,0 +1,453 @@
+"""Evaluation: sets of held-out prompts, completed at one committed version, scored by the isolated
+reward and kept as Parquet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from asyncrl.algorithms.pass_at_k import pass_at_k
+from asyncrl.config import Config, EvalSet
+from asyncrl.config.schema import Source
+from asyncrl.contracts.errors import EvaluationLostError, GenerationTimeoutError, StaleReplicaError
+from asyncrl.contracts.messages import GenerateRequest, WeightsId
+from asyncrl.contracts.protocols import Generate
+from asyncrl.contracts.rows import (
+    ANSWER_COLUMNS,
+    TRUNCATED,
+    Completion,
+    Prompt,
+    VersionSpan,
+    reward_parts_type,
+)
+from asyncrl.rewards.contract import RewardError
+from asyncrl.runtime import parquet
+from asyncrl.runtime.files import make_directory
+from asyncrl.runtime.functions import short
+
+__all__ = ["STATUSES", "Answer", "Evaluator", "Score", "answers_table", "measure"]
+
+logger = logging.getLogger("asyncrl")
+
+Result = TypeVar("Result")
+
+Score = Callable[[Prompt, Sequence[Completion]], Awaitable[Mapping[str, Sequence[float | None]]]]
+"""Raw rewards of completions of one prompt: name of the reward function → one for each completion.
+"""
+
+STATUSES = ("ok", "unscored", "late", "failed")
+"""`ok`: the reward that is called accuracy scored it. `unscored`: that reward returned None.
+`late`: no answer by rollout.deadline_s. `failed`: the request failed otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion asked for: what came of it."""
+
+    completion: Completion | None
+    """None: late or failed."""
+    status: str
+    reason: str = ""
+    """Why nothing came."""
+    replica: str | None = None
+    parts: Mapping[str, float | None] = field(default_factory=dict)
+    """Name of the reward function → reward, None where it gave none."""
+
+    @property
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """Which versions made it."""
+        return () if self.completion is None else self.completion.versions
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What answers: a version, on one replica that is held at it (None: on all)."""
+
+    version: int
+    replica: str | None
+
+
+class Evaluator:
+    """Completes every prompt of every set, n times each. A completion that is late or fails counts
+    and is reported; it ends nothing."""
+
+    def __init__(
+        self,
+        config: Config,
+        generate: Generate,
+        score: Score,
+        prompts: Mapping[str | tuple[Source, ...], Sequence[Prompt]],
+        run_id: str,
+        attempt: int,
+        directory: Path,
+    ) -> None:
+        """
+        Args:
+            prompts: of each file that a set of `config.evaluation_sets` names.
+            directory: where the completions are kept.
+        """
+        self.config, self.generate, self.score = config, generate, score
+        self.prompts, self.run_id, self.attempt, self.directory = (
+            prompts,
+            run_id,
+            attempt,
+            directory,
+        )
+        self.errors = 0
+        """Exceptions of the evaluation under way that nobody foresaw."""
+
+    async def __call__(self, version: int, replica: str | None = None) -> dict[str, float]:
+        """Evaluate the version on the replica that is held at it; without one, on all replicas,
+        which stay at the version or (eval.in_flight) move on.
+
+        Returns:
+            Metrics of all sets as `eval/<set>_<name>` (see `measure`); `eval/accuracy` and
+            `eval/prompts` of the first set; over all `eval/failed_ratio` (late ones included),
+            `eval/errors` (exceptions that nobody foresaw), `eval/newest_version` of their tokens,
+            and `eval/seconds`.
+
+        Raises:
+            EvaluationLostError: the replica is gone. Nothing of the set under way is kept.
+            RewardError: a reward failed under policy `fail`.
+        """
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        self.errors = 0
+        sets = self.config.evaluation_sets
+        metrics: dict[str, float] = {}
+        statuses: Counter[str] = Counter()
+        newest = version
+        for name, settings in sets.items():
+            answers = await self._answers(settings, _Place(version, replica))
+            found = measure(answers, self.config.accuracy, self.config.eval.pass_threshold)
+            metrics.setdefault("eval/accuracy", found["accuracy"])
+            metrics.setdefault("eval/prompts", found["prompts"])
+            metrics |= {f"eval/{name}_{key}": value for key, value in found.items()}
+            statuses.update(answer.status for siblings in answers for answer in siblings)
+            newest = max(
+                [
+                    newest,
+                    *(
+                        span.version
+                        for siblings in answers
+                        for answer in siblings
+                        for span in answer.spans
+                    ),
+                ]
+            )
+            await asyncio.to_thread(self._keep, name, settings, version, answers)
+        metrics["eval/failed_ratio"] = (statuses["late"] + statuses["failed"]) / statuses.total()
+        metrics["eval/errors"] = float(self.errors)
+        metrics["eval/newest_version"] = float(newest)
+        metrics["eval/seconds"] = clock() - started
+        return metrics
+
+    def _prompts(self, settings: EvalSet) -> Sequence[Prompt]:
+        assert settings.data is not None
+        return self.prompts[settings.data][: settings.max_prompts]
+
+    async def _answers(self, settings: EvalSet, place: _Place) -> list[list[Answer]]:
+        """Of each prompt in order, n answers. As many requests are under way as the engines that
+        answer run at once."""
+        generator = self.config.generator
+        room = asyncio.Semaphore(
+            self.config.max_num_seqs * (generator.num_replicas if place.replica is None else 1)
+        )
+        prompts = self._prompts(settings)
+        seeds = [
+            [self.config.seed + index + sample * len(prompts) for sample in range(settings.n)]
+            for index in range(len(prompts))
+        ]
+        return await _together(
+            self._siblings(settings, place, *one, room) for one in zip(prompts, seeds, strict=True)
+        )
+
+    async def _siblings(
+        self,
+        settings: EvalSet,
+        place: _Place,
+        prompt: Prompt,
+        seeds: Sequence[int],
+        room: asyncio.Semaphore,
+    ) -> list[Answer]:
+        """An answer for each seed, scored together as one group."""
+        answers = await _together(
+            self._answer(self._request(settings, place, prompt, seed), place.version, room)
+            for seed in seeds
+        )
+        completed = [
+            (index, answer.completion)
+            for index, answer in enumerate(answers)
+            if answer.completion is not None
+        ]
+        if completed:
+            parts = await self._parts(prompt, [completion for _, completion in completed])
+            for at, (index, _) in enumerate(completed):
+                answers[index] = self._scored(
+                    answers[index], {name: values[at] for name, values in parts.items()}
+                )
+        return answers
+
+    async def _parts(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> Mapping[str, Sequence[float | None]]:
+        """The rewards; none of them after an error that is not the reward's own."""
+        try:
+            return await self.score(prompt, completions)
+        except RewardError:
+            raise
+        except Exception as error:
+            self._count_error("the completions of a prompt could not be scored", error)
+            return {name: [None] * len(completions) for name in self.config.reward.functions}
+
+    def _count_error(self, what: str, error: Exception) -> None:
+        self.errors += 1
+        if self.errors == 1:
+            logger.error("%s", what, exc_info=error)
+
+    def _request(
+        self, settings: EvalSet, place: _Place, prompt: Prompt, seed: int
+    ) -> GenerateRequest:
+        """What ends a completion is the same as in rollouts."""
+        config, rollout = self.config, self.config.rollout
+        assert (
+            settings.temperature is not None
+            and settings.top_p is not None
+            and settings.top_k is not None
+            and settings.min_p is not None
+        )
+        return GenerateRequest(
+            prompt.token_ids,
+            n=1,
+            max_tokens=settings.max_completion_length
+            or config.completion_room(len(prompt.token_ids)),
+            temperature=settings.temperature,
+            seed=seed,
+            deadline_s=config.evaluation_deadline_s(settings.max_completion_length),
+            min_weights=WeightsId(self.run_id, self.attempt, place.version),
+            ignore_eos=rollout.ignore_eos,
+            repetition=rollout.repetition,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            replica=place.replica,
+        )
+
+    async def _answer(
+        self, request: GenerateRequest, version: int, room: asyncio.Semaphore
+    ) -> Answer:
+        try:
+            async with room:
+                generated = await self.generate.generate(request)
+        except GenerationTimeoutError as error:
+            return Answer(None, "late", _one_line(error))
+        except (
+            Exception
+        ) as error:  # whatever an engine, a replica or Ray raises: one completion of many
+            if request.replica is not None and isinstance(error, StaleReplicaError):
+                raise EvaluationLostError(_one_line(error)) from None
+            from asyncrl.rollout.worker import (
+                RETRIED,
+            )  # it imports Ray, and who reads evaluations need not
+
+            if not isinstance(error, RETRIED):
+                self._count_error("a completion of an evaluation failed", error)
+            return Answer(None, "failed", f"{type(error).__name__}: {_one_line(error)}")
+        completion = generated.completions[0]
+        if not self.config.eval.in_flight and any(
+            span.version != version for span in completion.versions
+        ):
+            return Answer(
+                None,
+                "failed",
+                f"made by versions {[span.version for span in completion.versions]}, not {version}"
+                " alone",
+                generated.replica,
+            )
+        return Answer(completion, "ok", replica=generated.replica)
+
+    def _scored(self, answer: Answer, parts: Mapping[str, float | None]) -> Answer:
+        status = "unscored" if parts[self.config.accuracy] is None else "ok"
+        return Answer(answer.completion, status, replica=answer.replica, parts=parts)
+
+    def _keep(
+        self, name: str, settings: EvalSet, version: int, answers: Sequence[Sequence[Answer]]
+    ) -> None:
+        """Write the completions, and name the first that did not come in the log."""
+        lost = [answer for siblings in answers for answer in siblings if answer.completion is None]
+        if lost:
+            logger.warning(
+                "evaluation set %s at version %d: %d completions were late or failed; the"
+                " first: %s",
+                name,
+                version,
+                len(lost),
+                lost[0].reason,
+            )
+        make_directory(self.directory)
+        weights = {
+            reward: function.weight for reward, function in self.config.reward.functions.items()
+        }
+        table = answers_table(
+            name,
+            self.attempt,
+            version,
+            self._prompts(settings),
+            answers,
+            weights,
+            self.config.accuracy,
+        )
+        parquet.write_table(
+            table,
+            self.directory / f"attempt_{self.attempt:04d}-version_{version:08d}-{name}.parquet",
+        )
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All results in order. The first error ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def measure(
+    answers: Sequence[Sequence[Answer]], accuracy: str, pass_threshold: float
+) -> dict[str, float]:
+    """What the answers to a set's prompts come to; `answers` has n of each prompt.
+
+    Returns:
+        prompts: how many.
+        accuracy: mean of the reward named `accuracy` over the completions that it scored; one that
+            was late or failed counts as 0. NAME of each reward part: mean over the completions that
+            it scored.
+        scored, unscored_ratio, late_ratio, failed_ratio: completions that `accuracy` scored, and
+            shares of all that were asked for.
+        completion_tokens, truncated_ratio: over the completions that came.
+        avg_at_N, pass_at_K: with n above 1, means over prompts; k = 1, 2, 4, … and n. A completion
+            without a score is left out, and so is a prompt that has fewer than k left; one that was
+            late or failed does not pass.
+        NaN: there is nothing to average.
+    """
+    asked = [answer for siblings in answers for answer in siblings]
+    came = [answer for answer in asked if answer.completion is not None]
+    statuses = Counter(answer.status for answer in asked)
+    judged = [_judged(siblings, accuracy) for siblings in answers]
+    found = {
+        **{
+            name: _mean(value for answer in came if (value := answer.parts.get(name)) is not None)
+            for name in _part_names(asked)
+        },
+        "prompts": float(len(answers)),
+        "accuracy": _mean(value for values in judged for value in values),
+        "scored": float(statuses["ok"]),
+        **{f"{status}_ratio": statuses[status] / len(asked) for status in STATUSES[1:]},
+        "completion_tokens": _mean(
+            len(answer.completion.token_ids) for answer in came if answer.completion
+        ),
+        "truncated_ratio": _mean(
+            answer.completion.finish_reason in TRUNCATED for answer in came if answer.completion
+        ),
+    }
+    n = max(len(siblings) for siblings in answers)
+    if n > 1:
+        found[f"avg_at_{n}"] = _mean(_mean(values) for values in judged if values)
+        for k in _ks(n):
+            found[f"pass_at_{k}"] = _mean(
+                pass_at_k(len(v), sum(value >= pass_threshold for value in v), k)
+                for v in judged
+                if len(v) >= k
+            )
+    return found
+
+
+def _judged(siblings: Sequence[Answer], accuracy: str) -> list[float]:
+    """The accuracy of one prompt's completions; what did not come is 0, what has no score is left
+    out."""
+    values = [0.0 if answer.completion is None else answer.parts[accuracy] for answer in siblings]
+    return [value for value in values if value is not None]
+
+
+def _ks(n: int) -> list[int]:
+    """1, 2, 4, … below n, and n."""
+    return [*(1 << power for power in range((n - 1).bit_length())), n]
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return math.fsum(listed) / len(listed) if listed else math.nan
+
+
+def answers_table(
+    name: str,
+    attempt: int,
+    version: int,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[Answer]],
+    weights: Mapping[str, float],
+    accuracy: str,
+) -> pa.Table:
+    """The rows of evaluations/*.parquet: `answers` has n of each prompt, in order; `weights` are
+    those of the reward functions."""
+    places = [
+        (prompt, index, answer)
+        for prompt, siblings in zip(prompts, answers, strict=True)
+        for index, answer in enumerate(siblings)
+    ]
+    came = [answer.completion for _, _, answer in places]
+    columns = {
+        "set": [name] * len(places),
+        "attempt": [attempt] * len(places),
+        "version": [version] * len(places),
+        "ordinal": [prompt.ordinal for prompt, _, _ in places],
+        "index": [index for _, index, _ in places],
+        "status": [answer.status for _, _, answer in places],
+        "reason": [answer.reason or None for _, _, answer in places],
+        "accuracy": [answer.parts.get(accuracy) for _, _, answer in places],
+        "reward": [_reward(answer, weights) for _, _, answer in places],
+        "prompt_text": [prompt.text for prompt, _, _ in places],
+        "prompt_ids": [prompt.token_ids for prompt, _, _ in places],
+        "completion": [one and one.text for one in came],
+        "completion_ids": [one and one.token_ids for one in came],
+        "logprobs": [one and one.logprobs for one in came],
+        "versions": [
+            one and [{"version": s.version, "start": s.start, "end": s.end} for s in one.versions]
+            for one in came
+        ],
+        "finish_reason": [one and one.finish_reason for one in came],
+        "replica": [answer.replica for _, _, answer in places],
+    }
+    arrays = {column: pa.array(columns[column], kind) for column, kind in ANSWER_COLUMNS.items()}
+    names = _part_names([answer for _, _, answer in places]) or list(weights)
+    parts = [
+        {part: answer.parts.get(part) for part in names} if answer.completion else None
+        for _, _, answer in places
+    ]
+    arrays["reward_parts"] = pa.array(parts, reward_parts_type(names).value_type)
+    return pa.table(arrays)
+
+
+def _part_names(answers: Iterable[Answer]) -> list[str]:
+    return list(dict.fromkeys(name for answer in answers for name in answer.parts))
+
+
+def _reward(answer: Answer, weights: Mapping[str, float]) -> float | None:
+    """The weighted sum of the parts; None if one of them that counts is."""
+    parts = [(weight, answer.parts.get(name)) for name, weight in weights.items() if weight]
+    values = [weight * part for weight, part in parts if part is not None]
+    return sum(values) if answer.completion is not None and len(values) == len(parts) else None
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return short(lines[-1]) if lines else type(error).__name__

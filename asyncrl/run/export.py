@@ -1,0 +1,101 @@
+"""A Hugging Face directory from a checkpoint, without the run: no Ray, no engine, one process."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from asyncrl.config import ConfigError, load_config
+from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointError
+from asyncrl.learning.checkpoint import TAG
+from asyncrl.learning.hf_directory import HfDirectory
+from asyncrl.rundir.checkpoint import CheckpointStore
+from asyncrl.runtime.redact import print_shown
+from asyncrl.weights.gather import fill_buckets
+from asyncrl.weights.pieces import Piece
+from asyncrl.weights.published import PublishedTensor, version_table
+
+__all__ = ["export_checkpoint", "find_checkpoint"]
+
+PREFIX = "model."
+"""Of the model's parameters in the learner's module, which may have a value head beside the model.
+"""
+
+
+def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
+    """A committed checkpoint, every file of it checked against the manifest; prints what was passed
+    over.
+
+    Args:
+        checkpoints: directory of a run's checkpoints.
+        step: which one; None = the newest.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it is damaged.
+    """
+    try:
+        path, _, passed_over = CheckpointStore(checkpoints, keep=1).find(step)
+    except (NoCheckpointError, UnreadableCheckpointError) as error:
+        raise ConfigError(str(error).replace("; start with --resume never or auto", "")) from None
+    for reason in passed_over:
+        print_shown(f"passed over: {reason}")
+    return path
+
+
+def export_checkpoint(path: Path, target: Path) -> None:
+    """Write the weights of a checkpoint that `find_checkpoint` found as a Hugging Face directory,
+    under the names of the model that the run began from. The whole model is in memory once, in
+    float32. The learner's shards are pickles: to export a checkpoint is to trust its author.
+
+    Raises:
+        ConfigError: the model's config is gone or does not fit, or something is at `target`
+            already.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists; name another directory with --out")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    config = load_config(path / "config.yaml")
+    try:
+        table = version_table(config.model.path)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"model.path = {config.model.path!r}, which the run began from, cannot be read"
+            f" ({reason}); put it back"
+        ) from None
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(path / "learner"), tag=TAG)
+    own = {
+        name: weights[PREFIX + name].contiguous().reshape(-1)
+        for name in table.parameters
+        if PREFIX + name in weights
+    }
+    if strange := next(
+        (
+            name
+            for name, shape in table.parameters.items()
+            if name not in own or own[name].numel() != math.prod(shape)
+        ),
+        None,
+    ):
+        raise ConfigError(
+            f"{path} does not fit model.path = {config.model.path!r}: {strange} has no counterpart;"
+            " put the model back as it was"
+        )
+    temporary = target.with_name(f".{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    directory = HfDirectory(temporary, table, config.model.dtype, config.weights.bucket_bytes)
+
+    def parts_of(tensor: PublishedTensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+        for piece in tensor.pieces:
+            yield piece, own[piece.parameter][piece.start : piece.start + piece.span]
+
+    fill_buckets(table, directory.entries, directory.sizes, parts_of, directory.write)
+    directory.finish(config.model.path, config.model.path)
+    os.replace(temporary, target)

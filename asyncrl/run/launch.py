@@ -1,0 +1,424 @@
+"""The one place that joins the stations of an attempt: it starts generators, learner and streams,
+and ends them.
+
+The cluster and the run's own generators outlast an attempt: see `asyncrl.run.attempts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import time
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import asyncrl
+from asyncrl.config import Config
+from asyncrl.contracts.rows import Completion, Prompt
+from asyncrl.contracts.state import State
+from asyncrl.data.prompts import Data, PromptReport, RayPromptSource, read_prompts
+from asyncrl.frozen.reference import start_reference
+from asyncrl.generation.app import (
+    ServeGenerate,
+    application,
+    wait_for_generators,
+)
+from asyncrl.generation.orphans import application_name
+from asyncrl.generation.owned import OwnGenerators, end_lease, lease_generators
+from asyncrl.learning.group import LearnerGroup
+from asyncrl.preflight.attach import attached_config
+from asyncrl.preflight.placement import (
+    generators_lost,
+    own_cluster,
+    wait_for_placement,
+    wait_for_resources,
+)
+from asyncrl.preflight.specs import (
+    data_spec,
+    generator_app,
+    learner_spec,
+    reference_spec,
+    scoring_spec,
+    worker_spec,
+)
+from asyncrl.rewards.code import share_settings
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.remote import RemoteRewardPool
+from asyncrl.rewards.score import score_completions
+from asyncrl.rewards.scoring import RayScores
+from asyncrl.rollout.group import RayRollouts, start_rollouts
+from asyncrl.rollout.lost_requests import LostRequests
+from asyncrl.run.attempts import AcrossAttempts
+from asyncrl.run.closing import Closing, cancel
+from asyncrl.rundir.directory import RunDirectory
+from asyncrl.runtime.files import make_directory
+from asyncrl.runtime.ray_objects import Actor
+from asyncrl.runtime.stacks import stacks_as
+from asyncrl.text.tokenizer import refuse_another_tokenizer
+from asyncrl.weights.push import ServeWeightSync
+
+__all__ = ["Stations", "launch_stations"]
+
+logger = logging.getLogger("asyncrl")
+
+
+@dataclass(slots=True)
+class Stations:
+    """The running parts of one run."""
+
+    config: Config
+    context: int
+    learner: LearnerGroup
+    generate: ServeGenerate
+    weights: ServeWeightSync
+    prompts: RayPromptSource
+    rollouts: RayRollouts
+    scores: RayScores
+    pool: RewardPool | RemoteRewardPool
+    evaluation_prompts: dict[Data, list[Prompt]]
+    """Of each file that an evaluation set names."""
+    kv_cache_tokens: int
+    """Tokens that one replica's KV cache holds."""
+    startup: dict[str, Any]
+    """Seconds that the parts took to start."""
+    stacks: Path
+    """Where processes say what they do when they are asked."""
+    application: str
+    """Name of the generators' Serve application."""
+    placed: Config | None
+    """The config by which the run placed generators of its own."""
+
+    async def while_placed(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do the work. Raises PlacementLostError, and cancels it, when the room for all generators
+        of the run's own is lost meanwhile."""
+        if self.placed is None:
+            await work
+            return
+        working = asyncio.create_task(work)
+        lost = asyncio.create_task(generators_lost(self.placed, self.application))
+        try:
+            await asyncio.wait((working, lost), return_when=asyncio.FIRST_COMPLETED)
+            await (working if working.done() else lost)
+        finally:
+            await asyncio.gather(cancel(working), cancel(lost))
+
+    @property
+    def probe_tokens(self) -> int:
+        """Tokens sampled for each probe: what the config asks for, as far as the model's context
+        goes."""
+        return max(1, min(self.config.probe_tokens, self.context - self.config.longest_prompt - 1))
+
+    @property
+    def probe_prompts(self) -> list[Sequence[int]]:
+        """Prompts of the log-prob check, the same ones in every attempt."""
+        held_out = next(iter(self.evaluation_prompts.values()), None)
+        prompts = held_out or read_prompts(
+            self.config.data.train,
+            data_spec(self.config),
+            self.config.weights.probe_prompts,
+            "data.train",
+        )
+        return [prompt.token_ids for prompt in prompts[: self.config.weights.probe_prompts]]
+
+    async def describe(self, stage: str) -> tuple[Any, str]:
+        """For the watchdog: what moves inside a stage that does not come to its end (None: nothing
+        that could be seen), and what its workers say."""
+        if stage == "learning":
+            return await self.learner.describe()
+        if stage in ("generation", "publishing", "evaluation"):
+            found, stacks, scoring = await asyncio.gather(
+                self.generate.statuses(), self.generate.stacks(), stacks_as(self.stacks, "scoring")
+            )
+            versions = [one["weights"].version if one["weights"] else None for one in found]
+            said = [
+                f"replica {one['replica']} has version {version}, {one['tokens_generated']} tokens"
+                for one, version in zip(found, versions, strict=True)
+            ]
+            said += [
+                f"engine of {replica}: {stack}"
+                for replica, found_there in stacks
+                for stack in found_there
+            ]
+            said += scoring if stage == "generation" else []
+            return (
+                tuple(one["tokens_generated"] for one in found),
+                "; ".join(said) or "no replica answers",
+            )
+        return (
+            None,
+            "; ".join(await stacks_as(self.stacks, stage))
+            or f"no process of the {stage} stream is left; see {self.stacks.parent}",
+        )
+
+    async def score(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> dict[str, list[float | None]]:
+        """Raw rewards of completions of one prompt, name by name."""
+        return await score_completions(self.pool, prompt, completions)
+
+
+def _evaluation_prompts(config: Config) -> dict[Data, list[Prompt]]:
+    """The prompts of all data that is evaluated on, as many as any of its sets takes."""
+    most: dict[Data, int] = {}
+    for one in config.evaluation_sets.values():
+        assert one.data is not None and one.max_prompts is not None
+        most[one.data] = max(most.get(one.data, 0), one.max_prompts)
+    return {path: read_prompts(path, data_spec(config), limit) for path, limit in most.items()}
+
+
+@asynccontextmanager
+async def launch_stations(
+    config: Config,
+    directory: RunDirectory,
+    report: PromptReport,
+    context: int,
+    prepare: Callable[[LearnerGroup], Awaitable[None]],
+    across: AcrossAttempts,
+) -> AsyncIterator[Stations]:
+    """Start every station; end them all on the way out, whatever happened. `prepare` has the
+    learner while the generators still start. Generators of the run's own end with `across`.
+
+    Raises:
+        PlacementError: no room on the cluster.
+        AttachError, LeaseHeldError: the standing generators do not fit, or another run has them.
+        RuntimeError: a part failed to start; the message names it.
+    """
+    state = directory.state
+    config, _ = await wait_for_resources(config)
+    async with Closing(across.failed) as stack:
+        own_name = application_name(config.name, state.run_id, state.attempt)
+        app_name = config.generator.attach or own_name
+        longest = _longest_request(config, context)
+        config, registry = await _lease(config, app_name, longest, state.run_id, across, stack)
+        # The learner's placement group comes first. The generators come next, because an engine
+        # takes longest to start.
+        learner_start = asyncio.create_task(_start_learner(config, state, stack, prepare))
+        stack.add("start of the learner", functools.partial(cancel, learner_start))
+        handle, watcher = await _generator_handle(config, app_name, across)
+        kept = directory.path / "kept"
+        generate = functools.partial(_keeping_generate, handle, kept, state.attempt)
+        streams = _start_streams(config, directory, report, generate, stack)
+        generators_s, (learner, learner_s), pool, *_ = await _together(
+            _timed(wait_for_generators(app_name, config.start_timeout_s)),
+            learner_start,
+            _start_rewards(config, stack),
+            streams.rollouts.ready(),
+            _ready(streams.reference),
+            _ready(watcher),
+            wait_for_placement(config, app_name, streams.started),
+        )
+        status = await handle.status.remote()
+        refuse_another_tokenizer(config.model.path, status["tokenizer"])
+        startup = await _startup_facts(handle, status, generators_s, learner, learner_s)
+        yield Stations(
+            config,
+            context,
+            learner,
+            generate(),
+            _start_weight_sync(config, handle, registry, stack),
+            streams.prompts,
+            streams.rollouts,
+            streams.scores,
+            pool,
+            _evaluation_prompts(config),
+            status["kv_cache_tokens"],
+            startup,
+            directory.logs / "stacks",
+            app_name,
+            across.placed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Streams:
+    """The streams from prompts to scored groups."""
+
+    rollouts: RayRollouts
+    scores: RayScores
+    prompts: RayPromptSource
+    reference: Actor | None
+
+    @property
+    def started(self) -> dict[str, Callable[[], Awaitable[bool]]]:
+        """Waits for the start of each stream, by name."""
+        return {"prompt stream": self.prompts.started, "scoring stream": self.scores.started}
+
+
+def _start_streams(
+    config: Config,
+    directory: RunDirectory,
+    report: PromptReport,
+    generate: Callable[[], ServeGenerate],
+    stack: Closing,
+) -> _Streams:
+    state, stacks = directory.state, directory.logs / "stacks"
+    rollouts = start_rollouts(worker_spec(config, state.run_id, state.attempt, generate))
+    stack.add("rollout workers", rollouts.close)
+    reference = _start_reference(config, stack)
+    scores = RayScores(
+        scoring_spec(config),
+        state.attempt,
+        rollouts.workers,
+        rollouts,
+        directory.path / "groups",
+        reference,
+        stacks,
+    )
+    stack.add("scoring", scores.close)
+    rollouts.when_lost = scores.lost
+    finished = [*state.finished_above, *(ordinal for _, ordinal in state.waiting)]
+    prompts = RayPromptSource(data_spec(config), report, state.frontier, finished, stacks)
+    stack.add("prompts", prompts.close)
+    return _Streams(rollouts, scores, prompts, reference)
+
+
+async def _generator_handle(
+    config: Config, app_name: str, across: AcrossAttempts
+) -> tuple[Any, Actor | None]:
+    """The handle of the generators, and the watcher that ends the run's own after a crash."""
+    if config.generator.own and across.generators is not None:
+        handle = await across.generators.begin(not own_cluster())
+        return handle, across.generators.watcher
+    return application(app_name), None
+
+
+def _start_weight_sync(
+    config: Config, handle: Any, registry: Actor, stack: Closing
+) -> ServeWeightSync:
+    drains = config.generator.in_flight == "drain"
+    weights = ServeWeightSync(
+        handle, registry, config.push_timeout_s, config.commit_grace_s, drains
+    )
+    announcing = asyncio.create_task(weights.keep_announced())
+    stack.add("announcements", functools.partial(cancel, announcing))
+    return weights
+
+
+async def _lease(
+    config: Config, name: str, tokens: int, run_id: str, across: AcrossAttempts, stack: Closing
+) -> tuple[Config, Any]:
+    """The config with the generators' settings, and the lease on them: generators that an earlier
+    attempt has left, that stand already, or that are about to begin."""
+    if across.generators is not None:
+        return config, across.generators.registry
+    if not config.generator.own:
+        config = await attached_config(config, name, tokens)
+    registry = await lease_generators(name, f"{config.name!r} ({run_id})")
+    if config.generator.own:
+        settings = generator_app(config).model_copy(update={"max_model_len": tokens})
+        across.generators, across.placed = OwnGenerators(name, registry, settings), config
+    else:
+        stack.add("lease", functools.partial(asyncio.to_thread, end_lease, registry, name))
+    return config, registry
+
+
+def _keeping_generate(handle: Any, kept: Path, attempt: int) -> ServeGenerate:
+    """Made in the process that asks, a rollout worker or the driver: the file of lost requests is
+    named after it."""
+    return ServeGenerate(handle, LostRequests(kept, attempt))
+
+
+def _longest_request(config: Config, context: int) -> int:
+    """Tokens that an engine must take: vLLM always generates one more than it is asked to score."""
+    return min(config.longest_request + 1, context)
+
+
+def _start_reference(config: Config, stack: Closing) -> Actor | None:
+    """The actor of the reference policy, or None: it is asked only for a KL term."""
+    if not config.algorithm.has_reference:
+        return None
+    reference = start_reference(reference_spec(config))
+
+    async def close() -> None:
+        ray.kill(reference)
+
+    stack.add("reference policy", close)
+    return reference
+
+
+async def _ready(actor: Actor | None) -> None:
+    if actor is not None:
+        await actor.ready.remote()
+
+
+async def _start_rewards(config: Config, stack: Closing) -> RewardPool | RemoteRewardPool:
+    """Evaluation's reward processes, every function imported."""
+    share_settings(config.reward.sandbox)
+    pool = (
+        RemoteRewardPool(config.reward)
+        if config.scores_evaluation_apart
+        else RewardPool(config.reward)
+    )
+    stack.add("reward processes", functools.partial(asyncio.to_thread, pool.close))
+    await pool.check()
+    return pool
+
+
+async def _timed(work: Awaitable[Any]) -> float:
+    started = time.monotonic()
+    await work
+    return time.monotonic() - started
+
+
+async def _startup_facts(
+    handle: Any,
+    status: Mapping[str, Any],
+    generators_s: float,
+    learner: LearnerGroup,
+    learner_s: float,
+) -> dict[str, Any]:
+    """Seconds that the parts took to start, the least cost of a pause, and the location of the
+    asyncrl package on both sides."""
+    pauses = [(await handle.pause_empty.remote())["pause_s"] for _ in range(5)]
+    return {
+        "startup/generators_s": generators_s,
+        "startup/learner_s": learner_s,
+        **{f"startup/learner_{name}": value for name, value in learner.startup.items()},
+        **{f"startup/generator_{name}": value for name, value in status["load"].items()},
+        "startup/pause_empty_s": sorted(pauses)[2],
+        "package/driver": os.path.dirname(asyncrl.__file__),
+        "package/replica": status["package"],
+    }
+
+
+async def _start_learner(
+    config: Config,
+    state: State,
+    stack: Closing,
+    prepare: Callable[[LearnerGroup], Awaitable[None]],
+) -> tuple[LearnerGroup, float]:
+    started = time.monotonic()
+    learner = await LearnerGroup.create(learner_spec(config), state.run_id, state.attempt)
+    seconds = time.monotonic() - started
+    stack.add("learner", learner.close)
+    for directory in dict.fromkeys((config.run_directory, config.checkpoints_directory)):
+        make_directory(directory)
+        await learner.check_shared(directory)
+    await prepare(learner)
+    return learner, seconds
+
+
+async def _together(*works: Awaitable[Any]) -> list[Any]:
+    """All results; if one fails or we are cancelled, the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

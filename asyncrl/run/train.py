@@ -1,0 +1,338 @@
+"""One run from config to summary: directory, cluster, stations, warm start, training, what is left
+behind.
+
+preflight → run directory → Ray → learner and generators (in parallel) → [warm start] → coordinator
+→ hf/ → summary
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from asyncrl.config import Config
+from asyncrl.contracts.errors import PartDiedError
+from asyncrl.observe.progress import ProgressView, duration
+from asyncrl.observe.summary import before_and_after
+from asyncrl.preflight.cluster_address import answering_cluster
+from asyncrl.preflight.model_snapshot import resolve_models
+from asyncrl.preflight.own_functions import try_own
+from asyncrl.preflight.plan import Plan, arithmetic, make_plan
+from asyncrl.preflight.rewards import try_rewards
+from asyncrl.run.attempt import Attempt, open_writer
+from asyncrl.run.attempts import AcrossAttempts
+from asyncrl.rundir.directory import RunDirectory
+from asyncrl.rundir.metrics import read_metrics
+from asyncrl.runtime.files import append_to
+from asyncrl.runtime.redact import RedactingFormatter, print_shown, shown
+
+__all__ = ["Summary", "command_name", "run_training"]
+
+REPLACED = ("--resume", "--name")
+"""Options that the resume command does not repeat: it says its own."""
+CKPT_STEP = "--checkpoint.ckpt_step"
+
+logger = logging.getLogger("asyncrl")
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a finished run is worth knowing by. Accuracies are held-out shares, 0..1, before and
+    after; None without evaluation."""
+
+    directory: Path
+    seconds: float
+    before: dict[str, float] | None = None
+    after: dict[str, float] | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase."""
+    changes: list[str] = field(default_factory=list)
+    """Lines of `before_and_after`."""
+
+
+def run_training(
+    config: Config,
+    resume_command: Sequence[str],
+    after: Callable[[Config, Summary], None] | None = None,
+    began: Callable[[Callable[[], None]], None] | None = None,
+) -> int:
+    """Train as the config says and return the exit code: 0 done, 1 failed, 130 interrupted. When a
+    part of the run has died, a new attempt begins from the last committed checkpoint, at most
+    `max_restarts` times without a checkpoint between. The generators go on meanwhile.
+
+    Args:
+        resume_command: the command that was given, from which the resume command is made.
+        after: called with the summary of a finished run, to print more.
+        began: called with a function that interrupts the run, from any thread.
+
+    Raises:
+        ConfigError: something in the config cannot be used, or no cluster answers at RAY_ADDRESS;
+            nothing was started.
+    """
+    answering_cluster()
+    config = resolve_models(config)
+    plan = make_plan(config)
+    try_rewards(config, plan.prompts)
+    try_own(config)
+    resume = _variables() + shlex.join(
+        [*_without_resume(resume_command, config), "--name", config.name, "--resume", "must"]
+    )
+    across = AcrossAttempts()
+    try:
+        summary = _attempts(config, plan, resume, across, began)
+    finally:
+        across.end()
+    if isinstance(summary, int):
+        return summary
+    _print_summary(summary, resume)
+    if after is not None:
+        after(config, summary)
+    return 0
+
+
+def _attempts(
+    config: Config,
+    plan: Plan,
+    resume: str,
+    across: AcrossAttempts,
+    began: Callable[[Callable[[], None]], None] | None,
+) -> Summary | int:
+    """One attempt after another, until one is the last: its summary, or the exit code."""
+    restarts_left = config.max_restarts
+    while True:
+        with RunDirectory(config) as directory:
+            _announce(plan, directory, resume)
+            left = partial(_restarts_left, config, directory, restarts_left)
+            try:
+                return asyncio.run(
+                    _interruptible(_train(config, plan, directory, across, left), began)
+                )
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                logger.info("interrupted")
+                print_shown(f"\ninterrupted; {_way_on(directory, resume)}", file=sys.stderr)
+                return 130
+            except Exception as error:
+                logger.error("the run failed", exc_info=error)
+                print_shown(
+                    f"\nasyncrl: {_one_line(error)}\n  full log: {directory.logs / 'driver.log'}",
+                    file=sys.stderr,
+                )
+                restarts_left = left()
+                if not isinstance(error, PartDiedError) or restarts_left == 0:
+                    print_shown(f"  {_way_on(directory, resume)}", file=sys.stderr)
+                    return 1
+        restarts_left -= 1
+        print_shown(
+            f"  a new attempt starts automatically (max_restarts = {config.max_restarts};"
+            f" {restarts_left} left without a new checkpoint)\n",
+            file=sys.stderr,
+        )
+        config = config.model_copy(update={"resume": "auto"})
+        if config.checkpoint.load is None:  # with it, the step is that of the beginning
+            config = config.model_copy(
+                update={"checkpoint": config.checkpoint.model_copy(update={"ckpt_step": None})}
+            )
+
+
+def _restarts_left(config: Config, directory: RunDirectory, before: int) -> int:
+    """Attempts that may still begin by themselves: all of them once the attempt has written a
+    checkpoint."""
+    return (
+        before
+        if directory.checkpoints.newest_first()[:1] in ([], [directory.checkpoint])
+        else config.max_restarts
+    )
+
+
+async def _interruptible(work: Any, began: Callable[[Callable[[], None]], None] | None) -> Summary:
+    """Ctrl-C and SIGTERM cancel the work once; its clean-up then has time. Ray replaces SIGTERM's
+    handler, so `_train` sets ours again."""
+    task = asyncio.ensure_future(work)
+    _catch_signals(task)
+    if began is not None:
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            loop.call_soon_threadsafe(_stop, task)
+
+        began(stop)
+    summary: Summary = await task
+    return summary
+
+
+def _catch_signals(task: asyncio.Future[Any]) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return  # signals come to the main thread alone, and are its owner's
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _stop, task)
+
+
+def _stop(task: asyncio.Future[Any]) -> None:
+    """A second signal does not cut short the clean-up that the first has begun."""
+    if isinstance(task, asyncio.Task) and task.cancelling():
+        print_shown(
+            "\nasyncrl: already stopping; the parts get a few seconds each to end", file=sys.stderr
+        )
+    else:
+        task.cancel()
+
+
+async def _train(
+    config: Config,
+    plan: Plan,
+    directory: RunDirectory,
+    across: AcrossAttempts,
+    restarts_left: Callable[[], int],
+) -> Summary:
+    started = time.monotonic()
+    task = asyncio.current_task()
+    assert task is not None
+    _log_to_file(directory.logs / "driver.log")
+    for line in [_beginning(config, directory), *directory.said]:
+        logger.info("%s", line)
+    with ProgressView() as view, open_writer(config, directory) as writer:
+        attempt = Attempt(config, plan, directory, across, writer)
+        async with across.attempt(config, directory.state, directory.logs, restarts_left):
+            _catch_signals(task)  # Ray has replaced the handlers
+            await attempt.run(view)
+        live = attempt.live
+        live.phase("done")
+        view.show(live.progress)
+    return _summary(config, directory, time.monotonic() - started, live.phases)
+
+
+def _summary(
+    config: Config, directory: RunDirectory, seconds: float, phases: dict[str, float]
+) -> Summary:
+    records = list(read_metrics(directory.path))
+    evaluations = [record for record in records if record["event"] == "evaluation"]
+    summary = Summary(
+        directory.path, seconds, phases=phases, changes=before_and_after(config, records)
+    )
+    if evaluations:
+        summary.before, summary.after = evaluations[0], evaluations[-1]
+    for line in [f"done in {duration(seconds)}", *summary.changes]:
+        logger.info("%s", line)
+    return summary
+
+
+def _announce(plan: Plan, directory: RunDirectory, resume: str) -> None:
+    print_shown(
+        "\n".join([_beginning(plan.config, directory), *(f"  {line}" for line in directory.said)])
+    )
+    print_shown(arithmetic(plan.config))
+    print_shown(plan.prompts_text())
+    print_shown(f"run directory  {directory.path}\nif it stops    {resume}\n")
+
+
+def _beginning(config: Config, directory: RunDirectory) -> str:
+    state = directory.state
+    begin = (
+        f"resuming at version {state.version} from {directory.checkpoint}"
+        if directory.checkpoint
+        else "a new start at version 0"
+    )
+    return f"run {config.name}, attempt {state.attempt}: {begin}"
+
+
+def _print_summary(summary: Summary, resume: str) -> None:
+    print_shown(
+        f"\ndone in {duration(summary.seconds)}: "
+        + ", ".join(
+            f"{name} {duration(seconds)}"
+            for name, seconds in summary.phases.items()
+            if seconds >= 1
+        )
+    )
+    for line in summary.changes:
+        print_shown(line)
+    path = summary.directory
+    print_shown(f"model          {path / 'hf'}   (loads in transformers and vLLM)")
+    print_shown(
+        f"trajectories   {path / 'groups'}/*.parquet, outcomes in {path / 'outcomes'}/*.parquet"
+    )
+    print_shown(
+        f"metrics        {path / 'metrics.jsonl'}, tensorboard --logdir {path / 'tensorboard'}"
+    )
+    print_shown(f"train longer   {re.sub(r' --max_steps[ =]+[0-9]+', '', resume)} --max_steps N")
+    print_shown(f"look inside    ASYNCRL_RUN={path} jupyter lab notebooks/01_quickstart.ipynb")
+
+
+def _way_on(directory: RunDirectory, resume: str) -> str:
+    if directory.checkpoints.newest_first():
+        return f"go on with: {resume}"
+    return f"no checkpoint was written yet; start again with: {resume.removesuffix(' must')} auto"
+
+
+def command_name() -> str:
+    """How the `asyncrl` of this interpreter is called from here: `asyncrl` if the shell finds
+    it."""
+    path = Path(sys.executable).with_name("asyncrl")
+    return "asyncrl" if shutil.which("asyncrl") == str(path) else os.path.relpath(path)
+
+
+def _variables() -> str:
+    """What the command needs of this environment."""
+    runs = os.environ.get("ASYNCRL_RUNS")
+    return f"ASYNCRL_RUNS={shlex.quote(runs)} " if runs else ""
+
+
+def _without_resume(command: Sequence[str], config: Config) -> list[str]:
+    """The command without how it began: it goes on from the newest checkpoint, also where the YAML
+    file names another. A step of `checkpoint.load` stays."""
+    goes_back = config.checkpoint.ckpt_step is not None and config.checkpoint.load is None
+    left_out = (*REPLACED, CKPT_STEP) if goes_back else REPLACED
+    kept: list[str] = []
+    words = iter(command)
+    for word in words:
+        if word in left_out:
+            next(words, None)
+        elif not word.startswith(tuple(f"{option}=" for option in left_out)):
+            kept.append(word)
+    return [*kept, CKPT_STEP, "None"] if goes_back else kept
+
+
+def _one_line(error: BaseException) -> str:
+    name, text = type(error).__name__, shown(str(error).strip())
+    if not text:
+        return name
+    return (
+        text
+        if type(error).__module__.startswith("asyncrl") or type(error) is RuntimeError
+        else f"{name}: {text}"
+    )
+
+
+class _LogHandler(logging.StreamHandler[IO[str]]):
+    """Drops what cannot be written. The standard library would print a traceback for each line when
+    the disk is full."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # the standard library's name
+        pass
+
+
+def _log_to_file(path: Path) -> None:
+    """Everything that libraries log in this process goes to the file, and nothing to the
+    terminal."""
+    handler = _LogHandler(append_to(path))
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    for name in ("ray", "ray.serve"):
+        # Ray gives these handlers of their own, which write to the terminal, when they are
+        # imported.
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = True

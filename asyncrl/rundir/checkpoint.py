@@ -1,0 +1,315 @@
+"""Checkpoints: a directory that is either committed and checked, or does not count.
+
+checkpoints/step_000120/{learner/…, buffer.parquet, config.yaml, state.json, MANIFEST, COMMITTED},
+checkpoints/LATEST
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointError
+from asyncrl.contracts.messages import Scored
+from asyncrl.contracts.protocols import Learner, Scores
+from asyncrl.contracts.state import State
+from asyncrl.runtime.files import (
+    append_to,
+    explain_disk_full,
+    make_directory,
+    read_text,
+    replace_text,
+    sync_file,
+)
+from asyncrl.runtime.links import refuse_links
+from asyncrl.runtime.shared import Written, size_and_checksum, wait_until_seen
+
+__all__ = [
+    "CheckpointStore",
+]
+
+STEP = re.compile(r"step_[0-9]+")
+"""Names of checkpoints. Whatever else lies beside them is somebody else's."""
+UNFINISHED = re.compile(r"\.step_[0-9]+\.[0-9]+|\.replaced\.step_[0-9]+")
+READ_AT_ONCE = 16
+"""Files of a checkpoint that are checked at once."""
+ABANDONED = "ABANDONED"
+"""Marks a committed checkpoint of an attempt that was gone back from."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run; the last `keep` stay."""
+
+    def __init__(
+        self, directory: Path, keep: int, config: str = "", guard: Callable[[], None] = lambda: None
+    ) -> None:
+        """
+        Args:
+            config: text of config.yaml, the resolved config.
+            guard: called before anything is written or deleted; it raises if the directory is no
+                longer this process's alone.
+        """
+        self.directory = directory
+        self.keep = keep
+        self.config = config
+        self._guard = guard
+
+    def remove_unfinished(self) -> None:
+        """Delete what an attempt that was killed while it wrote has left."""
+        for path in self.directory.glob(".*"):
+            if UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+
+    async def write(
+        self, state: State, waiting: Sequence[Scored], learner: Learner, scores: Scores
+    ) -> Path:
+        """Write a checkpoint under a temporary name, mark it committed, rename it, and point LATEST
+        at it. The event loop stays free meanwhile.
+
+        Args:
+            waiting: the groups of `state.waiting`, in its order.
+            learner, scores: save their parts of it.
+        """
+        final = self.directory / f"step_{state.version:06d}"
+        temporary = self.directory / f".{final.name}.{os.getpid()}"
+        self.remove_unfinished()
+        self._guard()
+        make_directory(temporary / "learner")
+        try:
+            with explain_disk_full(final):
+                saved = await learner.save(temporary / "learner")
+                if waiting:
+                    await scores.save(waiting, temporary / "buffer.parquet")
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        written = {f"learner/{name}": file for name, file in saved.items()}
+        await asyncio.to_thread(
+            self._commit, temporary, final, state, written
+        )  # a thread ends on its own if this is cancelled
+        return final
+
+    def _commit(
+        self, temporary: Path, final: Path, state: State, written: Mapping[str, Written]
+    ) -> None:
+        try:
+            with explain_disk_full(final):
+                self._seal(temporary, state, written)
+                self._guard()
+                self._put(temporary, final)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _seal(self, temporary: Path, state: State, written: Mapping[str, Written]) -> None:
+        """Write what says that the checkpoint is whole, and bring every file to the disk.
+
+        Args:
+            written: the learner's files, whose ranks have made the checksums. Each is seen here
+                before anything counts.
+        """
+        wait_until_seen(
+            temporary,
+            {name: size for name, (size, _) in written.items()},
+            "set runs_root and checkpoint.save to storage that every node shares",
+        )
+        replace_text(temporary / "config.yaml", self.config)
+        replace_text(temporary / "state.json", json.dumps(asdict(state)))
+        manifest = dict(written)
+        for name in sorted(set(_files(temporary)) - set(written)):
+            sync_file(temporary / name)
+            manifest[name] = size_and_checksum(temporary / name)
+        for folder in [path for path in temporary.rglob("*") if path.is_dir()]:
+            sync_file(folder)  # the names of the ranks' files
+        replace_text(temporary / "MANIFEST", text := json.dumps(manifest, indent=0))
+        replace_text(temporary / "COMMITTED", f"{_checksum_of_text(text)}")
+
+    def _put(self, temporary: Path, final: Path) -> None:
+        """Give the checkpoint its name, point LATEST at it, and delete the oldest ones."""
+        if final.exists():  # of an attempt that went back to an older one
+            self._set_aside(final)
+        os.replace(temporary, final)
+        self.point_at(final.name)
+        for old in [path for path in self.newest_first() if path != final][self.keep - 1 :]:
+            self._set_aside(old)
+        self.remove_unfinished()
+
+    def _set_aside(self, path: Path) -> None:
+        """The checkpoint no longer counts. If it cannot be deleted now, as somebody reads it, it
+        goes before the next one is written."""
+        replaced = self.directory / f".replaced.{path.name}"
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(path, replaced)
+
+    def point_at(self, name: str) -> None:
+        """LATEST names this checkpoint from now on."""
+        replace_text(self.directory / "LATEST", f"{name} {_checksum_of_text(name)}")
+
+    def mark_line(self, line: Mapping[int, int]) -> None:
+        """From now on the committed ones that do not lead to the run's current step come last.
+
+        Args:
+            line: attempt → version up to which the run's way went through it.
+        """
+        for path in self.newest_first():
+            try:
+                made_in = int(json.loads(read_text(path / "state.json"))["attempt"])
+            except (OSError, ValueError, TypeError, KeyError):
+                continue  # damaged: it is passed over, and said
+            if _version(path) <= line.get(made_in, -1):
+                (path / ABANDONED).unlink(missing_ok=True)
+            else:
+                append_to(path / ABANDONED).close()
+
+    def find(self, version: int | None = None) -> tuple[Path, State, list[str]]:
+        """The checkpoint to go on from, every file of it checked against its manifest: that of
+        `version`, else the one that LATEST names, else, if that cannot be read, the next older one.
+        The third value says in one line each what was passed over.
+
+        Raises:
+            NoCheckpointError: there is none, or none of `version`.
+            UnreadableCheckpointError: none can be read.
+        """
+        committed = self.newest_first()
+        if version is not None:
+            committed = [path for path in committed if _version(path) == version]
+        if not committed:
+            names = ", ".join(map(str, self.versions())) or "none"
+            wanted = (
+                "committed checkpoint"
+                if version is None
+                else f"committed checkpoint of step {version} (there are: {names})"
+            )
+            raise NoCheckpointError(
+                f"no {wanted} in {self.directory}; start with --resume never or auto"
+            )
+        passed_over = self._bad_pointer()
+        for path in committed:
+            try:
+                return path, self.read(path), passed_over
+            except UnreadableCheckpointError as error:
+                passed_over.append(str(error))
+        raise UnreadableCheckpointError(
+            "; ".join(passed_over)
+            + "; restore one of them, or start a new run under another --name"
+        )
+
+    @staticmethod
+    def read(path: Path) -> State:
+        """The state of one checkpoint.
+
+        Raises:
+            UnreadableCheckpointError: a file does not match the manifest, or the state cannot be
+                read.
+        """
+        try:
+            refuse_links(path, whole=True)
+            text = read_text(path / "MANIFEST")
+            marked = read_text(path / "COMMITTED")
+            if marked != str(_checksum_of_text(text)):
+                raise UnreadableCheckpointError(
+                    f"checkpoint {path} is damaged: MANIFEST is not what was committed"
+                )
+            manifest = json.loads(text)
+            listed = {name: _inside(path, name) for name in manifest}
+            if unlisted := sorted(
+                set(_files(path)) - set(manifest) - {"MANIFEST", "COMMITTED", ABANDONED}
+            ):
+                raise UnreadableCheckpointError(
+                    f"checkpoint {path} has files that its MANIFEST does not list, first"
+                    f" {unlisted[0]}; remove what we did not write"
+                )
+            with ThreadPoolExecutor(
+                READ_AT_ONCE
+            ) as threads:  # zlib and the disk work without the interpreter's lock
+                for name, found in zip(
+                    listed, threads.map(size_and_checksum, listed.values()), strict=True
+                ):
+                    if list(found) != manifest[name]:
+                        raise UnreadableCheckpointError(
+                            f"checkpoint {path} is damaged: {name} is not what its MANIFEST says"
+                        )
+            return TypeAdapter(State).validate_json(read_text(path / "state.json"), strict=True)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise UnreadableCheckpointError(
+                f"checkpoint {path} cannot be read ({' '.join(str(error).split())})"
+            ) from error
+
+    def newest_first(self) -> list[Path]:
+        """The committed ones: what LATEST names, then the older ones on the way to it, then those
+        that were gone back from."""
+        committed = sorted(
+            (
+                path.parent
+                for path in self.directory.glob("step_*/COMMITTED")
+                if STEP.fullmatch(path.parent.name)
+            ),
+            reverse=True,
+        )
+        named = self._named()
+        if named not in committed:
+            named = None
+        return sorted(
+            committed,
+            key=lambda path: (path / ABANDONED).exists() or (named is not None and path > named),
+        )
+
+    def versions(self) -> list[int]:
+        """Versions of the committed ones, in the order of `newest_first`."""
+        return [_version(path) for path in self.newest_first()]
+
+    def _named(self) -> Path | None:
+        """What LATEST names, if it says so unharmed."""
+        latest = self.directory / "LATEST"
+        name, _, checksum = (
+            read_text(latest).strip().partition(" ") if latest.is_file() else ("", "", "")
+        )
+        return self.directory / name if checksum == str(_checksum_of_text(name)) else None
+
+    def _bad_pointer(self) -> list[str]:
+        named = self._named()
+        if named is not None and (named / "COMMITTED").exists():
+            return []
+        says = (
+            "is missing or damaged"
+            if named is None
+            else f"names {named.name!r}, which is no committed checkpoint"
+        )
+        return [
+            f"{self.directory / 'LATEST'} {says}; the newest committed one is taken, also if the"
+            " run had gone back to an older"
+        ]
+
+
+def _version(path: Path) -> int:
+    return int(path.name.removeprefix("step_")) if STEP.fullmatch(path.name) else -1
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """A manifest may name only what lies in its own directory."""
+    path = directory / name
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise UnreadableCheckpointError(
+            f"checkpoint {directory} is damaged: its MANIFEST names {name!r}, which lies outside"
+        )
+    return path
+
+
+def _files(directory: Path) -> list[str]:
+    return sorted(
+        str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
+    )
+
+
+def _checksum_of_text(text: str) -> int:
+    return zlib.crc32(text.encode())

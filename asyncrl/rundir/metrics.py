@@ -1,0 +1,219 @@
+"""metrics.jsonl and the sinks beside it: one record per step or event, with stable names.
+
+Made by the run's driver, read by `asyncrl.open_run` and the report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from asyncrl.contracts.protocols import Sink, TableRow
+from asyncrl.runtime.clock import steady_time
+from asyncrl.runtime.files import append_to, open_regular
+from asyncrl.runtime.redact import redact
+
+__all__ = ["METRICS_FILE", "RESERVED", "SCHEMA", "MetricsWriter", "first_entropies", "read_metrics"]
+
+SCHEMA = 1
+"""Version of the record's layout. It rises when a name changes its meaning."""
+
+METRICS_FILE = "metrics.jsonl"
+
+GROUPS = {"step": "train", "evaluation": "eval"}
+"""Event → the group, in a sink, of those of its metrics that name none. Other events are groups of
+their own name."""
+
+REPEATED = ("eval/accuracy", "eval/prompts")
+"""Metrics that repeat those of the first evaluation set."""
+
+ONCE = ("startup", "truncation")
+"""Events of one record in an attempt: nothing to plot."""
+
+RESERVED = ("schema", "event", "attempt", "step", "version", "time")
+"""Fields that every record has: layout, kind of record, attempt, steps attempted (in a warm start,
+supervised ones), policy version, Unix seconds."""
+
+
+class MetricsWriter:
+    """Appends records to `<run>/metrics.jsonl`, and gives their numbers to the sinks, in groups:
+    what is named `<group>/<name>` keeps that name, the rest of a step goes under `train/`, that of
+    other events under `<event>/`. An evaluation is plotted at the step that made its version.
+
+    A record is one line, written whole and flushed, so a reader of a live run sees complete lines
+    only (but for the last). Numbers that JSON does not know (NaN, Inf) are written as null. A new
+    attempt appends to the same file.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        attempt: int = 0,
+        sinks: Sequence[Sink] = (),
+        made_at: Mapping[int, int] | None = None,
+    ) -> None:
+        """
+        Args:
+            made_at: version → the step that made it, of the version that the attempt begins with.
+        """
+        path = directory / METRICS_FILE
+        self._attempt = attempt
+        self._file = append_to(path)
+        _end_last_line(path, self._file)
+        self._sinks = sinks
+        self._made_at = dict(made_at or {})
+        """Version → the step that made it: a skipped step makes none."""
+
+    def write(
+        self, event: str, step: int, version: int, values: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Write one record and return it. `values` are numbers, strings, None or lists and mappings
+        of these.
+
+        Raises:
+            ValueError: a value has the name of a field that every record has.
+        """
+        taken = sorted(set(values) & set(RESERVED))
+        if taken:
+            raise ValueError(
+                f"metrics named {taken} would hide the record's own fields; rename them"
+            )
+        now = steady_time()
+        record = {
+            "schema": SCHEMA,
+            "event": event,
+            "attempt": self._attempt,
+            "step": step,
+            "version": version,
+            "time": now,
+            **_plain(values),
+        }
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        left_out = REPEATED if any(name.endswith("_accuracy") for name in record) else ()
+        scalars = {
+            _plotted(event, name): float(value)
+            for name, value in _items(record)
+            if _is_number(value) and name not in left_out
+        }
+        if scalars and event not in ONCE:
+            if event == "step" and values.get("applied", True):
+                self._made_at.setdefault(version, step)
+            for sink in self._sinks:
+                sink.add(
+                    self._made_at.get(version, version) if event == "evaluation" else step,
+                    now,
+                    scalars,
+                )
+        return record
+
+    def show_batch(self, step: int, rewards: Sequence[float], rows: Sequence[TableRow]) -> None:
+        """Give the sinks what numbers do not tell: how a batch's rewards are spread, and some of
+        its trajectories."""
+        for sink in self._sinks:
+            if rewards:
+                sink.add_histogram(step, steady_time(), "rewards", rewards)
+            if rows:
+                sink.add_table(step, steady_time(), "completions", rows)
+
+    def close(self, failed: bool = False) -> None:
+        self._file.close()
+        for sink in self._sinks:
+            sink.close(failed)
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(failed=error is not None)
+
+
+def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
+    """The records of a run directory, oldest first; none before the first. A last line still being
+    written is left out.
+
+    Raises:
+        ValueError: a finished line is no record; the message names file and line.
+    """
+    path = directory / METRICS_FILE
+    if not path.exists():
+        return
+    with open_regular(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                raise ValueError(
+                    f"{path}, line {number} is no JSON record ({why}); remove that line"
+                ) from None
+            if not isinstance(record, dict) or "event" not in record:
+                raise ValueError(
+                    f"{path}, line {number} is a record without an event; remove that line"
+                )
+            yield record
+
+
+def first_entropies(directory: Path, steps: int) -> list[float]:
+    """The entropies of a run's first steps, as many as it has; none of a file that is damaged
+    there."""
+    found: list[float] = []
+    with contextlib.suppress(ValueError):
+        for record in read_metrics(directory):
+            if record["event"] == "step" and _is_number(record.get("entropy")):
+                found.append(record["entropy"])
+            if len(found) == steps:
+                break
+    return found
+
+
+def _end_last_line(path: Path, appending: IO[str]) -> None:
+    """Cut off a line that a killed attempt left half-written."""
+    with open_regular(path) as file:
+        appending.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _items(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The record's own values, and each item of a list under `<name>/<index>`."""
+    for name, value in record.items():
+        if name in RESERVED:
+            continue
+        if isinstance(value, list):
+            yield from ((f"{name}/{index}", item) for index, item in enumerate(value))
+        else:
+            yield name, value
+
+
+def _plotted(event: str, name: str) -> str:
+    """A metric's name in a sink: all are in groups, and no group is named twice."""
+    return name if "/" in name else f"{GROUPS.get(event, event)}/{name}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON knows it: numpy scalars become numbers, NaN and Inf become None, secrets
+    go."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item") and not isinstance(value, str | bytes):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return redact(value) if isinstance(value, str) else value

@@ -1,0 +1,185 @@
+"""How each admitted group ended: `outcomes/*.parquet`, one row per group."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import pyarrow as pa
+
+from asyncrl.contracts.errors import ConfigError
+from asyncrl.contracts.outcomes import Outcome
+from asyncrl.runtime import parquet
+from asyncrl.runtime.files import make_directory
+from asyncrl.runtime.functions import short
+from asyncrl.runtime.merging import Merging
+
+__all__ = [
+    "OUTCOME_COLUMNS",
+    "OutcomesWriter",
+    "read_outcomes",
+    "refuse_old_folder",
+]
+
+OUTCOME_COLUMNS = pa.schema(
+    [
+        ("attempt", pa.int32()),
+        ("ordinal", pa.int64()),
+        ("outcome", pa.string()),
+        ("reason", pa.string()),
+        ("step", pa.int32()),
+        ("trained_at_version", pa.int32()),
+        ("staleness", pa.int32()),
+        ("completion_tokens", pa.int64()),
+        ("content", pa.string()),
+        ("ended_in", pa.int32()),
+    ]
+)
+OUTSTANDING = b"asyncrl.outstanding"
+"""Key of a file's metadata: the ordinals that were admitted and had no outcome when it was written,
+as JSON."""
+CHECKSUM = b"asyncrl.checksum"
+"""Key of a file's metadata: a hash of its rows and of the outstanding ordinals. Page checksums do
+not cover a file's footer."""
+
+
+def refuse_old_folder(directory: Path) -> None:
+    """Raise ConfigError if a run directory has the folder of outcomes under its older name."""
+    old = directory / "fates"
+    if old.is_dir():
+        raise ConfigError(
+            f"{old} is what an older asyncrl called outcomes; rename it to {directory / 'outcomes'}"
+        )
+
+
+def read_outcomes(path: Path) -> tuple[pa.Table, list[int]]:
+    """The rows of one file, and the ordinals outstanding when it was written.
+
+    Raises:
+        ValueError: the file is damaged, or was changed.
+        OSError: it cannot be read.
+    """
+    table = parquet.read_table(path)
+    for field in OUTCOME_COLUMNS:
+        if (
+            field.name not in table.column_names
+            or table.schema.field(field.name).type != field.type
+        ):
+            raise ValueError(
+                f"{path} is damaged, or of an older asyncrl: it has no column {field.name!r} of"
+                f" type {field.type}"
+            )
+    metadata = table.schema.metadata or {}
+    outstanding = metadata.get(OUTSTANDING, b"[]")
+    if metadata.get(CHECKSUM) != _checksum(table, outstanding):
+        raise ValueError(
+            f"{path} does not hold what was written: its rows and its checksum disagree"
+        )
+    return table, _ordinals(outstanding, path)
+
+
+def _ordinals(text: bytes, path: Path) -> list[int]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(
+        type(ordinal) is int and ordinal >= 0 for ordinal in found
+    ):
+        raise ValueError(
+            f"{path} is damaged: its outstanding ordinals are no list of whole numbers"
+        )
+    return found
+
+
+def _sealed(table: pa.Table, outstanding: bytes) -> pa.Table:
+    return table.replace_schema_metadata(
+        {OUTSTANDING: outstanding, CHECKSUM: _checksum(table, outstanding)}
+    )
+
+
+def _checksum(table: pa.Table, outstanding: bytes) -> bytes:
+    rows = json.dumps(
+        [list(row.values()) for row in table.select(OUTCOME_COLUMNS.names).to_pylist()]
+    )
+    return hashlib.blake2b(rows.encode() + outstanding, digest_size=16).hexdigest().encode()
+
+
+class OutcomesWriter:
+    """Appends complete Parquet files, in a thread of its own: each is written under a temporary
+    name, then renamed. They are merged as the run goes on."""
+
+    def __init__(self, directory: Path, attempt: int) -> None:
+        self.directory = directory
+        self.attempt = attempt
+        self.files = 0
+        self._merging = Merging(_merge)
+        self._thread = ThreadPoolExecutor(1, "outcomes")
+        self._failure: BaseException | None = None
+        self._last: Future[None] | None = None
+        make_directory(directory)
+
+    def write(self, outcomes: Sequence[Outcome], outstanding: Sequence[int] = ()) -> None:
+        """One file of these outcomes, soon; none for no outcomes.
+
+        Args:
+            outstanding: ordinals admitted in this attempt that have no outcome yet.
+
+        Raises:
+            OSError: an earlier file could not be written. Nothing was written after it.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if outcomes:
+            self._last = self._thread.submit(self._write, list(outcomes), list(outstanding))
+
+    def flush(self) -> None:
+        """Wait until all of them are on the disk.
+
+        Raises:
+            OSError: one could not be written.
+        """
+        if self._last is not None:
+            self._last.result()
+        if self._failure is not None:
+            raise self._failure
+
+    def compact(self) -> None:
+        """Merge this attempt's files into one. The last file's name is kept, so that numbering goes
+        on."""
+        self.flush()
+        _merge(sorted(self.directory.glob(f"attempt_{self.attempt:04d}-*.parquet")))
+
+    def _write(self, outcomes: list[Outcome], outstanding: list[int]) -> None:
+        if self._failure is not None:
+            return
+        try:
+            rows = [
+                asdict(ended) | {"reason": short(ended.reason), "ended_in": self.attempt}
+                for ended in outcomes
+            ]
+            table = _sealed(
+                pa.Table.from_pylist(rows, OUTCOME_COLUMNS), json.dumps(outstanding).encode()
+            )
+            path = self.directory / f"attempt_{self.attempt:04d}-{self.files:06d}.parquet"
+            parquet.write_table(table, path)
+            self.files += 1
+            self._merging.add(path)
+        except Exception as error:  # the next write or flush raises it
+            self._failure = error
+
+
+def _merge(files: Sequence[Path]) -> None:
+    """One file in place of several, under the last one's name. Killed in between, it leaves rows
+    twice, and readers drop one of the two."""
+    if len(files) < 2:
+        return
+    tables = [parquet.read_table(file) for file in files]
+    rows = pa.concat_tables([table.replace_schema_metadata() for table in tables])
+    parquet.write_table(_sealed(rows, tables[-1].schema.metadata[OUTSTANDING]), files[-1])
+    for file in files[:-1]:
+        file.unlink()

@@ -1,0 +1,299 @@
+"""Reading a run's directory, while it runs or long after: files only, no cluster, no torch.
+
+`groups/*.parquet` and `outcomes/*.parquet` are written by a rename, so every file that is there is
+complete; names that start with a dot are still being written and left out. A group that was flushed
+again after a failure is taken once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from asyncrl.config import Config, load_config
+from asyncrl.contracts.rows import (
+    ANSWER_COLUMNS,
+    COLUMNS,
+    REFERENCE_COLUMN,
+    SCORED_COLUMNS,
+    SPAN,
+    TOKEN_REWARDS_COLUMN,
+)
+from asyncrl.rundir.metrics import read_metrics
+from asyncrl.rundir.outcomes import OUTCOME_COLUMNS, refuse_old_folder
+from asyncrl.runtime import parquet
+
+__all__ = ["Run", "RunNotFoundError", "Status", "open_run"]
+
+PER_TRAJECTORY = (
+    "completion_text",
+    "completion_ids",
+    "loss_mask",
+    "logprobs",
+    "versions",
+    "finish_reason",
+    "reward",
+    "advantage",
+    "status",
+    "reward_parts",
+    REFERENCE_COLUMN,
+    TOKEN_REWARDS_COLUMN,
+)
+"""List columns of a group with one item per trajectory."""
+
+SINGULAR = {"completion_text": "completion"}
+"""Group column → its name in a table of trajectories, where they differ."""
+
+
+class RunNotFoundError(FileNotFoundError):
+    """The path is no run directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a run stood when its directory was last written to."""
+
+    phase: str
+    """Event of the newest record (`step`, `commit`, `evaluation`, …); `starting` before the first.
+    """
+    step: int
+    max_steps: int
+    version: int
+    committed: int | None
+    """Newest version that the replicas have applied; None before the first."""
+    time: float | None
+    """Unix seconds of the newest record."""
+    last: dict[str, Any]
+    """The newest record."""
+
+
+class Run:
+    """A run's directory. Every call reads the files as they are now."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r})"
+
+    @cached_property
+    def config(self) -> Config:
+        """The resolved config that the run was started with."""
+        return load_config(self.directory / "config.yaml")
+
+    @property
+    def checkpoints_directory(self) -> Path:
+        """Where its checkpoints lie: here, wherever `runs_root` points now, or in
+        `checkpoint.save`."""
+        save = self.config.checkpoint.save
+        return Path(save) if save else self.directory / "checkpoints"
+
+    @property
+    def metrics(self) -> pa.Table:
+        """All records of metrics.jsonl, one row each; a metric that a record does not have is
+        null."""
+        return _records_table(read_metrics(self.directory))
+
+    def records(self, event: str | None = None) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl (of one event), oldest first."""
+        return [
+            record for record in read_metrics(self.directory) if event in (None, record["event"])
+        ]
+
+    def status(self) -> Status:
+        """Phase, step and versions of the newest attempt's records."""
+        records = self.records()
+        last = records[-1] if records else {}
+        records = [
+            record
+            for record in records
+            if record["attempt"] == last["attempt"] and record["event"] != "warm_start"
+        ]
+        committed = max(
+            (record["version"] for record in records if record["event"] == "commit"), default=None
+        )
+        newest = max(
+            (record["version"] for record in records if record["event"] == "step"),
+            default=last.get("version", 0),
+        )
+        return Status(
+            phase=last.get("event", "starting"),
+            step=max((record["step"] for record in records), default=0),
+            max_steps=self.config.max_steps,
+            version=newest,
+            committed=committed,
+            time=last.get("time"),
+            last=last,
+        )
+
+    def groups(self) -> pa.Table:
+        """One row per group, ordered by attempt and ordinal; no rows before the first flush."""
+        return _distinct(
+            _read_parquet(
+                self.directory / "groups", pa.schema([*COLUMNS.items(), *SCORED_COLUMNS.items()])
+            )
+        )
+
+    def outcomes(self) -> pa.Table:
+        """One row per group that has come to its end: `outcome`, `reason`, `step`,
+        `trained_at_version`, `staleness`, `completion_tokens` (of the whole group, null if it was
+        not generated to its end)."""
+        return _distinct(self.every_outcome())
+
+    def every_outcome(self) -> pa.Table:
+        """The rows of `outcomes` as they were written. A group has several if it waited in a
+        checkpoint that more than one attempt went on from."""
+        return _read_parquet(self.directory / "outcomes", OUTCOME_COLUMNS)
+
+    def evaluations(self) -> pa.Table:
+        """One row for each completion that an evaluation asked for: `set`, `version`, `ordinal`
+        (row of the set's file), `index` (among its n completions), `status` (ok, unscored, late,
+        failed), `reason`, `accuracy`, `reward`, `reward_parts`, the completion's text, tokens,
+        log-probs and version spans.
+        """
+        return _read_parquet(self.directory / "evaluations", pa.schema([*ANSWER_COLUMNS.items()]))
+
+    def trajectories(self) -> pa.Table:
+        """One row per trajectory, with its group's columns and outcome.
+
+        Beside the columns of `groups`: `index` (place in its group), `completion` (text), `tokens`
+        (of the completion), `oldest_version` and `newest_version` (of its tokens), `reward/NAME`
+        per reward function. A group without a outcome yet has null `outcome`, and null `staleness`
+        unless it was trained.
+        """
+        return _with_outcomes(_explode(self.groups()), self.outcomes())
+
+
+def open_run(path: str | Path) -> Run:
+    """The run in this directory, for reading.
+
+    Raises:
+        RunNotFoundError: there is no such directory, or it holds no config.yaml.
+        ConfigError: an older asyncrl wrote it; the message names what to rename.
+    """
+    directory = Path(path).expanduser().resolve()
+    if not directory.is_dir():
+        raise RunNotFoundError(
+            f"run {str(path)!r} is not a directory; give the path of a run's directory, such as"
+            " runs/quickstart"
+        )
+    refuse_old_folder(directory)
+    if not (directory / "config.yaml").exists():
+        raise RunNotFoundError(
+            f"run {str(path)!r} holds no config.yaml, so it is no run directory;"
+            f" {_nearby(directory)}"
+        )
+    return Run(directory)
+
+
+def _nearby(directory: Path) -> str:
+    runs = sorted(child.name for child in directory.iterdir() if (child / "config.yaml").exists())
+    return (
+        f"did you mean {str(directory / runs[0])!r}?"
+        if runs
+        else "give a directory that `asyncrl train` wrote"
+    )
+
+
+def _read_parquet(directory: Path, empty: pa.Schema) -> pa.Table:
+    """All complete files of a folder as one table; `empty` is the schema of no files."""
+    tables = []
+    for path in sorted(directory.glob("*.parquet")):
+        if path.name.startswith("."):
+            continue
+        try:
+            tables.append(parquet.read_table(path))
+        except FileNotFoundError:  # merged into a larger file since we listed the folder
+            return _read_parquet(directory, empty)
+    return pa.concat_tables(tables, promote_options="permissive") if tables else empty.empty_table()
+
+
+def _distinct(table: pa.Table) -> pa.Table:
+    """One row per (attempt, ordinal), the last one written, in order of attempt and ordinal."""
+    numbered = table.append_column("row", pa.array(range(len(table)), pa.int64()))
+    last = (
+        numbered.group_by(["attempt", "ordinal"])
+        .aggregate([("row", "max")])
+        .sort_by([("attempt", "ascending"), ("ordinal", "ascending")])
+    )
+    return table.take(last["row_max"])
+
+
+def _explode(groups: pa.Table) -> pa.Table:
+    """Groups' rows → trajectories' rows."""
+    groups = groups.combine_chunks()
+    parents = pc.list_parent_indices(groups["completion_ids"])
+    for name in (REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN):
+        if name in groups.column_names and groups[name].null_count:
+            groups = groups.drop_columns(
+                [name]
+            )  # an attempt had no reference policy, or no reward per token
+    lists = [name for name in PER_TRAJECTORY if name in groups.column_names]
+    table = groups.drop_columns(lists).take(parents)
+    counts = pc.list_value_length(groups["completion_ids"]).to_pylist()
+    table = table.append_column(
+        "index", pa.array([index for count in counts for index in range(count)], pa.int32())
+    )
+    for name in lists:
+        values = pc.list_flatten(groups[name])
+        if name == "reward_parts":
+            for part in values.type:
+                table = table.append_column(
+                    f"reward/{part.name}", pc.struct_field(values, part.name)
+                )
+        else:
+            table = table.append_column(SINGULAR.get(name, name), values)
+    return _with_versions(table)
+
+
+def _with_versions(table: pa.Table) -> pa.Table:
+    """Add `tokens`, `oldest_version` and `newest_version`; the versions of an empty completion are
+    null."""
+    spans = table["versions"].combine_chunks() if len(table) else pa.array([], pa.list_(SPAN))
+    oldest = [spans_of[0]["version"] if spans_of else None for spans_of in spans.to_pylist()]
+    newest = [spans_of[-1]["version"] if spans_of else None for spans_of in spans.to_pylist()]
+    table = table.append_column("tokens", pc.list_value_length(table["completion_ids"]))
+    table = table.append_column("oldest_version", pa.array(oldest, pa.int32()))
+    return table.append_column("newest_version", pa.array(newest, pa.int32()))
+
+
+def _with_outcomes(table: pa.Table, outcomes: pa.Table) -> pa.Table:
+    """Add the columns of the outcomes, null where there is none yet. (Arrow's own join takes no
+    list columns.)"""
+    rows = {
+        key: row
+        for row, key in enumerate(
+            zip(outcomes["attempt"].to_pylist(), outcomes["ordinal"].to_pylist(), strict=True)
+        )
+    }
+    keys = zip(table["attempt"].to_pylist(), table["ordinal"].to_pylist(), strict=True)
+    found = outcomes.take(pa.array([rows.get(key) for key in keys], pa.int64()))
+    for name in outcomes.column_names[2:]:
+        table = table.append_column(name, found[name])
+    return table
+
+
+def _records_table(records: Iterable[dict[str, Any]]) -> pa.Table:
+    """Records with different keys as one table: the union of their columns, in order of
+    appearance."""
+    rows = list(records)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return pa.table({name: _column([row.get(name) for row in rows]) for name in names})
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """Integers and floats mixed become floats; anything else mixed becomes text."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        pass
+    try:
+        return pa.array(values, pa.float64())
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return pa.array([None if value is None else str(value) for value in values], pa.string())

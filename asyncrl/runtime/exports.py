@@ -1,0 +1,27 @@
+"""What a folder exports, loaded when it is first used: importing a folder costs nothing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["lazy_exports"]
+
+
+def lazy_exports(package: str, **homes: str) -> Callable[[str], Any]:
+    """A module-level `__getattr__` (PEP 562) for a package, whose `__all__` becomes these names.
+
+    Args:
+        package: its `__name__`.
+        homes: exported name → the module of the package that defines it.
+    """
+    sys.modules[package].__dict__["__all__"] = sorted(homes)
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+
+    return load

@@ -1,0 +1,370 @@
+"""Training steps on packed rows against padded ones, and with DeepSpeed against without, on the
+same rows, model and optimizer.
+
+    python -m benchmarks.learner [--models tiny,medium] [--rows 512] [--variants
+    packed,unpacked,learner,learner_unpacked]
+
+padded: transformers and torch alone, as a plain training loop has it: rows in the data set's order
+in micro-batches of 16, padded to the longest, an attention mask, logits of the whole micro-batch.
+packed: our policy and our packing in the same plain loop. learner: the learner's own rank,
+DeepSpeed ZeRO-3 at world size 1. unpacked, learner_unpacked: the same with `learner.packing: none`,
+one trajectory a forward in transformers' own attention, on the same model. Rows have lognormal
+lengths (median 64, at most 768, seeded). A step is one pass over all rows with one AdamW step at
+its end.
+
+Every measurement is a process of its own: a step on a few rows, which warms it up, and one that is
+timed, both at learning rate 0. A few rows tell for each variant whether one thread or two is the
+faster. Then the variants take turns, and the fastest step of each counts. Their losses must be the
+same to 1e-4.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.preflight import learner_spec
+
+MEDIAN, SIGMA, LONGEST, PROMPT, SEED = 64, 0.9, 768, 8, 0
+PADDED_ROWS, CAP = 16, 8192
+BAR = 2.5
+MODELS = {
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 32,
+    },
+    "medium": {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 11,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 16384,
+    },
+}
+"""Qwen3 shapes; medium has 50 million parameters."""
+LOSS_TOLERANCE = 1e-4
+"""Relative: all variants compute the same loss of the same rows, in float32."""
+TURNS = {"tiny": 3, "medium": 1}
+WARM_UP_ROWS = 16
+TRIAL_ROWS = {"tiny": 512, "medium": 32}
+"""Rows with which one thread is compared with two."""
+VARIANTS = ("padded", "packed", "learner")
+"""Those that are measured unless others are asked for; the first two of them have the bar."""
+UNPACKED = {"unpacked": "packed", "learner_unpacked": "learner"}
+"""One trajectory a forward → the same on packed rows."""
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, and say by the exit code whether packed trains at least 2.5 times the tokens
+    per second of padded."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.learner")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument(
+        "--only", nargs=4, metavar=("VARIANT", "PATH", "THREADS", "ROWS"), help=argparse.SUPPRESS
+    )
+    asked = parser.parse_args(arguments)
+    if asked.only:
+        variant, path, threads, rows = asked.only
+        print(
+            json.dumps(
+                measure(variant, path, int(threads), seeded_rows(int(rows), _vocabulary(path)))
+            )
+        )
+        return 0
+    lengths = [len(prompt) + len(following) for prompt, following in seeded_rows(asked.rows, 32)]
+    padded = sum(
+        max(lengths[at : at + PADDED_ROWS]) * len(lengths[at : at + PADDED_ROWS])
+        for at in range(0, len(lengths), PADDED_ROWS)
+    )
+    print(
+        f"{len(lengths)} rows, {sum(lengths):,} tokens: median {statistics.median(lengths):g}, mean"
+        f" {statistics.mean(lengths):.0f}, largest {max(lengths)}, seed {SEED}; padded in order by"
+        f" {PADDED_ROWS}: {padded:,} places, {padded / sum(lengths):.2f} times as many"
+    )
+    missed = []
+    with tempfile.TemporaryDirectory(prefix="asyncrl_bench_") as folder:
+        for model in asked.models.split(","):
+            if not compare(
+                model,
+                save_model(model, Path(folder) / model),
+                asked.rows,
+                tuple(asked.variants.split(",")),
+            ):
+                missed.append(model)
+    print(
+        f"bar missed by {', '.join(missed)}"
+        if missed
+        else (
+            f"bars held: the same loss and, where both were measured, packed at least {BAR:g} times"
+            " padded"
+        )
+    )
+    return 1 if missed else 0
+
+
+def compare(model: str, path: str, rows: int, variants: tuple[str, ...] = VARIANTS) -> bool:
+    """Print one model's table; whether the bars hold."""
+    threads = {}
+    for variant in variants:
+        trials = {
+            count: run(variant, path, count, min(TRIAL_ROWS[model], rows))["tokens_per_s"]
+            for count in (1, 2)
+        }
+        threads[variant] = max(trials, key=lambda count: trials[count])
+    turns = [
+        {variant: run(variant, path, threads[variant], rows) for variant in variants}
+        for _ in range(TURNS[model])
+    ]
+    found = {
+        variant: max((turn[variant] for turn in turns), key=lambda seen: seen["tokens_per_s"])
+        for variant in variants
+    }
+    print(
+        f"\n{model}: {found[variants[0]]['parameters'] / 1e6:.1f} M parameters, best of"
+        f" {TURNS[model]}"
+    )
+    print(f"{'':<17}{'trained tokens/s':>18}{'of ' + variants[0]:>12}{'threads':>9}{'loss':>9}")
+    for variant, seen in found.items():
+        ratio = seen["tokens_per_s"] / found[variants[0]]["tokens_per_s"]
+        print(
+            f"{variant:<17}{seen['tokens_per_s']:>18,.0f}{ratio:>11.2f}x{threads[variant]:>9}{seen['loss']:>9.4f}"
+        )
+    speed = {variant: seen["tokens_per_s"] for variant, seen in found.items()}
+    if speed.keys() >= {"packed", "learner"}:
+        print(
+            f"DeepSpeed ZeRO-3 at world size 1 costs {speed['packed'] / speed['learner'] - 1:+.0%}"
+            " of the time of the same packed step without it"
+        )
+    for alone, together in UNPACKED.items():
+        if speed.keys() >= {alone, together}:
+            cpu = max(turn[alone]["tokens_per_cpu_s"] for turn in turns) / max(
+                turn[together]["tokens_per_cpu_s"] for turn in turns
+            )
+            print(
+                f"{alone}: {speed[alone] / speed[together]:.2f} of the tokens per second of"
+                f" {together}, {cpu:.2f} of those per second of CPU"
+            )
+    same = losses_agree([seen["loss"] for turn in turns for seen in turn.values()])
+    if not same:
+        print(
+            f"the variants' losses differ by more than {LOSS_TOLERANCE:g}: they do not compute the"
+            " same thing"
+        )
+    return same and (
+        not speed.keys() >= {"padded", "packed"} or speed["packed"] >= BAR * speed["padded"]
+    )
+
+
+def losses_agree(losses: list[float]) -> bool:
+    """Whether all are the first one, to LOSS_TOLERANCE; NaN never is."""
+    return all(abs(loss - losses[0]) <= LOSS_TOLERANCE * abs(losses[0]) for loss in losses)
+
+
+def run(variant: str, path: str, threads: int, rows: int) -> dict[str, float]:
+    """`measure` in a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        __spec__.name,
+        "--only",
+        variant,
+        path,
+        str(threads),
+        str(rows),
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "DS_ACCELERATOR": "cpu",
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    }
+    return json.loads(
+        subprocess.run(
+            command, check=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ).stdout.splitlines()[-1]
+    )
+
+
+def measure(variant: str, path: str, threads: int, rows: list) -> dict[str, float]:
+    """Trained tokens per second, and per second of CPU, of one step, after one on a few rows. Both
+    steps have learning rate 0, which costs the same, so the loss is the untouched model's."""
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(SEED)
+    packing = "none" if variant in UNPACKED else "rows"
+    made = {"padded": padded_step, "packed": packed_step, "learner": learner_step}[
+        UNPACKED.get(variant, variant)
+    ]
+    step, parameters = made(path, threads) if made is padded_step else made(path, threads, packing)
+    step(rows[:WARM_UP_ROWS], 0.0)
+    began, spent = time.perf_counter(), time.process_time()
+    loss = step(rows, 0.0)
+    seconds, spent = time.perf_counter() - began, time.process_time() - spent
+    trained = sum(len(following) for _, following in rows)
+    return {
+        "tokens_per_s": trained / seconds,
+        "tokens_per_cpu_s": trained / spent,
+        "loss": loss,
+        "parameters": parameters,
+    }
+
+
+def padded_step(path: str, threads: int):
+    """(rows, learning rate) → loss, and the number of parameters."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    optimizer = _adamw(model)
+
+    def step(rows: list, learning_rate: float) -> float:
+        targets, total = sum(len(following) for _, following in rows), 0.0
+        for at in range(0, len(rows), PADDED_ROWS):
+            chosen = rows[at : at + PADDED_ROWS]
+            longest = max(len(prompt) + len(following) for prompt, following in chosen)
+            ids, labels, mask = (
+                torch.zeros(len(chosen), longest, dtype=torch.long),
+                torch.full((len(chosen), longest), -100),
+                torch.zeros(len(chosen), longest),
+            )
+            for place, (prompt, following) in enumerate(chosen):
+                length = len(prompt) + len(following)
+                ids[place, :length] = torch.tensor([*prompt, *following])
+                labels[place, len(prompt) : length] = torch.tensor(following)
+                mask[place, :length] = 1
+            logits = (
+                model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+            )
+            loss = (
+                torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+                )
+                / targets
+            )
+            loss.backward()
+            total += loss.item()
+        _apply(model, optimizer, learning_rate)
+        return total
+
+    return step, sum(parameter.numel() for parameter in model.parameters())
+
+
+def packed_step(path: str, threads: int, packing: str):
+    """The same on packed rows, or one trajectory a forward, with our policy."""
+    import torch
+
+    from asyncrl.algorithms import supervised_loss, token_weights
+    from asyncrl.models import load_policy, micro_batch, token_example
+    from asyncrl.packing import pack
+
+    policy = load_policy(path, torch.float32, 1.0, packing=packing)
+    optimizer = _adamw(policy)
+
+    def step(rows: list, learning_rate: float) -> float:
+        examples, total = [token_example(row) for row in rows], 0.0
+        weights = token_weights([example.loss_tokens for example in examples], "token_mean", 1)
+        for indices in pack(
+            [len(example.tokens) for example in examples], CAP, one_each=packing == "none"
+        ).micro_batches[0]:
+            batch = micro_batch(examples, indices, "cpu", weights)
+            loss, _ = supervised_loss(policy(batch)[0], batch.weights)
+            loss.backward()
+            total += loss.item()
+        _apply(policy, optimizer, learning_rate)
+        return total
+
+    return step, sum(parameter.numel() for parameter in policy.parameters())
+
+
+def learner_step(path: str, threads: int, packing: str):
+    """The same by the learner's rank."""
+    from asyncrl.config import Config
+    from asyncrl.learning import Meeting, start_rank
+
+    tree = {
+        "name": "bench",
+        "max_steps": 1,
+        "model": {"path": path},
+        "data": {"train": "none", "max_prompt_length": PROMPT},
+        "rollout": {"max_completion_length": LONGEST},
+        "reward": {"functions": {"none": {"function": "none:none"}}},
+        "learner": {
+            "packing": packing,
+            "max_tokens_per_gpu": CAP,
+            "num_threads": threads,
+            "adam_betas": [0.9, 0.95],
+        },
+    }
+    spec = learner_spec(Config.model_validate(tree))
+    rank, _ = start_rank(0, spec, "bench", 0, Meeting.at("127.0.0.1"))
+
+    def step(rows: list, learning_rate: float) -> float:
+        rank.set_learning_rate(learning_rate)
+        return rank.supervised_step(rows)["loss"]
+
+    return step, sum(int(parameter.ds_numel) for parameter in rank.state.parameters.values())
+
+
+def _adamw(model):
+    import torch
+
+    return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def _apply(model, optimizer, learning_rate: float) -> None:
+    import torch
+
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.param_groups[0]["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def seeded_rows(count: int, vocabulary: int) -> list:
+    """(prompt ids, following ids), of a few tokens and the rest."""
+    generator = np.random.default_rng(SEED)
+    lengths = np.clip(
+        generator.lognormal(np.log(MEDIAN), SIGMA, count), PROMPT + 1, LONGEST
+    ).astype(int)
+    rows = [generator.integers(0, vocabulary, length).tolist() for length in lengths]
+    return [(row[:PROMPT], row[PROMPT:]) for row in rows]
+
+
+def save_model(name: str, path: Path) -> str:
+    """A seeded random Qwen3."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(SEED)
+    shape = MODELS[name]
+    config = Qwen3Config(
+        **shape,
+        head_dim=shape["hidden_size"] // shape["num_attention_heads"],
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def _vocabulary(path: str) -> int:
+    return json.loads((Path(path) / "config.json").read_text())["vocab_size"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,210 @@
+"""Pages of the docs that the code writes: settings, command line and Python API."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from asyncrl.cli import _parser
+from asyncrl.config import Config
+
+ROOT = Path(__file__).parents[1]
+WIDTH = 80
+"""Characters of a signature on one line."""
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
+"""A link from a page directly in docs/ to a file of the repository."""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the generated pages."""
+    pages = {
+        "reference/settings.md": settings_page(),
+        "reference/command_line.md": command_line_page(),
+        "reference/python_api.md": python_api_page(),
+    }
+    for path, content in pages.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Name files outside docs/ in place of links, which would lead nowhere on the site."""
+    if "/" in page.file.src_uri:
+        return markdown
+    return OUTSIDE.sub(lambda link: f"{link[1]} (`{link[2]}`)", markdown)
+
+
+def settings_page() -> str:
+    """Every setting by section: its type, default and meaning."""
+    parts = [
+        "# Settings",
+        "Write settings in YAML by section. The command line takes each of them as"
+        " `--SECTION.NAME VALUE`, and `null` takes a value back. Where a default reads *derived*,"
+        " `asyncrl plan CONFIG` prints the value and its reason.",
+    ]
+    top = {name: field for name, field in Config.model_fields.items() if not _section(field)}
+    parts += ["## Top level", _table("", top)]
+    for name, field in Config.model_fields.items():
+        if section := _section(field):
+            parts += _section_parts(name, section)
+    return "\n\n".join(parts) + "\n"
+
+
+def _section_parts(prefix: str, section: type[BaseModel]) -> list[str]:
+    own = {name: field for name, field in section.model_fields.items() if not _section(field)}
+    parts = [f"## {prefix}", _table(f"{prefix}.", own)]
+    for name, field in section.model_fields.items():
+        if inner := _section(field):
+            parts += _section_parts(f"{prefix}.{name}", inner)
+    return parts
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:
+    rows = ["| setting | default | meaning |", "|---|---|---|"]
+    for name, field in fields.items():
+        meaning = " ".join((field.description or "").split())
+        rows.append(
+            "| "
+            + " | ".join(
+                _cell(text)
+                for text in (f"`{prefix}{name}`", _default(field), _kind(field, meaning))
+            )
+            + " |"
+        )
+    return "\n".join(rows)
+
+
+def _kind(field: FieldInfo, meaning: str) -> str:
+    shown = str(field.annotation) if "Literal" in str(field.annotation) else ""
+    choices = re.findall(r"'([^']+)'", shown)
+    return f"{meaning} Choices: {', '.join(f'`{one}`' for one in choices)}." if choices else meaning
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "*none, or derived*"
+    return "" if value is PydanticUndefined else f"`{value}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def command_line_page() -> str:
+    """The help of each command."""
+    parser, commands = _parser()
+    parts = ["# Command line", f"```\n{parser.format_help()}```"]
+    for name, command in commands.items():
+        parts += [f"## asyncrl {name}", f"```\n{command.format_help()}```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def python_api_page() -> str:
+    """Signature and docstring of every name that the package and its folders export."""
+    parts = [
+        "# Python API",
+        "These names are the public surface. A test holds the list; anything else may change"
+        " without notice.",
+    ]
+    for init in sorted((ROOT / "asyncrl").rglob("__init__.py")):
+        package = ".".join(init.parent.relative_to(ROOT).parts)
+        homes = _exports(ast.parse(init.read_text()), package)
+        if homes:
+            parts.append(f"## {package}")
+            parts += [_definition(home, name) for name, home in homes.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _exports(tree: ast.Module, package: str) -> dict[str, str]:
+    """Exported name → module, from `lazy_exports` or from plain imports."""
+    plain = {
+        alias.name: str(node.module)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asyncrl.")
+        for alias in node.names
+        if alias.name != "lazy_exports"
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy_exports":
+            return {
+                str(one.arg): f"{package}.{ast.literal_eval(one.value)}"
+                for one in node.keywords
+                if one.arg
+            }
+    return dict(sorted(plain.items()))
+
+
+def _definition(module: str, name: str) -> str:
+    path = ROOT.joinpath(*module.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    body = ast.parse(source.read_text()).body
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            return _described(name, _signature(node), ast.get_docstring(node))
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return _described(name, f"class {name}", ast.get_docstring(node))
+        if isinstance(node, ast.Assign | ast.AnnAssign) and name in ast.unparse(node).split("=")[0]:
+            note = after.value if isinstance(after, ast.Expr) else None
+            text = str(note.value) if isinstance(note, ast.Constant) else None
+            return _described(name, ast.unparse(node), text)
+    return _described(name, name, None)
+
+
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """One line, or one line for each argument if that is too long."""
+    start = f"{'async ' * isinstance(node, ast.AsyncFunctionDef)}def {node.name}("
+    end = f") -> {ast.unparse(node.returns)}" if node.returns else ")"
+    whole = start + ast.unparse(node.args) + end
+    if len(whole) <= WIDTH:
+        return whole
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    given = [None] * (len(arguments) - len(node.args.defaults)) + list(node.args.defaults)
+    lines = [
+        ast.unparse(one) + (f" = {ast.unparse(value)}" if value else "")
+        for one, value in zip(arguments, given, strict=True)
+    ]
+    if node.args.vararg or node.args.kwonlyargs or node.args.kwarg:
+        rest = ast.arguments(
+            [],
+            [],
+            node.args.vararg,
+            node.args.kwonlyargs,
+            node.args.kw_defaults,
+            node.args.kwarg,
+            [],
+        )
+        lines.append(ast.unparse(rest))
+    return start + "".join(f"\n    {line}," for line in lines) + "\n" + end
+
+
+def _described(name: str, signature: str, docstring: str | None) -> str:
+    return f"### {name}\n\n```python\n{signature}\n```\n\n{_text(docstring)}"
+
+
+def _text(docstring: str | None) -> str:
+    """A docstring as Markdown: sections become bold, their entries a list."""
+    lines = []
+    for line in (docstring or "").splitlines():
+        if re.fullmatch(r"(Args|Returns|Raises):", line):
+            lines += ["", f"**{line[:-1]}**", ""]
+        elif re.match(r"    \w[\w, ]*: ", line):
+            name, _, rest = line.strip().partition(": ")
+            lines.append(f"- `{name}`: {rest}")
+        else:
+            lines.append(line.strip() if line.startswith("    ") else line)
+    return "\n".join(lines).replace("<", "&lt;")

@@ -1,0 +1,108 @@
+"""The quickstart with three seeds, and once with its rewards shuffled over each step's batch, which
+must learn nothing. Prints one table.
+
+    python -m jobs.quickstart.seeds [--section.field value …]
+
+Each run's model, data order, sampling and split of the data have its seed; runs that are finished
+already are read, not repeated.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from asyncrl.config import Config, load_config
+from asyncrl.rundir import open_run
+
+CONFIG = Path(__file__).parent / "quickstart.yaml"
+LEAST_AFTER, LEAST_GAIN, MOST_BY_CHANCE = 0.85, 0.20, 0.05
+RUNS = {f"seed-{seed}": ["--seed", str(seed)] for seed in (0, 1, 2)} | {
+    "shuffled-0": ["--seed", "0", "--reward.shuffle", "true"]
+}
+
+
+def main(overrides: list[str]) -> int:
+    """Run what is missing, then print. 0 if every bar holds, 1 if one does not, else the exit code
+    of the run that failed."""
+    rows, missed = [], []
+    for name, arguments in RUNS.items():
+        command = [
+            *arguments,
+            *_inputs(arguments[1]),
+            "--name",
+            name,
+            "--resume",
+            "auto",
+            *overrides,
+        ]
+        wanted = load_config(CONFIG, command)
+        if (wanted.run_directory / "hf").exists():
+            if _differs(open_run(wanted.run_directory).config, wanted):
+                print(
+                    f"{wanted.run_directory} was made with other settings; remove it, or name"
+                    " another runs_root",
+                    file=sys.stderr,
+                )
+                return 2
+        elif code := subprocess.run([sys.executable, "-m", "jobs.quickstart", *command]).returncode:
+            return code
+        row, greedy = _row(name, wanted)
+        rows.append(row)
+        gain = greedy[1] - greedy[0]
+        held = (
+            gain <= MOST_BY_CHANCE
+            if wanted.reward.shuffle
+            else greedy[1] >= LEAST_AFTER and gain >= LEAST_GAIN
+        )
+        missed += [] if held else [name]
+    print(
+        f"\n{'run':<12}{'greedy before → after':>24}{'sampled before → after':>26}{'staleness':>20}"
+    )
+    print("\n".join(rows))
+    print(
+        f"bars: {LEAST_AFTER:.0%} after and {100 * LEAST_GAIN:.0f} points gained; with shuffled"
+        f" rewards at most {100 * MOST_BY_CHANCE:.0f} points"
+    )
+    print(f"missed by {', '.join(missed)}" if missed else "all held")
+    return 1 if missed else 0
+
+
+def _differs(made: Config, wanted: Config) -> bool:
+    return made.model_dump(exclude={"resume"}) != wanted.model_dump(exclude={"resume"})
+
+
+def _inputs(seed: str) -> list[str]:
+    """Every seed has a model and a split of its own."""
+    folder = f"{{runs_root}}/quickstart-inputs{'' if seed == '0' else '-' + seed}"
+    train, held_out = f"{folder}/train.parquet", f"{folder}/held_out.parquet"
+    return [
+        "--model.path",
+        f"{folder}/model",
+        "--data.train",
+        train,
+        "--warm_start.data",
+        train,
+        "--eval.data",
+        held_out,
+    ]
+
+
+def _row(name: str, config: Config) -> tuple[str, list[float]]:
+    """The run's line, and its greedy accuracies before and after."""
+    run = open_run(config.run_directory)
+    evaluations = run.records("evaluation")
+    greedy, sampled = (
+        [evaluation[f"eval/{kind}_accuracy"] for evaluation in (evaluations[0], evaluations[-1])]
+        for kind in ("greedy", "sampled")
+    )
+    staleness = [
+        ended["staleness"] for ended in run.outcomes().to_pylist() if ended["outcome"] == "trained"
+    ]
+    mean = sum(staleness) / len(staleness)
+    gains = [f"{before:.1%} → {after:.1%}" for before, after in (greedy, sampled)]
+    stale = f"mean {mean:.2f}, max {max(staleness)}"
+    return f"{name:<12}{gains[0]:>24}{gains[1]:>26}{stale:>20}", greedy
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

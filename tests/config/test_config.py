@@ -1,0 +1,1031 @@
+"""Every refusal names the field, the value and the fix; every shipped YAML is a valid config."""
+
+import re
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl.config import Config, ConfigError, Source, WarmStartConfig, field_names, load_config
+from asyncrl.config.aliases import NOT_IMPLEMENTED, RENAMED, explain_unknown
+from asyncrl.config.rules import WARM_START
+
+ROOT = Path(__file__).parents[2]
+TREE = {
+    "name": "run",
+    "max_steps": 3,
+    "model": {"path": "model"},
+    "data": {"train": "train.parquet", "max_prompt_length": 20},
+    "rollout": {"max_completion_length": 8},
+    "reward": {"functions": {"exact": {"function": "package.module:function"}}},
+}
+
+
+def merged(changes):
+    tree = yaml.safe_load(yaml.safe_dump(TREE))
+    for name, value in changes.items():
+        *parents, leaf = name.split(".")
+        at = tree
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[leaf] = value
+    return tree
+
+
+def load(tmp_path, changes=(), overrides=None):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(merged(dict(changes))))
+    return load_config(path, overrides)
+
+
+def test_batch_arithmetic(tmp_path):
+    config = load(
+        tmp_path,
+        {
+            "rollout.rollout_batch_size": 12,
+            "rollout.n_samples_per_prompt": 4,
+            "rollout.num_steps_per_rollout": 3,
+        },
+    )
+    assert (
+        config.groups_per_step,
+        config.global_batch_size,
+        config.max_outstanding,
+        config.longest_trajectory,
+    ) == (4, 16, 12, 28)
+
+
+def test_max_length_bounds_prompt_and_completion_together(tmp_path):
+    config = load(tmp_path, {"data.max_length": 24, "learner.max_tokens_per_gpu": 24})
+    assert (config.longest_trajectory, config.longest_prompt, config.longest_request) == (
+        24,
+        20,
+        24,
+    )
+    assert [config.completion_room(tokens) for tokens in (1, 16, 17, 20)] == [8, 8, 7, 4]
+    # A prompt that may fill max_length alone leaves one token to generate, and a probe of the
+    # log-prob check as well.
+    config = load(tmp_path, {"data.max_length": 10, "learner.max_tokens_per_gpu": 10})
+    assert (
+        config.longest_trajectory,
+        config.longest_prompt,
+        config.longest_request,
+        config.probe_tokens,
+    ) == (10, 9, 10, 1)
+    config = load(tmp_path, {"data.max_length": 10})
+    assert (config.probe_tokens, config.longest_request) == (64, 73)
+    config = load(tmp_path)
+    assert (
+        config.longest_trajectory,
+        config.longest_prompt,
+        config.completion_room(20),
+        config.longest_request,
+    ) == (28, 20, 8, 84)
+
+
+def test_evaluation_sets_take_what_they_do_not_say_from_the_rest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load(tmp_path).evaluation_sets == {}
+    sets = {
+        "long": {"n": 4, "max_completion_length": 90},
+        "other": {"data": "{runs_root}/o.parquet", "temperature": 0.6, "max_prompts": 7},
+    }
+    config = load(
+        tmp_path,
+        {
+            "eval": {"data": "e.parquet", "sets": sets},
+            "rollout.temperature": 0.8,
+            "runs_root": str(tmp_path / "all"),
+        },
+    )
+    found = {
+        name: (one.data, one.n, one.temperature, one.max_completion_length, one.max_prompts)
+        for name, one in config.evaluation_sets.items()
+    }
+    held_out = str(tmp_path / "e.parquet")
+    assert found == {
+        "greedy": (held_out, 1, 0.0, None, 1024),
+        "sampled": (held_out, 1, 0.8, None, 1024),
+        "long": (held_out, 4, 0.8, 90, 1024),
+        "other": (str(tmp_path / "all" / "o.parquet"), 1, 0.6, None, 7),
+    }
+    assert list(found) == ["greedy", "sampled", "long", "other"]
+    assert config.longest_request == 20 + 90, (
+        "the engines must take the longest completion of any set"
+    )
+    assert [*load(tmp_path, {"eval.sets": {"other": {"data": "o"}}}).evaluation_sets] == ["other"]
+    given = load(tmp_path, {"eval.data": "e"}, ["--eval.sets", '{"long": {"n": 4}}'])
+    assert given.eval.sets["long"].n == 4
+
+
+REINFORCE = {
+    "algorithm.loss": "reinforce",
+    "algorithm.old_policy": "learner",
+    "staleness.max_staleness": 0,
+}
+"""An objective that asks for no log-prob of the generator's."""
+WARM = {"warm_start.data": "w", "eval.data": "e"}
+
+
+def test_every_setting_of_a_warm_start_acts_only_with_one():
+    assert {"data", *WARM_START} == set(WarmStartConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"generator.min_replicas": 3, "generator.num_replicas": 2},
+            r"generator.min_replicas = 3 is above generator.num_replicas = 2; lower it",
+        ),
+        (
+            {"generator.attach": "standing", "generator.min_replicas": 1},
+            r"generator.min_replicas = 1 acts only with generators of the run's own",
+        ),
+        (
+            {"generator.attach": "standing", "generator.num_replicas": 2},
+            r"generator.num_replicas = 2 acts only with generators of the run's own",
+        ),
+        (
+            {"generator.attach": "standing", "generator.in_flight": "keep"},
+            r"generator.in_flight = 'keep' acts only with generators of the run's own",
+        ),
+        (
+            {"generator.attach": "standing", "generator.max_num_seqs": 64},
+            r"generator.max_num_seqs = 64 acts only with generators of the run's own",
+        ),
+        (
+            {"data.max_length": 29},
+            (
+                "data.max_length = 29 is above data.max_prompt_length \\+"
+                " rollout.max_completion_length = 28, so it bounds nothing"
+            ),
+        ),
+        ({"data.max_length": 1}, "data.max_length = 1: input should be greater than 1"),
+        (
+            {"data.max_length": 24, "learner.max_tokens_per_gpu": 23},
+            (
+                "data.max_length = 24 is above learner.max_tokens_per_gpu = 23; .*lower"
+                " data.max_length"
+            ),
+        ),
+        (
+            {"data.length_policy": "drop"},
+            "data.length_policy = 'drop' acts only with warm_start.data and data.max_length, or",
+        ),
+        (
+            {"data.length_policy": "drop", "data.max_length": 21},
+            "data.length_policy = 'drop' acts only with",
+        ),
+        (
+            {"data.length_side": "keep_end", "data.max_length": 20},
+            "data.length_side = 'keep_end' acts only with data.length_policy: truncate",
+        ),
+        (
+            {"warm_start.completion_policy": "drop"},
+            "warm_start.completion_policy = 'drop' acts only with warm_start.data",
+        ),
+        (
+            {"rollout.repetition_ngram": 4},
+            "rollout.repetition_ngram = 4 acts only with rollout.repetition_stop; leave it out",
+        ),
+        (
+            {"rollout.repetition_stop": 20, "rollout.ignore_eos": True},
+            "rollout.repetition_stop = 20 acts only with rollout.ignore_eos: false",
+        ),
+        (
+            {"warm_start.packing_strategy": "wrapped"},
+            "warm_start.packing_strategy = 'wrapped' acts only with warm_start.data",
+        ),
+        (
+            {"warm_start.min_accuracy": 0.1},
+            "warm_start.min_accuracy = 0.1 acts only with warm_start.data",
+        ),
+        ({"warm_start.batch_size": 8}, "warm_start.batch_size = 8 acts only with warm_start.data"),
+        (
+            {**WARM, "warm_start.packing_strategy": "bfd_split"},
+            (
+                "has nothing to cut under completion_policy: error.*completion_policy: split, or"
+                " packing_s"
+            ),
+        ),
+        (
+            {**WARM, "warm_start.completion_policy": "split"},
+            "completion_policy = 'split' needs a strategy that cuts; set .*bfd_split or wrapped",
+        ),
+        ({"data.truncation_mode": "keep_end"}, "here it is data.length_side"),
+        ({"rollout.rollout_max_context_len": 100}, "here it is data.max_length"),
+        ({"max_length": 100}, "did you mean data.max_length"),
+    ],
+)
+def test_lengths_that_cannot_be_meant_are_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, changes)
+
+
+def test_the_length_policy_acts_on_prompts_that_fill_max_length_and_on_supervised_rows(tmp_path):
+    policy = {"data.length_policy": "truncate", "data.length_side": "keep_end"}
+    assert load(tmp_path, {**policy, "data.max_length": 20}).judges_length
+    assert load(
+        tmp_path,
+        {
+            **policy,
+            "data.max_length": 21,
+            "warm_start.data": "w",
+            "eval.data": "e",
+            "warm_start.completion_policy": "drop",
+        },
+    ).judges_length
+    assert load(
+        tmp_path,
+        {
+            **WARM,
+            "warm_start.completion_policy": "split",
+            "warm_start.packing_strategy": "bfd_split",
+        },
+    ).warm_start.splits
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"loss": "grpo"}, "algorithm.loss"),
+        ({"advantage": "a2c"}, "algorithm.advantage"),
+        (
+            {"old_policy": "learner"},
+            r"uncorrected, and staleness.max_staleness = 2 .*allow_uncorrected",
+        ),
+        ({"loss": "reinforce", "old_policy": "learner"}, "uncorrected"),
+        ({"correction": {"truncation": "token"}}, "count the behavior policy twice"),
+        ({"loss": "reinforce"}, "defined for algorithm.old_policy: learner"),
+        (
+            {"loss": "dppo", "old_policy": "learner", "correction": {"truncation": "token"}},
+            "defined for algorithm.old_policy: behavior",
+        ),
+        ({"loss": "gspo", "dual_clip": 3.0}, "acts only on loss: ppo"),
+        (
+            {"loss": "gspo", "old_policy": "learner", "correction": {"truncation": "token"}},
+            "has a ratio of 1 everywhere",
+        ),
+        ({"filter_zero_variance": True, "advantage": "reinforce_plus_plus"}, "learns from"),
+        ({"kl_coef": 0.1}, "with advantage: grpo: where a group's rewards are equal"),
+        (
+            {"kl_coef": 0.1, "advantage": "rloo", "filter_zero_variance": True},
+            "kl_coef makes all different",
+        ),
+        (
+            {"advantage": "gae", "correction": {"sequence_mask_above": 0.1}},
+            "has one for each token",
+        ),
+        (
+            {"correction": {"cap": 3.0}},
+            r"acts only with algorithm\.correction\.truncation or kl_loss_coef",
+        ),
+        ({"advantage": "gae", "kl_coef": 0.1}, "use kl_loss_coef in its place"),
+        ({"advantage": "reinforce_plus_plus", "kl_coef": 0.1}, "use kl_loss_coef in its place"),
+        ({"dual_clip": 1.1}, "dual_clip = 1.1 is within the clip itself"),
+        ({"allow_uncorrected": True}, "acts only with an uncorrected loss"),
+        (
+            {"old_policy": "learner", "correction": {"truncation": "token"}, "eps_clip": 0.1},
+            "an old_policy other than learner",
+        ),
+        ({"kl_coef": 0.1, "kl_loss_coef": 0.1}, "two places for one term; set one of them to 0"),
+        ({"ref_load": "somewhere"}, "has no KL term to serve"),
+        (
+            {"advantage": "rloo", "kl_coef": 0.1},
+            (
+                r"kl_coef = 0.1 with kl_estimator: k3: as a reward only k1 .* set"
+                r" algorithm.kl_estimator: k1"
+            ),
+        ),
+        ({"advantage": "rloo", "kl_coef": 0.1, "kl_estimator": "k2"}, "as a reward only k1"),
+        ({"advantage": "maxrl", "kl_coef": 0.1}, "maxrl is defined for rewards of 0 and above"),
+        ({"correction": {"normalize": True}}, "no weights to divide"),
+        (
+            {"tau_positive": 2.0},
+            r"algorithm\.tau_positive = 2\.0 acts only with algorithm\.loss: sapo; leave it out",
+        ),
+        (
+            {
+                "loss": "reinforce",
+                "old_policy": "learner",
+                "correction": {"truncation": "token"},
+                "eps_clip": 0.1,
+            },
+            "loss: ppo, gspo or cispo and an old_policy",
+        ),
+        ({"gae_lambda": 0.5}, "acts only with algorithm.advantage: gae"),
+        ({"kl_estimator": "k1"}, "kl_coef or kl_loss_coef above 0"),
+        (
+            {"correction": {"reject_level": "sequence_sum"}},
+            "acts only with algorithm.correction.reject_above",
+        ),
+    ],
+)
+def test_contradictory_algorithms_are_refused(tmp_path, algorithm, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, {"algorithm": algorithm})
+
+
+def test_an_uncorrected_loss_is_allowed_by_name_or_when_synchronous(tmp_path):
+    for changes in ({"staleness.max_staleness": 0}, {"algorithm.allow_uncorrected": True}):
+        assert not load(
+            tmp_path, {"algorithm.old_policy": "learner", **changes}
+        ).algorithm.corrected
+
+
+def test_the_overlong_penalty_fits_the_completion_and_the_advantage(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"overlong_buffer = 9 is above rollout.max_completion_length = 8"
+    ):
+        load(tmp_path, {"reward.overlong_buffer": 9})
+    with pytest.raises(ConfigError, match="maxrl is defined for rewards of 0 and above"):
+        load(tmp_path, {"reward.overlong_buffer": 4, "algorithm.advantage": "maxrl"})
+
+
+def test_a_push_outlasts_a_generator_that_stands_still(tmp_path):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"push_timeout_s = 60 is not above generator.stall_timeout_s = 120: .* raise the first"
+        ),
+    ):
+        load(tmp_path, {"weights.push_timeout_s": 60})
+    load(tmp_path, {"weights.push_timeout_s": 60, "generator.stall_timeout_s": 20})
+
+
+def test_over_sampling_needs_drop(tmp_path):
+    with pytest.raises(ConfigError, match=r"over_sampling = 4 needs staleness.on_stale: drop"):
+        load(tmp_path, {"staleness.over_sampling": 4})
+
+
+def test_cut_distributions_go_with_an_objective_that_compares_no_log_probs(tmp_path):
+    config = load(
+        tmp_path, {**REINFORCE, "rollout.top_p": 0.9, "rollout.top_k": 50, "rollout.min_p": 0.05}
+    )
+    assert config.algorithm.compares_behavior is None and config.rollout.kept_tokens == {
+        "top_p": 0.9,
+        "top_k": 50,
+        "min_p": 0.05,
+    }
+    load(
+        tmp_path,
+        {
+            **REINFORCE,
+            "algorithm.loss": "ppo",
+            "algorithm.allow_uncorrected": True,
+            "staleness.max_staleness": 2,
+            "rollout.top_p": 0.9,
+        },
+    )
+
+
+def test_a_templates_variables_may_come_from_the_command_line(tmp_path):
+    config = load(
+        tmp_path,
+        {"data.apply_chat_template": True},
+        ["--data.chat_template_kwargs", '{"enable_thinking": false}'],
+    )
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
+    config = load(
+        tmp_path,
+        {"data.apply_chat_template": True},
+        ["--data.chat_template_kwargs.enable_thinking", "false"],
+    )
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_command_line_wins_over_yaml(tmp_path):
+    config = load(
+        tmp_path,
+        {"rollout.temperature": 0.7},
+        [
+            "--rollout.temperature",
+            "0.5",
+            "--rollout.rollout_stop_token_ids",
+            "[3,4]",
+            "--resume",
+            "auto",
+        ],
+    )
+    assert (config.rollout.temperature, config.rollout.rollout_stop_token_ids, config.resume) == (
+        0.5,
+        [3, 4],
+        "auto",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rollout.rollout_batch_size": 10, "rollout.num_steps_per_rollout": 3},
+            "num_steps_per_rollout = 3 does not divide rollout.rollout_batch_size = 10",
+        ),
+        (
+            {"rollout.global_batch_size": 100},
+            "rollout.global_batch_size = 100, but .* = 128; set that",
+        ),
+        (
+            {"staleness.max_staleness": 0, "rollout.num_steps_per_rollout": 2},
+            "set staleness.max_staleness: 1",
+        ),
+        ({"learner.max_tokens_per_gpu": 20}, "= 28 is above learner.max_tokens_per_gpu = 20"),
+        ({"name": "../up"}, "name = '../up'.*choose another"),
+        ({"name": ".hidden"}, "name = '.hidden'"),
+        (
+            {"rollout.temprature": 1},
+            "rollout.temprature is unknown; did you mean rollout.temperature",
+        ),
+        ({"rollout.rollout_max_response_len": 5}, "here it is rollout.max_completion_length"),
+        (
+            {"learner.context_parallel_size": 2},
+            "learner.context_parallel_size is unknown; here it is learner.sequence_parallel_size",
+        ),
+        (
+            {"learner.sequence_parallel_size": 2, "learner.world_size": 3},
+            "sequence_parallel_size = 2 does not divide learner.world_size = 3",
+        ),
+        (
+            {
+                "learner.max_tokens_per_gpu": 13,
+                "learner.sequence_parallel_size": 2,
+                "learner.world_size": 2,
+            },
+            (
+                r"= 28 is above learner.max_tokens_per_gpu = 13 \* sequence_parallel_size = 26;"
+                r" raise that"
+            ),
+        ),
+        (
+            {
+                "learner.max_tokens_per_gpu": 14,
+                "learner.sequence_parallel_size": 2,
+                "learner.world_size": 2,
+                "algorithm.kl_loss_coef": 0.1,
+            },
+            (
+                "the reference policy is one process, .* = 28 is above its"
+                " learner.max_tokens_per_gpu = 14"
+            ),
+        ),
+        (
+            {"generator.sglang_mem_fraction_static": 0.8},
+            "here it is generator.gpu_memory_utilization",
+        ),
+        ({"use_dynamic_batch_size": True}, "dynamic batching is always on"),
+        ({"learner.temperature": 1}, "did you mean rollout.temperature"),
+        ({"colocate": True}, "colocate is not implemented"),
+        (
+            {"rollout.temperature": 0},
+            r"rollout.temperature = 0: input should be greater than or equal to 0.01",
+        ),
+        (
+            {"rollout.temperature": float("inf")},
+            "rollout.temperature = inf: input should be a finite number",
+        ),
+        (
+            {"reward.functions.exact.weight": float("nan")},
+            "weight = nan: input should be a finite number",
+        ),
+        (
+            {"rollout.top_p": 0.9},
+            (
+                "rollout.top_p = 0.9: .*renormalized over the kept tokens.* the ratio of loss: ppo"
+                " against old_policy: behavior compares"
+            ),
+        ),
+        ({"rollout_top_k": 5}, r"did you mean rollout\.top_k\?"),
+        (
+            {"rollout.top_k": 5, **REINFORCE, "algorithm.correction.truncation": "token"},
+            "rollout.top_k = 5: .*, and the correction compares the two",
+        ),
+        (
+            {"rollout.top_k": 5, **REINFORCE, "algorithm.correction.mask_above": 4.0},
+            "the correction compares the two",
+        ),
+        (
+            {"rollout.min_p": 0.1, **REINFORCE, "algorithm.kl_loss_coef": 0.1},
+            "rollout.min_p = 0.1: .*, and the KL term compares the two; leave it out, or",
+        ),
+        ({"rollout.top_p": 0}, "rollout.top_p = 0: input should be greater than 0"),
+        (
+            {"eval.sets": {"cut": {"data": "o", "temperature": 0, "top_k": 5}}},
+            "eval.sets.cut.top_k acts on nothing at temperature 0",
+        ),
+        ({"eval_top_p": 0.9}, "here it is eval.sets"),
+        ({"stop": ["x"]}, "here it is rollout.rollout_stop"),
+        ({"data.apply_chat_template_kwargs": {}}, "here it is data.chat_template_kwargs"),
+        ({"tool_key": "tools"}, "here it is data.tools_column"),
+        (
+            {"rollout.n_samples_per_prompt": 1},
+            "n_samples_per_prompt = 1 leaves advantage: grpo nothing to compare",
+        ),
+        (
+            {"learner.ds3_gather_for_generation": True},
+            (
+                "learner.ds3_gather_for_generation = True: .*buckets of weights.bucket_bytes.*; set"
+                " it to false"
+            ),
+        ),
+        (
+            {"ds3_gather_for_generation": False},
+            r"did you mean learner\.ds3_gather_for_generation\?",
+        ),
+        (
+            {"learner.offload_param": "cpu"},
+            "learner.offload_param = 'cpu' acts only with learner.offload_optimizer: cpu",
+        ),
+        (
+            {"learner.offload_optimizer": "nvme"},
+            "learner.offload_optimizer = 'nvme': input should be 'none' or 'cpu'",
+        ),
+        (
+            {"reward.functions.exact.function": "no colon"},
+            "reward.functions.exact.function = 'no colon'",
+        ),
+        (
+            {
+                "reward.functions": {"steps": {"function": "m:f", "per_token": True}},
+                "reward.shuffle": True,
+                "algorithm.advantage": "gae",
+                "eval.accuracy": "steps",
+            },
+            (
+                "reward.shuffle permutes rewards between trajectories, and those of a function with"
+                " per_token: true belong to the tokens"
+            ),
+        ),
+        ({"reward.functions": {"a/b": {"function": "m:f"}}}, "reward.functions.a/b"),
+        (
+            {"eval.accuracy": "wrong"},
+            r"eval.accuracy = 'wrong' is not one of reward.functions \['exact'\]",
+        ),
+        (
+            {"eval.sets": {"greedy": {"data": "d"}}},
+            (
+                "eval.sets.greedy: a set's name is .* not one of eval.data's own sets greedy,"
+                " sampled; choose another"
+            ),
+        ),
+        ({"eval.sets": {"a/b": {"data": "d"}}}, "eval.sets.a/b: a set's name is 1 to 32 letters"),
+        (
+            {"eval.sets": {"math": {"n": 4}}},
+            "eval.sets.math has no prompts; set eval.sets.math.data, or eval.data",
+        ),
+        (
+            {"eval.sets": {"math": {"data": "d", "n": 4, "temperature": 0}}},
+            "eval.sets.math.n = 4 at temperature 0 .* set n: 1, or a temperature above 0",
+        ),
+        ({"eval.sets": {"math": {"data": "d", "k": 4}}}, "eval.sets.math.k is unknown"),
+        (
+            {"eval.data": "d", "eval.pass_threshold": 0.5},
+            "eval.pass_threshold = 0.5 acts only with a set of eval.sets with n above 1",
+        ),
+        (
+            {"eval.every_steps": 5},
+            "eval.every_steps = 5 has nothing to evaluate on; set eval.data or eval.sets",
+        ),
+        ({"model": {}}, "model.path is missing; set it"),
+        ({"data.train": []}, "data.train is an empty list; name a path"),
+        (
+            {"data.train": [{"path": "a", "weigth": 1}]},
+            "data.train.0.weigth is unknown; did you mean data.train.0.weight",
+        ),
+        ({"data.train": [{"weight": 1}]}, "data.train.0.path is missing; set it"),
+        (
+            {"data.train": [{"path": "a", "weight": 0}, "b"]},
+            r"data.train.0.weight = 0: input should be greater than 0",
+        ),
+        (
+            {"data.train": [{"path": "a", "weight": 2}, "b"]},
+            "data.train: source 'b' has no weight, and others have one; give all of them",
+        ),
+        (
+            {"data.train": {"path": "a", "weight": 2}},
+            "data.train.0.weight = 2 acts only with several sources in data.train",
+        ),
+        (
+            {"eval.data": [{"path": "a", "weight": 2}, "b"]},
+            "eval.data.0.weight = 2 acts only with several sources in data.train",
+        ),
+        (
+            {"data.train": {"path": "a.jsonl", "revision": "v2"}},
+            "data.train.0.revision = 'v2' acts only with a dataset on the hub",
+        ),
+        (
+            {"data.train": ["x/a.jsonl", "y/a.parquet"]},
+            "data.train: several sources are called 'a'; give each a name of its own",
+        ),
+        ({"dataset_name": "x/y"}, "here it is data.train"),
+    ],
+)
+def test_refusals_name_the_field_and_the_fix(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        load(tmp_path, changes)
+    assert "\n" not in str(error.value)
+
+
+def test_ranks_that_share_rows_take_longer_trajectories(tmp_path):
+    config = load(
+        tmp_path,
+        {
+            "learner.max_tokens_per_gpu": 14,
+            "learner.sequence_parallel_size": 2,
+            "learner.world_size": 4,
+        },
+    )
+    assert (
+        config.longest_trajectory,
+        config.learner.max_tokens_per_row,
+        config.learner.data_parallel_size,
+        config.probe_tokens,
+    ) == (28, 28, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--rollout.temprature", "1"], "did you mean rollout.temperature"),
+        (["--lr", "1"], "here it is learner.learning_rate"),
+        (["--colocate", "true"], "not implemented"),
+        (
+            ["--learner.ds3_gather_for_generation", "true"],
+            (
+                "learner.ds3_gather_for_generation = .*no rank ever holds the model whole; set it"
+                " to false"
+            ),
+        ),
+        (
+            ["--ds3_gather_for_generation", "true"],
+            r"did you mean learner\.ds3_gather_for_generation\?",
+        ),
+        (["--rollout.temperature"], "expected one argument"),
+        (["--rollout.temperature", "warm"], "rollout.temperature = 'warm'"),
+    ],
+)
+def test_bad_overrides(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, (), overrides)
+
+
+def test_what_is_in_a_mapping_of_the_users_own_keys_is_overridden_as_well(tmp_path):
+    overrides = [
+        "--reward.functions.exact.weight",
+        "2",
+        "--rollout.temperature=0.5",
+        "--reward.functions.fmt.function=m:f",
+        "--eval.sets.math.n",
+        "4",
+    ]
+    overrides += [
+        "--eval.sets.math.data",
+        "held.parquet",
+        "--reward.functions.exact.arguments",
+        "{strict: true, eps: 1.0e-3}",
+    ]
+    config = load(tmp_path, (), overrides)
+    assert (
+        config.reward.functions["exact"].weight == 2
+        and config.reward.functions["exact"].function == "package.module:function"
+    )
+    assert config.reward.functions["exact"].arguments == {"strict": True, "eps": 0.001}
+    assert config.reward.functions["fmt"].function == "m:f" and config.rollout.temperature == 0.5
+    assert config.eval.sets["math"].n == 4 and str(config.eval.sets["math"].data).endswith(
+        "held.parquet"
+    )
+    assert (
+        load(tmp_path, (), ["--reward.functions.exact.weight", "-1"])
+        .reward.functions["exact"]
+        .weight
+        == -1
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["--reward.functions.exact.weight"],
+            (
+                "--reward.functions.exact.weight has no value; write"
+                " --reward.functions.exact.weight VALUE"
+            ),
+        ),
+        (
+            ["--reward.functions.exact.weight", "--seed", "1"],
+            "--reward.functions.exact.weight has no value",
+        ),
+        (
+            ["--reward.functions.exact.weight", "[1"],
+            r"--reward.functions.exact.weight = '\[1' cannot be used as YAML",
+        ),
+        (
+            ["--reward.functions.exact.wieght", "1"],
+            (
+                r"reward.functions.exact.wieght is unknown; did you mean"
+                r" reward.functions.exact.weight\?"
+            ),
+        ),
+        (["--eval.sets.math.temprature", "1"], r"did you mean eval.sets.math.temperature\?"),
+        (
+            ["--reward.functions.exact", "m:f"],
+            (
+                r"reward.functions.exact = 'm:f': write its settings below it, each as `name:"
+                r" value`, or leave it out"
+            ),
+        ),
+        (["--reward.functions", "m:f"], r"reward.functions = 'm:f': write its settings below it"),
+        (
+            ["--reward.functions.exact.function", "f"],
+            r"exact.function = 'f': name a function as package.module:function",
+        ),
+        (
+            ["--reward.functions.a/b.function", "m:f"],
+            r"reward.functions.a/b = 'a/b': its name is empty or has a '/'; choose another",
+        ),
+        (
+            ["--reward.functions.exact.function.name", "1"],
+            (
+                "reward.functions.exact.function = 'package.module:function' is no mapping, so it"
+                " has no 'name'"
+            ),
+        ),
+        (["--reward.functions.exact.weight", "heavy"], "reward.functions.exact.weight = 'heavy'"),
+    ],
+)
+def test_bad_overrides_inside_a_mapping(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, (), overrides)
+
+
+def test_null_takes_a_setting_back_and_a_whole_mapping_is_replaced(tmp_path):
+    assert (
+        load(tmp_path, {"data.max_length": 100}, ["--data.max_length", "null"]).data.max_length
+        is None
+    )
+    config = load(tmp_path, (), ["--reward.functions", "{fmt: {function: m:f}}"])
+    assert list(config.reward.functions) == ["fmt"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"learner": "cuda"},
+            "learner = 'cuda': write its settings below it, each as `name: value`, or leave it out",
+        ),
+        ({"observe.sinks": "wandb"}, "observe.sinks = 'wandb': write a list, in brackets"),
+        (
+            {"algorithm.group_filter": "mine.py"},
+            "algorithm.group_filter = 'mine.py': name a function as package.module:function",
+        ),
+        ({"name": 7}, "name = 7: put it in quotes, so that YAML takes it for a text"),
+        ({"name": date(2026, 1, 2)}, "name = datetime.date(2026, 1, 2): put it in quotes"),
+        ({"model.path": True}, "model.path = True: put it in quotes"),
+        ({"seed": -1}, "seed = -1: "),
+        ({"seed": 2**70}, f"seed = {2**70}: "),
+    ],
+)
+def test_a_value_of_another_kind_is_said_in_yaml_s_words(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path, changes)
+
+
+def test_files_that_are_no_config(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="not a mapping"):
+        load_config(tmp_path / "list.yaml")
+    (tmp_path / "twice.yaml").write_text(
+        "learner: {learning_rate: 1.0e-3}\nrollout:\n  temperature: 1\n\nlearner:\n "
+        " world_size: 2\n"
+    )
+    with pytest.raises(ConfigError, match="'learner' appears twice, on lines 1 and 5; keep one"):
+        load_config(tmp_path / "twice.yaml")
+    (tmp_path / "inner.yaml").write_text("rollout:\n  temperature: 1\n  'temperature': 0.5\n")
+    with pytest.raises(ConfigError, match="'temperature' appears twice, on lines 2 and 3"):
+        load_config(tmp_path / "inner.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    with pytest.raises(ConfigError, match="cannot be used as YAML"):
+        load_config(tmp_path / "broken.yaml")
+
+
+def test_paths_are_absolute_and_may_lie_under_the_runs_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ASYNCRL_RUNS", "/somewhere/runs")
+    config = load(tmp_path, {"model.path": "{runs_root}/inputs/model", "data.train": "train.jsonl"})
+    assert (config.model.path, config.data.train) == (
+        "/somewhere/runs/inputs/model",
+        str(tmp_path / "train.jsonl"),
+    )
+
+
+def test_data_may_be_a_path_a_source_or_several(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "folder").mkdir()
+    gsm8k = {"path": "openai/gsm8k", "subset": "main", "split": "test"}
+    train = [
+        "here/folder",
+        "{runs_root}/*.jsonl",
+        {"path": "a/b.parquet", "prompt_column": "question"},
+        "openai/gsm8k",
+    ]
+    config = load(
+        tmp_path,
+        {
+            "data.train": train,
+            "eval.data": gsm8k,
+            "eval.sets": {"more": {"data": [gsm8k]}},
+            "runs_root": "/runs",
+        },
+    )
+    paths = [f"{tmp_path}/here/folder", "/runs/*.jsonl", f"{tmp_path}/a/b.parquet", "openai/gsm8k"]
+    assert [source.path for source in config.data.train] == paths
+    assert [source.label for source in config.data.train] == ["folder", "runs", "b", "gsm8k"]
+    assert (
+        config.eval.data == config.eval.sets["more"].data == (Source(**gsm8k),)
+        and config.eval.data[0].on_hub
+    )
+    assert Config.model_validate(config.dump()) == config
+    assert load(tmp_path, (), ["--data.train", "x.jsonl"]).data.train == str(tmp_path / "x.jsonl")
+    two = load(tmp_path, (), ["--data.train", "x.jsonl,y.jsonl"]).data.train
+    assert [source.path for source in two] == [str(tmp_path / "x.jsonl"), str(tmp_path / "y.jsonl")]
+
+
+def test_runs_never_lie_in_rays_working_directory(tmp_path, monkeypatch):
+    config = load(tmp_path)
+    monkeypatch.setenv("ASYNCRL_RUNS", str(tmp_path))
+    assert config.run_directory == tmp_path / "run"
+    monkeypatch.setenv("ASYNCRL_RUNS", str(tmp_path / "runtime_resources" / "working_dir_files"))
+    with pytest.raises(ConfigError, match="ASYNCRL_RUNS"):
+        _ = config.run_directory
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("check_for_nan_in_loss_and_grad", "nothing: .*learner.max_skipped_steps"),
+        ("micro_batch_size", "nothing: .*learner.max_tokens_per_gpu"),
+        ("gradient_accumulation_steps", "nothing: .*learner.max_tokens_per_gpu"),
+        ("balance_data", "nothing: .*balanced"),
+        ("padding_free", "nothing: .*never padded"),
+        ("cp_size", "learner.sequence_parallel_size"),
+        ("optimizer_cpu_offload", "learner.offload_optimizer"),
+        ("recompute_granularity", "learner.gradient_checkpointing"),
+        ("activation_offloading", "is not implemented: .*learner.gradient_checkpointing"),
+    ],
+)
+def test_what_others_call_the_learners_settings(tmp_path, name, answer):
+    with pytest.raises(ConfigError, match=rf"learner.{name} (is unknown; here it is )?{answer}"):
+        load(tmp_path, {f"learner.{name}": 1})
+
+
+VERL = """
+data: {train_files: train.parquet, max_response_length: 64, train_batch_size: 32}
+actor_rollout_ref:
+  model: {path: tiny}
+  actor: {ppo_mini_batch_size: 16, optim: {lr: 1.0e-6}, ppo_epochs: 2}
+  rollout: {n: 8, tensor_model_parallel_size: 2, log_prob_micro_batch_size_per_gpu: 4}
+algorithm: {adv_estimator: grpo, use_kl_in_reward: false}
+trainer: {total_epochs: 15, test_freq: 5, n_gpus_per_node: 8, logger: [console]}
+"""
+
+
+def test_a_config_of_verl_is_answered_line_by_line(tmp_path):
+    (tmp_path / "verl.yaml").write_text(VERL)
+    with pytest.raises(ConfigError) as raised:
+        load_config(tmp_path / "verl.yaml")
+    expected = {
+        "data.train_files": "data.train",
+        "data.max_response_length": "rollout.max_completion_length",
+        "data.train_batch_size": "rollout.rollout_batch_size, in prompts",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": "rollout.global_batch_size, in trajectories",
+        "actor_rollout_ref.actor.optim.lr": "learner.learning_rate",
+        "actor_rollout_ref.rollout.n": "rollout.n_samples_per_prompt",
+        "algorithm.adv_estimator": "algorithm.advantage",
+        "algorithm.use_kl_in_reward": "algorithm.kl_coef",
+        "trainer.total_epochs": "max_steps",
+        "trainer.test_freq": "eval.every_steps",
+        "trainer.n_gpus_per_node": "learner.world_size",
+        "trainer.logger": "observe.sinks",
+    }
+    text = str(raised.value)
+    for name, here in expected.items():
+        assert f"{name} is unknown; here it is {here}" in text, name
+    for name in (
+        "actor_rollout_ref.actor.ppo_epochs",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    ):
+        assert f"{name} is not implemented: " in text, name
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("num_train_epochs", "here it is max_steps"),
+        ("num_generations", "here it is rollout.n_samples_per_prompt"),
+        ("rollout.batch_size", "here it is rollout.rollout_batch_size"),
+        ("train.batch_size", "here it is rollout.global_batch_size"),
+        ("algo.kl.init_coef", "here it is algorithm.kl_coef"),
+        ("init_kl_coef", "here it is algorithm.kl_coef"),
+        ("async-queue-size", "here it is staleness.max_staleness"),
+        ("ds.lora.rank", "is not implemented: all weights are trained"),
+        ("lora_rank", "is not implemented: all weights are trained"),
+        ("tensor_parallel_size", "is not implemented: "),
+        ("modle.path", "did you mean model.path?"),
+        ("learner.learning-rate", "did you mean learner.learning_rate?"),
+        ("train.lerning_rate", "did you mean learner.learning_rate?"),
+        ("algorithm.kl", "see asyncrl train --help"),
+        ("evals", "see asyncrl train --help"),
+        ("temper", "see asyncrl train --help"),
+        ("foo", "see asyncrl train --help"),
+        ("critic.optim.lr", "here it is learner.value_learning_rate"),
+        ("critic.model.path", "here it is nothing: the value head"),
+        ("custom_reward_function.path", "here it is reward.functions"),
+        ("custom_reward_function.name", "here it is reward.functions"),
+        ("reward_model.model.path", "here it is reward.functions"),
+        ("actor_rollout_ref.rollout.name", "here it is nothing: vLLM always generates"),
+        ("sequence_parallel", "is not implemented: it belongs to tensor parallelism"),
+        ("warmup_ratio", "here it is learner.warmup_steps, in steps"),
+        ("lora_r", "is not implemented: all weights are trained"),
+    ],
+)
+def test_an_unknown_name_gets_a_true_answer_or_none(name, answer):
+    assert answer in explain_unknown(name, field_names())
+
+
+def test_the_tables_of_foreign_names_point_at_settings_that_exist():
+    known = set(field_names())
+    assert not {name.rsplit(".", 1)[-1] for name in known} & {*RENAMED, *NOT_IMPLEMENTED}
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    for foreign, here in RENAMED.items():
+        named = re.findall(rf"\b(?:{'|'.join(sections)})\.[a-z0-9_.]+[a-z0-9_]", here)
+        assert set(named) <= known, foreign
+        assert named or here.startswith("nothing: ") or re.split("[:, ]", here)[0] in known, foreign
+
+
+def test_every_field_says_what_it_is():
+    def undocumented(section, prefix=""):
+        for name, field in section.model_fields.items():
+            if hasattr(field.annotation, "model_fields"):
+                yield from undocumented(field.annotation, f"{prefix}{name}.")
+            elif not field.description:
+                yield prefix + name
+
+    assert list(undocumented(Config)) == []
+
+
+def test_gathering_the_whole_model_may_be_declined_by_name(tmp_path):
+    assert (
+        load(
+            tmp_path, {"learner.ds3_gather_for_generation": False}
+        ).learner.ds3_gather_for_generation
+        is False
+    )
+    assert (
+        load(
+            tmp_path, (), ["--learner.ds3_gather_for_generation", "false"]
+        ).learner.ds3_gather_for_generation
+        is False
+    )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_are_valid(path):
+    load_config(path)
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys, asyncrl.cli, asyncrl.config; print([m for m in ('torch', 'ray', 'vllm',"
+        " 'transformers') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "asyncrl.cli", "--help"], capture_output=True, text=True
+    )
+    assert result.returncode == 0 and "train" in result.stdout
+
+
+def test_the_log_prob_bound_is_of_the_largest_difference_or_in_bfloat16_of_the_mean(tmp_path):
+    config, lower = load(tmp_path), load(tmp_path, {"model.dtype": "bfloat16"})
+    assert (config.logprob_statistic, config.logprob_tolerance) == ("max", 1e-4)
+    assert (lower.logprob_statistic, lower.logprob_tolerance) == ("mean", 0.03)
+
+
+def test_a_kl_term_after_a_warm_start_names_its_reference(tmp_path):
+    changes = {"warm_start.data": "t", "eval.data": "t", "algorithm.kl_loss_coef": 0.1}
+    with pytest.raises(ConfigError, match=r"name the reference in algorithm\.ref_load"):
+        load(tmp_path, changes)
+    assert load(tmp_path, changes | {"algorithm.ref_load": "/other"}).reference_path == "/other"

@@ -1,0 +1,167 @@
+"""Settings that nobody set follow from lengths, concurrency, device and the model's size; a value
+that is set wins."""
+
+import pytest
+import yaml
+from small_config import SMALL
+from small_config import small_config as config
+
+from asyncrl.config import load_config
+from asyncrl.config.derived import derived_settings
+from asyncrl.generation.settings import GeneratorApp
+from asyncrl.preflight.specs import generator_app
+from asyncrl.run.evaluation import Evaluator
+
+
+def sized(folder, size):
+    """A model's folder with a file of so many bytes, none of which take room."""
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(size)
+    return {"path": str(folder)}
+
+
+LONG = {"rollout": {"max_completion_length": 16_384}, "learner": {"max_tokens_per_gpu": 1 << 15}}
+
+
+def test_a_short_run_has_the_shortest_times_there_are():
+    one = config()
+    assert (
+        one.deadline_s,
+        one.placement_wait_s,
+        one.start_timeout_s,
+        one.stall_timeout_s,
+        one.push_timeout_s,
+    ) == (300, 30, 600, 120, 300)
+    assert one.learner.logprob_bytes == 224 << 20
+
+
+def test_long_answers_get_time_to_be_written():
+    """A group of 16,384 tokens at 10 tokens/s takes 1,638 s: it would have failed after 300."""
+    assert config(**LONG, generator={"device": "cuda"}).deadline_s == 3277, "16,384 / 5"
+    assert config(**LONG, generator={"max_num_seqs": 64}).deadline_s == 19_661, (
+        "384 completions, 64 at once"
+    )
+
+
+def test_an_evaluation_set_has_the_deadline_of_its_own_length():
+    one = config(
+        eval={
+            "sets": {"long": {"data": "e", "max_completion_length": 32_768}, "short": {"data": "e"}}
+        },
+        learner={"max_tokens_per_gpu": 1 << 16},
+    )
+    evaluator = Evaluator(one, None, None, {}, "run", 1, None)
+    place = type("Place", (), {"version": 0, "replica": None})()
+    prompt = type("Prompt", (), {"token_ids": (1, 2)})()
+    times = {
+        name: evaluator._request(settings, place, prompt, 0).deadline_s
+        for name, settings in one.evaluation_sets.items()
+    }
+    assert times == {"long": 19_661, "short": 300}, "384 completions, 128 at once"
+    assert one.deadline_s == 300
+
+
+def test_an_engine_runs_the_runs_completions_at_once_and_no_more_than_its_device_likes():
+    gpus = {"device": "cuda"}
+    assert config(generator=gpus).max_num_seqs == 384 == 3 * 16 * 8
+    assert config(generator={**gpus, "num_replicas": 2}).max_num_seqs == 192
+    assert config(generator={**gpus, "num_replicas": 64}).max_num_seqs == 64
+    assert (
+        config(
+            generator=gpus, rollout={"max_completion_length": 8, "rollout_batch_size": 512}
+        ).max_num_seqs
+        == 1024
+    )
+    assert config().max_num_seqs == 128
+    assert generator_app(config(generator=gpus)).max_num_seqs == 384
+    assert GeneratorApp(model="m", generator=gpus).max_num_seqs == 1024, (
+        "generators that stand know no run"
+    )
+
+
+def test_a_large_model_gets_time_to_load_and_to_travel(tmp_path):
+    model = sized(tmp_path / "m", 140 << 30)
+    one = config(model=model, generator={"device": "cuda"})
+    assert one.start_timeout_s == 600 + 1434 and one.stall_timeout_s == 260
+    assert one.push_timeout_s == 300 + 574 > one.stall_timeout_s
+    app = GeneratorApp(model=model["path"])
+    assert app.fetch_within_s == 874 and (app.start_timeout_s, app.stall_timeout_s) == (
+        one.start_timeout_s,
+        one.stall_timeout_s,
+    )
+    assert GeneratorApp(model=model["path"], fetch_timeout_s=7).fetch_within_s == 7
+
+
+def test_draining_generators_may_take_a_version_after_their_longest_answer():
+    one = config(**LONG, generator={"in_flight": "drain"})
+    assert one.push_timeout_s == 300 + one.deadline_s
+
+
+def test_many_processes_are_waited_for_longer():
+    many = config(learner={"world_size": 512}, generator={"num_replicas": 256})
+    assert many.placement_wait_s == 512 + 256 + 2
+
+
+def test_a_value_that_is_set_wins():
+    one = config(
+        rollout={"max_completion_length": 16_384, "deadline_s": 7},
+        learner={"max_tokens_per_gpu": 1 << 15, "logprob_memory_bytes": 1000, "device": "cuda"},
+        generator={"max_num_seqs": 3, "start_timeout_s": 8, "stall_timeout_s": 9},
+        weights={"push_timeout_s": 10, "commit_grace_s": 0},
+        placement_timeout_s=11,
+    )
+    assert (
+        one.deadline_s,
+        one.evaluation_deadline_s(1 << 15),
+        one.max_num_seqs,
+        one.start_timeout_s,
+        one.stall_timeout_s,
+    ) == (7, 7, 3, 8, 9)
+    assert (
+        one.push_timeout_s,
+        one.commit_grace_s,
+        one.placement_wait_s,
+        one.learner.logprob_bytes,
+    ) == (10, 0, 11, 1000)
+    assert derived_settings(one) == []
+
+
+@pytest.mark.parametrize("unset", ["auto", None])
+def test_auto_and_null_ask_for_the_derived_value(unset):
+    one = config(
+        rollout={"max_completion_length": 8, "deadline_s": unset},
+        generator={"max_num_seqs": unset},
+        placement_timeout_s=unset,
+    )
+    assert one == config()
+
+
+def test_auto_on_the_command_line_takes_back_what_the_file_says(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            config(rollout={"max_completion_length": 8, "deadline_s": 5}).model_dump(
+                include={*SMALL}, exclude_defaults=True
+            )
+        )
+    )
+    assert load_config(path).deadline_s == 5
+    assert load_config(path, ["--rollout.deadline_s", "auto"]).deadline_s == 300
+    assert load_config(path, ["--rollout.deadline_s", "6"]).deadline_s == 6
+
+
+def test_the_plan_says_what_follows_from_what(tmp_path):
+    lines = [
+        one.text() for one in derived_settings(config(**LONG, model=sized(tmp_path / "m", 1 << 30)))
+    ]
+    assert (
+        "rollout.deadline_s = 9831 s: 16384 tokens at 5 tokens/s, 3 times, as not all completions"
+        " run at once, at least 300 s" in lines
+    )
+    assert (
+        "generator.start_timeout_s = 611 s: 600 s, and 1.0 GiB of model files at 100 MiB/s" in lines
+    )
+    assert "learner.logprob_memory_bytes = 224 MiB: chunks of logits that suit cpu" in lines
+    assert "weights.commit_grace_s = 61 s: a fifth of weights.push_timeout_s = 305 s" in lines
+    assert len(lines) == 8

@@ -1,0 +1,188 @@
+"""Best-fit decreasing against a row-by-row one, TRL's three strategies, and the cap."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.packing.packing import Pieces, Strategy, _fills, best_fit_decreasing, pack, pack_rows
+
+LENGTHS = st.integers(1, 300).flatmap(
+    lambda cap: st.tuples(st.lists(st.integers(1, cap), max_size=150), st.just(cap))
+)
+
+
+def row_by_row(lengths: list[int], capacity: int) -> list[int]:
+    """Fills of best-fit decreasing, one row at a time."""
+    fills: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [bin for bin, fill in enumerate(fills) if fill + length <= capacity]
+        if fitting:
+            fills[max(fitting, key=lambda bin: fills[bin])] += length
+        else:
+            fills.append(length)
+    return sorted(fills)
+
+
+def bins_of(pieces: Pieces) -> list[list[tuple[int, int, int]]]:
+    whole = list(zip(pieces.row.tolist(), pieces.start.tolist(), pieces.end.tolist(), strict=True))
+    return [whole[at:to] for at, to in pairwise(pieces.offsets)]
+
+
+def test_best_fit_decreasing_by_hand() -> None:
+    # 7 | 6 | 4 goes to 6 (the fuller one with room) | 3 goes to 7: both full.
+    plan = pack([3, 7, 4, 6], 10)
+    assert plan.micro_batches == (((1, 0), (3, 2)),)
+    assert plan.fill == 1.0 and plan.imbalance == 0.0
+
+
+@settings(deadline=None, derandomize=True)
+@given(LENGTHS)
+@example(([3, 3, 3, 3, 3, 2, 2, 1], 10))
+@example(([70_000, 40_000, 30_000, 30_000, 1], 70_000))  # lengths of more than 16 bits
+def test_the_same_fills_as_row_by_row(case: tuple[list[int], int]) -> None:
+    lengths, capacity = case
+    order, offsets = best_fit_decreasing(np.array(lengths, dtype=np.int64), capacity)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    bins = [order[at:to].tolist() for at, to in pairwise(offsets)]
+    assert sorted(sum(lengths[row] for row in rows) for rows in bins) == row_by_row(
+        lengths, capacity
+    )
+    assert all(rows == sorted(rows, key=lambda row: -lengths[row]) for rows in bins)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_same_fills_as_row_by_row_with_many_rows(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    lengths = np.clip(generator.lognormal(np.log(64), 0.8, 3000), 1, 768).astype(np.int64)
+    order, offsets = best_fit_decreasing(lengths, 1024)
+    assert sorted(np.add.reduceat(lengths[order], offsets[:-1]).tolist()) == row_by_row(
+        lengths.tolist(), 1024
+    )
+
+
+def test_ties_go_by_index() -> None:
+    order, offsets = best_fit_decreasing(np.array([2, 3, 2, 3, 2]), 5)
+    assert order.tolist() == [1, 0, 3, 2, 4] and offsets.tolist() == [0, 2, 4, 5]
+
+
+def test_python_work_does_not_grow_with_the_rows() -> None:
+    counts = np.random.default_rng(0).integers(1, 100, 512).tolist()
+    few, many = (
+        len(
+            _fills(
+                [
+                    (length, times * count)
+                    for length, count in zip(range(512, 0, -1), counts, strict=True)
+                ],
+                512,
+            )
+        )
+        for times in (1, 10_000)
+    )
+    assert 512 <= few <= 512 * 10 and many <= 512 * 10
+
+
+def test_strategies_by_hand() -> None:
+    assert bins_of(pack_rows([5, 2, 3, 1], 5)) == [[(0, 0, 5)], [(2, 0, 3), (1, 0, 2)], [(3, 0, 1)]]
+    assert bins_of(pack_rows([5, 2, 3, 1], 4, "bfd_split")) == [
+        [(0, 0, 4)],
+        [(2, 0, 3), (0, 4, 5)],
+        [(1, 0, 2), (3, 0, 1)],
+    ]
+    assert bins_of(pack_rows([5, 2, 3, 1], 4, "wrapped")) == [
+        [(0, 0, 4)],
+        [(0, 4, 5), (1, 0, 2), (2, 0, 1)],
+        [(2, 1, 3), (3, 0, 1)],
+    ]
+    assert (
+        bins_of(pack_rows([9], 4, "wrapped"))
+        == bins_of(pack_rows([9], 4, "bfd_split"))
+        == [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 9)]]
+    )
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_no_rows_make_no_bins(strategy: Strategy) -> None:
+    pieces = pack_rows([], 4, strategy)
+    assert pieces.row.size == 0 and pieces.offsets.tolist() == [0]
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(1, 60), max_size=60),
+    st.integers(1, 25),
+    st.sampled_from(["bfd_split", "wrapped"]),
+)
+def test_cut_rows_keep_every_token_once_under_the_cap(
+    lengths: list[int], capacity: int, strategy: Strategy
+) -> None:
+    bins = bins_of(pack_rows(lengths, capacity, strategy))
+    tokens = [
+        (row, token) for pieces in bins for row, start, end in pieces for token in range(start, end)
+    ]
+    every = [(row, token) for row, length in enumerate(lengths) for token in range(length)]
+    assert sorted(tokens) == every
+    fills = [sum(end - start for _, start, end in pieces) for pieces in bins]
+    assert all(0 < fill <= capacity for fill in fills)
+    if strategy == "wrapped":
+        assert tokens == every and all(fill == capacity for fill in fills[:-1])
+    else:
+        cut = [
+            min(capacity, length - start)
+            for length in lengths
+            for start in range(0, length, capacity)
+        ]
+        assert sorted(fills) == row_by_row(cut, capacity)
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"row 1 has 11 tokens, above the capacity of 10; truncate it, .* packing_strategy:"
+            r" bfd_split"
+        ),
+    ):
+        pack_rows([3, 11], 10)
+    with pytest.raises(ValueError, match="row 2 has 0 tokens; leave it out"):
+        pack_rows([3, 1, 0], 10, "wrapped")
+    with pytest.raises(ValueError, match="a capacity of 0"):
+        pack_rows([3], 0, "wrapped")
+    with pytest.raises(ValueError, match="trajectory 1 has 11 tokens, not 1 to 10"):
+        pack([3, 11], 10)
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(1, 50), max_size=80),
+    st.integers(50, 120),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.003, 1.0]),
+)
+def test_every_trajectory_once_under_the_cap(
+    lengths: list[int], cap: int, world_size: int, quadratic: float
+) -> None:
+    plan = pack(lengths, cap, world_size, quadratic)
+    assert plan == pack(list(lengths), cap, world_size, quadratic)
+    assert len(plan.micro_batches) == world_size
+    assert len({len(micro_batches) for micro_batches in plan.micro_batches}) == 1
+    placed = [
+        index for micro_batches in plan.micro_batches for items in micro_batches for index in items
+    ]
+    assert sorted(placed) == list(range(len(lengths)))
+    assert all(
+        sum(lengths[index] for index in items) <= cap
+        for micro_batches in plan.micro_batches
+        for items in micro_batches
+    )
+    assert plan.fill == pytest.approx(sum(lengths) / (cap * sum(map(len, plan.micro_batches))))
+    assert 0 <= plan.imbalance <= world_size - 1 + 1e-9
+    if world_size == 1:
+        assert plan.imbalance == 0
+        fills = sorted(sum(lengths[index] for index in items) for items in plan.micro_batches[0])
+        assert fills == (row_by_row(lengths, cap) or [0])

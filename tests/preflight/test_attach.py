@@ -1,0 +1,108 @@
+"""What a run asks of generators that stand already, before it leases them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.generation.settings import GeneratorApp
+from asyncrl.preflight.attach import AttachError, check_fits
+from asyncrl.preflight.placement import needed
+from asyncrl.text.stops import load_stops
+from asyncrl.text.tokenizer import load_tokenizer, tokenizer_hash
+from asyncrl.weights.manifest import expected_tensors, layout_hash
+
+
+def config(model: Path, **rollout: Any) -> Config:
+    return Config.model_validate(
+        {
+            "name": "second",
+            "max_steps": 3,
+            "model": {"path": str(model)},
+            "data": {"train": "train.parquet", "max_prompt_length": 20},
+            "rollout": {"max_completion_length": 8, **rollout},
+            "reward": {"functions": {"exact": {"function": "package.module:function"}}},
+            "generator": {"attach": "standing"},
+        }
+    )
+
+
+def status(model: Path, dtype: str = "float32") -> dict[str, Any]:
+    tokenizer = load_tokenizer(str(model))
+    facts = {"stops": load_stops(model, tokenizer), "tokenizer": tokenizer_hash(tokenizer)}
+    return {
+        "parameters": layout_hash(expected_tensors(model, dtype)),
+        "max_model_len": 100,
+        **facts,
+    }
+
+
+def test_generators_of_the_same_model_fit(tiny_model: Path) -> None:
+    check_fits(
+        config(tiny_model),
+        "standing",
+        GeneratorApp(model="elsewhere", http=True),
+        status(tiny_model),
+        85,
+    )
+
+
+def test_what_does_not_fit_is_named(tiny_model: Path, untied_model: Path) -> None:
+    app = GeneratorApp(model="elsewhere", http=True)
+    for run, held, standing, tokens, text in (
+        (
+            config(tiny_model),
+            app.model_copy(update={"dtype": "bfloat16"}),
+            status(tiny_model),
+            85,
+            "holds bfloat16, the run publishes model.dtype = 'float32'",
+        ),
+        (
+            config(tiny_model),
+            app,
+            status(untied_model),
+            85,
+            "has other parameters than model.path = ",
+        ),
+        (
+            config(tiny_model),
+            app,
+            status(tiny_model),
+            101,
+            "takes 100 tokens, the run's longest request has 101",
+        ),
+        (
+            config(tiny_model, rollout_stop_token_ids=[7]),
+            app,
+            status(tiny_model),
+            85,
+            r"ends completions at tokens \[2\] and strings \[\], the run at \[2, 7\]",
+        ),
+        (
+            config(tiny_model, rollout_stop=["12"]),
+            app,
+            status(tiny_model),
+            85,
+            r"ends completions .* the run at \[2\] and \['12'\]",
+        ),
+        (
+            config(tiny_model),
+            app,
+            status(tiny_model) | {"tokenizer": "another"},
+            85,
+            "has another tokenizer than model.path",
+        ),
+    ):
+        with pytest.raises(AttachError, match=f"generator.attach = 'standing' {text}"):
+            check_fits(run, "standing", held, standing, tokens)
+
+
+def test_a_run_that_attaches_asks_for_no_room_for_generators(tiny_model: Path) -> None:
+    attached = config(tiny_model)
+    own = attached.model_copy(
+        update={"generator": attached.generator.model_copy(update={"attach": None})}
+    )
+    assert needed(own)["CPU"] == pytest.approx(needed(attached)["CPU"] + 0.4)

@@ -1,0 +1,98 @@
+"""Room on the disks that a run writes to: hand-computed needs, file systems apart, and the
+refusal."""
+
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from small_config import SMALL, small_config
+
+from asyncrl.config import ConfigError
+from asyncrl.preflight import disk
+from asyncrl.preflight.disk import checkpoint_bytes, disks, refuse_full
+
+MIB = 1 << 20
+VERSION = 400 * MIB
+"""Bytes of a version of 100 Mi parameters in float32."""
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def config(tmp_path):
+    def config(**more):
+        return small_config(runs_root=str(tmp_path / "runs"), max_steps=500, **more)
+
+    return config
+
+
+def free(monkeypatch, count):
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: Usage(1 << 60, 0, count))
+
+
+def test_needs_hand_computed(config):
+    """AdamW: 12 bytes a parameter; two are kept while a third is written."""
+    assert checkpoint_bytes(config(), VERSION) == 1200 * MIB
+    assert (
+        checkpoint_bytes(config(model={**SMALL["model"], "dtype": "bfloat16"}), VERSION)
+        == 2400 * MIB
+    )
+    assert checkpoint_bytes(config(learner={"optimizer": "sgd"}), VERSION) == 400 * MIB
+    [found] = disks(config(), VERSION)
+    assert found.needed == (3 * 1200 + 400) * MIB
+    assert disks(config(checkpoint={"every_steps": 0}), VERSION)[0].needed == (1200 + 400) * MIB
+    assert (
+        disks(config(checkpoint={"every_steps": 250}), VERSION)[0].needed == (2 * 1200 + 400) * MIB
+    )
+    assert (
+        disks(config(checkpoint={"keep": 100, "every_steps": 100}), VERSION)[0].needed
+        == (5 * 1200 + 400) * MIB
+    )
+
+
+def test_what_an_earlier_attempt_wrote_makes_room_for_what_comes(config):
+    step = Path(config().checkpoints_directory, "step_000050", "learner")
+    step.mkdir(parents=True)
+    with open(step / "states.pt", "wb") as file:
+        os.truncate(file.fileno(), 1000 * MIB)
+    [found] = disks(config(), VERSION)
+    assert found.needed == (3 * 1200 - 1000 + 400) * MIB
+    with open(step / "states.pt", "r+b") as file:
+        os.truncate(file.fileno(), 9000 * MIB)
+    assert disks(config(), VERSION)[0].needed == 400 * MIB
+
+
+def test_a_checkpoint_that_a_living_run_deletes_meanwhile_counts_nothing(config, monkeypatch):
+    directory = Path(config().checkpoints_directory)
+    directory.mkdir(parents=True)
+    monkeypatch.setattr(disk.os, "walk", lambda place: [(str(directory), [], ["gone"])])
+    assert disks(config(), VERSION)[0].needed == (3 * 1200 + 400) * MIB
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no second file system")
+def test_checkpoints_elsewhere_need_their_own_room(config, tmp_path):
+    if os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
+        pytest.skip("one file system")
+    apart = config(checkpoint={"save": f"/dev/shm/asyncrl-{os.getpid()}-none/checkpoints"})
+    models, checkpoints = disks(apart, VERSION)
+    assert (models.needed, checkpoints.needed) == (400 * MIB, 3600 * MIB)
+    assert (models.free, checkpoints.free) == (
+        pytest.approx(shutil.disk_usage(tmp_path).free, abs=1 << 30),
+        pytest.approx(shutil.disk_usage("/dev/shm").free, abs=1 << 30),
+    )
+
+
+def test_a_disk_with_too_little_is_refused_with_both_figures(config, tmp_path, monkeypatch):
+    free(monkeypatch, 4000 * MIB)
+    refuse_full(config(), disks(config(), VERSION))
+    free(monkeypatch, 4000 * MIB - 1)
+    with pytest.raises(ConfigError) as refusal:
+        refuse_full(config(), disks(config(), VERSION))
+    assert (
+        str(refusal.value)
+        == f"{tmp_path}/runs/{config().name} has 3,999 MiB free on its file system, and up to 3"
+        " checkpoints and the exported model need 4,000.0 MiB; free some room, lower"
+        " checkpoint.keep = 2, or set runs_root to a larger disk"
+    )
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,156 @@
+"""The memory estimate of `asyncrl plan`: from headers alone, by DeepSpeed's own formula."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from recorded import learner_config
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import Config
+from asyncrl.models.micro_batches import micro_batch, token_example
+from asyncrl.models.policy import checkpoint_activations, load_policy
+from asyncrl.preflight.memory_estimate import estimate, memory_text, parameter_counts
+from asyncrl.testing.families import VOCABULARY, family
+
+
+@pytest.mark.parametrize("model", ["tiny_model", "untied_model"])
+def test_headers_tell_what_deepspeed_counts_in_the_model(
+    model: str, request: pytest.FixtureRequest
+) -> None:
+    from deepspeed.runtime.zero.stage3 import model_to_params
+
+    path = request.getfixturevalue(model)
+    needs = estimate(learner_config(path))
+    assert (needs.parameters, needs.largest_layer) == model_to_params(
+        AutoModelForCausalLM.from_pretrained(path)
+    )
+
+
+def test_largest_layer_is_that_of_one_module() -> None:
+    assert parameter_counts(
+        {"a.weight": (3, 4), "a.bias": (4,), "a.b.weight": (15,), "norm": (2,)}
+    ) == (33, 16)
+
+
+def test_offload_moves_states_to_the_host_and_ranks_share_them(tiny_model: Path) -> None:
+    one = estimate(learner_config(tiny_model))
+    layer = 4 * one.largest_layer
+    assert (one.on_device, one.on_host) == (layer + 18 * one.parameters, int(1.5 * layer))
+    two = estimate(learner_config(tiny_model, world_size=2))
+    assert two.on_device == layer + 9 * two.parameters
+    optimizer = estimate(learner_config(tiny_model, world_size=2, offload_optimizer="cpu"))
+    assert (optimizer.on_device, optimizer.on_host) == (
+        layer + two.parameters,
+        int(1.5 * 16 * two.parameters) // 2,
+    )
+    both = estimate(learner_config(tiny_model, offload_optimizer="cpu", offload_param="cpu"))
+    assert (both.on_device, both.on_host) == (layer, int(1.5 * 18 * one.parameters))
+
+
+def test_publishing_takes_two_buckets_and_a_bucket_holds_the_largest_parameter(
+    tiny_model: Path,
+) -> None:
+    config = learner_config(tiny_model)
+    assert estimate(config).buckets == 2 * max(
+        config.weights.bucket_bytes, 4 * estimate(config).largest_layer
+    )
+    large = config.model_copy(
+        update={"weights": config.weights.model_copy(update={"bucket_bytes": 1 << 40})}
+    )
+    assert estimate(large).buckets == 2 * 4 * estimate(config).parameters, (
+        "a bucket is no larger than the version"
+    )
+
+
+def test_log_probs_take_seven_chunks_and_two_gradients_of_the_head(untied_model: Path) -> None:
+    head = AutoModelForCausalLM.from_pretrained(untied_model).lm_head.weight
+    few, many = (
+        learner_config(untied_model, max_tokens=64),
+        learner_config(untied_model, max_tokens=1 << 24),
+    )
+    assert estimate(few).logits == 4 * (7 * 64 * len(head) + 2 * head.numel())
+    assert estimate(many).logits == 4 * (7 * (1 << 23) + 2 * head.numel())
+
+
+def test_the_text_says_what_is_not_in_it_and_what_the_machine_has(tiny_model: Path) -> None:
+    text = memory_text(learner_config(tiny_model, world_size=2))
+    assert f"{psutil.virtual_memory().total / 2**30:.2f} GiB of memory" in text
+    assert (
+        "activations come on top" in text
+        and "gradient_checkpointing makes them small" in text
+        and "saves nothing" not in text
+    )
+    assert ("no GPU" in text) != torch.cuda.is_available()
+    offloaded = memory_text(
+        learner_config(tiny_model, gradient_checkpointing=True, offload_optimizer="cpu")
+    )
+    assert (
+        "keeps one input for each layer" in offloaded
+        and "offloading saves nothing on learner.device: cpu" in offloaded
+    )
+
+
+@pytest.mark.parametrize(
+    "checkpointing",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["kept", "computed again"],
+)
+def test_scores_of_tokens_by_tokens_are_counted_as_large_as_they_get(
+    tmp_path: Path, checkpointing: bool
+) -> None:
+    """Gemma 2 attends eagerly: forward and backward pass of one trajectory, in resident memory,
+    against the estimate."""
+    tokens = 1700
+    path = family("gemma2").save(tmp_path, max_position_embeddings=4096, num_attention_heads=4)
+    config = learner_config(path, max_tokens=tokens, gradient_checkpointing=checkpointing)
+    lengths = {"max_prompt_length": 100}, {"max_completion_length": tokens - 100}
+    config = Config.model_validate(
+        config.model_dump()
+        | {
+            "data": config.data.model_dump() | lengths[0],
+            "rollout": config.rollout.model_dump() | lengths[1],
+        }
+    )
+    needed = estimate(config).scores
+    assert needed == 4 * 4 * tokens**2 * (
+        2 * (1 if checkpointing else 2) + 3
+    ) and "tokens squared" in memory_text(config)
+    policy = load_policy(str(path), torch.float32, 1.0)
+    if checkpointing:
+        checkpoint_activations(policy)
+    batch = micro_batch(
+        [token_example(([5], [7 + at % 200 for at in range(tokens - 1)]))], [0], "cpu"
+    )
+    process, highest, done = psutil.Process(), [0], threading.Event()
+    before = process.memory_info().rss
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            highest[0] = max(highest[0], process.memory_info().rss - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    policy(batch)[0].sum().backward()
+    done.set()
+    watcher.join()
+    assert 0.6 * needed < highest[0] < 1.25 * needed
+
+
+def test_models_that_keep_no_scores_are_not_charged_for_them(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    assert estimate(learner_config(tiny_model)).scores == 0
+    assert estimate(learner_config(family("qwen3_next").save(tmp_path / "hybrid"))).scores == 0
+    assert "tokens squared" not in memory_text(learner_config(tiny_model))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mamba2"])
+def test_older_names_of_sizes_are_read(tmp_path: Path, name: str) -> None:
+    """GPT-2 says n_embd; a Mamba has no attention heads."""
+    needs = estimate(learner_config(family(name).save(tmp_path / name)))
+    assert needs.logits > 4 * 2 * VOCABULARY * 64

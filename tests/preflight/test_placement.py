@@ -1,0 +1,424 @@
+"""Room for a run: refused at once where no node can come, else after the timeout; then fewer
+replicas; and a new attempt when it is lost meanwhile."""
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import RpcError
+from small_config import small_config as config
+
+from asyncrl.contracts.errors import PartDiedError, PlacementError, PlacementLostError
+from asyncrl.data.prompts import RayPromptSource, check_prompts
+from asyncrl.preflight import placement
+from asyncrl.preflight.placement import needed, wait_for_placement, wait_for_resources
+from asyncrl.preflight.resources import Node
+from asyncrl.preflight.specs import data_spec
+from asyncrl.run import train as run
+from asyncrl.run.launch import Stations
+
+
+@pytest.fixture
+def holder(ray_cluster):
+    """`holder(cpus)`: an actor that holds so many logical CPUs, gone after the test, and its room
+    free again."""
+    held, free = [], ray_cluster.available_resources()["CPU"]
+
+    class Holder:
+        def here(self):
+            return True
+
+    def hold(cpus, wait=True):
+        actor = ray_cluster.remote(Holder).options(num_cpus=cpus).remote()
+        held.append(actor)
+        if wait:
+            ray_cluster.get(actor.here.remote(), timeout=60)
+        return actor
+
+    yield hold
+    for actor in held:
+        ray_cluster.kill(actor)
+    while ray_cluster.available_resources().get("CPU", 0) < free - 1e-6:
+        time.sleep(0.05)
+
+
+def test_needed_counts_every_part():
+    assert needed(config())["CPU"] == pytest.approx(0.4 + 0.4 + 0.1 + 0.1 + 0.1)
+    assert (
+        needed(
+            config(
+                learner={"device": "cuda", "world_size": 2},
+                generator={"device": "cuda", "num_replicas": 3},
+            )
+        )["GPU"]
+        == 5
+    )
+
+
+@pytest.mark.timeout(120)
+def test_too_small_a_cluster_of_its_own_is_refused_at_once(ray_cluster):
+    with pytest.raises(
+        PlacementError,
+        match=(
+            r"too small for this run \(CPU: 40\.7 needed, 2 registered; .*\); lower"
+            r" generator.num_replicas"
+        ),
+    ) as error:
+        asyncio.run(
+            wait_for_resources(config(generator={"num_replicas": 100}, placement_timeout_s=600))
+        )
+    text = str(error.value)
+    assert (
+        re.search(r"\n +needed +registered +free\n +CPU +40\.7 +2 ", text)
+        and "decoupled needs total >=" in text
+    )
+
+
+@pytest.mark.timeout(120)
+def test_room_that_others_hold_is_waited_for_and_then_refused(ray_cluster, holder):
+    free = ray_cluster.available_resources()["CPU"]
+    told = []
+    holder(free - 0.5)
+    with pytest.raises(
+        PlacementError,
+        match=(
+            r"after placement_timeout_s = 1 s \(CPU: 1\.1 needed, 0\.\d+ free.*\); free some, or"
+            r" wait longer\n"
+        ),
+    ) as error:
+        asyncio.run(wait_for_resources(config(placement_timeout_s=1), tell=told.append))
+    assert "who holds the rest is not known: this cluster has no dashboard" in str(error.value)
+    # Processes of earlier tests may give back theirs meanwhile.
+    assert re.match(
+        r"waiting up to 1 s for room on the cluster: CPU: 1\.1 needed, 0\.\d+ free", told[0]
+    )
+
+
+@pytest.mark.timeout(120)
+def test_room_that_is_given_back_in_time_is_taken(ray_cluster, holder):
+    other, told = holder(ray_cluster.available_resources()["CPU"] - 0.5), []
+
+    async def wait():
+        waiting = asyncio.create_task(
+            wait_for_resources(config(placement_timeout_s=100), 1 << 20, told.append)
+        )
+        while not told:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        ray_cluster.kill(other)
+        return await waiting
+
+    _, text = asyncio.run(wait())
+    assert "# cluster, 1 node\n" in text and re.search(r"\n  shared memory +3\.0 MiB ", text)
+
+
+@pytest.mark.timeout(120)
+def test_memory_that_no_node_has_is_never_waited_for(ray_cluster):
+    with pytest.raises(
+        PlacementError, match=r"too small for this run \(memory: .* GiB needed, .* registered"
+    ):
+        asyncio.run(wait_for_resources(config(placement_timeout_s=600), 1 << 44))
+
+
+@pytest.mark.timeout(120)
+def test_an_actor_that_nobody_has_room_for_is_named(ray_cluster, holder):
+    free = ray_cluster.available_resources()["CPU"]
+    holder(free - 0.1)
+    holder(config().generator.num_cpus, wait=False)
+    with pytest.raises(
+        PlacementLostError,
+        match=r"Holder not placed within placement_timeout_s = 3 s.*\nresource.*\nCPU",
+    ):
+        asyncio.run(wait_for_placement(config(placement_timeout_s=3), "no-such-application", {}))
+
+
+async def begun():
+    return True
+
+
+async def not_begun():
+    return False
+
+
+@pytest.mark.timeout(120)
+def test_placement_ends_when_replicas_have_processes_and_streams_have_begun(generators):
+    asyncio.run(wait_for_placement(config(), generators.name, {"prompt stream": begun}))
+
+
+@pytest.mark.timeout(180)
+def test_a_stream_without_room_is_named(generators, tiny_model, ray_cluster, holder, tmp_path):
+    """The real prompt stream, in a cluster that somebody else has filled meanwhile."""
+    write_prompts(tmp_path / "p.jsonl")
+    free = ray_cluster.available_resources()["CPU"]
+    other = holder(free - 0.01)
+    wanted = config(
+        placement_timeout_s=3,
+        model={"path": str(tiny_model)},
+        data={"train": str(tmp_path / "p.jsonl"), "max_prompt_length": 8},
+    )
+
+    async def wait():
+        prompts = RayPromptSource(data_spec(wanted), check_prompts(data_spec(wanted)))
+        try:
+            await wait_for_placement(
+                wanted, generators.name, {"prompt stream": prompts.started, "scoring stream": begun}
+            )
+        finally:
+            ray_cluster.kill(other)  # or the stream would be waited for
+            await prompts.close()
+
+    with pytest.raises(
+        PlacementLostError, match=r"^prompt stream not placed within placement_timeout_s = 3 s"
+    ):
+        asyncio.run(wait())
+
+
+def write_prompts(path):
+    path.write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(20)))
+
+
+@pytest.fixture
+def nodes_seen(monkeypatch):
+    """`nodes_seen(first, second, …)`: the CPUs of the one node of a standing cluster, look by look;
+    the last stays. Returns what was asked of Ray."""
+
+    def script(*cpus, placed=False):
+        looks, asked = [*cpus], []
+
+        class Demand:
+            def __init__(self, config):
+                asked.append(("demand", config.generator.num_replicas))
+
+            def placed(self):
+                return placed
+
+            def remove(self):
+                asked.append("removed")
+
+        def seen(with_memory):
+            have = {"CPU": looks.pop(0) if len(looks) > 1 else looks[0], "GPU": 0.0}
+            return [Node("n", have, have)]
+
+        monkeypatch.setattr(placement, "own_cluster", lambda: False)
+        monkeypatch.setattr(placement, "cluster_nodes", seen)
+        monkeypatch.setattr(placement, "users_by_node", lambda: ({}, ""))
+        monkeypatch.setattr(placement, "_Demand", Demand)
+        monkeypatch.setattr(placement, "LOOK_EVERY_S", 0.001)
+        return asked
+
+    return script
+
+
+RANGE = {"num_replicas": 4, "min_replicas": 2, "num_cpus": 1.0}
+
+
+def test_nodes_that_are_not_registered_yet_are_waited_for_and_asked_for(nodes_seen):
+    asked = nodes_seen(0, 0, 1, 8)
+    begun, table = asyncio.run(wait_for_resources(config(generator=RANGE, placement_timeout_s=600)))
+    assert (
+        begun.generator.num_replicas == 4
+        and "begins with as many replicas as have room, 2 to 4;" in table
+    )
+    assert asked == [("demand", 4), "removed"]
+
+
+def test_what_the_demand_held_is_waited_for_until_ray_shows_it_as_free(nodes_seen):
+    asked = nodes_seen(0, 0, 0, 0, 0, 8, placed=True)
+    asyncio.run(wait_for_resources(config(generator=RANGE, placement_timeout_s=600)))
+    assert asked == [("demand", 4), "removed"]
+
+
+def test_room_that_others_take_whenever_it_is_given_back_is_refused_after_the_time(
+    nodes_seen, monkeypatch
+):
+    monkeypatch.setattr(placement, "GIVEN_BACK_S", 0.01)
+    nodes_seen(0, placed=True)
+    with pytest.raises(PlacementError, match="too small for this run after placement_timeout_s"):
+        asyncio.run(
+            asyncio.wait_for(
+                wait_for_resources(config(generator=RANGE, placement_timeout_s=0.1)), 60
+            )
+        )
+
+
+def test_after_the_time_a_run_begins_with_the_replicas_that_have_room(nodes_seen):
+    nodes_seen(3.8)
+    told = []
+    begun, table = asyncio.run(
+        wait_for_resources(config(generator=RANGE, placement_timeout_s=0.05), tell=told.append)
+    )
+    assert begun.generator.num_replicas == 3 and begun.generator.min_replicas == 2
+    assert (
+        told[-1]
+        == "only 3 of generator.num_replicas = 4 have room: CPU: 4.7 needed, 3.8 registered"
+    )
+    assert "generator replicas 3 of 3" in table
+
+
+@pytest.mark.parametrize("generator", [RANGE, {**RANGE, "min_replicas": None}])
+def test_after_the_time_fewer_than_the_least_are_refused(nodes_seen, generator):
+    asked = nodes_seen(2.0)
+    with pytest.raises(
+        PlacementError,
+        match=(
+            r"too small for this run after placement_timeout_s = 0\.05 s \(CPU: 4\.7 needed, 2"
+            r" registered"
+        ),
+    ) as error:
+        asyncio.run(wait_for_resources(config(generator=generator, placement_timeout_s=0.05)))
+    assert not isinstance(error.value, PartDiedError) and asked == [("demand", 4), "removed"]
+
+
+def test_a_new_attempt_begins_by_itself_after_a_lost_placement(monkeypatch, tmp_path):
+    """Two attempts lose their room, the third ends. Each asks for all replicas again."""
+    attempts = []
+
+    async def train(attempt, plan, directory, *_):
+        attempts.append((attempt.resume, attempt.generator.num_replicas))
+        if len(attempts) < 3:
+            raise PlacementLostError("1 learner ranks were not placed")
+        return "summary"
+
+    wanted = config(runs_root=str(tmp_path), generator=RANGE)
+    monkeypatch.setattr(run, "_train", train)
+    monkeypatch.setattr(run, "resolve_models", lambda config: config)
+    monkeypatch.setattr(run, "make_plan", lambda config: SimpleNamespace(prompts=None))
+    monkeypatch.setattr(run, "try_rewards", lambda *args: None)
+    monkeypatch.setattr(run, "_announce", lambda *args: None)
+    monkeypatch.setattr(run, "_print_summary", lambda *args: None)
+    directory = SimpleNamespace(
+        checkpoints=SimpleNamespace(newest_first=list), checkpoint=None, logs=tmp_path
+    )
+    monkeypatch.setattr(run, "RunDirectory", lambda config: contextlib.nullcontext(directory))
+    assert run.run_training(wanted, ["asyncrl", "train"]) == 0
+    assert attempts == [("never", 4), ("auto", 4), ("auto", 4)]
+    attempts.clear()
+    assert (
+        run.run_training(wanted.model_copy(update={"max_restarts": 1}), ["asyncrl", "train"]) == 1
+    )
+    assert len(attempts) == 2
+
+
+@pytest.fixture
+def replicas_seen(monkeypatch):
+    """`replicas_seen((replicas, waiting, unmet), …)`: what Ray shows, look by look; the last stays.
+    Returns the Stations that look."""
+
+    def script(*looks, **changes):
+        left = [*looks]
+
+        def survey(prefix):
+            assert prefix == "SERVE_REPLICA::app#"
+            replicas, waiting, _ = left[0]
+            return replicas, (
+                ["ServeReplica:app:Generator"] * waiting if isinstance(waiting, int) else waiting
+            )
+
+        def unmet(config):
+            return (left.pop(0) if len(left) > 1 else left[0])[2]
+
+        monkeypatch.setattr(placement, "_survey", survey)
+        monkeypatch.setattr(placement, "_unmet_demand", unmet)
+        monkeypatch.setattr(placement, "resource_table", lambda needed: "the table")
+        monkeypatch.setattr(placement, "GENERATORS_EVERY_S", 0.001)
+        stations = Stations.__new__(Stations)
+        stations.placed, stations.application = config(placement_timeout_s=0.05, **changes), "app"
+        return stations
+
+    return script
+
+
+def test_a_run_without_room_for_any_generator_counts_as_one_that_lost_a_part(replicas_seen):
+    ended = []
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("work")
+
+    stations = replicas_seen((0, 1, False), (0, 1, True))
+    with pytest.raises(
+        PartDiedError,
+        match=(
+            r"no generator replica has had room for placement_timeout_s = 0\.05 s, and none is"
+            r" left; add nodes.*\nthe table"
+        ),
+    ):
+        asyncio.run(stations.while_placed(work()))
+    assert ended == ["work"]
+
+
+def test_another_part_without_room_is_lost_too(replicas_seen):
+    """The node of the reference policy is gone: scoring would wait for ever."""
+
+    async def work():
+        await asyncio.Event().wait()
+
+    stations = replicas_seen((1, ["ServeReplica:app:Generator", "Reference"], True))
+    with pytest.raises(
+        PartDiedError,
+        match=(
+            r"^Reference of this run has had no room for placement_timeout_s = 0\.05 s; add"
+            r" nodes\nthe table"
+        ),
+    ):
+        asyncio.run(asyncio.wait_for(stations.while_placed(work()), 20))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [(1, 1, True), (0, 1, False), (0, 0, True)],
+    ids=["one is left", "one is being started", "Serve asks for none yet"],
+)
+def test_generators_that_are_only_late_end_nothing(replicas_seen, look):
+    async def work():
+        await asyncio.sleep(0.2)  # four times as long as a part may wait
+
+    asyncio.run(replicas_seen(look).while_placed(work()))
+
+
+def test_a_control_service_that_is_away_for_a_while_ends_nothing(replicas_seen, monkeypatch):
+    stations, asked = replicas_seen((0, 1, True)), []
+
+    def away(config):
+        asked.append(config)
+        raise RpcError("GCS is away")
+
+    monkeypatch.setattr(placement, "_unmet_demand", away)
+
+    async def work():
+        while len(asked) < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(stations.while_placed(work()), 20))
+
+
+def test_an_error_and_a_cancellation_of_the_work_pass_through(replicas_seen):
+    async def fails():
+        raise RuntimeError("the work's own")
+
+    with pytest.raises(RuntimeError, match="the work's own"):
+        asyncio.run(replicas_seen((1, 0, False)).while_placed(fails()))
+
+    async def scenario():
+        begun, ended = asyncio.Event(), []
+
+        async def work():
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(True)
+
+        task = asyncio.create_task(replicas_seen((1, 0, False)).while_placed(work()))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return ended
+
+    assert asyncio.run(scenario()) == [True]

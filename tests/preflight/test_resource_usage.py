@@ -1,0 +1,179 @@
+"""Who holds what: grouped by name on hand-made claims, and read from the state API of a real
+cluster of two nodes."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from small_config import SMALL
+
+from asyncrl.preflight.resource_usage import _claims, group_users
+from asyncrl.preflight.resources import ResourceUser
+
+
+def actor(node, class_name, job="01000000", name=None, group=None, **resources):
+    return SimpleNamespace(
+        node_id=node,
+        class_name=class_name,
+        job_id=job,
+        name=name,
+        placement_group_id=group,
+        required_resources=resources,
+    )
+
+
+def test_same_names_are_one_holder_and_the_largest_comes_first():
+    claims = [
+        ("n", "a", {"CPU": 1.0}),
+        ("n", "a", {"CPU": 0.5, "memory": 9.0}),
+        ("n", "b", {"GPU": 1.0}),
+        ("m", "a", {"CPU": 2.0}),
+        ("m", "none", {}),
+    ]
+    assert group_users(claims) == {
+        "n": (ResourceUser("b", {"GPU": 1.0}), ResourceUser("2 x a", {"CPU": 1.5})),
+        "m": (ResourceUser("a", {"CPU": 2.0}),),
+    }
+
+
+def test_what_lies_in_a_placement_group_is_counted_once():
+    group = SimpleNamespace(
+        placement_group_id="g",
+        creator_job_id="02000000",
+        bundles=[{"node_id": "n", "unit_resources": {"CPU": 4.0, "GPU": 1.0}}],
+    )
+    living = [
+        actor("n", "RankProcess", "02000000", group="g", CPU=4.0, GPU=1.0),
+        actor("n", "Serve", name="SERVE_REPLICA::app#Generator#x1", CPU=0.4),
+    ]
+    task = SimpleNamespace(
+        type="NORMAL_TASK",
+        placement_group_id=None,
+        node_id="n",
+        func_or_class_name="read",
+        job_id="03000000",
+        required_resources={"CPU": 1.0},
+    )
+    assert group_users(_claims([group], living, [task])) == {
+        "n": (
+            ResourceUser("placement group (RankProcess) of job 02000000", {"CPU": 4.0, "GPU": 1.0}),
+            ResourceUser("task read of job 03000000", {"CPU": 1.0}),
+            ResourceUser("Serve replica app#Generator of job 01000000", {"CPU": 0.4}),
+        )
+    }
+
+
+SCRIPT = """
+import asyncio, contextlib, json, os, sys, time
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group
+from asyncrl.preflight import placement
+from asyncrl.config import Config, ConfigError
+from asyncrl.contracts.errors import PlacementError
+from asyncrl.preflight.resources import run_needs, shortages
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": True})
+cluster.add_node(num_cpus=2)
+ray.init(address=cluster.address, log_to_driver=False)
+TREE = json.loads(sys.argv[1])
+
+def config(cpus, **more):
+    return Config.model_validate({**TREE, "learner": {"num_cpus": cpus}, **more})
+
+def said(work):
+    try:
+        returned = asyncio.run(work)
+        return {"returned": returned and returned[1]}
+    except (PlacementError, ConfigError) as error:
+        return {"error": str(error)}
+
+with_model = Config.model_validate({**TREE, "model": {"path": sys.argv[3]}})
+models = [said(placement.check_models(with_model))]
+placement.look = lambda path: "cannot be read (Permission denied)"
+models.append(said(placement.check_models(with_model)))
+answers = {"models": models, "never": said(placement.wait_for_resources(config(3.0,
+    placement_timeout_s=1), 1 << 20))}
+
+class Holder:
+    def here(self):
+        return True
+
+holders = [ray.remote(Holder).options(num_cpus=1.5,
+    scheduling_strategy="SPREAD").remote() for _ in range(2)]
+ray.get([holder.here.remote() for holder in holders])
+# Half a CPU is free on each node: a rank of 0.55 has no place, though the sum is enough.
+tight = dict(generator={"num_cpus": 0.0}, rollout={**TREE["rollout"]}, placement_timeout_s=1)
+told = []
+answers["held"] = said(placement.wait_for_resources(config(0.55, **tight), 1 << 20, told.append))
+answers["told"] = told
+async def freed():
+    waiting = asyncio.create_task(placement.wait_for_resources(config(0.55, **{**tight,
+        "placement_timeout_s": 120}), 1 << 20, told.append))
+    while len(told) < 2:
+        await asyncio.sleep(0.05)
+    ray.kill(holders[0])
+    return await waiting
+answers["freed"] = said(freed())
+ray.kill(holders[1])
+group = placement_group([{"CPU": 1}], lifetime="detached")
+ray.get(group.ready())
+os.environ["RAY_ADDRESS"] = cluster.address
+ray.shutdown()
+with open(sys.argv[2], "w") as file, contextlib.redirect_stdout(file):
+    small, large = config(0.4), config(3.0)
+    code = placement.plan_on_cluster(small, 1 << 20), placement.plan_on_cluster(large, 1 << 20)
+answers["codes"] = code
+print("ANSWERS " + json.dumps(answers), flush=True)
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_cluster_of_two_nodes(tmp_path, tiny_model):
+    """The model looked at by each node; never, not now, freed in time, and `plan --cluster`, on a
+    cluster of this test's own."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(SMALL), str(tmp_path / "plan"), str(tiny_model)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    answers = (
+        json.loads(
+            next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))[8:]
+        )
+        if done.returncode == 0
+        else done.stderr[-3000:]
+    )
+    print(json.dumps(answers, indent=1), (tmp_path / "plan").read_text())
+    readable, unreadable = answers["models"]
+    assert readable == {"returned": None}
+    assert "cannot be read (Permission denied) on node" in unreadable["error"]
+    never, held = answers["never"]["error"], answers["held"]["error"]
+    assert never.startswith(
+        "the cluster is too small for this run after placement_timeout_s = 1 s (learner ranks: 1 x"
+        " (CPU 3, memory 4.0 MiB), each on one node, and registered is room for none"
+    )
+    assert "# cluster, 2 nodes" in never and "decoupled needs total >= 0 + 0 = 0" in never
+    assert held.startswith(
+        "no room on the cluster after placement_timeout_s = 1 s (learner ranks: 1 x (CPU 0.55"
+    )
+    assert held.count("held by Holder of job ") == 2 and "not known" not in held
+    assert (
+        answers["told"][0].startswith(
+            "waiting up to 1 s for room on the cluster: learner ranks: 1 x (CPU 0.55"
+        )
+        and "held by Holder" in answers["told"][0]
+    )
+    assert "room for learner ranks 1 of 1" in answers["freed"]["returned"]
+    assert answers["codes"] == [0, 1]
+    text = (tmp_path / "plan").read_text()
+    assert (
+        "nothing speaks against placing this run now" in text
+        and "this run does not fit here: learner ranks: 1 x (CPU 3" in text
+    )
+    assert "held by placement group of job " in text

@@ -1,0 +1,229 @@
+"""What a run needs against what nodes have: sums, places on one node, slime's arithmetic, who holds
+the rest. No cluster."""
+
+import pytest
+from small_config import small_config as config
+
+from asyncrl.preflight.resources import (
+    Node,
+    ResourceUser,
+    cluster_text,
+    placement_text,
+    run_needs,
+    shortages,
+)
+
+GIB = 1 << 30
+
+
+def node(name, cpus, gpus=0.0, free=None, **more):
+    have = {"CPU": cpus, "GPU": gpus, **more.pop("memory", {})}
+    return Node(name, have, {**have, **(free or {})}, **more)
+
+
+GPUS = {
+    "learner": {"device": "cuda", "world_size": 3, "num_cpus": 4},
+    "generator": {"device": "cuda", "num_replicas": 1, "num_cpus": 4},
+}
+
+
+def test_needs_hand_computed():
+    by_part = {need.part: need for need in run_needs(config(learner={"world_size": 2}), 100 << 20)}
+    ranks, replicas = by_part["learner ranks"], by_part["generator replicas"]
+    assert (ranks.count, ranks.amounts) == (2, {"CPU": 0.4, "memory": (25 << 20) * 16 / 2})
+    assert replicas.amounts == {
+        "CPU": 0.4,
+        "memory": (100 << 20) + (256 << 20),
+        "shared memory": 100 << 20,
+    }
+    assert by_part["two published versions"].amounts == {
+        "shared memory": 200 << 20,
+        "object store": 200 << 20,
+    }
+    assert all(set(need.amounts) == {"CPU"} for need in run_needs(config()))
+    on_gpu = {need.part: need.amounts for need in run_needs(config(**GPUS), 100 << 20)}
+    assert on_gpu["learner ranks"] == {"CPU": 4, "GPU": 1} and on_gpu["generator replicas"] == {
+        "CPU": 4,
+        "GPU": 1,
+        "shared memory": 100 << 20,
+    }
+    offloaded = {
+        need.part: need.amounts
+        for need in run_needs(
+            config(**{**GPUS, "learner": {**GPUS["learner"], "offload_optimizer": "cpu"}}),
+            120 << 20,
+        )
+    }
+    assert offloaded["learner ranks"]["memory"] == (30 << 20) * 16 / 3
+
+
+def test_rewards_on_gpus_are_placed_where_those_are():
+    """Two tasks of half a GPU, and as much once more for evaluation, if there is any."""
+    reward = {"functions": {"r": {"function": "m:r"}}, "tasks": 2, "num_cpus": 3, "num_gpus": 0.5}
+    [scoring] = [need for need in run_needs(config(reward=reward)) if need.part == "scoring stream"]
+    assert (scoring.count, scoring.amounts) == (2, {"CPU": 3, "GPU": 0.5})
+    evaluated = config(reward=reward, eval={"data": "held_out.parquet"})
+    [apart] = [need for need in run_needs(evaluated) if need.part == "evaluation's rewards"]
+    assert (apart.count, apart.amounts) == (1, {"CPU": 3, "GPU": 0.5})
+    assert (
+        shortages(run_needs(evaluated), [node("a", 16, 1), node("b", 16, 0.5)], "registered") == []
+    )
+    assert (
+        shortages(run_needs(evaluated), [node("a", 16, 1)], "registered")[0]
+        == "GPU: 1.5 needed, 1 registered"
+    )
+    assert "decoupled needs total >= 0 + 0 + rewards 1.5 = 1.5" in placement_text(evaluated)
+    assert "rewards" not in placement_text(config()) and "evaluation's rewards" not in [
+        need.part for need in run_needs(config(eval={"data": "h.parquet"}))
+    ]
+
+
+def test_what_fits_is_short_of_nothing():
+    assert shortages(run_needs(config(), 1 << 20), [node("a", 2.0)], "free") == []
+    assert (
+        shortages(run_needs(config(**GPUS)), [node("a", 16, 3), node("b", 8, 1)], "registered")
+        == []
+    )
+
+
+def test_two_nodes_of_one_name_both_count():
+    """A node's name is its address and the beginning of its id: on one machine two may share it."""
+    wanted = run_needs(config())
+    for order in ([node("a", 8), node("a", 0)], [node("a", 0), node("a", 8)]):
+        assert shortages(wanted, order, "registered") == []
+
+
+def test_a_sum_that_is_short_is_named_with_both_numbers():
+    assert (
+        shortages(run_needs(config(**GPUS)), [node("a", 16, 2), node("b", 16, 1)], "registered")[0]
+        == "GPU: 4 needed, 3 registered"
+    )
+    assert (
+        shortages(
+            run_needs(config(), GIB), [node("a", 2, memory={"shared memory": 2.5 * GIB})], "free"
+        )[0]
+        == "shared memory: 3.00 GiB needed, 2.50 GiB free"
+    )
+
+
+def test_two_versions_must_fit_into_one_nodes_object_store():
+    """Enough in /dev/shm is not enough: Ray takes a share of it, and would spill the rest to
+    disk."""
+    small = {"memory": {"shared memory": 64 * GIB, "object store": 1.5 * GIB}}
+    short = shortages(
+        run_needs(config(), GIB), [node("a", 2, **small), node("b", 2, **small)], "registered"
+    )
+    assert short == [
+        "two published versions: 1 x (shared memory 2.00 GiB, object store 2.00 GiB), each on one"
+        " node, and registered is room for none on any"
+    ]
+    assert (
+        shortages(
+            run_needs(config(), GIB), [node("a", 2, memory={"object store": 2 * GIB})], "registered"
+        )
+        == []
+    )
+
+
+def test_enough_in_all_is_not_enough_where_no_node_has_enough_for_one():
+    """Twelve CPUs and four GPUs in all; but a rank's four CPUs are nowhere beside a GPU that is
+    free."""
+    nodes = [node("a", 8, 1), node("b", 3, 3), node("c", 8)]
+    assert shortages(run_needs(config(**GPUS)), nodes, "registered") == [
+        "learner ranks: 3 x (CPU 4, GPU 1), each on one node, and registered is room for 1 on a"
+    ]
+    nodes = [node("a", 64, 4, free={"CPU": 3, "GPU": 4}), node("b", 64, 0)]
+    assert shortages(run_needs(config(**GPUS)), nodes, "registered") == []
+    assert [line.split(":")[0] for line in shortages(run_needs(config(**GPUS)), nodes, "free")] == [
+        "learner ranks",
+        "generator replicas",
+    ]
+    assert shortages(run_needs(config(**GPUS)), nodes, "free")[0].endswith(
+        "free is room for none on any"
+    )
+
+
+def test_memory_is_asked_of_one_node_too_and_a_silent_node_may_have_any():
+    small = [node(name, 1.5, memory={"memory": 0.3 * GIB}) for name in "ab"]
+    assert shortages(run_needs(config(), 1 << 20), small, "free") == []
+    wanted = run_needs(config(generator={"kv_cache_memory_bytes": GIB // 2}), 1 << 20)
+    assert shortages(wanted, small, "free") == [
+        "generator replicas: 1 x (CPU 0.4, memory 513.0 MiB, shared memory 1.0 MiB), each on one"
+        " node, and free is room for none on any"
+    ]
+    assert shortages(wanted, [*small, node("c", 1)], "free") == []
+
+
+@pytest.mark.parametrize(("rank", "replica", "free"), [(0.1, 0.2, 0.6), (0.1, 0.1, 0.5)])
+def test_fractions_add_up(rank, replica, free):
+    """0.1 + 0.2 is not 0.3 in binary: what is needed may come out a little above what is free, and
+    is enough all the same."""
+    needs = run_needs(config(learner={"num_cpus": rank}, generator={"num_cpus": replica}))
+    assert sum(need.count * need.amounts["CPU"] for need in needs) == pytest.approx(free)
+    assert shortages(needs, [node("a", 2, free={"CPU": free})], "free") == []
+
+
+def test_slimes_arithmetic_for_both_placements():
+    text = placement_text(config(**GPUS), [node("a", 8, 4, free={"GPU": 1}), node("b", 8, 4)])
+    assert "decoupled needs total >= 3 + 1 = 4: 8 registered, 5 free" in text
+    assert text.endswith(
+        "  colocate  needs total >= 3; it is not implemented: generators and learner always have"
+        " processes of their own"
+    )
+    reference = placement_text(config(**GPUS, algorithm={"kl_loss_coef": 0.1}))
+    assert (
+        "decoupled needs total >= 3 + 1 + reference 1 = 5\n" in reference
+        and "colocate  needs total >= 3 + reference 1;" in reference
+    )
+    assert "= 0 GPUs (learner.world_size 1 on cpu)" in placement_text(
+        config()
+    ) and "= 0 GPUs (generator.num_replicas 1 on cpu)" in placement_text(config())
+
+
+def test_the_table_shows_each_node_and_who_holds_what():
+    users = (
+        ResourceUser("Serve replica other#Generator of job 02000000", {"CPU": 4.0, "GPU": 1.0}),
+        ResourceUser("2 x Trainer of job 03000000", {"CPU": 2.0}),
+    )
+    text = cluster_text(
+        run_needs(config(**GPUS), GIB),
+        [
+            node("10.0.0.1", 8, 2, free={"CPU": 2.0, "GPU": 1.0}, users=users),
+            node("10.0.0.2", 8, 1),
+        ],
+    )
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    for line in (
+        "# cluster, 2 nodes",
+        "needed registered free",
+        "CPU 16.3 16 10",
+        "GPU 4 3 2",
+        "shared memory 3.00 GiB not known not known",
+        "node 10.0.0.1",
+        "CPU 8 2",
+        "held by Serve replica other#Generator of job 02000000: CPU 4, GPU 1",
+        "held by 2 x Trainer of job 03000000: CPU 2",
+    ):
+        assert line in lines, text
+    assert any(
+        line.startswith(
+            "room for learner ranks 0 of 3, generator replicas 0 of 1, rollout workers 1 of 1"
+        )
+        for line in lines
+    )
+    assert any(
+        line.startswith("room for learner ranks 1 of 3, generator replicas 1 of 1")
+        for line in lines
+    )
+    held = node("a", 2, free={"CPU": 1})
+    assert cluster_text(run_needs(config()), [held], "no dashboard").endswith(
+        "who holds the rest is not known: no dashboard"
+    )
+    assert "not known" not in cluster_text(run_needs(config()), [node("a", 2)], "no dashboard"), (
+        "nobody holds anything"
+    )
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 3])
+def test_no_gpu_is_asked_of_a_cluster_for_a_run_on_cpu(gpus):
+    assert "GPU" not in cluster_text(run_needs(config()), [node("a", 2, gpus)])

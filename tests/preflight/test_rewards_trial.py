@@ -1,0 +1,146 @@
+"""A reward of the user's own is tried before anything starts: what is wrong with it is said with
+its line, and costs seconds."""
+
+import textwrap
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl import cli
+from asyncrl.config import ConfigError, load_config
+from asyncrl.data.prompts import check_prompts
+from asyncrl.preflight.rewards import rewards_text, try_rewards
+from asyncrl.preflight.specs import data_spec
+
+REWARD = """
+def fine(prompts, completions, answer, **_):
+    assert (prompts, completions, answer) == (["1 + 2 ="], ["0"], ["3"])
+    return {"reward": [0.5], "format": [1]}
+
+def nested(completions, **_):
+    return [inner({}) for _ in completions]
+
+def inner(row):
+    return row["reward"]
+
+def wants(completions, solution):
+    return [0.0]
+
+def no_list(completions, **_):
+    return 1.0
+
+def ends(completions, **_):
+    import os
+    os._exit(3)
+
+def hangs(completions, **_):
+    import time
+    time.sleep(100)
+
+def unscored(completions, **_):
+    return [None]
+"""
+
+
+@pytest.fixture
+def trial(tmp_path, tiny_model, monkeypatch):
+    """`trial("fine", **reward_settings)`: the config of a run with that reward, and its prompts'
+    report."""
+    (tmp_path / "trial_rewards.py").write_text(textwrap.dedent(REWARD))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(
+        pa.table({"prompt": ["30 - 40 - 50 - 60 =", "1 + 2 ="], "answer": ["-70", "3"]}),
+        tmp_path / "train.parquet",
+    )
+    path = tmp_path / "config.yaml"
+
+    def made(name, **reward):
+        tree = {
+            "name": "run",
+            "runs_root": str(tmp_path / "runs"),
+            "max_steps": 3,
+            "model": {"path": str(tiny_model)},
+            "data": {
+                "train": str(tmp_path / "train.parquet"),
+                "max_prompt_length": 8,
+                "prompt_policy": "drop",
+            },
+            "rollout": {"max_completion_length": 8},
+            "reward": {"functions": {"mine": {"function": f"trial_rewards:{name}"}}, **reward},
+        }
+        path.write_text(str(tree))  # a Python dict of strings and numbers is YAML as well
+        config = load_config(path)
+        return SimpleNamespace(config=config, report=check_prompts(data_spec(config)), path=path)
+
+    return made
+
+
+def test_it_is_called_with_the_first_prompt_that_is_used_and_its_columns(trial):
+    one = trial("fine")
+    given = try_rewards(one.config, one.report)
+    assert given == {"mine": 0.5, "mine/format": 1.0}
+    assert rewards_text(given).splitlines()[2:] == [
+        f"  {'mine':<24} 0.5",
+        f"  {'mine/format':<24} 1",
+    ]
+    assert (
+        try_rewards(
+            one.config.model_copy(
+                update={"reward": one.config.reward.model_copy(update={"num_gpus": 1.0})}
+            ),
+            one.report,
+        )
+        is None
+    )
+
+
+def test_none_is_said_to_be_unscored(trial):
+    one = trial("unscored")
+    assert "None: not scored" in rewards_text(try_rewards(one.config, one.report))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "nested",
+            (
+                r"raised KeyError: 'reward' at .*trial_rewards\.py:10, in inner\n(.*\n)*.*line 7,"
+                r" in nested"
+            ),
+        ),
+        (
+            "wants",
+            (
+                "TypeError: it takes solution, which neither a column of the data nor an entry of"
+                " its arguments is; there are answer, [a-z_, ]*$"
+            ),
+        ),
+        ("no_list", "'trial_rewards:no_list' returned float; return a list of 1 floats or None"),
+        ("nowhere", "'trial_rewards:nowhere' cannot be imported .*check its name"),
+        ("ends", r"reward mine \(trial_rewards:ends\) ended its process \(exit code 3\)"),
+        ("hangs", "was killed after reward.deadline_s = 1 s"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["fail", "drop_group"])
+def test_what_is_wrong_is_said_whatever_the_policy(trial, name, message, policy):
+    one = trial(name, policy=policy, deadline_s=1.0)
+    with pytest.raises(
+        ConfigError, match="the first prompt of data.train with the completion '0': .*" + message
+    ):
+        try_rewards(one.config, one.report)
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_the_command_ends_with_it_and_leaves_nothing(trial, command, capsys, tmp_path):
+    one = trial("nested")
+    assert cli.run(command, str(one.path), []) == 2
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("asyncrl: the first prompt of data.train")
+        and "trial_rewards.py:10, in inner\nTraceback" in said
+    )
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,139 @@
+"""What outlives an attempt, and what does not. Cluster and generators are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small_config import SMALL
+
+from asyncrl.config import Config
+from asyncrl.contracts.errors import PartDiedError, PlacementLostError
+from asyncrl.contracts.state import State
+from asyncrl.learning.group import LearnerDiedError
+from asyncrl.run import attempts, closing
+from asyncrl.run.attempts import AcrossAttempts
+
+CONFIG = Config.model_validate(SMALL)
+
+
+class StandIn:
+    """Generators whose calls are noted."""
+
+    def __init__(self, said: list[str], able: bool = True, hangs: bool = False) -> None:
+        self._said, self._able, self._hangs = said, able, hangs
+        self.attached = CONFIG.generator.model_copy(update={"attach": "the application"})
+
+    async def release(self, run_id: str, attempt: int) -> bool:
+        self._said.append(f"release {run_id} {attempt}")
+        return self._able
+
+    async def end(self) -> None:
+        self._said.append("end")
+        if self._hangs:
+            await asyncio.Event().wait()
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was started and ended."""
+    noted: list[str] = []
+
+    @contextlib.contextmanager
+    def cluster(config: Config) -> Iterator[None]:
+        noted.append("cluster")
+        yield
+        noted.append("no cluster")
+
+    monkeypatch.setattr(attempts, "ray_cluster", cluster)
+    return noted
+
+
+def attempt(
+    across: AcrossAttempts,
+    generators: Any,
+    error: BaseException | None,
+    number: int = 0,
+    left: int = 1,
+    hung: str = "",
+) -> BaseException | None:
+    """What comes out of an attempt that starts these generators, and ends with the error."""
+    state: State = SimpleNamespace(run_id="run", attempt=number)  # type: ignore[assignment]
+
+    async def work() -> None:
+        async with across.attempt(CONFIG, state, Path(), lambda: left):
+            across.generators = across.generators or generators
+            if hung:
+                across.failed.append(hung)
+            if error is not None:
+                raise error
+
+    try:
+        asyncio.run(work())
+    except BaseException as raised:
+        return raised
+    return None
+
+
+def test_a_learner_dies_and_the_next_attempt_attaches_to_the_generators(said: list[str]) -> None:
+    across, died = AcrossAttempts(), LearnerDiedError("rank 0")
+    assert across.config(CONFIG) is CONFIG
+    assert attempt(across, StandIn(said), died) is died
+    assert said == ["cluster", "release run 0"]
+    assert across.config(CONFIG).generator.attach == "the application"
+    assert attempt(across, None, None, 1) is None
+    assert said == ["cluster", "release run 0", "end", "no cluster"]
+    across.end()
+    assert said[4:] == [] and across.config(CONFIG) is CONFIG
+
+
+@pytest.mark.parametrize(
+    ("error", "left", "able", "hung"),
+    [
+        pytest.param(None, 1, True, "", id="done"),
+        pytest.param(RuntimeError("no death"), 1, True, "", id="an error"),
+        pytest.param(asyncio.CancelledError(), 1, True, "", id="interrupted"),
+        pytest.param(LearnerDiedError("rank 0"), 0, True, "", id="no attempt left"),
+        pytest.param(
+            PlacementLostError("no replica has had room"),
+            1,
+            True,
+            "",
+            id="the generators' own room is lost",
+        ),
+        pytest.param(PartDiedError("a stream"), 1, False, "", id="the generators died as well"),
+        pytest.param(
+            PartDiedError("a stream"),
+            1,
+            True,
+            "scoring",
+            id="a station that does not close holds resources",
+        ),
+    ],
+)
+def test_all_else_ends_the_generators_and_the_cluster(
+    said: list[str], error: BaseException | None, left: int, able: bool, hung: str
+) -> None:
+    across = AcrossAttempts()
+    raised = attempt(across, StandIn(said, able), error, left=left, hung=hung)
+    assert type(raised) is type(error)
+    assert said[0] == "cluster" and said[-2:] == ["end", "no cluster"] and across.generators is None
+    assert attempt(across, StandIn(said), None, 1) is None
+    assert said.count("cluster") == said.count("no cluster") == 2, (
+        "the next attempt has a cluster of its own"
+    )
+
+
+def test_what_is_left_for_an_attempt_that_does_not_begin_ends(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closing, "CLOSE_TIMEOUT_S", 0.05)
+    across = AcrossAttempts()
+    attempt(across, StandIn(said, hangs=True), LearnerDiedError("rank 0"))
+    across.end()
+    assert said == ["cluster", "release run 0", "end", "no cluster"]

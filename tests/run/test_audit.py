@@ -1,0 +1,1236 @@
+"""The audit passes on runs that were killed and resumed, and fails for each way in which the books
+can be wrong."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from independent_audit import wrong
+from transformers import PreTrainedTokenizerFast
+
+import asyncrl
+from asyncrl.cli import main
+from asyncrl.config import Config
+from asyncrl.contracts.content_hash import content_hashes
+from asyncrl.contracts.rows import (
+    ANSWER_COLUMNS,
+    Completion,
+    Group,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+    groups_to_table,
+)
+from asyncrl.control.coordinator import Coordinator, Parts, Schedule
+from asyncrl.control.staleness import Staleness
+from asyncrl.rewards.files import compact
+from asyncrl.run.audit import UNREADABLE, audit, audit_text
+from asyncrl.rundir.directory import RunDirectory, _checksum
+from asyncrl.rundir.outcomes import OUTSTANDING, OutcomesWriter, _sealed, read_outcomes
+from asyncrl.rundir.rows import read_rows
+from asyncrl.runtime.parquet import write_table
+from asyncrl.runtime.shared import size_and_checksum
+from asyncrl.testing import (
+    FakeLearner,
+    FakePrompts,
+    FakeRecorder,
+    FakeRollouts,
+    FakeScores,
+    FakeWeightSync,
+    VirtualTimeLoop,
+)
+
+GROUPS, SAMPLES, MAX_STALENESS = 4, 2, 2
+LENGTHS = [3, 5, 8, 9, 20]
+
+
+def config(root, steps, **changes):
+    tree = {
+        "name": "run",
+        "runs_root": str(root),
+        "max_steps": steps,
+        "model": {"path": "model"},
+        "data": {"train": "train.parquet", "max_prompt_length": 20},
+        "rollout": {
+            "max_completion_length": 32,
+            "rollout_batch_size": GROUPS,
+            "n_samples_per_prompt": SAMPLES,
+        },
+        "reward": {"functions": {"exact": {"function": "package.module:function"}}},
+        "staleness": {"max_staleness": MAX_STALENESS},
+    }
+    return Config.model_validate(tree | changes)
+
+
+def tokens(ordinal):
+    return LENGTHS[ordinal * 7 % len(LENGTHS)]
+
+
+class Files(FakeScores):
+    """Writes each scored group's row, as the scoring stage does."""
+
+    def __init__(self, rollouts, directory, attempt, prompt_ids=lambda ordinal: (1,)):
+        super().__init__(rollouts)
+        self.directory, self.attempt, self.prompt_ids = directory, attempt, prompt_ids
+        directory.mkdir(exist_ok=True)
+
+    async def next(self):
+        arrived = []
+        now = asyncio.get_running_loop().time() + 1e6 * self.attempt
+        for scored in await super().next():
+            length = tokens(scored.ordinal)
+            completion = Completion(
+                (7,) * length,
+                (-0.5 - scored.ordinal / 1024,) * length,
+                (VersionSpan(scored.oldest_version, 0, length),),
+                "stop",
+            )
+            trajectories = (
+                Trajectory(completion, (1,) * length, 1.0, {"exact": 1.0}, 0.5),
+                Trajectory(completion, (1,) * length, 0.0, {"exact": 0.0}, -0.5),
+            )
+            group = Group(
+                self.attempt,
+                Prompt(scored.ordinal, 0, "p", self.prompt_ids(scored.ordinal)),
+                trajectories,
+                f"replica-{self.attempt}",
+                now - 5,
+                now,
+                scored_at=now,
+            )
+            table = groups_to_table([group])
+            arrived.append(replace(scored, content=content_hashes(table)[0]))
+            pq.write_table(
+                table, self.directory / f"attempt_{self.attempt:04d}-{scored.ordinal:08d}.parquet"
+            )
+        return arrived
+
+
+class Recorder(FakeRecorder):
+    def __init__(self, directory, attempt):
+        super().__init__()
+        self.writer = OutcomesWriter(directory, attempt)
+
+    def outcomes(self, outcomes, outstanding):
+        super().outcomes(outcomes, outstanding)
+        self.writer.write(outcomes, outstanding)
+
+    async def flushed(self):
+        self.writer.flush()
+
+
+class Learner(FakeLearner):
+    """Counts the tokens that it trains, as the real one does."""
+
+    trained_tokens = 0
+
+    async def step(self, batch):
+        result = await super().step(batch)
+        self.trained_tokens += sum(scored.tokens for scored in batch) if result.applied else 0
+        return result
+
+    async def save(self, directory):
+        (directory / "counters.json").write_text(
+            json.dumps({"trained_tokens": self.trained_tokens})
+        )
+        return {
+            **await super().save(directory),
+            "counters.json": size_and_checksum(directory / "counters.json"),
+        }
+
+
+async def at_once(function, *arguments):
+    """In place of `asyncio.to_thread`: a virtual clock does not see threads."""
+    return function(*arguments)
+
+
+@pytest.fixture
+def no_threads(monkeypatch):
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+
+
+def attempt(root, steps, after, graceful=True, prompt_ids=lambda ordinal: (1,), **changes):
+    """One attempt of the run, ended after so many virtual seconds (None: not at all)."""
+    with RunDirectory(config(root, steps, resume="auto", **changes)) as directory:
+        state = directory.state
+        rollouts = FakeRollouts(
+            latency=lambda ordinal: 0.1 * tokens(ordinal),
+            fails=lambda ordinal: "broken" if ordinal % 11 == 3 else None,
+            tokens=lambda o: SAMPLES * tokens(o),
+        )
+        scores = Files(rollouts, directory.path / "groups", state.attempt, prompt_ids)
+        learner = Learner(
+            GROUPS, latency=0.3, version=state.version, skips=lambda step: step % 5 == 4
+        )
+        recorder = Recorder(directory.path / "outcomes", state.attempt)
+        restored = []
+        if directory.checkpoint is not None:
+            learner.trained_tokens = json.loads(
+                (directory.checkpoint / "learner" / "counters.json").read_text()
+            )["trained_tokens"]
+            restored = (
+                asyncio.run(scores.load(directory.checkpoint / "buffer.parquet"))
+                if state.waiting
+                else []
+            )
+        prompts = FakePrompts(
+            state.frontier, [*state.finished_above, *(ordinal for _, ordinal in state.waiting)]
+        )
+        parts = Parts(
+            prompts, rollouts, scores, learner, FakeWeightSync(), recorder, directory.checkpoints
+        )
+        bound = changes.get("staleness", {}).get("max_staleness", MAX_STALENESS)
+        schedule = Schedule(steps, Staleness(bound, GROUPS), checkpoint_every=3)
+        coordinator = Coordinator(parts, schedule, state, restored)
+
+        async def bounded():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(after):
+                    await coordinator.run()
+            return coordinator.progress.version
+
+        async def killed():
+            task = asyncio.ensure_future(coordinator.run())
+            await asyncio.wait([task], timeout=after)
+            recorder.outcomes = lambda *_: None  # a process that was killed writes nothing more
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return coordinator.progress.version
+
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            return runner.run(bounded() if graceful else killed())
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A run of 24 steps that was interrupted twice and killed three times."""
+    root = tmp_path_factory.mktemp("audited")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "to_thread", at_once)
+        for after, graceful in ((4.0, True), (6.5, False), (2.0, False), (5.0, True), (5.1, False)):
+            assert attempt(root, 24, after, graceful) < 24
+        assert attempt(root, 24, None) == 24
+    compact(root / "run" / "groups")
+    for number in range(6):
+        OutcomesWriter(root / "run" / "outcomes", number).compact()
+    return root / "run"
+
+
+@pytest.fixture
+def run(whole_run, tmp_path):
+    """A copy of it, to be spoilt."""
+    shutil.copytree(whole_run, tmp_path / "run")
+    config_file = tmp_path / "run" / "config.yaml"
+    config_file.write_text(config_file.read_text().replace(str(whole_run.parent), str(tmp_path)))
+    return tmp_path / "run"
+
+
+def said(directory):
+    return {check.name: check for check in audit(asyncrl.open_run(directory))}
+
+
+def test_a_run_that_was_killed_and_resumed_passes(run, capsys):
+    checks = said(run)
+    assert all(check.passed for check in checks.values()), audit_text(list(checks.values()))
+    accounted = checks["every admitted group is accounted for"].said
+    assert "96 trained" in accounted and "abandoned by a restart" in accounted
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run)])
+    assert ended.value.code == 0 and capsys.readouterr().out.count("pass  ") == len(checks)
+
+
+def test_a_run_that_lies_elsewhere_now_has_its_checkpoints_with_it(whole_run, tmp_path):
+    """Its config still names the old place, as that of a run under another ASYNCRL_RUNS does."""
+    shutil.copytree(whole_run, tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved" / "checkpoints")
+    assert (
+        said(tmp_path / "moved")["trained tokens equal the learner's count"].said
+        == "no checkpoint yet"
+    )
+    shutil.copytree(whole_run / "checkpoints", tmp_path / "moved" / "checkpoints")
+    assert (
+        "no checkpoint"
+        not in said(tmp_path / "moved")["trained tokens equal the learner's count"].said
+    )
+
+
+def test_a_run_just_killed_passes_as_well(tmp_path, no_threads):
+    attempt(tmp_path, 30, 6.5, graceful=False)
+    assert all(check.passed for check in said(tmp_path / "run").values())
+    assert "waiting" in said(tmp_path / "run")["every admitted group is accounted for"].said
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_any_moments(tmp_path, no_threads, seed):
+    random_ = random.Random(seed)
+    for _ in range(6):
+        if attempt(tmp_path, 15, random_.uniform(0, 5), random_.random() < 0.3) == 15:
+            break
+        checks = said(tmp_path / "run").values()
+        assert all(check.passed for check in checks), audit_text(list(checks))
+    assert attempt(tmp_path, 15, None) == 15
+    checks = said(tmp_path / "run").values()
+    assert all(check.passed for check in checks), audit_text(list(checks))
+
+
+def change(directory, which, edit):
+    """Rewrite the rows of one kind of file; `edit(rows)` gives the new ones. Whoever does this
+    knows of the checksum of a file of outcomes."""
+    for path in sorted((directory / which).glob("*.parquet")):
+        table = pq.read_table(path)
+        before = table.to_pylist()
+        after = edit(before)
+        if after == before:
+            continue
+        new = pa.Table.from_pylist(after, table.schema)
+        if which == "outcomes":
+            new = _sealed(new, table.schema.metadata[OUTSTANDING])
+        pq.write_table(new, path)
+
+
+def surviving_trained(directory):
+    from asyncrl.run.audit import Books
+
+    return [ended for ended, _ in Books(asyncrl.open_run(directory)).trained()]
+
+
+def in_row(ordinal, **changes):
+    """Edit one ordinal's rows; each change is a function of the old value."""
+
+    def edit(rows):
+        return [
+            (
+                {**row, **{name: new(row[name]) for name, new in changes.items()}}
+                if row["ordinal"] == ordinal
+                else row
+            )
+            for row in rows
+        ]
+
+    return edit
+
+
+def first_token(new):
+    """Replace the first token's value of the first trajectory."""
+    return lambda lists: [[new(lists[0][0]), *lists[0][1:]], *lists[1:]]
+
+
+def first_value(new):
+    return lambda values: [new(values[0]), *values[1:]]
+
+
+def spans(change):
+    return lambda versions: [change(versions[0]), *versions[1:]]
+
+
+POSSIBLE, CONTENT = "masks, version spans and times are possible", "rows are what was scored"
+FALSIFIED_ROWS = {
+    "token": (CONTENT, {"completion_ids": first_token(lambda token: token + 1)}),
+    "logprob": (CONTENT, {"logprobs": first_token(lambda logprob: logprob - 1e-3)}),
+    "reward": (CONTENT, {"reward": first_value(lambda reward: reward + 1)}),
+    "reward part": (CONTENT, {"reward_parts": first_value(lambda parts: {"exact": 0.5})}),
+    "advantage": (CONTENT, {"advantage": first_value(lambda advantage: -advantage)}),
+    "status": (CONTENT, {"status": first_value(lambda status: "unscored")}),
+    "text": (CONTENT, {"completion_text": first_value(lambda text: text + "!")}),
+    "prompt": (
+        CONTENT,
+        {"prompt_ids": lambda ids: [*ids, 9], "prompt_text": lambda text: "another"},
+    ),
+    "scored before": (CONTENT, {"scored_at": lambda time: time - 1e6}),
+    "mask of 2": (POSSIBLE, {"loss_mask": first_token(lambda mask: 2)}),
+    "negative mask": (POSSIBLE, {"loss_mask": first_token(lambda mask: -1)}),
+    "times": (POSSIBLE, {"finished_at": lambda time: time - 60}),
+    "NaN time": (POSSIBLE, {"finished_at": lambda time: float("nan")}),
+    "span cut short": (
+        POSSIBLE,
+        {"versions": spans(lambda one: [{**one[0], "end": one[0]["end"] - 1}])},
+    ),
+    "spans overlap": (
+        POSSIBLE,
+        {"versions": spans(lambda one: [one[0], {**one[0], "version": one[0]["version"] + 1}])},
+    ),
+    "span too long": (
+        POSSIBLE,
+        {"versions": spans(lambda one: [{**one[0], "end": one[0]["end"] + 1}])},
+    ),
+    "span of no token": (POSSIBLE, {"versions": spans(lambda one: [{**one[0], "end": 0}, one[0]])}),
+    "negative version": (POSSIBLE, {"versions": spans(lambda one: [{**one[0], "version": -1}])}),
+    "no span": (POSSIBLE, {"versions": spans(lambda one: [])}),
+    "version to come": (
+        "no token is of a version to come",
+        {"versions": spans(lambda one: [{**one[0], "version": 10_000}])},
+    ),
+    "missing trajectory in one list": (POSSIBLE, {"status": lambda values: values[:1]}),
+}
+
+
+@pytest.mark.parametrize("what", FALSIFIED_ROWS)
+def test_a_row_that_was_falsified_is_named(run, what):
+    check, changes = FALSIFIED_ROWS[what]
+    ordinal = surviving_trained(run)[7]["ordinal"]
+    change(run, "groups", in_row(ordinal, **changes))
+    found = said(run)[check]
+    assert not found.passed and f", {ordinal})" in found.said, found.said
+    if check != CONTENT:
+        assert (
+            any(line.startswith(f"{ordinal}: ") for line in wrong(run))
+            or what == "missing trajectory in one list"
+        )
+
+
+def add_copy(directory, ordinal, **changes):
+    """A second row of the group, in a file of its own."""
+    for path in sorted((directory / "groups").glob("*.parquet")):
+        table = pq.read_table(path)
+        for row in (row for row in table.to_pylist() if row["ordinal"] == ordinal):
+            pq.write_table(
+                pa.Table.from_pylist([{**row, **changes}], table.schema),
+                path.with_name(path.stem.split("-")[0] + "-09999999.parquet"),
+            )
+
+
+def test_two_rows_of_one_group(run):
+    ended = surviving_trained(run)[7]
+    add_copy(run, ended["ordinal"], replica="another")
+    check = said(run)["each group has one row of its own"]
+    assert (
+        not check.passed
+        and f"two rows that differ: ({ended['attempt']}, {ended['ordinal']})" in check.said
+    )
+    assert f"{ended['ordinal']}: two rows" in wrong(run)
+
+
+def test_a_row_that_was_merged_and_whose_file_is_still_there_is_fine(run):
+    """As a crash between the two leaves it."""
+    add_copy(run, surviving_trained(run)[7]["ordinal"])
+    assert all(check.passed for check in said(run).values()) and not wrong(run)
+
+
+def test_content_trained_again_under_another_ordinal(run):
+    """With its hash in the other's outcome, as somebody who knows of it would do."""
+    one, other = surviving_trained(run)[7:9]
+    rows = {
+        row["ordinal"]: row
+        for row in pq.ParquetDataset(run / "groups").read().to_pylist()
+        if row["attempt"] == one["attempt"]
+    }
+    copy = {**rows[one["ordinal"]], "ordinal": other["ordinal"], "attempt": other["attempt"]}
+    change(
+        run,
+        "groups",
+        lambda old: [copy if row["ordinal"] == other["ordinal"] else row for row in old],
+    )
+    table = pa.Table.from_pylist([copy], pq.read_schema(next((run / "groups").glob("*.parquet"))))
+    sealed = {"content": content_hashes(table)[0], "completion_tokens": one["completion_tokens"]}
+    change(
+        run,
+        "outcomes",
+        lambda old: [
+            {**row, **sealed} if row["ordinal"] == other["ordinal"] and row["content"] else row
+            for row in old
+        ],
+    )
+    check = said(run)["each group has one row of its own"]
+    assert (
+        not check.passed
+        and f"trained again under another ordinal: {other['ordinal']} (as {one['ordinal']})"
+        in check.said
+    )
+    assert f"{other['ordinal']}: the same as {one['ordinal']}" in wrong(run)
+
+
+@pytest.mark.parametrize(
+    ("change_of", "text"),
+    [
+        (lambda ended: {"step": ended["step"] + 1}, "of several steps: version"),
+        (
+            lambda ended: {
+                "trained_at_version": ended["trained_at_version"] + 1,
+                "staleness": ended["staleness"] + 1,
+            },
+            "not a full batch: version",
+        ),
+        (lambda ended: {"outcome": "dropped"}, "not a full batch: version"),
+    ],
+    ids=["step", "version", "one too few"],
+)
+def test_a_step_that_is_no_batch(run, change_of, text):
+    ended = surviving_trained(run)[9]
+    change(
+        run,
+        "outcomes",
+        lambda rows: [{**row, **change_of(row)} if row == ended else row for row in rows],
+    )
+    check = said(run)["every step trained one batch"]
+    assert not check.passed and text in check.said
+    assert wrong(run)
+
+
+def test_an_outcome_with_other_tokens_or_without_a_hash(run):
+    ended = surviving_trained(run)[9]
+    change(
+        run,
+        "outcomes",
+        lambda rows: [{**row, "completion_tokens": 1} if row == ended else row for row in rows],
+    )
+    check = said(run)[CONTENT]
+    assert (
+        not check.passed
+        and f"of tokens than the outcome says: ({ended['attempt']}, {ended['ordinal']})"
+        in check.said
+    )
+    assert f"{ended['ordinal']}: 1 tokens in its outcome" in wrong(run)
+    change(
+        run,
+        "outcomes",
+        lambda rows: [
+            {**row, "content": None} if row["ordinal"] == ended["ordinal"] else row for row in rows
+        ],
+    )
+    check = said(run)[CONTENT]
+    assert (
+        not check.passed
+        and f"trained, and the outcome has no hash: ({ended['attempt']}, {ended['ordinal']})"
+        in check.said
+    )
+
+
+def test_an_outcome_that_was_changed_without_its_files_checksum(run):
+    path = sorted((run / "outcomes").glob("*.parquet"))[0]
+    table = pq.read_table(path)
+    rows = [{**row, "reason": "because"} for row in table.to_pylist()]
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    check = said(run)["every file can be read"]
+    assert not check.passed and f"{path} does not hold what was written" in check.said
+
+
+def test_a_record_that_was_changed(run, capsys):
+    path = run / "run.json"
+    path.write_text(path.read_text().replace('"max_staleness": 2', '"max_staleness": 3'))
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run)])
+    assert ended.value.code == 2 and "was changed by hand" in capsys.readouterr().err
+
+
+def reseal(run, ordinal):
+    """The row's own hash in its outcomes, as somebody who knows of it would write it."""
+    hashes = {}
+    for path in (run / "groups").glob("*.parquet"):
+        table = pq.read_table(path)
+        hashes |= dict(
+            zip(
+                zip(table["attempt"].to_pylist(), table["ordinal"].to_pylist(), strict=True),
+                content_hashes(table),
+                strict=True,
+            )
+        )
+    change(
+        run,
+        "outcomes",
+        lambda rows: [
+            (
+                {**row, "content": row["content"] and hashes[row["attempt"], row["ordinal"]]}
+                if row["ordinal"] == ordinal
+                else row
+            )
+            for row in rows
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"ended_in": 99}, "was made in attempt 0 and decided in attempt 99"),
+        ({"ended_in": None}, "lacks a value"),
+        ({"attempt": -1}, "was made in attempt -1"),
+        ({"ordinal": None}, "lacks a value"),
+        ({"ordinal": -5}, "is of step"),
+        ({"outcome": "lost"}, "is 'lost', which is none of"),
+        ({"trained_at_version": None}, "was trained at version None"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_an_outcome_that_cannot_be(run, changes, text):
+    ended = surviving_trained(run)[5]
+    change(
+        run, "outcomes", lambda rows: [{**row, **changes} if row == ended else row for row in rows]
+    )
+    check = said(run)["every file can be read"]
+    assert (
+        not check.passed
+        and f"the outcome of ordinal {changes.get('ordinal', ended['ordinal'])} {text}"
+        in check.said
+    )
+
+
+@pytest.mark.parametrize("text", [b'["a"]', b"7", b"[[1]]", b"[" * 100000, b"[-1]"])
+def test_outstanding_ordinals_that_are_none(run, text):
+    path = sorted((run / "outcomes").glob("*.parquet"))[-1]
+    pq.write_table(_sealed(pq.read_table(path), text), path)
+    check = said(run)["every file can be read"]
+    assert not check.passed and f"{path} is damaged: its outstanding ordinals" in check.said
+
+
+def test_ordinals_of_any_size_are_no_work(run):
+    path = sorted((run / "outcomes").glob("*.parquet"))[-1]
+    pq.write_table(_sealed(pq.read_table(path), b"[1000000000000]"), path)
+    assert not said(run)["every admitted group is accounted for"].passed
+
+
+@pytest.mark.parametrize("folder", ["groups", "outcomes", "evaluations"])
+@pytest.mark.parametrize(
+    "name", ["zz.parquet", "attempt_0077-00000001.parquet", "notes.txt", "folder", "link"]
+)
+def test_what_asyncrl_did_not_write_is_named(run, folder, name):
+    (run / folder).mkdir(exist_ok=True)
+    path = run / folder / name
+    if name == "folder":
+        path.mkdir()
+    elif name == "link":
+        path = sorted((run / "groups").glob("*.parquet"))[0] if folder != "evaluations" else path
+        if path.exists():
+            path.rename(run / "moved")
+        path.symlink_to(run / "moved")
+    else:
+        path.write_bytes(sorted((run / "groups").glob("*.parquet"))[0].read_bytes())
+    check = said(run)["every file can be read"]
+    assert not check.passed and str(path) in check.said
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "fault"),
+    [
+        (
+            "reward",
+            lambda values: [float("nan"), *values[1:]],
+            "rewards or advantages that are no numbers",
+        ),
+        (
+            "advantage",
+            lambda values: [float("inf"), *values[1:]],
+            "rewards or advantages that are no numbers",
+        ),
+        ("logprobs", first_token(lambda value: 3.0), "log-probs that are no log-probs"),
+        ("logprobs", first_token(lambda value: float("nan")), "log-probs that are no log-probs"),
+        ("completion_ids", first_token(lambda value: -7), "negative or missing token ids"),
+        ("completion_ids", first_token(lambda value: None), "negative or missing token ids"),
+        ("status", lambda values: ["fine", *values[1:]], "an unknown status or finish reason"),
+        ("finish_reason", lambda values: [None, *values[1:]], "an unknown status or finish reason"),
+        ("finished_at", lambda value: float("inf"), "times that go back"),
+    ],
+)
+def test_values_that_asyncrl_cannot_have_written(run, name, new, fault):
+    """Also when the outcome was given the hash of the changed row."""
+    ended = surviving_trained(run)[5]
+    change(run, "groups", in_row(ended["ordinal"], **{name: new}))
+    reseal(run, ended["ordinal"])
+    checks = said(run)
+    assert (
+        not checks[POSSIBLE].passed
+        and f"{fault}: ({ended['attempt']}, {ended['ordinal']})" in checks[POSSIBLE].said
+    )
+    assert checks[CONTENT].passed
+
+
+def test_two_outcomes_of_one_group_in_one_attempt(run):
+    ended = surviving_trained(run)[-5]
+    other = {**ended, "outcome": "waiting", "trained_at_version": None, "staleness": None}
+    change(
+        run,
+        "outcomes",
+        lambda rows: [one for row in rows for one in ([row, other] if row == ended else [row])],
+    )
+    check = said(run)["each ordinal has one outcome"]
+    assert (
+        not check.passed
+        and f"with two outcomes in one attempt: ({ended['attempt']}, {ended['ordinal']})"
+        in check.said
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcome", "text"),
+    [("failed", "not a full batch: skipped step"), ("every", "of which no group tells")],
+)
+def test_a_skipped_step_is_a_batch_as_well(run, outcome, text):
+    """One of its groups, or all of them, are said to have failed."""
+    skipped = [
+        ended
+        for path in sorted((run / "outcomes").glob("*.parquet"))
+        for ended in pq.read_table(path).to_pylist()
+        if ended["outcome"] == "skipped"
+    ]
+    chosen = skipped[:1] if outcome == "failed" else skipped
+    change(
+        run,
+        "outcomes",
+        lambda rows: [{**row, "outcome": "failed"} if row in chosen else row for row in rows],
+    )
+    check = said(run)["every step trained one batch"]
+    assert not check.passed and text in check.said
+
+
+def rewrite_record(run, edit):
+    """With its checksum, as somebody who knows of it would do."""
+    tree = json.loads((run / "run.json").read_text())
+    del tree["checksum"]
+    edit(tree)
+    (run / "run.json").write_text(json.dumps({**tree, "checksum": _checksum(tree)}))
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (
+            lambda tree: tree["attempts"][0].update(from_attempt=5),
+            "attempt 0 is called 0 and goes on from 5",
+        ),
+        (lambda tree: tree["attempts"][3].update(from_attempt=3), "goes on from 3"),
+        (lambda tree: tree["attempts"][5].pop("frontier"), "attempts, 5 frontier: field required"),
+        (lambda tree: tree["attempts"][5].update(waiting=[3]), "attempts, 5 waiting 0"),
+        (lambda tree: tree.update(attempts=[]), "at least 1 item"),
+        (lambda tree: tree["attempts"].reverse(), "attempt 0 is called 5"),
+    ],
+)
+def test_a_record_that_cannot_be(run, edit, text, capsys):
+    rewrite_record(run, edit)
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run)])
+    assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", "[" * 100000, "{", "3"])
+def test_a_record_that_is_none(run, text, capsys):
+    (run / "run.json").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run)])
+    assert ended.value.code == 2 and "run.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (
+            lambda tree: [one.update(max_staleness=50) for one in tree["attempts"]],
+            "began with max_staleness 50, and config.yaml has 2",
+        ),
+        (
+            lambda tree: tree["attempts"][5].update(version=3),
+            "attempt 5 began at version 3, and from",
+        ),
+        (
+            lambda tree: tree["attempts"][0].update(frontier=10**12),
+            "began from no checkpoint, and at frontier 1000000000000",
+        ),
+        (lambda tree: tree.update(run_id="another"), "is of run"),
+    ],
+)
+def test_a_record_that_the_other_files_do_not_bear_out(run, edit, text):
+    rewrite_record(run, edit)
+    check = said(run)["record, config and checkpoints agree"]
+    assert not check.passed and text in check.said
+
+
+def write_metrics(run):
+    """The steps' records, by plain loops over the files."""
+    rows = {
+        (row["attempt"], row["ordinal"]): row
+        for path in (run / "groups").glob("*.parquet")
+        for row in pq.read_table(path).to_pylist()
+    }
+    steps = {}
+    for path in sorted((run / "outcomes").glob("*.parquet")):
+        for ended in pq.read_table(path).to_pylist():
+            if ended["outcome"] in ("trained", "skipped"):
+                steps.setdefault((ended["ended_in"], ended["step"]), []).append(ended)
+    lines = []
+    for (attempt_, step), outcomes in sorted(steps.items()):
+        mine = [rows[ended["attempt"], ended["ordinal"]] for ended in outcomes]
+        lengths = [len(ids) for row in mine for ids in row["completion_ids"]]
+        applied = outcomes[0]["outcome"] == "trained"
+        record = {
+            "schema": 1,
+            "event": "step",
+            "attempt": attempt_,
+            "step": step,
+            "version": outcomes[0]["trained_at_version"] + 1 if applied else 0,
+            "time": 1.0,
+        }
+        if applied:
+            record |= {
+                "staleness/mean": sum(ended["staleness"] for ended in outcomes) / len(outcomes),
+                "reward/mean": 0.5,
+                "tokens": float(sum(lengths)),
+            }
+        lines.append(
+            json.dumps(record | {"rollout/completion_tokens": sum(lengths) / len(lengths)}) + "\n"
+        )
+    (run / "metrics.jsonl").write_text("".join(lines))
+
+
+METRICS = "metrics are those of the groups"
+
+
+def test_metrics_bear_out_what_each_step_trained(run):
+    """A group moved to the next step with its staleness, and a reward changed with its hash, leave
+    the other files in agreement."""
+    write_metrics(run)
+    checks = said(run)
+    assert all(check.passed for check in checks.values()), audit_text(list(checks.values()))
+    trained = [ended for ended in surviving_trained(run) if ended["ended_in"] == 5]
+    pairs = (
+        (a, b)
+        for a in trained
+        for b in trained
+        if b["trained_at_version"] == a["trained_at_version"] + 1
+    )
+    one, other = next(
+        (a, b)
+        for a, b in pairs
+        if a["staleness"] < 2
+        and b["staleness"]
+        and a["completion_tokens"] != b["completion_tokens"]
+    )
+    moved = {
+        one["ordinal"]: {
+            "trained_at_version": other["trained_at_version"],
+            "step": other["step"],
+            "staleness": one["staleness"] + 1,
+        },
+        other["ordinal"]: {
+            "trained_at_version": one["trained_at_version"],
+            "step": one["step"],
+            "staleness": other["staleness"] - 1,
+        },
+    }
+    change(
+        run,
+        "outcomes",
+        lambda rows: [
+            {**row, **moved[row["ordinal"]]} if row in (one, other) else row for row in rows
+        ],
+    )
+    failed = {name: check.said for name, check in said(run).items() if not check.passed}
+    assert list(failed) == [METRICS] and f"step {one['step']} of attempt 5" in failed[METRICS], (
+        failed
+    )
+
+
+def test_a_reward_that_was_changed_with_its_hash(run):
+    write_metrics(run)
+    ended = surviving_trained(run)[5]
+    change(run, "groups", in_row(ended["ordinal"], reward=lambda values: [5.0, *values[1:]]))
+    reseal(run, ended["ordinal"])
+    failed = {name: check.said for name, check in said(run).items() if not check.passed}
+    assert (
+        list(failed) == [METRICS]
+        and "reward/mean 0.5, its groups give" in failed[METRICS]
+        and str(ended["ordinal"]) in failed[METRICS]
+    )
+
+
+@pytest.mark.parametrize("how", ["edited", "gone", "garbage", "pipe", "link"])
+def test_metrics_that_were_changed(run, how):
+    write_metrics(run)
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    if how == "edited":
+        path.write_text(
+            "".join(
+                [
+                    *lines[:3],
+                    lines[3].replace('"staleness/mean": ', '"staleness/mean": 9'),
+                    *lines[4:],
+                ]
+            )
+        )
+    elif how == "gone":
+        path.write_text("".join([*lines[:1], *lines[2:]]))
+    elif how == "garbage":
+        path.write_text("{bad\n")
+    else:
+        path.unlink()
+        os.mkfifo(path) if how == "pipe" else path.symlink_to(run / "config.yaml")
+    check = said(run)[METRICS if how in ("edited", "gone") else "every file can be read"]
+    assert not check.passed and (
+        "step" in check.said if how in ("edited", "gone") else str(path) in check.said
+    )
+
+
+def test_an_evaluation_is_that_of_its_completions(run):
+    rows = {
+        "set": ["a"] * 4,
+        "attempt": [5] * 4,
+        "version": [24] * 4,
+        "ordinal": [0, 1, 2, 3],
+        "index": [0] * 4,
+    }
+    rows |= {"status": ["ok", "late", "unscored", "ok"], "accuracy": [1.0, None, None, 0.5]}
+    kinds = {name: ANSWER_COLUMNS[name] for name in rows}
+    (run / "evaluations").mkdir()
+    path = run / "evaluations" / "attempt_0005-version_00000024-a.parquet"
+    pq.write_table(
+        pa.table({name: pa.array(rows[name], kind) for name, kind in kinds.items()}), path
+    )
+    record = {
+        "schema": 1,
+        "event": "evaluation",
+        "attempt": 5,
+        "step": 30,
+        "version": 24,
+        "time": 1.0,
+        "eval/a_accuracy": 0.5,
+    }
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    name = "evaluations are those of their completions"
+    assert all(check.passed for check in said(run).values())
+    (run / "metrics.jsonl").write_text(json.dumps(record | {"eval/a_accuracy": 0.75}) + "\n")
+    assert (
+        "set a at version 24 of attempt 5: accuracy 0.75, its completions give 0.5"
+        in said(run)[name].said
+    )
+    path.rename(path.with_name("attempt_0005-version_00000023-a.parquet"))
+    assert "a row is of set 'a', attempt 5, version 24" in said(run)["every file can be read"].said
+    assert "without completions (attempt, version): (5, 24)" in said(run)[name].said
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"trained_tokens": null}', "[" * 100000])
+def test_counters_that_are_none(run, content):
+    path = max((run / "checkpoints").glob("step_*")) / "learner" / "counters.json"
+    path.write_text(content)
+    from asyncrl.rundir.checkpoint import _checksum_of_text
+
+    manifest = path.parent.parent / "MANIFEST"
+    text = json.dumps(
+        json.loads(manifest.read_text()) | {"learner/counters.json": size_and_checksum(path)}
+    )
+    manifest.write_text(text)
+    (manifest.parent / "COMMITTED").write_text(str(_checksum_of_text(text)))
+    check = said(run)["trained tokens equal the learner's count"]
+    assert not check.passed and f"{path} cannot be read" in check.said
+
+
+@pytest.mark.parametrize("folder", ["groups", "outcomes"])
+@pytest.mark.parametrize("how", ["empty", "cut", "text", "pipe", "directory", "other columns"])
+def test_a_file_that_cannot_be_read_is_named(run, folder, how):
+    path = sorted((run / folder).glob("*.parquet"))[1]
+    content = path.read_bytes()
+    path.unlink()
+    if how == "pipe":
+        os.mkfifo(path)
+    elif how == "directory":
+        path.mkdir()
+    elif how == "other columns":
+        pq.write_table(pa.table({"a": [1]}), path)
+    else:
+        path.write_bytes(
+            {"empty": b"", "cut": content[: len(content) // 2], "text": b"hello " * 100}[how]
+        )
+    check = said(run)["every file can be read"]
+    assert not check.passed and str(path) in check.said
+
+
+@pytest.mark.parametrize("folder", ["groups", "outcomes"])
+def test_any_flip_that_changes_what_a_reader_gets_is_found(run, folder):
+    """Of pages, which have checksums, and of footers, which have none."""
+    path = sorted((run / folder).glob("*.parquet"))[1]
+    write_table(pq.read_table(path), path)
+    assert all(check.passed for check in said(run).values())
+    whole, seen, random_ = path.read_bytes(), 0, random.Random(0)
+    read = read_outcomes if folder == "outcomes" else read_rows
+    before = read(path)
+    for place in random_.sample(range(len(whole)), 400):
+        path.write_bytes(
+            whole[:place] + bytes([whole[place] ^ (1 << random_.randrange(8))]) + whole[place + 1 :]
+        )
+        try:
+            after = read(path)
+        except UNREADABLE:
+            seen += 1
+            continue
+        if after == before:
+            continue
+        assert folder == "groups", f"byte {place} changed the outcomes that are read"
+        assert not all(check.passed for check in said(run).values()), (
+            f"byte {place} changed what is read"
+        )
+        seen += 1
+    assert seen > 100
+
+
+@pytest.fixture
+def with_data(tmp_path, tiny_model, no_threads):
+    """A short run whose prompts are those of a file, in its order."""
+    rows = [f"{number}+{number}=" for number in range(40)]
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in rows)
+    )
+    encode = PreTrainedTokenizerFast.from_pretrained(tiny_model).encode
+    data = {"train": str(tmp_path / "train.jsonl"), "max_prompt_length": 20, "shuffle": False}
+    attempt(
+        tmp_path,
+        6,
+        None,
+        prompt_ids=lambda ordinal: tuple(encode(rows[ordinal % 40])),
+        data=data,
+        model={"path": str(tiny_model)},
+    )
+    return tmp_path / "run"
+
+
+def test_the_prompts_are_made_again_from_the_data(with_data):
+    check = said(with_data)["each prompt is its ordinal's"]
+    assert check.passed and re.fullmatch(r"\d+ ordinals", check.said), check.said
+
+
+def test_another_prompt_than_the_ordinals(with_data):
+    """With its own hash in the outcome, as somebody who knows of it would do."""
+    ordinal = surviving_trained(with_data)[3]["ordinal"]
+    change(with_data, "groups", in_row(ordinal, prompt_ids=lambda ids: [*ids[:-1], ids[-1] + 1]))
+    rows = {
+        row["ordinal"]: row for row in pq.ParquetDataset(with_data / "groups").read().to_pylist()
+    }
+    table = pa.Table.from_pylist(
+        [rows[ordinal]], pq.read_schema(next((with_data / "groups").glob("*.parquet")))
+    )
+    change(
+        with_data,
+        "outcomes",
+        lambda old: [
+            {**row, "content": content_hashes(table)[0]} if row["ordinal"] == ordinal else row
+            for row in old
+        ],
+    )
+    failed = {name: check.said for name, check in said(with_data).items() if not check.passed}
+    assert (
+        list(failed) == ["each prompt is its ordinal's"]
+        and f"another prompt: (0, {ordinal})" in failed["each prompt is its ordinal's"]
+    )
+
+
+def test_prompts_of_data_that_has_changed_are_not_checked_and_it_says_so(with_data):
+    path = with_data.parent / "train.jsonl"
+    path.write_text(path.read_text() + '{"prompt": "1+1="}\n')
+    check = said(with_data)["each prompt is its ordinal's"]
+    assert check.passed and check.said.startswith("not checked: the data or the tokenizer")
+
+
+def test_an_outcome_that_vanished(run):
+    ended = surviving_trained(run)[5]
+    change(
+        run, "outcomes", lambda rows: [row for row in rows if row["ordinal"] != ended["ordinal"]]
+    )
+    checks = said(run)
+    assert not checks["no gap below the frontier"].passed
+    assert not checks["trained tokens equal the learner's count"].passed
+
+
+def test_a_group_lost_without_a_trace(run):
+    lost = next(ended for ended in surviving_trained(run) if ended["attempt"] == 0)
+    for which in ("outcomes", "groups"):
+        change(run, which, lambda rows: [row for row in rows if row["ordinal"] != lost["ordinal"]])
+    check = said(run)["every admitted group is accounted for"]
+    assert not check.passed and f"without any trace: (0, {lost['ordinal']})" in check.said
+
+
+def test_an_ordinal_trained_twice(run):
+    last = len(json.loads((run / "run.json").read_text())["attempts"]) - 1
+    one = next(ended for ended in surviving_trained(run) if ended["attempt"] < last)
+    again = {**one, "attempt": last, "ended_in": last}
+    change(
+        run,
+        "outcomes",
+        lambda rows: [*rows, again] if any(row["ended_in"] == last for row in rows) else rows,
+    )
+    checks = said(run)
+    assert (
+        not checks["each ordinal has one outcome"].passed
+        and not checks["trained ordinals are distinct"].passed
+    )
+
+
+def test_an_ordinal_with_two_outcomes_in_one_attempt(run):
+    one = surviving_trained(run)[-1]
+    other = {**one, "trained_at_version": one["trained_at_version"] + 1}
+    change(
+        run,
+        "outcomes",
+        lambda rows: [row for old in rows for row in ([old, other] if old == one else [old])],
+    )
+    checks = said(run)
+    assert (
+        not checks["each ordinal has one outcome"].passed
+        and not checks["trained ordinals are distinct"].passed
+    )
+
+
+def test_a_group_that_was_scored_and_forgotten(run):
+    """It has its row, and nothing says what became of it."""
+    last = len(json.loads((run / "run.json").read_text())["attempts"]) - 1
+    one = next(
+        ended for ended in surviving_trained(run) if ended["attempt"] == ended["ended_in"] == last
+    )
+    change(run, "outcomes", lambda rows: [row for row in rows if row != one])
+    check = said(run)["every admitted group is accounted for"]
+    assert (
+        not check.passed
+        and f"nobody counts as under way, and without an outcome: ({last}, {one['ordinal']})"
+        in check.said
+    )
+
+
+def test_a_trajectory_beyond_the_bound(run):
+    ended = surviving_trained(run)[-1]
+    change(
+        run,
+        "outcomes",
+        lambda rows: [
+            {**row, "trained_at_version": row["trained_at_version"] + 9} if row == ended else row
+            for row in rows
+        ],
+    )
+    check = said(run)["staleness stays within the bound"]
+    assert (
+        not check.passed
+        and f"beyond it: {ended['ordinal']}" in check.said
+        and "another than its outcome says" in check.said
+    )
+
+
+def test_a_trajectory_that_is_missing_from_its_group(run):
+    ended = surviving_trained(run)[3]
+    lists = (
+        "completion_ids",
+        "completion_text",
+        "loss_mask",
+        "logprobs",
+        "versions",
+        "finish_reason",
+        "reward",
+        "advantage",
+        "status",
+        "reward_parts",
+    )
+
+    def cut(rows):
+        return [
+            (
+                {**row, **{name: row[name][:1] for name in lists}}
+                if row["ordinal"] == ended["ordinal"]
+                else row
+            )
+            for row in rows
+        ]
+
+    change(run, "groups", cut)
+    checks = said(run)
+    assert (
+        not checks["trained groups are whole"].passed
+        and not checks["trained tokens equal the learner's count"].passed
+    )
+
+
+def test_a_token_without_its_version(run):
+    ended = surviving_trained(run)[3]
+
+    change(
+        run,
+        "groups",
+        in_row(
+            ended["ordinal"],
+            versions=lambda all_: [
+                [{**span, "end": span["end"] - 1} for span in spans] for spans in all_
+            ],
+        ),
+    )
+    assert not said(run)["trained groups are whole"].passed
+
+
+def test_a_row_that_vanished(run):
+    ended = surviving_trained(run)[3]
+    change(run, "groups", lambda rows: [row for row in rows if row["ordinal"] != ended["ordinal"]])
+    assert "without a row" in said(run)["trained groups are whole"].said
+
+
+def test_a_learner_that_counted_otherwise(run):
+    path = max((run / "checkpoints").glob("step_*")) / "learner" / "counters.json"
+    path.write_text(json.dumps({"trained_tokens": 1}))
+    manifest = path.parent.parent / "MANIFEST"
+    from asyncrl.rundir.checkpoint import _checksum_of_text
+
+    text = json.dumps(
+        json.loads(manifest.read_text()) | {"learner/counters.json": size_and_checksum(path)}
+    )
+    manifest.write_text(text)
+    (manifest.parent / "COMMITTED").write_text(str(_checksum_of_text(text)))
+    assert not said(run)["trained tokens equal the learner's count"].passed
+
+
+def test_a_damaged_checkpoint_is_no_missing_one(run):
+    paths = sorted((run / "checkpoints").glob("step_*"))
+    (paths[-1] / "COMMITTED").write_text("1")
+    check = said(run)["the newest checkpoint is whole"]
+    assert not check.passed and f"{paths[-1].name} is damaged" in check.said
+    for path in paths:
+        (path / "COMMITTED").write_text("1")
+    checks = said(run)
+    assert not checks["the newest checkpoint is whole"].passed
+    assert (
+        not checks["trained tokens equal the learner's count"].passed
+        and "no checkpoint can be read" in checks["trained tokens equal the learner's count"].said
+    )
+
+
+def test_a_replica_that_went_back(run):
+    last = max(row["ordinal"] for row in surviving_trained(run))
+    change(
+        run,
+        "groups",
+        lambda rows: [
+            {**row, "finished_at": 1e6 * row["attempt"] - 9} if row["ordinal"] == last else row
+            for row in rows
+        ],
+    )
+    check = said(run)["versions of a replica never go back"]
+    assert not check.passed and "went back for" in check.said
+
+
+def test_training_that_prefers_short_completions(run):
+    short = {ended["ordinal"] for ended in surviving_trained(run) if tokens(ended["ordinal"]) < 9}
+    change(
+        run,
+        "outcomes",
+        lambda rows: [
+            (
+                row
+                if row["ordinal"] in short or row["outcome"] != "trained"
+                else {**row, "outcome": "dropped"}
+            )
+            for row in rows
+        ],
+    )
+    assert not said(run)["lengths trained are those generated"].passed
+
+
+def test_a_run_without_a_record_is_refused(tmp_path, capsys, no_threads):
+    attempt(tmp_path, 3, None)
+    (tmp_path / "run" / "run.json").write_text('{"run_id": "x", "attempts": 2}')
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(tmp_path / "run")])
+    assert ended.value.code == 2 and "older asyncrl" in capsys.readouterr().err
+
+
+def test_a_smaller_bound_on_resume(tmp_path, no_threads):
+    attempt(tmp_path, 12, 3.0)
+    assert attempt(tmp_path, 12, None, staleness={"max_staleness": 1}) == 12
+    checks = list(said(tmp_path / "run").values())
+    assert all(check.passed for check in checks), audit_text(checks)

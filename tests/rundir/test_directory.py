@@ -1,0 +1,544 @@
+"""Who may write to a run directory, and where an attempt begins."""
+
+import asyncio
+import errno
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.config import Config, ConfigError
+from asyncrl.contracts.messages import Scored
+from asyncrl.rundir.directory import LockLostError, RunDirectory, replace_directory
+from asyncrl.runtime.shared import size_and_checksum
+from asyncrl.testing import FakeLearner, FakeRollouts, FakeScores
+
+
+def config(root, **changes):
+    tree = {
+        "name": "run",
+        "runs_root": str(root),
+        "max_steps": 3,
+        "model": {"path": "model"},
+        "data": {"train": "train.parquet", "max_prompt_length": 20},
+        "rollout": {"max_completion_length": 8},
+        "reward": {"functions": {"exact": {"function": "package.module:function"}}},
+    }
+    return Config.model_validate({**tree, **changes})
+
+
+class Learner(FakeLearner):
+    async def save(self, directory):
+        (directory / "weights").write_text("1")
+        return {"weights": size_and_checksum(directory / "weights")}
+
+
+def write(directory, state=None, waiting=()):
+    scores = FakeScores(FakeRollouts())
+    return asyncio.run(
+        directory.checkpoints.write(state or directory.state, waiting, Learner(1), scores)
+    )
+
+
+def test_a_new_run_begins_at_version_0(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        assert (directory.state.version, directory.state.attempt, directory.checkpoint) == (
+            0,
+            0,
+            None,
+        )
+        assert (directory.path / "config.yaml").exists() and directory.logs.is_dir()
+
+
+def test_never_refuses_a_directory_that_exists(tmp_path):
+    with RunDirectory(config(tmp_path)):
+        pass
+    with pytest.raises(ConfigError, match="exists; go on with it"):
+        RunDirectory(config(tmp_path))
+
+
+@pytest.mark.parametrize("resume", ["never", "auto", "must"])
+def test_a_directory_in_use_refuses_a_second_driver(tmp_path, resume):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory)
+        with pytest.raises(ConfigError, match="in use by process"):
+            RunDirectory(config(tmp_path, resume=resume))
+
+
+def test_must_needs_a_checkpoint_and_auto_does_not(tmp_path):
+    with pytest.raises(ConfigError, match="no committed checkpoint"):
+        RunDirectory(config(tmp_path, resume="must"))
+    assert not (tmp_path / "run").exists()
+    with RunDirectory(config(tmp_path, resume="auto")) as directory:
+        assert directory.state.version == 0
+
+
+def test_a_resumed_attempt_goes_on_counting(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        run_id = directory.state.run_id
+        group = Scored(17, 1, None, 4, (0.0, 1.0), {}, 2, 0)
+        write(
+            directory,
+            replace(
+                directory.state,
+                version=2,
+                steps_attempted=3,
+                frontier=16,
+                finished_above=(18,),
+                waiting=((0, 17),),
+            ),
+            [group],
+        )
+    with RunDirectory(config(tmp_path, resume="must")) as directory:
+        state = directory.state
+        assert (
+            state.run_id,
+            state.attempt,
+            state.version,
+            state.frontier,
+            state.finished_above,
+        ) == (run_id, 1, 2, 16, (18,))
+        assert state.waiting == ((0, 17),)
+        assert directory.checkpoint == tmp_path / "run" / "checkpoints" / "step_000002"
+        assert "step_000002 (version 2, 1 groups waiting)" in directory.said[0]
+    attempts = json.loads((tmp_path / "run" / "run.json").read_text())["attempts"]
+    assert [
+        (one["attempt"], one["version"], one["frontier"], one["waiting"]) for one in attempts
+    ] == [(0, 0, 0, []), (1, 2, 16, [[0, 17]])]
+
+
+def test_an_unreadable_checkpoint_never_means_a_new_start(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        path = write(directory)
+    (path / "learner" / "weights").write_text("2")
+    for resume in ("auto", "must"):
+        with pytest.raises(ConfigError, match="is damaged"):
+            RunDirectory(config(tmp_path, resume=resume))
+
+
+def test_an_unreadable_one_means_the_one_before_and_is_said(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory, replace(directory.state, version=1))
+        path = write(directory, replace(directory.state, version=2))
+    (path / "learner" / "weights").write_text("2")
+    with RunDirectory(config(tmp_path, resume="must")) as directory:
+        assert directory.state.version == 1
+        assert (
+            "passed over: checkpoint" in directory.said[0]
+            and "step_000002 is damaged: learner/weights" in directory.said[0]
+        )
+
+
+def test_a_step_that_is_asked_for_is_gone_on_from_and_stays_the_newest(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        for version in (1, 2):
+            write(directory, replace(directory.state, version=version))
+    with RunDirectory(config(tmp_path, resume="must", checkpoint={"ckpt_step": 1})) as directory:
+        assert directory.state.version == 1
+    with RunDirectory(config(tmp_path, resume="must")) as directory:
+        assert directory.state.version == 1
+    with pytest.raises(ConfigError, match=r"no committed checkpoint of step 7 \(there are: 1, 2\)"):
+        RunDirectory(config(tmp_path, resume="must", checkpoint={"ckpt_step": 7}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 4}, r"seed = 4, but .*step_000000 was made with 0, and data order"),
+        (
+            {"rollout": {"max_completion_length": 8, "temperature": 0.5}},
+            r"rollout.temperature = 0.5, .* groups that wait in the checkpoint",
+        ),
+        (
+            {"learner": {"world_size": 2}},
+            "learner.world_size = 2, but .* holds the shards of that many ranks",
+        ),
+        ({"algorithm": {"advantage": "gae"}}, "only one of them has a value head"),
+        ({"data": {"train": "train.parquet", "max_prompt_length": 21}}, "ordinals count those"),
+        *(
+            (
+                {"data": {"train": "train.parquet", "max_prompt_length": 20, **changed}},
+                f"data.{name} = .*prompts that were read",
+            )
+            for name, changed in (
+                ("system_prompt", {"system_prompt": "Be brief."}),
+                (
+                    "chat_template_kwargs.enable_thinking",
+                    {"chat_template_kwargs": {"enable_thinking": False}},
+                ),
+                ("tools", {"tools": [{"type": "function"}]}),
+                ("tools_column", {"tools_column": "tools"}),
+            )
+        ),
+    ],
+)
+def test_changes_that_would_falsify_the_run_are_refused(tmp_path, changes, message):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory)
+    with pytest.raises(ConfigError, match=f"{message}.*; set it back, or start a new run"):
+        RunDirectory(config(tmp_path, resume="must", **changes))
+
+
+def test_other_changes_are_shown(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory)
+    with RunDirectory(
+        config(tmp_path, resume="must", max_steps=9, learner={"learning_rate": 0.5})
+    ) as directory:
+        assert [line for line in directory.said if "changed" in line] == [
+            "changed since: max_steps 3 → 9",
+            "changed since: learner.learning_rate 1e-06 → 0.5",
+        ]
+
+
+def test_other_data_under_the_same_name_are_refused(tmp_path):
+    data = {"train": str(tmp_path / "train.parquet"), "max_prompt_length": 20}
+    (tmp_path / "train.parquet").write_bytes(b"rows")
+    with RunDirectory(config(tmp_path, data=data)) as directory:
+        write(directory)
+    (tmp_path / "train.parquet").write_bytes(b"other rows")
+    with pytest.raises(
+        ConfigError, match=r"data.train: its content .* ordinals stand for its rows; put it back"
+    ):
+        RunDirectory(config(tmp_path, data=data, resume="must"))
+
+
+def test_sources_may_move_and_keep_their_rows_weights_and_order(tmp_path):
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        for name in ("a", "b"):
+            (tmp_path / place / f"{name}.jsonl").write_text(json.dumps({"prompt": name}))
+
+    def data(place="here", weights=(1, 3), names="ab"):
+        sources = [
+            {"path": str(tmp_path / place / f"{name}.jsonl"), "weight": weight}
+            for name, weight in zip(names, weights, strict=True)
+        ]
+        return {"train": sources, "max_prompt_length": 20}
+
+    with RunDirectory(config(tmp_path, data=data())) as directory:
+        write(directory)
+    with RunDirectory(config(tmp_path, data=data("there"), resume="must")) as directory:
+        assert [line[:27] for line in directory.said if "changed" in line] == [
+            "changed since: data.train ["
+        ]
+    (tmp_path / "there" / "b.jsonl").write_text(json.dumps({"prompt": "c"}))
+    for changed in (data(weights=(1, 2)), data(names="ba", weights=(3, 1)), data("there")):
+        with pytest.raises(
+            ConfigError,
+            match=r"data.train: its content .* ordinals stand for its rows; put it back",
+        ):
+            RunDirectory(config(tmp_path, data=changed, resume="must"))
+
+
+def test_another_model_under_the_same_name_is_refused(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with RunDirectory(config(tmp_path, model={"path": str(tmp_path / "model")})) as directory:
+        write(directory)
+    (tmp_path / "model" / "config.json").write_text('{"hidden_size": 1}')
+    with pytest.raises(ConfigError, match=r"model.path: its content is no longer"):
+        RunDirectory(config(tmp_path, model={"path": str(tmp_path / "model")}, resume="must"))
+
+
+def test_load_begins_a_new_run_from_another_ones_checkpoint(tmp_path):
+    with RunDirectory(config(tmp_path, name="old")) as directory:
+        state = replace(directory.state, version=2, frontier=16, waiting=((0, 17),))
+        write(directory, state, [Scored(17, 1, None, 4, (0.0, 1.0), {}, 2, 0)])
+    with pytest.raises(
+        ConfigError,
+        match=r"checkpoint.load: no committed checkpoint in .*nowhere; give a run's directory",
+    ):
+        RunDirectory(config(tmp_path, name="new", checkpoint={"load": str(tmp_path / "nowhere")}))
+    assert not (tmp_path / "new").exists()
+    with RunDirectory(
+        config(tmp_path, name="new", checkpoint={"load": str(tmp_path / "old")})
+    ) as directory:
+        assert (
+            directory.state.version,
+            directory.state.frontier,
+            directory.state.waiting,
+            directory.state.attempt,
+        ) == (2, 16, (), 0)
+        assert directory.state.run_id != state.run_id and directory.checkpoint.is_relative_to(
+            tmp_path / "old"
+        )
+        assert "groups that waited there are made again" in directory.said[-1]
+    with RunDirectory(
+        config(tmp_path, name="new", resume="auto", checkpoint={"load": str(tmp_path / "old")})
+    ) as directory:
+        assert (
+            directory.said[0] == f"resume auto: no checkpoint in {tmp_path / 'new' / 'checkpoints'}"
+        )
+
+
+def test_a_run_that_was_loaded_goes_on_from_its_own_checkpoints(tmp_path):
+    with RunDirectory(config(tmp_path, name="old")) as directory:
+        for version in (1, 2):
+            write(directory, replace(directory.state, version=version))
+    load = {"load": str(tmp_path / "old"), "ckpt_step": 1}
+    with pytest.raises(ConfigError, match=r"no committed checkpoint in .*new/checkpoints"):
+        RunDirectory(config(tmp_path, name="new", checkpoint=load, resume="must"))
+    with RunDirectory(config(tmp_path, name="new", checkpoint=load)) as directory:
+        assert directory.state.version == 1
+        write(directory, replace(directory.state, version=4))
+        write(directory, replace(directory.state, version=5))
+    for resume in ("auto", "must"):
+        with RunDirectory(
+            config(tmp_path, name="new", checkpoint=load, resume=resume)
+        ) as directory:
+            assert directory.state.version == 5 and directory.checkpoint.is_relative_to(
+                tmp_path / "new"
+            )
+    with RunDirectory(
+        config(tmp_path, name="new", checkpoint={**load, "ckpt_step": 4}, resume="must")
+    ) as directory:
+        assert directory.state.version == 4
+
+
+def test_a_step_that_is_not_there_never_means_a_new_start(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory, replace(directory.state, version=1))
+    with pytest.raises(ConfigError, match=r"no committed checkpoint of step 7 \(there are: 1\)"):
+        RunDirectory(config(tmp_path, resume="auto", checkpoint={"ckpt_step": 7}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "reward": {
+                "functions": {
+                    "exact": {"function": "asyncrl.rewards.builtin:exact_match", "weight": 0.5}
+                }
+            }
+        },
+        {"algorithm": {"advantage": "rloo"}},
+    ],
+)
+def test_groups_whose_scores_go_with_other_settings_are_made_again(tmp_path, changes):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(
+            directory,
+            replace(directory.state, version=1, waiting=((0, 17),)),
+            [Scored(17, 1, None, 4, (0.0, 1.0), {}, 2, 0)],
+        )
+    with RunDirectory(config(tmp_path, resume="must")) as directory:
+        assert directory.state.waiting == ((0, 17),)
+    with RunDirectory(config(tmp_path, resume="must", **changes)) as directory:
+        assert (
+            directory.state.waiting == ()
+            and "the 1 groups that waited are made again" in directory.said[-1]
+        )
+
+
+def test_a_driver_that_was_faster_is_noticed(tmp_path, monkeypatch):
+    """Between the look at the directory and its lock another driver has begun, and ended, an
+    attempt."""
+    from asyncrl.rundir import directory as module
+
+    find = module.find_beginning
+
+    def slow(*arguments):
+        found = find(*arguments)
+        monkeypatch.setattr(module, "find_beginning", find)
+        with RunDirectory(config(tmp_path)) as other:
+            write(other, replace(other.state, version=3))
+        return found
+
+    monkeypatch.setattr(module, "find_beginning", slow)
+    with pytest.raises(ConfigError, match="another driver has begun a run there"):
+        RunDirectory(config(tmp_path))
+
+
+def test_a_directory_is_locked_before_it_is_read(tmp_path, monkeypatch):
+    from asyncrl.rundir import directory as module
+
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory)
+    find = module.find_beginning
+
+    def meanwhile(*arguments):
+        with pytest.raises(ConfigError, match="in use by process"):
+            RunDirectory(config(tmp_path, resume="must"))
+        return find(*arguments)
+
+    monkeypatch.setattr(module, "find_beginning", meanwhile)
+    with RunDirectory(config(tmp_path, resume="must")) as directory:
+        assert directory.state.attempt == 1
+
+
+def test_auto_never_starts_a_run_anew_whose_checkpoints_are_gone(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        path = write(directory)
+    (path / "COMMITTED").unlink()
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"auto would begin at version 0 again: .*checkpoints holds none that is committed; put"
+            r" them back"
+        ),
+    ):
+        RunDirectory(config(tmp_path, resume="auto"))
+    (path.parent / "LATEST").unlink()
+    with RunDirectory(
+        config(tmp_path, resume="auto")
+    ) as directory:  # killed before it had saved anything
+        assert directory.state.version == 0
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        '{"event": "checkpoint", "attempt": 0, "step": 1, "version": 1, "time": 0.0}\n'
+    )
+    for save in ({}, {"save": str(tmp_path / "mistyped")}):
+        with pytest.raises(ConfigError, match="auto would begin at version 0 again"):
+            RunDirectory(config(tmp_path, resume="auto", checkpoint=save))
+    assert not (tmp_path / "mistyped").exists()
+
+
+def test_what_was_gone_back_from_comes_last_and_the_way_to_it_comes_back(tmp_path):
+    def going_on_from(step, *versions):
+        with RunDirectory(
+            config(tmp_path, resume="must", checkpoint={"ckpt_step": step, "keep": 9})
+        ) as directory:
+            for version in versions:
+                write(directory, replace(directory.state, version=version))
+            return directory.checkpoints.versions()
+
+    with RunDirectory(config(tmp_path, checkpoint={"keep": 9})) as directory:
+        for version in (10, 20, 30, 40):
+            write(directory, replace(directory.state, version=version))
+    assert going_on_from(10, 15, 30, 45) == [45, 30, 15, 10, 40, 20]
+    damaged = tmp_path / "run" / "checkpoints" / "step_000045" / "learner" / "weights"
+    damaged.write_text("2")
+    with RunDirectory(config(tmp_path, resume="must", checkpoint={"keep": 9})) as directory:
+        assert directory.state.version == 30, "40 was gone back from"
+    assert going_on_from(40, 41) == [41, 40, 20, 10, 45, 30, 15]
+
+
+def test_checkpoints_elsewhere_belong_to_one_run_at_a_time(tmp_path):
+    elsewhere = {"save": str(tmp_path / "elsewhere")}
+    with RunDirectory(config(tmp_path, checkpoint=elsewhere)) as directory:
+        with pytest.raises(
+            ConfigError,
+            match=r"checkpoint.save = .*elsewhere' is in use by process .* name another directory",
+        ):
+            RunDirectory(config(tmp_path, name="other", checkpoint=elsewhere))
+        write(directory)
+    with pytest.raises(ConfigError, match=r"is of another run .* not this new one"):
+        RunDirectory(config(tmp_path, name="third", checkpoint=elsewhere, resume="auto"))
+    (tmp_path / "run" / "run.json").unlink()
+    with pytest.raises(ConfigError, match=r"is of another run .* set checkpoint.load"):
+        RunDirectory(config(tmp_path, checkpoint=elsewhere, resume="must"))
+
+
+def test_checkpoints_elsewhere(tmp_path):
+    elsewhere = {"save": str(tmp_path / "elsewhere")}
+    with RunDirectory(config(tmp_path, checkpoint=elsewhere)) as directory:
+        assert write(directory).parent == tmp_path / "elsewhere"
+    with RunDirectory(config(tmp_path, checkpoint=elsewhere, resume="must")) as directory:
+        assert directory.checkpoint is not None
+    with pytest.raises(ConfigError, match="holds checkpoints of another run"):
+        RunDirectory(config(tmp_path, name="other", checkpoint=elsewhere))
+    with RunDirectory(config(tmp_path, name="third")):
+        pass
+    with pytest.raises(ConfigError, match=r"is of another run .* set checkpoint.load"):
+        RunDirectory(config(tmp_path, name="third", checkpoint=elsewhere, resume="auto"))
+
+
+def test_a_removed_lock_keeps_others_out_and_is_noticed(tmp_path):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory)
+        (directory.path / ".lock").unlink()
+        with pytest.raises(ConfigError, match="in use by another process"):
+            RunDirectory(config(tmp_path, resume="auto"))
+        with pytest.raises(LockLostError, match=r"\.lock was removed or replaced"):
+            write(directory, replace(directory.state, version=1))
+        assert directory.checkpoints.versions() == [0]
+
+
+@pytest.mark.parametrize("name", [".lock", "run.json"])
+def test_a_pipe_in_the_run_directory_is_named_and_nobody_waits_for_it(tmp_path, name):
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory)
+    (tmp_path / "run" / name).unlink()
+    os.mkfifo(tmp_path / "run" / name)
+    with pytest.raises(ConfigError, match=f"{name}.* is a named pipe"):
+        RunDirectory(config(tmp_path, resume="auto"))
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (errno.EROFS, "Read-only file system"),
+        (errno.ENOSPC, "No space left on device"),
+        (errno.EACCES, "Permission denied"),
+    ],
+)
+@pytest.mark.parametrize("there", [False, True], ids=["new", "existing"])
+def test_a_place_that_cannot_be_written_is_named_with_the_way_out(
+    tmp_path, monkeypatch, number, why, there
+):
+    def refuse(path):
+        raise OSError(number, why, ".lock")
+
+    if there:
+        (tmp_path / "run").mkdir()
+    monkeypatch.setattr("asyncrl.rundir.directory.append_to", refuse)
+    with pytest.raises(
+        ConfigError,
+        match=(
+            f"run directory {tmp_path / 'run'} cannot be written: {why}; set runs_root or"
+            " ASYNCRL_RUNS"
+        ),
+    ):
+        RunDirectory(config(tmp_path, resume="auto"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"event"', b"5", b"{}", b"null", b"\x80", b"[" * 100_000],
+    ids=["cut", "number", "empty", "null", "bytes", "deep"],
+)
+def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
+    with RunDirectory(config(tmp_path, resume="auto")) as directory:
+        (directory.path / "metrics.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 1 is .*; remove that line"):
+        RunDirectory(config(tmp_path, resume="auto"))
+
+
+def test_an_export_replaces_nothing_before_the_new_one_is_whole(tmp_path, monkeypatch):
+    """Killed between the two renames, the run's next attempt finds the old one again."""
+    with RunDirectory(config(tmp_path)) as directory:
+        write(directory)
+        (directory.path / "hf").mkdir()
+        (directory.path / "hf" / "model").write_text("old")
+        (directory.path / ".hf").mkdir()
+        (directory.path / ".hf" / "model").write_text("new")
+        rename = os.replace
+
+        def killed(source, target):
+            if target == directory.path / "hf":
+                raise SystemExit
+            rename(source, target)
+
+        monkeypatch.setattr(os, "replace", killed)
+        with pytest.raises(SystemExit):
+            replace_directory(directory.path / ".hf", directory.path / "hf")
+        monkeypatch.undo()
+        assert not (directory.path / "hf").exists()
+        (directory.path / ".snapshot_abc").mkdir()
+        (directory.checkpoints.directory / ".probe_abc").mkdir(parents=True)
+    with RunDirectory(config(tmp_path, resume="auto")) as directory:
+        assert (directory.path / "hf" / "model").read_text() == "old"
+        assert not [
+            path.name
+            for path in directory.path.iterdir()
+            if path.name in (".hf", ".replaced.hf", ".snapshot_abc")
+        ]
+        assert not list(directory.checkpoints.directory.glob(".probe_*"))
+        (directory.path / ".hf").mkdir()
+        (directory.path / ".hf" / "model").write_text("newer")
+        replace_directory(directory.path / ".hf", directory.path / "hf")
+        assert (directory.path / "hf" / "model").read_text() == "newer" and not (
+            directory.path / ".replaced.hf"
+        ).exists()

@@ -1,0 +1,114 @@
+import functools
+import itertools
+import os
+import threading
+import time
+
+import psutil
+import pyarrow as pa
+import ray.data
+
+from asyncrl.contracts.columns import json_field, row_values
+from asyncrl.runtime.ray_stream import stream_blocks
+
+ROWS = 32
+
+
+def numbered(counter):
+    """Tables of 32 rows without end; the file tells how many rows were made."""
+    for start in itertools.count(0, ROWS):
+        temporary = counter.with_suffix(".new")
+        temporary.write_text(str(start + ROWS))
+        os.replace(temporary, counter)
+        yield pa.table({"number": list(range(start, start + ROWS)), "ids": [[1] * 16] * ROWS})
+
+
+def unchanged(table):
+    return table
+
+
+def read_tasks():
+    names = [
+        process.info["cmdline"]
+        for process in psutil.process_iter(["cmdline", "ppid"])
+        if process.info["cmdline"]
+    ]
+    return [name[0] for name in names if "EndlessSource->MapBatches(unchanged)" in name[0]]
+
+
+def test_a_source_whose_blocks_nobody_takes_stops_after_a_while_and_ends_when_closed(
+    ray_cluster, tmp_path
+):
+    counter = tmp_path / "made"
+    make = functools.partial(numbered, counter)
+    ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
+    blocks = stream_blocks(make, unchanged, 16 << 10, 512 << 10, "bounded")
+    taken = next(blocks)["number"].to_pylist()
+    # Unbounded, it makes over ten thousand rows a second.
+    before, made, deadline = -1, 0, time.monotonic() + 60
+    while made != before and time.monotonic() < deadline:
+        before = made
+        time.sleep(2.0)
+        made = int(counter.read_text())
+    assert made == before and made < 50_000
+    while len(taken) < 2 * made:
+        taken += next(blocks)["number"].to_pylist()
+    assert taken == list(range(len(taken)))
+    blocks.close()
+    while read_tasks() and time.monotonic() < deadline + 30:
+        time.sleep(0.1)
+    assert not read_tasks()
+
+
+def finite(rows):
+    yield pa.table({"number": list(range(rows)), "ids": [[1] * 16] * rows})
+
+
+def test_two_streams_made_at_once_keep_their_own_block_sizes(ray_cluster, monkeypatch):
+    ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
+    both = threading.Barrier(2)
+    read_datasource = ray.data.read_datasource
+
+    def slowly(*arguments, **options):
+        time.sleep(
+            0.5
+        )  # long enough for the other thread to put its own context in place, if it may
+        return read_datasource(*arguments, **options)
+
+    monkeypatch.setattr(ray.data, "read_datasource", slowly)
+    sizes = {}
+
+    def consume(block_bytes):
+        both.wait()
+        sizes[block_bytes] = [
+            block.num_rows
+            for block in stream_blocks(
+                functools.partial(finite, 8), unchanged, block_bytes, 1 << 20, "sizes"
+            )
+        ]
+
+    threads = [
+        threading.Thread(target=consume, args=(block_bytes,)) for block_bytes in (1, 1 << 20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sizes == {1: [1] * 8, 1 << 20: [8]}
+
+
+def marked():
+    for text in ("1", None, '{"a":null}'):
+        yield pa.Table.from_arrays(
+            [pa.array([text], pa.string()), pa.array([1])],
+            schema=pa.schema([json_field("value"), pa.field("number", pa.int64())]),
+        )
+
+
+def test_a_column_of_json_text_is_still_one_behind_the_stream(ray_cluster):
+    """Without the mark, `groups/*.parquet` would not tell JSON text from text."""
+    ray_cluster.cloudpickle.register_pickle_by_value(__import__(__name__))
+    blocks = list(stream_blocks(marked, unchanged, 1, 1 << 20, "marked"))
+    assert [row for block in blocks for row in row_values(block)] == [
+        {"value": value, "number": 1} for value in (1, None, {"a": None})
+    ]

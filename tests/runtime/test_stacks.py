@@ -1,0 +1,98 @@
+"""A process says what it does, in the middle of a call, and one that cannot is named."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pytest
+
+from asyncrl.runtime.ray_stream import stream_blocks
+from asyncrl.runtime.stacks import innermost, register_stacks, stack_here, stack_of, stacks_as
+
+
+class Busy:
+    """Never answers while it works."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def register(self) -> tuple[str, int]:
+        return register_stacks(self.path)
+
+    def work_for_long(self, flag: Path) -> None:
+        flag.touch()
+        time.sleep(600)
+
+
+@pytest.fixture
+def busy(ray_cluster, tmp_path):
+    actor = ray_cluster.remote(Busy).options(num_cpus=0).remote(tmp_path / "stacks" / "rank_0.txt")
+    node, process = ray_cluster.get(actor.register.remote())
+    actor.work_for_long.remote(tmp_path / "works")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "works").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield node, process, tmp_path / "stacks" / "rank_0.txt"
+    ray_cluster.kill(actor)
+
+
+def test_a_busy_one_a_stopped_one_and_one_that_is_gone(busy):
+    for _ in range(2):
+        assert "in work_for_long" in asyncio.run(stack_of(*busy))
+    process = psutil.Process(busy[1])
+    process.suspend()
+    try:
+        assert "does not answer: it is stopped" in asyncio.run(stack_of(*busy))
+    finally:
+        process.resume()
+    os.kill(process.pid, signal.SIGKILL)
+    psutil.wait_procs([process], 30)
+    assert asyncio.run(stack_of(*busy)) == f"process {process.pid} is gone"
+
+
+def test_a_process_that_has_not_registered_is_left_alone(tmp_path):
+    """The number of one that has may be another's by now; the signal would end it."""
+    innocent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        path = tmp_path / "stacks.txt"
+        assert asyncio.run(stack_here(innocent.pid, path)) == f"process {innocent.pid} is gone"
+        path.touch()
+        os.utime(path, (1, 1))  # of long before it was started
+        assert asyncio.run(stack_here(innocent.pid, path)) == f"process {innocent.pid} is gone"
+        innocent.communicate(b"\n")
+        assert innocent.returncode == 0
+    finally:
+        innocent.kill()
+
+
+def test_a_stream_says_what_its_task_does(ray_cluster, tmp_path):
+    def tables():
+        yield pa.table({"number": [1]})
+        time.sleep(600)
+
+    stream = stream_blocks(tables, lambda table: table, 1, 1 << 20, "sleepy", tmp_path)
+    try:
+        assert next(stream)["number"].to_pylist() == [1]
+        [said] = asyncio.run(stacks_as(tmp_path, "sleepy"))
+        assert re.match(r"sleepy \(process \d+\): .*in tables", said)
+    finally:
+        stream.close()
+
+
+def test_the_main_thread_is_the_last_and_its_innermost_frames_come_first():
+    other = 'Thread 0x1 (most recent call first):\n  File "a.py", line 1 in other\n\n'
+    text = (
+        other
+        + 'Current thread 0x2 (most recent call first):\n  File "b.py", line 2 in inner\n  File'
+        ' "c.py", line 3 in outer\n'
+    )
+    assert innermost(text) == 'File "b.py", line 2 in inner < File "c.py", line 3 in outer'
+    assert innermost("") == "no Python frame"

@@ -1,0 +1,34 @@
+"""The docs name files of the repository that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(path for path in sorted(ROOT.glob("*.md")) if path.name != "CHANGELOG.md"),
+]
+"""All but the changelog, which names files of earlier days."""
+NAMED = re.compile(
+    r"(?<![\w/.])((?:asyncrl|tests|jobs|benchmarks|docs|serve_configs|notebooks)/"
+    r"[\w/.-]+\.(?:py|md|yaml|ipynb))"
+)
+
+
+TEST = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    named = set(NAMED.findall(page.read_text()))
+    missing = sorted(name for name in named if not (ROOT / name).exists())
+    assert not missing
+    for path, test in TEST.findall(page.read_text()):
+        assert f"def {test}" in (ROOT / path).read_text(), f"{path} has no {test}"
+
+
+def test_names_are_found() -> None:
+    text = "`tests/no/such.py::test_it`, [x](docs/a.md#b) and runs/docs/a.md"
+    assert NAMED.findall(text) == ["tests/no/such.py", "docs/a.md"]

@@ -1,0 +1,62 @@
+"""One word, one meaning: the synonyms that the glossary rules out are nowhere else."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GLOSSARY = ROOT / "docs" / "concepts" / "glossary.md"
+OTHERS_NAMES = (
+    ROOT / "asyncrl" / "config" / "aliases.py",
+    ROOT / "asyncrl" / "rundir" / "outcomes.py",
+    ROOT / "docs" / "coming_from.md",
+)
+"""Files that explain names of other systems or of an older asyncrl."""
+
+
+def rows() -> list[list[str]]:
+    table = [line for line in GLOSSARY.read_text().splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1:]]
+
+
+RULED_OUT = {
+    synonym: word for word, _, synonyms in rows() for synonym in synonyms.split(", ") if synonym
+}
+
+
+def texts() -> dict[Path, str]:
+    kinds = ("asyncrl/**/*.py", "jobs/**/*", "benchmarks/*.py", "docs/**/*.md", "*.md")
+    paths = {path for kind in kinds for path in ROOT.glob(kind) if path.is_file()}
+    apart = {GLOSSARY, ROOT / "CHANGELOG.md", *OTHERS_NAMES}
+    return {
+        path: path.read_text()
+        for path in sorted(paths - apart)
+        if path.suffix in (".py", ".md", ".yaml")
+    }
+
+
+def places(synonym: str, text: str) -> list[str]:
+    """Lines with the word, also as a part of a name such as `fate_of`."""
+    pattern = re.compile(rf"(?<![A-Za-z]){re.escape(synonym)}(?![A-Za-z])", re.IGNORECASE)
+    return [line for line in text.splitlines() if pattern.search(line)]
+
+
+def test_the_glossary_is_read() -> None:
+    assert len(rows()) >= 15 and RULED_OUT["fate"] == "outcome"
+    assert len(texts()) > 250
+
+
+@pytest.mark.parametrize("line", ["a fate of", "fate_of = 1", "run.fate()", "Fate"])
+def test_a_synonym_is_found(line: str) -> None:
+    assert places("fate", line) == [line] and not places("fate", "phosphate fatedly")
+
+
+@pytest.mark.parametrize("synonym", RULED_OUT)
+def test_no_synonym_is_used(synonym: str) -> None:
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path, text in texts().items()
+        if (lines := places(synonym, text))
+    }
+    assert not found, f"write {RULED_OUT[synonym]!r} in place of {synonym!r}"
