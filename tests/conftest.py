@@ -234,7 +234,7 @@ def generators(
     processes = [
         child
         for replica in replicas
-        for child in psutil.Process(replica["pid"]).children(recursive=True)
+        for child in psutil.Process(replica.pid).children(recursive=True)
     ]
     stop_generators(name)
     ray_cluster.kill(registry)

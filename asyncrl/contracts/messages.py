@@ -18,6 +18,7 @@ __all__ = [
     "Manifest",
     "Piece",
     "PushReport",
+    "ReplicaStatus",
     "Scored",
     "ServedWeights",
     "StepResult",
@@ -43,6 +44,46 @@ class EngineLoad:
     2^(k-1) to 2^k - 1 tokens, item 0 those of none."""
     aborted_tokens: int = 0
     """Their tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One generator replica: its weights, its engine, and what it was started with."""
+
+    replica: str
+    """Its id."""
+    weights: WeightsId | None
+    """The weights that answer now; None: the checkpoint's own."""
+    held: bool
+    """Whether an evaluation holds it at these weights."""
+    pid: int
+    package: str
+    """Folder of the asyncrl package that it runs."""
+    broken: str | None
+    """Why its weights are in an unknown state, if they are."""
+    start_times: Mapping[str, float]
+    """Part of the engine's start → seconds."""
+    applied: Mapping[str, float]
+    """Timings of the last update of the weights; empty before the first."""
+    tokens_at_pause: tuple[int, ...]
+    """Tokens that each unfinished completion had when the last update paused the engine."""
+    tokens_generated: int
+    """Completion tokens since the engine's start."""
+    load: EngineLoad
+    kv_cache_tokens: int
+    """Tokens that the KV cache holds."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end every completion, in ascending order."""
+    stop_strings: tuple[str, ...]
+    """Strings that end every completion, in alphabetical order."""
+    tokenizer: str
+    """Hash of its tokenizer."""
+    max_model_len: int
+    """Longest prompt plus completion, in tokens."""
+    app: Mapping[str, Any]
+    """Its settings (`asyncrl.generation.GeneratorApp`)."""
+    parameters: int
+    """Checksum of the parameters' names and shapes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,16 +20,15 @@ loop and nothing here imports Ray, vLLM or DeepSpeed: on fakes a whole run takes
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from asyncrl.contracts.errors import EvaluationLostError, RolloutFailedError
-from asyncrl.contracts.messages import Example, Manifest, PushReport, Scored, StepResult
-from asyncrl.contracts.outcomes import FILTERED, UNFORESEEN, WAYS_OUT, Outcome
+from asyncrl.contracts.messages import Manifest, PushReport, Scored, StepResult
+from asyncrl.contracts.outcomes import FILTERED, UNFORESEEN, WAYS_OUT
 from asyncrl.contracts.protocols import (
     Checkpoints,
     Learner,
@@ -40,17 +39,13 @@ from asyncrl.contracts.protocols import (
 )
 from asyncrl.contracts.rows import Prompt
 from asyncrl.contracts.state import State
-from asyncrl.control.buffer import Buffer, Frontier, Outstanding
+from asyncrl.control.bookkeeping import Bookkeeping, Recorder, RunProgress
+from asyncrl.control.buffer import Buffer, Frontier
 from asyncrl.control.concurrency import Concurrency
-from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
 from asyncrl.control.staleness import Staleness
 from asyncrl.runtime.failures import unforeseen
 
-__all__ = ["Coordinator", "LogprobCheck", "Parts", "Recorder", "RunProgress", "Schedule"]
-
-LOST_ROUNDS = 100
-"""Batches' worth of groups that may end one after the other without a step, until the run is given
-up."""
+__all__ = ["Coordinator", "LogprobCheck", "Parts", "Schedule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +72,6 @@ class Schedule:
     evaluate_in_flight: bool = False
     """Evaluate over changing versions: no replica is held for an evaluation, and none holds
     publishing up."""
-
-
-class Recorder(Protocol):
-    """Where the run's story is written."""
-
-    def record(self, event: str, step: int, version: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def outcomes(self, outcomes: list[Outcome], outstanding: list[int]) -> None:
-        """Groups that have come to their end, and the ordinals admitted in this attempt that have
-        not. Returns at once."""
-        ...
-
-    async def flushed(self) -> None:
-        """Every outcome given so far is on the disk."""
-        ...
 
 
 class LogprobCheck(Protocol):
@@ -139,33 +119,6 @@ class Parts:
     concurrency: Concurrency | None = None
 
 
-@dataclass(slots=True)
-class RunProgress:
-    """What a person sees while it runs; read by the live table."""
-
-    phase: str = "starting"
-    attempted: int = 0
-    version: int = 0
-    committed: int = -1
-    reward: float | None = None
-    accuracy: float | None = None
-    staleness_mean: float = 0.0
-    staleness_max: int = 0
-    generated_tokens: int = 0
-    trained_tokens: int = 0
-    wasted_tokens: int = 0
-    """Completion tokens of groups that were generated and then filtered, dropped or skipped."""
-    errors: int = 0
-    """Groups and completions of evaluations that an exception ended that nobody foresaw."""
-    learner_waited_s: float = 0.0
-    generators_waited_s: float = 0.0
-    examples: tuple[tuple[Example, int], ...] = ()
-    """Of the groups of the last batch, with their staleness."""
-    rewards: tuple[float, ...] = ()
-    """Of the usable trajectories of the last batch."""
-    ended: dict[str, int] = field(default_factory=dict)
-
-
 class Coordinator:
     """Trains from version `state.version` to `schedule.max_steps`."""
 
@@ -179,16 +132,16 @@ class Coordinator:
         self.parts = parts
         self.schedule = schedule
         self.start_state = state
-        self.attempt = state.attempt
+        self.books = Bookkeeping(
+            parts.recorder, state, schedule.staleness.groups_per_step, schedule.max_errors
+        )
+        self.progress = self.books.progress
         self.buffer = Buffer(schedule.staleness, Frontier(state.frontier, state.finished_above))
         for scored, (made_in, _) in zip(restored, state.waiting, strict=True):
             self.buffer.restore(scored, made_in)
         self.first_version = state.version
         self.last_marked = state.version if state.last_marked is None else state.last_marked
         self.gathered = state.version - 1
-        self.progress = RunProgress(
-            phase="publishing", version=state.version, attempted=state.steps_attempted
-        )
         self.skipped_in_row = state.skipped_in_row
         self.in_publication: Manifest | None = None
         self.evaluation: UnderEvaluation | None = None
@@ -202,12 +155,6 @@ class Coordinator:
         """Groups dropped while they waited to be scored; their worker may forget them."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """Rollouts under way, by ordinal."""
-        self._outcomes: list[Outcome] = []
-        self._ended_since_step: Counter[str] = Counter()
-        self._scored_since_step: list[Scored] = []
-        self._idle_since: float | None = None
-        self._at_last_step = (0, 0.0, 0.0)
-        """Tokens generated, seconds that generators waited, and the clock."""
 
     async def run(self) -> RunProgress:
         """Train to the last version, commit and evaluate it. Raises what ended a loop too early."""
@@ -235,17 +182,7 @@ class Coordinator:
             for task in loops.values():
                 task.cancel()
             await asyncio.gather(*loops.values(), return_exceptions=True)
-            self._outcomes += [
-                Outcome(
-                    self._made_in(group),
-                    ordinal,
-                    "waiting",
-                    "the run ended first",
-                    self.progress.attempted,
-                    completion_tokens=group.tokens,
-                )
-                for ordinal, group in self.buffer.groups.items()
-            ]
+            self.books.run_ended(self.buffer.groups)
             self._flush_outcomes()
             await self.parts.recorder.flushed()
         self.progress.phase = "done"
@@ -260,7 +197,7 @@ class Coordinator:
                 prompt = await self.parts.prompts.next()
                 async with self._when(self._may_admit):
                     self.buffer.admit(prompt.ordinal, self.progress.committed)
-                    self._count_idle()
+                    self.books.running(self.buffer.running)
                 task = groups.create_task(self._rollout(prompt))
                 self._tasks[prompt.ordinal] = task
                 task.add_done_callback(partial(self._forget_task, prompt.ordinal))
@@ -302,7 +239,7 @@ class Coordinator:
                 self.parts.concurrency.observe(finished.load, self.buffer.running)
             self.progress.generated_tokens += finished.tokens
             self.buffer.finished(prompt.ordinal, finished.oldest_version, finished.tokens)
-            self._count_idle()
+            self.books.running(self.buffer.running)
 
     async def _fail_rollout(self, ordinal: int, why: str) -> None:
         async with self._changing():
@@ -316,24 +253,7 @@ class Coordinator:
         counted."""
         self._end(ordinal, "failed", why.partition("\n")[0])
         if why.startswith(UNFORESEEN):
-            self._count_errors(1, why)
-
-    def _count_errors(self, count: int, last: str) -> None:
-        """Keep the stack of an error that nobody foresaw; end the run when there were too many."""
-        progress, most = self.progress, self.schedule.max_errors
-        progress.errors += count
-        first, _, stack = last.partition("\n")
-        self.parts.recorder.record(
-            "error",
-            progress.attempted,
-            progress.version,
-            {"errors": progress.errors, "reason": first, "stack": stack},
-        )
-        if progress.errors > most:
-            raise RuntimeError(
-                f"errors = {progress.errors}, above rollout.max_errors = {most}; the last: {first};"
-                " its stack is in metrics.jsonl"
-            )
+            self.books.errors(1, why)
 
     def _shared(self, replica: str) -> bool:
         """Whether an evaluation loads this replica too: what its engine says meanwhile is not of
@@ -357,7 +277,7 @@ class Coordinator:
             self._fail(scored.ordinal, scored.failure or "lost")
             return
         self.buffer.finished(scored.ordinal, scored.oldest_version, scored.tokens)
-        self._scored_since_step.append(scored)
+        self.books.scored(scored)
         if scored.failure is not None and scored.failure.startswith(UNFORESEEN):
             self._fail(scored.ordinal, scored.failure)
         elif scored.failure is not None and scored.failure.startswith(FILTERED):
@@ -378,7 +298,7 @@ class Coordinator:
             self._end(scored.ordinal, "filtered", "zero variance")
         else:
             self.buffer.add_scored(scored)
-            self._count_idle()
+            self.books.running(self.buffer.running)
 
     # learning: batches → an applied step, then a gathered version. Waits for a full, fresh batch.
     # Ends after max_steps.
@@ -414,7 +334,9 @@ class Coordinator:
                     self.parts.recorder.flushed()
                 )  # a reader of a step finds its outcomes, also after a kill
             finally:
-                self._record_step(metrics, result.note, trained_at)
+                self.books.record("step", self.progress.version, metrics)
+                if result.note:
+                    self.books.record("kept_batch", trained_at, {"note": result.note})
             given_up, self._given_up = self._given_up, []
             await self.parts.rollouts.ack(given_up)
             if self.skipped_in_row >= self.schedule.max_skipped_steps:
@@ -485,56 +407,20 @@ class Coordinator:
                 self._end(scored.ordinal, "skipped", result.reason)
         self._flush_outcomes()
         self.skipped_in_row = 0 if result.applied else self.skipped_in_row + 1
-        tokens = sum(scored.tokens for scored in batch)
+        metrics = self.books.step(batch, result, trained_at, self.schedule.staleness.max_staleness)
         if result.applied:
             progress.version += 1
-            progress.trained_tokens += tokens
             self._drop_stale()
-        found = batch_metrics(batch, trained_at, self.schedule.staleness.max_staleness)
-        progress.reward = cast(float, found["reward/mean"])
-        progress.examples = tuple(
-            (scored.example, stale)
-            for scored, stale in zip(batch, staleness, strict=True)
-            if scored.example is not None
-        )
-        progress.rewards = tuple(reward for scored in batch for reward in scored.rewards)
-        progress.staleness_mean, progress.staleness_max = (
-            sum(staleness) / len(staleness),
-            max(staleness),
-        )
-        return {**result.metrics, **times, **found, **self._since_last_step()}
+        return {**metrics, **times, **self._slots(), **self.books.since_last_step()}
 
-    def _record_step(self, metrics: Mapping[str, Any], note: str, trained_at: int) -> None:
-        progress, recorder = self.progress, self.parts.recorder
-        recorder.record("step", progress.attempted, progress.version, metrics)
-        if note:
-            recorder.record("kept_batch", progress.attempted, trained_at, {"note": note})
-
-    def _since_last_step(self) -> dict[str, Any]:
-        """Slots now, and what has happened since the step before."""
-        progress, now = self.progress, asyncio.get_running_loop().time()
-        generated, waited, then = self._at_last_step
-        self._at_last_step = progress.generated_tokens, progress.generators_waited_s, now
-        ended: dict[str, Any] = {
-            f"control/{outcome}_groups": float(self._ended_since_step[outcome])
-            for outcome in ("filtered", "dropped", "failed")
-        }
-        self._ended_since_step.clear()
-        ended |= scoring_metrics(self._scored_since_step)
-        self._scored_since_step.clear()
-        if self.parts.concurrency is not None:
-            ended |= self.parts.concurrency.metrics()
-        return ended | {
+    def _slots(self) -> dict[str, object]:
+        """How many groups are where, and what limits them."""
+        limit = self.parts.concurrency
+        return {
             "control/running": self.buffer.running,
             "control/outstanding": len(self.buffer),
             "control/ready": self.buffer.ready,
-            "control/wasted_tokens": progress.wasted_tokens,
-            "time/generators_waited_s": progress.generators_waited_s - waited,
-            "rollout/generated_tokens_per_s": (
-                (progress.generated_tokens - generated) / (now - then)
-                if then and now > then
-                else float("nan")
-            ),
+            **({} if limit is None else limit.metrics()),
         }
 
     async def _gather(self) -> None:
@@ -551,7 +437,7 @@ class Coordinator:
             "weights/versions_passed_over": version - self.gathered - 1,
             **manifest.metrics,
         }
-        self.parts.recorder.record("gather", self.progress.attempted, version, metrics)
+        self.books.record("gather", version, metrics)
         async with self._changing():
             self.gathered = version
             self.in_publication = manifest
@@ -574,9 +460,7 @@ class Coordinator:
         self._flush_outcomes()
         await self.parts.recorder.flushed()
         await self.parts.checkpoints.write(state, groups, self.parts.learner, self.parts.scores)
-        self.parts.recorder.record(
-            "checkpoint", self.progress.attempted, version, {"checkpoint/save_s": clock() - started}
-        )
+        self.books.record("checkpoint", version, {"checkpoint/save_s": clock() - started})
 
     def state(self) -> State:
         """What a resume needs of control. Groups that are generated or scored just now have no
@@ -588,16 +472,14 @@ class Coordinator:
             steps_attempted=self.progress.attempted,
             frontier=frontier.lowest,
             finished_above=tuple(sorted(frontier.above)),
-            waiting=tuple((self._made_in(group), group.ordinal) for group in self.buffer.waiting()),
+            waiting=tuple(
+                (self.books.made_in(group), group.ordinal) for group in self.buffer.waiting()
+            ),
             concurrency=None if self.parts.concurrency is None else self.parts.concurrency.limit,
             skipped_in_row=self.skipped_in_row,
             evaluations_due=tuple(sorted(self.evaluations_due)),
             last_marked=self.last_marked,
         )
-
-    def _made_in(self, group: Outstanding) -> int:
-        """The attempt that made the group."""
-        return self.attempt if group.made_in is None else group.made_in
 
     # publishing: a gathered version → a committed version. Waits for replicas. Ends when the last
     # version is committed.
@@ -615,15 +497,13 @@ class Coordinator:
             report = await self._push(manifest)
             if self.parts.check is not None and self._check_due(manifest.version):
                 metrics = await self.parts.check.after_commit(manifest.version)
-                self.parts.recorder.record(
-                    "logprob_check", self.progress.attempted, manifest.version, metrics
-                )
+                self.books.record("logprob_check", manifest.version, metrics)
             async with self._changing():
                 self.progress.committed = report.version
                 self.parts.rollouts.committed(report.version)
                 self.in_publication = None
                 self._mark_evaluation_due(report.version)
-            self._record_push(report)
+            self.books.push(report)
         async with self._changing():
             self.publishing_done = True
 
@@ -632,25 +512,13 @@ class Coordinator:
         try:
             return await self.parts.weights.push(manifest)
         except RuntimeError as error:
-            self.parts.recorder.record("push_failed", self.progress.attempted, manifest.version, {})
+            self.books.record("push_failed", manifest.version, {})
             try:
                 return await self.parts.weights.push(manifest)
             except RuntimeError as again:
                 raise RuntimeError(
                     f"version {manifest.version} could not be published: {again}"
                 ) from error
-
-    def _record_push(self, report: PushReport) -> None:
-        for replica, timings in report.replicas.items():
-            metrics = {f"weights/{name}": value for name, value in timings.items()}
-            self.parts.recorder.record(
-                "push", self.progress.attempted, report.version, {"replica": replica, **metrics}
-            )
-        counts = {
-            "weights/replicas": len(report.replicas),
-            "weights/unroutable": len(report.unroutable),
-        }
-        self.parts.recorder.record("commit", self.progress.attempted, report.version, counts)
 
     def _mark_evaluation_due(self, version: int) -> None:
         every = self.schedule.evaluate_every
@@ -689,14 +557,12 @@ class Coordinator:
             async with self._replica_at(version) as replica:
                 metrics = await evaluate(version, replica)
         except EvaluationLostError as error:
-            self.parts.recorder.record(
-                "evaluation_lost", self.progress.attempted, version, {"reason": str(error)}
-            )
+            self.books.record("evaluation_lost", version, {"reason": str(error)})
             return False
         self.progress.accuracy = metrics.get("eval/accuracy", self.progress.accuracy)
-        self.parts.recorder.record("evaluation", self.progress.attempted, version, metrics)
+        self.books.record("evaluation", version, metrics)
         if errors := int(metrics.get("eval/errors", 0)):
-            self._count_errors(
+            self.books.errors(
                 errors,
                 f"evaluation of version {version}: {errors} completions; driver.log has the first"
                 " one's stack",
@@ -745,56 +611,12 @@ class Coordinator:
         task = self._tasks.get(ordinal)
         if group.running and task is not None and task is not asyncio.current_task():
             task.cancel()
-        self._count_idle()
-        if outcome != "trained":
-            self.progress.wasted_tokens += group.tokens or 0
-        content = group.scored.content if group.scored is not None else None
-        self._outcomes.append(
-            Outcome(
-                self._made_in(group),
-                ordinal,
-                outcome,
-                reason,
-                self.progress.attempted,
-                trained_at,
-                staleness,
-                group.tokens,
-                content,
-            )
-        )
-        self.progress.ended[outcome] = self.progress.ended.get(outcome, 0) + 1
-        self._ended_since_step[outcome] += 1
-        if (
-            sum(self._ended_since_step.values())
-            > LOST_ROUNDS * self.schedule.staleness.groups_per_step
-            and outcome != "trained"
-        ):
-            self._flush_outcomes()
-            counts = ", ".join(f"{count} {name}" for name, count in self._ended_since_step.items())
-            raise RuntimeError(
-                f"no step since {sum(self._ended_since_step.values())} groups ended ({counts};"
-                f" last: {reason}): nothing is left to train on; look at outcomes/*.parquet, and"
-                " change what it says: the prompts, the reward, algorithm.filter_zero_variance or"
-                " group_filter, or an engine whose log-probs are NaN"
-            )
+        self.books.running(self.buffer.running)
+        self.books.end(group, outcome, reason, trained_at, staleness)
 
     def _flush_outcomes(self) -> None:
-        outstanding = [
-            ordinal for ordinal, group in self.buffer.groups.items() if group.made_in is None
-        ]
-        self.parts.recorder.outcomes(self._outcomes, outstanding)
-        self._outcomes = []
+        self.books.flush(self.buffer.groups)
         self.parts.scores.ended_below(self.buffer.frontier.lowest)
-
-    def _count_idle(self) -> None:
-        """Generators wait while no group is running, once the first version is committed."""
-        now = asyncio.get_running_loop().time()
-        if self.buffer.running:
-            if self._idle_since is not None:
-                self.progress.generators_waited_s += now - self._idle_since
-            self._idle_since = None
-        elif self._idle_since is None:
-            self._idle_since = now
 
     @asynccontextmanager
     async def _when(self, predicate: Callable[[], bool]) -> AsyncIterator[None]:

@@ -18,7 +18,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
 
 from asyncrl.contracts.errors import EngineDiedError, GenerationTimeoutError, StaleReplicaError
-from asyncrl.contracts.messages import Generated, GenerateRequest, WeightsId
+from asyncrl.contracts.messages import Generated, GenerateRequest, ReplicaStatus, WeightsId
 from asyncrl.generation.engine import engine_environment
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.router import VersionRouter
@@ -262,7 +262,7 @@ class ServeGenerate:
         )
         return answer
 
-    async def statuses(self) -> list[dict[str, Any]]:
+    async def statuses(self) -> list[ReplicaStatus]:
         """The status of each replica. A dead or hanging replica gives none."""
         answers = await ask_all(self._handle, "status", timeout_s=STATUS_S)
         return [answer for answer in answers if not isinstance(answer, BaseException)]

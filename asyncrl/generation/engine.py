@@ -30,6 +30,7 @@ from asyncrl.contracts.errors import (
 from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
 from asyncrl.contracts.rows import TRUNCATED, Completion, VersionSpan
 from asyncrl.generation.ahead import AheadProcess, fatal_error, handed_to_vllm, import_engine
+from asyncrl.generation.engine_stats import EngineStats, stat_logger
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.environment import Caches, claim_caches, passed_on, preload_openmp
 from asyncrl.runtime.stacks import stack_here
@@ -49,9 +50,6 @@ PAUSE: dict[str, dict[str, Any]] = {
 """`generator.in_flight` → arguments of vLLM's pause. Not clearing the cache is what keeps the old
 KV."""
 
-QUIET_STEPS = 2
-"""Steps after which vLLM has finished reporting preemptions of recomputed requests. vLLM schedules
-the next step while one runs."""
 UNREAD_S = 1.0
 """Seconds to read an answer that has arrived, before the engine counts as silent."""
 
@@ -115,39 +113,14 @@ class Engine:
         is another one."""
         self.broken: str | None = None
         """Why the weights are in an unknown state, if an update failed after it had begun."""
-        self.tokens_at_pause: tuple[int, ...] = ()
-        """Tokens that each unfinished completion had when the last update paused it."""
+        self.stats = EngineStats()
         self.stops = Stops({})
         """What ends every completion, beside a request's own strings."""
         self.tokenizer_hash = ""
         self.load: LoadTimes | None = None
-        self.kv_use = 0.0
-        """Share of the KV cache's blocks in use after the last engine step outside an update, 0 to
-        1."""
-        self.waiting = 0
-        """Completions in the queue after the last engine step outside an update, less those that an
-        update put there."""
-        self.preemptions = 0
-        """Completions that lost their KV cache because it was full."""
-        self.aborted: list[int] = []
-        """Completions of requests that were given up: item k counts those of 2^(k-1) to 2^k - 1
-        tokens, item 0 those of none."""
-        self.aborted_tokens = 0
         self.kv_cache_tokens = 0
         """Tokens that the KV cache holds."""
-        self._last_tokens_at: float | None = None
-        """When a step last made tokens; None while nothing is under way."""
-        self._longest_gap_s = 0.0
-        self._running = 0
-        """Completions that ran in the last engine step outside an update."""
-        self._recomputed = 0
-        """Completions that `recompute` took out at the last update, and that have not said so yet:
-        vLLM counts them as preempted. Forgotten once the queue is empty: then all of them run
-        again."""
-        self._calm_steps = 0
-        """Engine steps in a row that left the queue empty."""
         self._llm: Any = None
-        self._tokens = 0
         self._ids = itertools.count()
         self._open = asyncio.Event()
         self._processes: list[psutil.Process] = []
@@ -191,7 +164,7 @@ class Engine:
                         executor,
                         log_stats=False,
                         log_requests=False,
-                        stat_loggers=[self._stat_logger()],
+                        stat_loggers=[stat_logger(self.stats, lambda: not self._open.is_set())],
                     )
 
             # The constructor blocks for as long as the engine's process loads; the output loop has
@@ -238,17 +211,6 @@ class Engine:
     def _tokenizer(self) -> Any:
         """The one that the run's prompts are encoded with; vLLM has it as well."""
         return load_tokenizer(self.app.model)
-
-    @property
-    def tokens_generated(self) -> int:
-        """Completion tokens made since the start."""
-        return self._tokens
-
-    def take_longest_gap(self) -> float:
-        """Longest time between two steps that made tokens, while completions were under way, since
-        the last call; seconds."""
-        longest, self._longest_gap_s = self._longest_gap_s, 0.0
-        return longest
 
     @property
     def max_model_len(self) -> int:
@@ -431,15 +393,11 @@ class Engine:
         begun = time.monotonic()
         try:
             await self._llm.pause_generation(**PAUSE[self.app.generator.in_flight])
-            self.tokens_at_pause = tuple(
+            lengths = [
                 state.detokenizer.num_output_tokens()
                 for state in self._llm.output_processor.request_states.values()
-            )
-            if self.app.generator.in_flight == "recompute":
-                self._recomputed = max(
-                    self._running, sum(tokens > 0 for tokens in self.tokens_at_pause)
-                )
-                self._calm_steps = 0
+            ]
+            self.stats.count_pause(lengths, self.app.generator.in_flight == "recompute")
             paused = time.monotonic()
             await work()
             applied = time.monotonic()
@@ -456,7 +414,7 @@ class Engine:
         return {
             "pause_s": time.monotonic() - begun,
             "apply_s": applied - paused,
-            "in_flight": float(len(self.tokens_at_pause)),
+            "in_flight": float(len(lengths)),
         }
 
     async def _score(self, prompt: list[int], completion: list[int]) -> tuple[float, ...]:
@@ -506,7 +464,7 @@ class Engine:
                     for one in asked
                     if one.done() and not one.cancelled() and one.exception() is None
                 ]
-                self._count_lost([len(output.outputs[0].token_ids) for output in ended])
+                self.stats.count_aborted([len(output.outputs[0].token_ids) for output in ended])
                 raise
         output = await self._last_output(prompt, sampling, f"update {self._updates}")
         return sorted(output.outputs, key=lambda output: output.index)
@@ -603,74 +561,15 @@ class Engine:
         forgets them when it aborts."""
         processor = self._llm.output_processor
         states = [processor.request_states[one] for one in processor.external_req_ids.get(name, ())]
-        self._count_lost([state.detokenizer.num_output_tokens() for state in states])
+        self.stats.count_aborted([state.detokenizer.num_output_tokens() for state in states])
         parents = [state.parent_req for state in states if state.parent_req is not None]
-        self._count_lost(
+        self.stats.count_aborted(
             [
                 len(output.token_ids)
                 for output in (parents[0].output_aggregator if parents else ())
                 if output is not None
             ]
         )
-
-    def _count_lost(self, lengths: Sequence[int]) -> None:
-        """Completions that nobody will get, by their length."""
-        self.aborted_tokens += sum(lengths)
-        for length in lengths:
-            self.aborted += [0] * (length.bit_length() + 1 - len(self.aborted))
-            self.aborted[length.bit_length()] += 1
-
-    def _count_gap(self, tokens: int, scheduler_stats: Any) -> None:
-        now = time.monotonic()
-        if tokens and self._last_tokens_at is not None:
-            self._longest_gap_s = max(self._longest_gap_s, now - self._last_tokens_at)
-        if tokens:
-            self._last_tokens_at = now
-        if (
-            scheduler_stats is not None
-            and not scheduler_stats.num_running_reqs
-            and not scheduler_stats.num_waiting_reqs
-        ):
-            self._last_tokens_at = None
-
-    def _stat_logger(self) -> Any:
-        from vllm.v1.metrics.loggers import StatLoggerBase
-
-        engine = self
-
-        class EngineStats(StatLoggerBase):
-            """What each engine step says. Completions in flight give no output before their end, so
-            tokens are counted here."""
-
-            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
-
-            def record(
-                self,
-                scheduler_stats: Any,
-                iteration_stats: Any,
-                mm_cache_stats: Any = None,
-                engine_idx: int = 0,
-            ) -> None:
-                if iteration_stats is not None:
-                    engine._count_gap(iteration_stats.num_generation_tokens, scheduler_stats)
-                    engine._tokens += iteration_stats.num_generation_tokens
-                    ours = min(iteration_stats.num_preempted_reqs, engine._recomputed)
-                    engine._recomputed -= ours
-                    engine.preemptions += iteration_stats.num_preempted_reqs - ours
-                if scheduler_stats is not None:
-                    engine._calm_steps = (
-                        0 if scheduler_stats.num_waiting_reqs else engine._calm_steps + 1
-                    )
-                    if engine._calm_steps >= QUIET_STEPS:
-                        engine._recomputed = 0
-                if scheduler_stats is not None and engine._open.is_set():
-                    engine._running = scheduler_stats.num_running_reqs
-                    engine.kv_use = scheduler_stats.kv_cache_usage
-                    engine.waiting = max(0, scheduler_stats.num_waiting_reqs - engine._recomputed)
-
-            def log_engine_initialized(self) -> None: ...
-
-        return EngineStats
 
 
 def version_spans(labels: Sequence[Any], tokens: int) -> tuple[VersionSpan, ...]:

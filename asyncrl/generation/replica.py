@@ -17,11 +17,11 @@ import asyncrl
 from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import (
     Details,
-    EngineLoad,
     Generated,
     GenerateRequest,
     Manifest,
     Piece,
+    ReplicaStatus,
     ServedWeights,
     WeightsId,
 )
@@ -94,15 +94,7 @@ class Generator:
             await self._catch_up_for(request.min_weights)
         started_at = steady_time()
         completions = await self._under_way(self.engine.generate(request), request.min_weights)
-        engine = self.engine
-        load = EngineLoad(
-            self.replica,
-            engine.kv_use,
-            engine.waiting,
-            engine.preemptions,
-            tuple(engine.aborted),
-            engine.aborted_tokens,
-        )
+        load = self.engine.stats.load(self.replica)
         return Generated(completions, self.replica, started_at, steady_time(), load)
 
     async def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
@@ -121,7 +113,7 @@ class Generator:
             await self._catch_up_for(min_weights)
         return self.replica, await self._under_way(self.engine.logprobs(rows), min_weights)
 
-    async def apply_version(self, manifest: Manifest, held: str | None = None) -> dict[str, Any]:
+    async def apply_version(self, manifest: Manifest, held: str | None = None) -> ReplicaStatus:
         """Fetch and apply a version, unless it is here already, a newer one of the same attempt is,
         or this replica is held. Returns `status`. Whoever asked may give up: a change that has
         begun goes on.
@@ -168,33 +160,29 @@ class Generator:
         """Give up what an attempt has asked for: nobody waits for it any more."""
         self._give_up(lambda weights: (weights.run_id, weights.attempt) == (run_id, attempt))
 
-    async def status(self) -> dict[str, Any]:
-        """Replica id, weights, whether an evaluation holds it, process id, seconds of the start and
-        of the last update, tokens generated so far, tokens that the KV cache holds, completions
-        given up by length, stops, hash of the tokenizer, longest request, settings, checksum
-        of the parameters' names and shapes."""
-        return {
-            "replica": self.replica,
-            "weights": self.weights,
-            "held": self.held,
-            "pid": os.getpid(),
-            "package": os.path.dirname(asyncrl.__file__),
-            "broken": self.engine.broken,
-            "load": asdict(self.engine.load) if self.engine.load is not None else {},
-            "applied": dict(self._applied),
-            "tokens_at_pause": self.engine.tokens_at_pause,
-            "tokens_generated": self.engine.tokens_generated,
-            "kv_use": self.engine.kv_use,
-            "waiting": self.engine.waiting,
-            "preemptions": self.engine.preemptions,
-            "kv_cache_tokens": self.engine.kv_cache_tokens,
-            "aborted": tuple(self.engine.aborted),
-            "stops": self.engine.stops,
-            "tokenizer": self.engine.tokenizer_hash,
-            "max_model_len": self.engine.max_model_len,
-            "app": self.settings.model_dump(),
-            "parameters": layout_hash(self._expected),
-        }
+    async def status(self) -> ReplicaStatus:
+        """This replica, its weights and its engine."""
+        engine = self.engine
+        return ReplicaStatus(
+            replica=self.replica,
+            weights=self.weights,
+            held=self.held,
+            pid=os.getpid(),
+            package=os.path.dirname(asyncrl.__file__),
+            broken=engine.broken,
+            start_times=asdict(engine.load) if engine.load is not None else {},
+            applied=dict(self._applied),
+            tokens_at_pause=engine.stats.tokens_at_pause,
+            tokens_generated=engine.stats.tokens_generated,
+            load=engine.stats.load(self.replica),
+            kv_cache_tokens=engine.kv_cache_tokens,
+            stop_token_ids=tuple(sorted(engine.stops.tokens)),
+            stop_strings=tuple(sorted(engine.stops.strings)),
+            tokenizer=engine.tokenizer_hash,
+            max_model_len=engine.max_model_len,
+            app=self.settings.model_dump(),
+            parameters=layout_hash(self._expected),
+        )
 
     async def fingerprints(self) -> tuple[str, dict[str, Sequence[float]]]:
         """This replica's id, and what its engine holds: published name → fingerprint."""
@@ -229,7 +217,7 @@ class Generator:
             self.settings.generator.in_flight == "drain",
             self.settings.replace_within_s,
         )
-        moves = (self.weights, self.engine.tokens_generated if drains else 0)
+        moves = (self.weights, self.engine.stats.tokens_generated if drains else 0)
         if newest is None or self._has(newest) or moves != self._behind_at:
             self._behind_at, self._behind_since = moves, steady_time()
         elif steady_time() - self._behind_since > limit_s:
@@ -321,11 +309,11 @@ class Generator:
                 await self._apply(manifest)
 
     async def _apply(self, manifest: Manifest) -> None:
-        tokens = self.engine.tokens_generated
+        tokens = self.engine.stats.tokens_generated
         staged = await asyncio.to_thread(
             fetch_version, manifest, self._expected, self.settings.fetch_within_s
         )
-        during = self.engine.tokens_generated - tokens
+        during = self.engine.stats.tokens_generated - tokens
         try:
             timings = await self.engine.apply(staged.update_info(), manifest.version)
         finally:
@@ -334,7 +322,7 @@ class Generator:
         self._applied = {
             "fetch_s": staged.fetch_s,
             "tokens_during_fetch": float(during),
-            "longest_gap_s": self.engine.take_longest_gap(),
+            "longest_gap_s": self.engine.stats.take_longest_gap(),
             **timings,
         }
 

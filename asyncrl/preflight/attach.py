@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
 
 import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from asyncrl.config import Config
+from asyncrl.contracts.messages import ReplicaStatus
 from asyncrl.generation.app import wait_for_generators
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.text.stops import load_stops
@@ -46,12 +45,12 @@ async def attached_config(config: Config, name: str, tokens: int) -> Config:
     await wait_for_generators(name, config.start_timeout_s)
     try:
         status = await serve.get_app_handle(name).status.remote()
-        app = GeneratorApp.model_validate(status["app"])
+        app = GeneratorApp.model_validate(status.app)
     except (
         ray.exceptions.RayTaskError,
         RayServeException,
+        AttributeError,
         TypeError,
-        KeyError,
         ValueError,
     ) as error:
         raise AttachError(
@@ -65,7 +64,7 @@ async def attached_config(config: Config, name: str, tokens: int) -> Config:
 
 
 def check_fits(
-    config: Config, name: str, app: GeneratorApp, status: Mapping[str, Any], tokens: int
+    config: Config, name: str, app: GeneratorApp, status: ReplicaStatus, tokens: int
 ) -> None:
     """Raise AttachError unless replicas of such a `status` can take the run's requests, of `tokens`
     at most, and its versions."""
@@ -75,18 +74,18 @@ def check_fits(
             f"{title} holds {app.dtype}, the run publishes model.dtype = {config.model.dtype!r};"
             " make them the same"
         )
-    if status["parameters"] != layout_hash(expected_tensors(config.model.path, config.model.dtype)):
+    if status.parameters != layout_hash(expected_tensors(config.model.path, config.model.dtype)):
         raise AttachError(
             f"{title} has other parameters than model.path = {config.model.path!r}; deploy it with"
             " the same model"
         )
-    if status["max_model_len"] < tokens:
+    if status.max_model_len < tokens:
         raise AttachError(
-            f"{title} takes {status['max_model_len']} tokens, the run's longest request has"
+            f"{title} takes {status.max_model_len} tokens, the run's longest request has"
             f" {tokens}; raise the application's max_model_len"
         )
     tokenizer, rollout = load_tokenizer(config.model.path), config.rollout
-    if status["tokenizer"] != tokenizer_hash(tokenizer):
+    if status.tokenizer != tokenizer_hash(tokenizer):
         raise AttachError(
             f"{title} has another tokenizer than model.path = {config.model.path!r}; deploy it with"
             " the same model"
@@ -94,7 +93,8 @@ def check_fits(
     stops = load_stops(
         config.model.path, tokenizer, rollout.rollout_stop, rollout.rollout_stop_token_ids
     )
-    ours, theirs = [(sorted(one.tokens), sorted(one.strings)) for one in (stops, status["stops"])]
+    ours = sorted(stops.tokens), sorted(stops.strings)
+    theirs = list(status.stop_token_ids), list(status.stop_strings)
     if ours != theirs:
         raise AttachError(
             f"{title} ends completions at tokens {theirs[0]} and strings {theirs[1]}, the run at"

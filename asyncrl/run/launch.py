@@ -16,7 +16,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Coroutine,
-    Mapping,
     Sequence,
 )
 from contextlib import asynccontextmanager
@@ -28,6 +27,7 @@ import ray
 
 import asyncrl
 from asyncrl.config import Config
+from asyncrl.contracts.messages import ReplicaStatus
 from asyncrl.contracts.rows import Completion, Prompt
 from asyncrl.contracts.state import State
 from asyncrl.data.prompts import Data, PromptReport, RayPromptSource, read_prompts
@@ -143,9 +143,9 @@ class Stations:
             found, stacks, scoring = await asyncio.gather(
                 self.generate.statuses(), self.generate.stacks(), stacks_as(self.stacks, "scoring")
             )
-            versions = [one["weights"].version if one["weights"] else None for one in found]
+            versions = [one.weights.version if one.weights else None for one in found]
             said = [
-                f"replica {one['replica']} has version {version}, {one['tokens_generated']} tokens"
+                f"replica {one.replica} has version {version}, {one.tokens_generated} tokens"
                 for one, version in zip(found, versions, strict=True)
             ]
             said += [
@@ -155,7 +155,7 @@ class Stations:
             ]
             said += scoring if stage == "generation" else []
             return (
-                tuple(one["tokens_generated"] for one in found),
+                tuple(one.tokens_generated for one in found),
                 "; ".join(said) or "no replica answers",
             )
         return (
@@ -222,7 +222,7 @@ async def launch_stations(
             wait_for_placement(config, app_name, streams.started),
         )
         status = await handle.status.remote()
-        refuse_another_tokenizer(config.model.path, status["tokenizer"])
+        refuse_another_tokenizer(config.model.path, status.tokenizer)
         startup = await _startup_facts(handle, status, generators_s, learner, learner_s)
         yield Stations(
             config,
@@ -235,7 +235,7 @@ async def launch_stations(
             streams.scores,
             pool,
             _evaluation_prompts(config),
-            status["kv_cache_tokens"],
+            status.kv_cache_tokens,
             startup,
             directory.logs / "stacks",
             app_name,
@@ -376,7 +376,7 @@ async def _timed(work: Awaitable[Any]) -> float:
 
 async def _startup_facts(
     handle: Any,
-    status: Mapping[str, Any],
+    status: ReplicaStatus,
     generators_s: float,
     learner: LearnerGroup,
     learner_s: float,
@@ -388,10 +388,10 @@ async def _startup_facts(
         "startup/generators_s": generators_s,
         "startup/learner_s": learner_s,
         **{f"startup/learner_{name}": value for name, value in learner.startup.items()},
-        **{f"startup/generator_{name}": value for name, value in status["load"].items()},
+        **{f"startup/generator_{name}": value for name, value in status.start_times.items()},
         "startup/pause_empty_s": sorted(pauses)[2],
         "package/driver": os.path.dirname(asyncrl.__file__),
-        "package/replica": status["package"],
+        "package/replica": status.package,
     }
 
 

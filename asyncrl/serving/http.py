@@ -16,7 +16,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from fastapi import FastAPI, HTTPException, Request
@@ -32,7 +32,7 @@ from asyncrl.serving.dialects.completions import Completions
 from asyncrl.serving.errors import ApiError, as_api_error, printable
 from asyncrl.serving.events import ClientLeftError, EventStream, while_connected
 from asyncrl.serving.identity import ServedModel, model_list, weights
-from asyncrl.serving.metrics import CONTENT_TYPE, Counted, Traffic, exposition
+from asyncrl.serving.metrics import CONTENT_TYPE, Counted, HttpStatus, Traffic, exposition
 
 __all__ = [
     "KEY_VARIABLE",
@@ -83,7 +83,7 @@ class Served(Protocol):
 
     async def served_weights(self) -> ServedWeights: ...
 
-    async def statuses(self) -> Sequence[Mapping[str, Any]]:
+    async def http_statuses(self) -> Sequence[HttpStatus]:
         """Of every replica of the application (`asyncrl.serving.metrics.exposition`)."""
         ...
 
@@ -192,7 +192,7 @@ def routes(served: Served, key: str | None) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(
-            exposition(served.model.name, await served.statuses()), media_type=CONTENT_TYPE
+            exposition(served.model.name, await served.http_statuses()), media_type=CONTENT_TYPE
         )
 
     _handle_errors(app)

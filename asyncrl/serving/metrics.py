@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -18,28 +19,47 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-__all__ = ["CONTENT_TYPE", "Counted", "Traffic", "exposition"]
+from asyncrl.contracts.messages import ReplicaStatus
+
+__all__ = ["CONTENT_TYPE", "Counted", "HttpStatus", "Traffic", "exposition"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "asyncrl_generator"
 
-COUNTERS = {
-    "tokens_generated": "Completion tokens made since the replica's start, a run's included.",
-    "preemptions": "Completions that lost their KV cache because it was full.",
+COUNTERS: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
+    "tokens_generated": (
+        "Completion tokens made since the replica's start, a run's included.",
+        lambda status: status.tokens_generated,
+    ),
+    "preemptions": (
+        "Completions that lost their KV cache because it was full.",
+        lambda status: status.load.preemptions,
+    ),
+    "completions_aborted": (
+        "Completions that were given up under way, such as those of clients that left.",
+        lambda status: sum(status.load.aborted),
+    ),
 }
-GAUGES = {
-    "kv_use": "Share of the KV cache in use, 0 to 1.",
-    "kv_cache_tokens": "Tokens that the KV cache holds.",
-    "waiting": "Completions in the engine's queue.",
-    "max_model_len": "Longest prompt plus completion, in tokens.",
+GAUGES: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
+    "kv_use": ("Share of the KV cache in use, 0 to 1.", lambda status: status.load.kv_use),
+    "kv_cache_tokens": (
+        "Tokens that the KV cache holds.",
+        lambda status: status.kv_cache_tokens,
+    ),
+    "waiting": ("Completions in the engine's queue.", lambda status: status.load.waiting),
+    "max_model_len": (
+        "Longest prompt plus completion, in tokens.",
+        lambda status: status.max_model_len,
+    ),
 }
+"""Metric → what it means, and where a replica's status has it."""
 UPDATES = {
     "fetch_s": (
         "Seconds in which the last version of the weights was fetched, while generation went on."
     ),
     "pause_s": "Seconds for which the last update of the weights stopped generation.",
 }
-"""Keys of a replica's `status()` → what they mean."""
+"""Timing of a replica's last update → what it means."""
 
 
 class Traffic:
@@ -54,6 +74,14 @@ class Traffic:
         self.requests[path, status] += 1
         # typeshed's counters count whole things
         self.seconds[path] += seconds  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpStatus:
+    """One replica with an HTTP endpoint."""
+
+    replica: ReplicaStatus
+    traffic: Traffic
 
 
 class Counted:
@@ -88,39 +116,34 @@ class Counted:
 
 
 class _Collector:
-    def __init__(self, model: str, statuses: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, model: str, statuses: Sequence[HttpStatus]) -> None:
         self.model, self.statuses = model, statuses
+        self.replicas = [status.replica for status in statuses]
 
     def collect(self) -> Iterable[Metric]:
-        yield from (
-            self._family(CounterMetricFamily, name, text) for name, text in COUNTERS.items()
-        )
-        yield from (self._family(GaugeMetricFamily, name, text) for name, text in GAUGES.items())
-        yield from (
-            self._family(GaugeMetricFamily, f"update_{name}econds", text, name)
-            for name, text in UPDATES.items()
-        )
-        yield self._lost()
+        for name, (text, read) in COUNTERS.items():
+            yield self._family(CounterMetricFamily, name, text, read)
+        for name, (text, read) in GAUGES.items():
+            yield self._family(GaugeMetricFamily, name, text, read)
+        yield from self._updates()
         yield from self._weights()
         yield from self._http()
 
-    def _family(self, kind: type[Any], name: str, text: str, update: str | None = None) -> Metric:
+    def _family(
+        self, kind: type[Any], name: str, text: str, read: Callable[[ReplicaStatus], float]
+    ) -> Metric:
         family: Metric = kind(f"{PREFIX}_{name}", text, labels=["replica"])
-        for status in self.statuses:
-            value = status.get(name) if update is None else status["applied"].get(update)
-            if value is not None:
-                family.add_metric([status["replica"]], value)  # type: ignore[attr-defined]
+        for status in self.replicas:
+            family.add_metric([status.replica], read(status))  # type: ignore[attr-defined]
         return family
 
-    def _lost(self) -> Metric:
-        family = CounterMetricFamily(
-            f"{PREFIX}_completions_aborted",
-            "Completions that were given up under way, such as those of clients that left.",
-            labels=["replica"],
-        )
-        for status in self.statuses:
-            family.add_metric([status["replica"]], sum(status["aborted"]))
-        return family
+    def _updates(self) -> Iterable[Metric]:
+        for name, text in UPDATES.items():
+            family = GaugeMetricFamily(f"{PREFIX}_update_{name}econds", text, labels=["replica"])
+            for status in self.replicas:
+                if name in status.applied:
+                    family.add_metric([status.replica], status.applied[name])
+            yield family
 
     def _weights(self) -> Iterable[Metric]:
         info = InfoMetricFamily(
@@ -133,15 +156,15 @@ class _Collector:
             "Version of the weights in its run and attempt; 0: the checkpoint's own.",
             labels=["replica"],
         )
-        for status in self.statuses:
-            held = status["weights"]
+        for status in self.replicas:
+            held = status.weights
             run = (
                 {"run_id": held.run_id, "attempt": str(held.attempt)}
                 if held is not None
                 else {"run_id": "", "attempt": ""}
             )
-            info.add_metric([status["replica"]], {"model": self.model, **run})
-            version.add_metric([status["replica"]], held.version if held is not None else 0)
+            info.add_metric([status.replica], {"model": self.model, **run})
+            version.add_metric([status.replica], held.version if held is not None else 0)
         return info, version
 
     def _http(self) -> Iterable[Metric]:
@@ -156,20 +179,20 @@ class _Collector:
             labels=["replica", "path"],
         )
         for status in self.statuses:
-            traffic: Traffic = status["traffic"]
+            replica, traffic = status.replica.replica, status.traffic
             for (path, code), times in sorted(traffic.requests.items()):
-                requests.add_metric([status["replica"], path, str(code)], times)
+                requests.add_metric([replica, path, str(code)], times)
             for path, spent in sorted(traffic.seconds.items()):
                 answered = sum(times for (one, _), times in traffic.requests.items() if one == path)
-                seconds.add_metric([status["replica"], path], answered, spent)
+                seconds.add_metric([replica, path], answered, spent)
         return requests, seconds
 
 
-def exposition(model: str, statuses: Sequence[Mapping[str, Any]]) -> bytes:
+def exposition(model: str, statuses: Sequence[HttpStatus]) -> bytes:
     """The text for Prometheus.
 
     Args:
-        statuses: of every replica: its `status()`, with its `Traffic` as `traffic`.
+        statuses: of every replica.
     """
     registry = CollectorRegistry()
     registry.register(_Collector(model, statuses))

@@ -12,12 +12,13 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.context import _get_global_client
 
-from asyncrl.generation.app import ServeGenerate, application, build_app
+from asyncrl.generation.app import STATUS_S, application, build_app
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.settings import GeneratorApp
+from asyncrl.runtime.serve_calls import ask_all
 from asyncrl.serving.http import api_key, refuse_open_host, routes
 from asyncrl.serving.identity import ServedModel
-from asyncrl.serving.metrics import Traffic
+from asyncrl.serving.metrics import HttpStatus, Traffic
 from asyncrl.serving.words import ModelWords
 
 __all__ = ["HttpGenerator", "build_standing_app"]
@@ -53,15 +54,15 @@ class HttpGenerator(Generator):
             self.engine.longest_token,
         )
 
-    async def status(self) -> dict[str, Any]:
-        """`Generator.status`, and the HTTP requests."""
-        return {**await super().status(), "traffic": self.traffic}
+    async def http_status(self) -> HttpStatus:
+        """This replica's status, and its HTTP requests."""
+        return HttpStatus(await self.status(), self.traffic)
 
-    async def statuses(self) -> list[dict[str, Any]]:
+    async def http_statuses(self) -> list[HttpStatus]:
         """Of every replica that answers: a scrape reaches any one of them."""
-        return await ServeGenerate(
-            await asyncio.to_thread(application, self.application)
-        ).statuses()
+        handle = await asyncio.to_thread(application, self.application)
+        answers = await ask_all(handle, "http_status", timeout_s=STATUS_S)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 def build_standing_app(args: GeneratorApp) -> serve.Application:

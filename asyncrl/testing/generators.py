@@ -7,22 +7,25 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.contracts.messages import (
     Details,
+    EngineLoad,
     Generated,
     GenerateRequest,
     Manifest,
     Piece,
     PushReport,
+    ReplicaStatus,
     ServedWeights,
     Tokens,
     WeightsId,
 )
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.serving.identity import ServedModel
-from asyncrl.serving.metrics import Traffic
+from asyncrl.serving.metrics import HttpStatus, Traffic
 from asyncrl.text.template import MessagesError
 
 __all__ = ["FakeGenerate", "FakeServed", "FakeWords", "SeededGenerator"]
@@ -169,29 +172,47 @@ class FakeServed(FakeGenerate):
     async def served_weights(self) -> ServedWeights:
         return self.held
 
-    async def statuses(self) -> list[dict[str, Any]]:
-        told = {
-            "tokens_generated": 12,
-            "preemptions": 0,
-            "kv_use": 0.5,
-            "kv_cache_tokens": 128,
-            "waiting": 1,
-            "max_model_len": self._model.max_model_len,
-        }
-        return [
-            {
-                "replica": "fake",
-                "weights": self.held.weights,
-                "applied": {"pause_s": 0.04},
-                "aborted": (0, 2),
-                "traffic": self.traffic,
-                **told,
-            }
-        ]
+    async def http_statuses(self) -> list[HttpStatus]:
+        status = fake_status(
+            "fake",
+            weights=self.held.weights,
+            applied={"pause_s": 0.04},
+            tokens_generated=12,
+            load=EngineLoad("fake", kv_use=0.5, waiting=1, preemptions=0, aborted=(0, 2)),
+            kv_cache_tokens=128,
+            max_model_len=self._model.max_model_len,
+        )
+        return [HttpStatus(status, self.traffic)]
 
     async def check_health(self) -> None:
         if self.failure is not None:
             raise self.failure
+
+
+def fake_status(replica: str, **fields: Any) -> ReplicaStatus:
+    """The status of a replica with the checkpoint's weights that has generated nothing, but for
+    the given fields."""
+    idle = ReplicaStatus(
+        replica=replica,
+        weights=None,
+        held=False,
+        pid=0,
+        package="",
+        broken=None,
+        start_times={},
+        applied={},
+        tokens_at_pause=(),
+        tokens_generated=0,
+        load=EngineLoad(replica, 0.0, 0, 0),
+        kv_cache_tokens=0,
+        stop_token_ids=(),
+        stop_strings=(),
+        tokenizer="",
+        max_model_len=0,
+        app={},
+        parameters=0,
+    )
+    return replace(idle, **fields)
 
 
 class SeededGenerator:

@@ -159,9 +159,9 @@ class ServeWeightSync:
         with contextlib.suppress(*NO_ANSWER):
             answers = await ask_all(self._handle, "status", timeout_s=STATUS_S)
             able = sorted(
-                answer["replica"]
+                answer.replica
                 for answer in answers
-                if not isinstance(answer, BaseException) and answer["weights"] == weights
+                if not isinstance(answer, BaseException) and answer.weights == weights
             )
             if len(able) > 1:
                 self._holding = able[-1]
@@ -275,19 +275,15 @@ class ServeWeightSync:
         live = [
             answer
             for answer in answers
-            if not isinstance(answer, BaseException) and answer["replica"] != self._holding
+            if not isinstance(answer, BaseException) and answer.replica != self._holding
         ]
-        at = {
-            answer["replica"]: answer["applied"]
-            for answer in live
-            if _has(answer["weights"], manifest)
-        }
+        at = {answer.replica: answer.applied for answer in live if _has(answer.weights, manifest)}
         silent = [SILENT for answer in answers if isinstance(answer, TimeoutError)]
-        behind = [answer for answer in live if answer["replica"] not in at]
+        behind = [answer for answer in live if answer.replica not in at]
         return Survey(
             at,
-            [*(answer["replica"] for answer in behind), *silent],
-            sum(answer.get("tokens_generated", 0) for answer in behind),
+            [*(answer.replica for answer in behind), *silent],
+            sum(answer.tokens_generated for answer in behind),
         )
 
 

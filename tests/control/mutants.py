@@ -123,8 +123,8 @@ MUTANTS = [
     Mutant(
         "a dropped rollout goes on",
         COORDINATOR,
-        "            task.cancel()\n        self._count_idle()",
-        "            pass\n        self._count_idle()",
+        "            task.cancel()\n        self.books.running(self.buffer.running)",
+        "            pass\n        self.books.running(self.buffer.running)",
     ),
     Mutant(
         "nothing is acknowledged",

@@ -42,6 +42,7 @@ def make(
     learner=None,
     weights=None,
     scores=None,
+    recorder=None,
     restored=(),
     on_stale="wait",
     **others,
@@ -55,7 +56,7 @@ def make(
         scores=scores(rollouts) if scores else FakeScores(rollouts),
         learner=learner or FakeLearner(groups, version=state.version),
         weights=weights or FakeWeightSync(),
-        recorder=FakeRecorder(),
+        recorder=recorder or FakeRecorder(),
         **{
             name: value
             for name, value in others.items()
@@ -877,8 +878,7 @@ def test_a_step_is_told_once_its_outcomes_are_on_the_disk():
             if event == "step":
                 assert self.on_disk >= 4 * step
 
-    coordinator = make(steps=5)
-    coordinator.parts.recorder = Slow()
+    coordinator = make(steps=5, recorder=Slow())
     run(coordinator)
     assert [event for event, *_ in coordinator.parts.recorder.records].count("step") == 5
 

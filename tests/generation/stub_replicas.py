@@ -10,6 +10,8 @@ from typing import Any
 from asyncrl.contracts.messages import GenerateRequest
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.generation import replica
+from asyncrl.generation.engine_stats import EngineStats
+from asyncrl.text.stops import Stops
 
 TOKEN_S = 0.001
 
@@ -17,10 +19,10 @@ TOKEN_S = 0.001
 class StubEngine:
     def __init__(self, app: Any) -> None:
         self.version = 0
-        self.tokens_generated = self.aborted_tokens = self.preemptions = self.waiting = 0
-        self.under_way = 0
-        """Requests that have made a token, and will make another."""
-        self.kv_use, self.aborted, self.load, self.broken = 0.0, [], None, None
+        self.stats = EngineStats()
+        self.broken = self.load = None
+        self.kv_cache_tokens = self.max_model_len = 0
+        self.stops, self.tokenizer_hash = Stops({}), ""
 
     async def start(self) -> None: ...
 
@@ -30,11 +32,11 @@ class StubEngine:
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, ...]:
         made_by = [self.version]
-        self.under_way += 1
+        self.stats.tokens_generated += request.n
         for _ in range(request.max_tokens - 1):
             await asyncio.sleep(TOKEN_S)
             made_by.append(self.version)
-        self.under_way -= 1
+            self.stats.tokens_generated += request.n
         spans = [
             VersionSpan(
                 version, made_by.index(version), made_by.index(version) + made_by.count(version)
@@ -50,9 +52,6 @@ class StubEngine:
         self.version = version
         return {"pause_s": 0.0}
 
-    def take_longest_gap(self) -> float:
-        return 0.0
-
 
 class StubGenerator(replica.Generator):
     """Its process is the replica's own, so what it replaces there is nobody else's."""
@@ -65,12 +64,3 @@ class StubGenerator(replica.Generator):
             update_info=dict, remove=lambda: None, fetch_s=0.0
         )
         await super().__init__(app)
-
-    async def status(self) -> dict[str, Any]:
-        return {
-            "replica": self.replica,
-            "weights": self.weights,
-            "held": self.held,
-            "applied": dict(self._applied),
-            "under_way": self.engine.under_way,
-        }

@@ -13,10 +13,10 @@ def test_a_cancelled_request_is_aborted_in_the_engine(generators):
     n, length = 8, 240
 
     async def aborted():
-        return sum((await generators.handle.status.remote())["aborted"])
+        return sum((await generators.handle.status.remote()).load.aborted)
 
     async def tokens():
-        return (await generators.handle.status.remote())["tokens_generated"]
+        return (await generators.handle.status.remote()).tokens_generated
 
     async def scenario():
         before, aborted_before = await tokens(), await aborted()

@@ -30,7 +30,7 @@ KV_TOKENS = 8192
 
 @pytest.fixture(scope="module")
 def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> Iterator[Any]:
-    class ResourceUser(Engine):
+    class EngineActor(Engine):
         """An engine in an actor of its own. Defined here so that it travels by value: workers
         cannot import test modules."""
 
@@ -38,13 +38,13 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
             return os.getpid(), [process.pid for process in self._processes if process.is_running()]
 
         async def generated(self) -> int:
-            return self.tokens_generated
+            return self.stats.tokens_generated
 
         async def preempted(self) -> tuple[int, int]:
-            return self.preemptions, self.kv_cache_tokens
+            return self.stats.preemptions, self.kv_cache_tokens
 
         async def gap(self) -> float:
-            return self.take_longest_gap()
+            return self.stats.take_longest_gap()
 
         async def in_flight(self, mode: str) -> None:
             self.app = self.app.model_copy(
@@ -60,7 +60,7 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
     )
     engine_starts.append("untied engine")
     actor = (
-        ray_cluster.remote(ResourceUser)
+        ray_cluster.remote(EngineActor)
         .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
         .remote(app)
     )

@@ -42,7 +42,7 @@ def tokenizer(model: Path) -> Any:
 def ask(ray_cluster: Any, model: Path, engine_starts: list[str]) -> Iterator[Any]:
     """`ask(method, *arguments)`: what a method of an engine answers."""
 
-    class ResourceUser(Engine):
+    class EngineActor(Engine):
         """An engine in an actor of its own. Defined here so that it travels by value: workers
         cannot import test modules."""
 
@@ -61,7 +61,7 @@ def ask(ray_cluster: Any, model: Path, engine_starts: list[str]) -> Iterator[Any
     )
     engine_starts.append("engine of text")
     actor = (
-        ray_cluster.remote(ResourceUser)
+        ray_cluster.remote(EngineActor)
         .options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
         .remote(app)
     )

@@ -237,7 +237,7 @@ def test_an_evaluation_in_flight_keeps_the_spans_of_changing_versions(
         evaluation = asyncio.create_task(evaluator(1))
 
         async def under_way() -> bool:
-            return any(status["under_way"] for status in await generate.statuses())
+            return any(status.tokens_generated for status in await generate.statuses())
 
         await until(under_way)
         await sync.push(manifest("c", 2))

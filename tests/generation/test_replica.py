@@ -13,6 +13,7 @@ from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import GenerateRequest, Manifest, WeightsId
 from asyncrl.contracts.rows import Completion, VersionSpan
 from asyncrl.generation import replica
+from asyncrl.generation.engine_stats import EngineStats
 from asyncrl.generation.replica import Generator
 
 
@@ -40,21 +41,12 @@ async def started(
     async def generate(request: GenerateRequest) -> tuple[Completion, ...]:
         return (Completion((1,), (0.0,), (VersionSpan(0, 0, 1),), "stop"),)
 
-    numbers = {
-        "tokens_generated": 0,
-        "kv_use": 0.0,
-        "waiting": 0,
-        "preemptions": 0,
-        "aborted": [],
-        "aborted_tokens": 0,
-    }
     engine = SimpleNamespace(
         start=nothing,
         apply=apply,
         generate=generate,
         check=nothing,
-        take_longest_gap=lambda: 0.0,
-        **numbers,
+        stats=EngineStats(),
     )
     context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setattr(replica, "Engine", lambda settings: engine)
@@ -202,7 +194,7 @@ def test_a_replica_that_stays_behind_for_too_long_is_replaced(
         newest = ("run", 0, 4)
         for later in range(1000, 1400, 100):
             now = float(later)
-            made.engine.tokens_generated += makes_tokens
+            made.engine.stats.tokens_generated += makes_tokens
             if replaced and later == 1300:
                 with pytest.raises(
                     RuntimeError,

@@ -201,7 +201,7 @@ def test_update_in_flight(
     tiny_model: Any,
 ) -> None:
     async def generated() -> int:
-        return int((await generators.handle.status.remote())["tokens_generated"])
+        return int((await generators.handle.status.remote()).tokens_generated)
 
     async def run() -> None:
         model = load_reference(tiny_model)
@@ -240,7 +240,7 @@ def test_update_in_flight(
         updated.set()
         (timings,) = report.replicas.values()
         print("update with 128 in flight:", dict(timings))
-        at_pause = (await generators.handle.status.remote())["tokens_at_pause"]
+        at_pause = (await generators.handle.status.remote()).tokens_at_pause
         completions = [c for many in await asyncio.gather(*running) for c in many]
         both = [c for c in completions if [span.version for span in c.versions] == [first, second]]
         assert timings["in_flight"] == len(at_pause)
@@ -279,7 +279,7 @@ def test_versions_never_go_back_and_repeats_change_nothing(
         old, new = publish(parameters, version=older), publish(parameters, version=newer)
         report = await sync.push(new)
         assert await sync.push(new) == report
-        assert (await generators.handle.apply_version.remote(old))["weights"].version == newer
+        assert (await generators.handle.apply_version.remote(old)).weights.version == newer
         with pytest.raises(ValueError, match="announced after"):
             await sync.push(old)
 
@@ -317,7 +317,7 @@ def test_bad_versions_are_refused_before_anything_changes(
             with pytest.raises(RuntimeError, match=words):
                 await sync.push(publish(changed, version=generators.next_version()))
         after = await generators.handle.status.remote()
-        assert after["weights"] == before["weights"]
+        assert after.weights == before.weights
         assert (
             await generators.handle.generate.remote(request(temperature=0.0))
         ).completions == answer.completions
@@ -362,16 +362,16 @@ def test_a_replica_that_starts_between_publish_and_commit_catches_up(
         )
         await generators.registry.announce.remote(manifest)
         engine_starts.append("restarted replica")
-        os.kill(before["pid"], signal.SIGKILL)
+        os.kill(before.pid, signal.SIGKILL)
         wanted = WeightsId("test", 1, manifest.version)
         answer = await ServeGenerate(generators.handle).generate(
             request(min_weights=wanted, deadline_s=500)
         )
         after = await generators.handle.status.remote()
-        assert answer.replica == after["replica"] != before["replica"]
-        assert after["weights"] == wanted
+        assert answer.replica == after.replica != before.replica
+        assert after.weights == wanted
         report = await sync.push(manifest)
-        assert set(report.replicas) == {after["replica"]}
+        assert set(report.replicas) == {after.replica}
         assert report.unroutable == ()
 
     asyncio.run(run())
@@ -379,7 +379,7 @@ def test_a_replica_that_starts_between_publish_and_commit_catches_up(
 
 def test_a_replica_says_what_its_engine_does(generators: Any) -> None:
     [(replica, stacks)] = asyncio.run(ServeGenerate(generators.handle).stacks())
-    assert replica == generators.handle.status.remote().result()["replica"]
+    assert replica == generators.handle.status.remote().result().replica
     assert stacks and all(re.search(r"File .* in \w+ < File ", stack) for stack in stacks), stacks
 
 
@@ -433,7 +433,7 @@ def test_two_replicas_on_two_cores(
         engine_starts.extend(["two replicas"] * 2)
         await asyncio.to_thread(start_generators, two, generators.name)
         statuses = await generators.handle.broadcast("status").results_async()
-        assert [status["weights"].version for status in statuses] == [manifest.version] * 2
+        assert [status.weights.version for status in statuses] == [manifest.version] * 2
         report = await sync.push(manifest)
         assert len(report.replicas) == 2
         assert not report.unroutable

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.contracts.messages import ReplicaStatus
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.preflight.attach import AttachError, check_fits
 from asyncrl.preflight.placement import needed
+from asyncrl.testing.generators import fake_status
 from asyncrl.text.stops import load_stops
 from asyncrl.text.tokenizer import load_tokenizer, tokenizer_hash
 from asyncrl.weights.manifest import expected_tensors, layout_hash
@@ -30,14 +33,17 @@ def config(model: Path, **rollout: Any) -> Config:
     )
 
 
-def status(model: Path, dtype: str = "float32") -> dict[str, Any]:
+def status(model: Path, dtype: str = "float32") -> ReplicaStatus:
     tokenizer = load_tokenizer(str(model))
-    facts = {"stops": load_stops(model, tokenizer), "tokenizer": tokenizer_hash(tokenizer)}
-    return {
-        "parameters": layout_hash(expected_tensors(model, dtype)),
-        "max_model_len": 100,
-        **facts,
-    }
+    stops = load_stops(model, tokenizer)
+    return fake_status(
+        "a",
+        parameters=layout_hash(expected_tensors(model, dtype)),
+        max_model_len=100,
+        stop_token_ids=tuple(sorted(stops.tokens)),
+        stop_strings=tuple(sorted(stops.strings)),
+        tokenizer=tokenizer_hash(tokenizer),
+    )
 
 
 def test_generators_of_the_same_model_fit(tiny_model: Path) -> None:
@@ -91,7 +97,7 @@ def test_what_does_not_fit_is_named(tiny_model: Path, untied_model: Path) -> Non
         (
             config(tiny_model),
             app,
-            status(tiny_model) | {"tokenizer": "another"},
+            replace(status(tiny_model), tokenizer="another"),
             85,
             "has another tokenizer than model.path",
         ),

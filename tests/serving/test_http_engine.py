@@ -113,7 +113,7 @@ def test_a_client_that_leaves_in_mid_answer_frees_its_kv_cache(generators: Any) 
         }
         asked = asyncio.create_task(post(routes(OverEngine(generators), None), body, left))
         async with asyncio.timeout(120):
-            while (await status())["tokens_generated"] == before["tokens_generated"]:  # noqa: ASYNC110
+            while (await status()).tokens_generated == before.tokens_generated:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             left.set()
             assert (await asked)[0] == 499
@@ -121,8 +121,8 @@ def test_a_client_that_leaves_in_mid_answer_frees_its_kv_cache(generators: Any) 
                 await asyncio.sleep(0.01)
         after = await status()
         assert (
-            sum(after["aborted"]) > sum(before["aborted"])
-            and after["tokens_generated"] - before["tokens_generated"] < 64 * 250
+            sum(after.load.aborted) > sum(before.load.aborted)
+            and after.tokens_generated - before.tokens_generated < 64 * 250
         )
         load = (
             await ServeGenerate(generators.handle).generate(GenerateRequest((7, 8), 1, 1, 1.0))
@@ -273,8 +273,8 @@ def test_a_client_that_leaves_a_stream_frees_its_kv_cache(generators: Any) -> No
                     await asyncio.sleep(0.01)
         after = await status()
         assert (
-            sum(after["aborted"]) > sum(before["aborted"])
-            and after["tokens_generated"] - before["tokens_generated"] < 32 * 250
+            sum(after.load.aborted) > sum(before.load.aborted)
+            and after.tokens_generated - before.tokens_generated < 32 * 250
         )
 
     asyncio.run(scenario())

@@ -13,7 +13,8 @@ import pytest
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from asyncrl.contracts.messages import Manifest, WeightsId
+from asyncrl.contracts.messages import Manifest, ReplicaStatus, WeightsId
+from asyncrl.testing.generators import fake_status
 from asyncrl.weights import push as push_module
 from asyncrl.weights.manifest import ManifestError
 from asyncrl.weights.push import SILENT, ServeWeightSync
@@ -21,12 +22,8 @@ from asyncrl.weights.push import SILENT, ServeWeightSync
 MANIFEST = Manifest("r", 1, 4, (), (), (), ())
 
 
-def at(replica: str, version: int, attempt: int = 1) -> dict[str, Any]:
-    return {
-        "replica": replica,
-        "weights": WeightsId("r", attempt, version),
-        "applied": {"pause_s": 0.1},
-    }
+def at(replica: str, version: int, attempt: int = 1) -> ReplicaStatus:
+    return fake_status(replica, weights=WeightsId("r", attempt, version), applied={"pause_s": 0.1})
 
 
 def sync(
@@ -157,14 +154,14 @@ def test_a_drain_that_goes_on_is_no_timeout() -> None:
     """Generations longer than the timeout end before the version is applied; one that makes no
     token any more ends the wait."""
     tokens = iter(range(100))
-    answers = [[{**at("a", 3), "tokens_generated": next(tokens)}] for _ in range(12)] + [
+    answers = [[replace(at("a", 3), tokens_generated=next(tokens))] for _ in range(12)] + [
         [at("a", 4)]
     ]
     rounds = iter(answers)
     push, _ = sync(lambda: next(rounds), timeout_s=0.7)
     push._drains = True
     assert set(asyncio.run(push.push(MANIFEST)).replicas) == {"a"}
-    push, _ = sync(lambda: [{**at("a", 3), "tokens_generated": 7}], timeout_s=0.7)
+    push, _ = sync(lambda: [replace(at("a", 3), tokens_generated=7)], timeout_s=0.7)
     push._drains = True
     with pytest.raises(RuntimeError, match="no replica of 1 applied version 4"):
         asyncio.run(push.push(MANIFEST))

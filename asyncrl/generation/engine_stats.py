@@ -1,0 +1,139 @@
+"""What one engine counts: tokens, preemptions, requests that were given up, its queue and cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncrl.contracts.messages import EngineLoad
+
+__all__ = ["EngineStats", "stat_logger"]
+
+QUIET_STEPS = 2
+"""Steps after which vLLM has finished reporting preemptions of recomputed requests. vLLM schedules
+the next step while one runs."""
+
+
+class EngineStats:
+    """Counters since the engine's start, and its state after the last step. vLLM's logger calls
+    `count_step` after every step; the engine calls the rest."""
+
+    def __init__(self) -> None:
+        self.tokens_generated = 0
+        """Completion tokens generated."""
+        self.kv_use = 0.0
+        """Share of the KV cache's blocks in use after the last step outside an update, 0 to 1."""
+        self.waiting = 0
+        """Completions in the queue after the last step outside an update, without those that an
+        update put there."""
+        self.preemptions = 0
+        """Completions that lost their KV cache because it was full."""
+        self.aborted: list[int] = []
+        """Completions of requests that were given up: item k counts those of 2^(k-1) to 2^k - 1
+        tokens, item 0 those of none."""
+        self.aborted_tokens = 0
+        """Their tokens."""
+        self.tokens_at_pause: tuple[int, ...] = ()
+        """Tokens that each unfinished completion had when the last update paused it."""
+        self._last_tokens_at: float | None = None
+        """When a step last generated tokens; None while no completion is under way."""
+        self._longest_gap_s = 0.0
+        self._running = 0
+        """Completions that ran in the last step outside an update."""
+        self._recomputed = 0
+        """Completions that `recompute` took out at the last update, and whose preemption vLLM has
+        not reported yet. Reset once the queue is empty: then all of them run again."""
+        self._calm_steps = 0
+        """Steps in a row that left the queue empty."""
+
+    def load(self, replica: str) -> EngineLoad:
+        """What the coordinator needs to know of this engine."""
+        return EngineLoad(
+            replica,
+            self.kv_use,
+            self.waiting,
+            self.preemptions,
+            tuple(self.aborted),
+            self.aborted_tokens,
+        )
+
+    def take_longest_gap(self) -> float:
+        """Longest time between two steps that generated tokens, while completions were under way,
+        since the last call; seconds."""
+        longest, self._longest_gap_s = self._longest_gap_s, 0.0
+        return longest
+
+    def count_aborted(self, lengths: Sequence[int]) -> None:
+        """Completions of a request that was given up, by their length in tokens."""
+        self.aborted_tokens += sum(lengths)
+        for length in lengths:
+            self.aborted += [0] * (length.bit_length() + 1 - len(self.aborted))
+            self.aborted[length.bit_length()] += 1
+
+    def count_pause(self, lengths: Sequence[int], recomputes: bool) -> None:
+        """An update has paused the engine.
+
+        Args:
+            lengths: tokens that each unfinished completion has.
+            recomputes: whether the pause drops their KV cache (`generator.in_flight`).
+        """
+        self.tokens_at_pause = tuple(lengths)
+        if recomputes:
+            self._recomputed = max(self._running, sum(length > 0 for length in lengths))
+            self._calm_steps = 0
+
+    def count_step(self, scheduler: Any, iteration: Any, updating: bool) -> None:
+        """One engine step has ended.
+
+        Args:
+            scheduler: vLLM's SchedulerStats, or None.
+            iteration: vLLM's IterationStats, or None.
+            updating: an update has paused the engine, so its queue says nothing about load.
+        """
+        if iteration is not None:
+            self._count_gap(iteration.num_generation_tokens, scheduler)
+            self.tokens_generated += iteration.num_generation_tokens
+            by_update = min(iteration.num_preempted_reqs, self._recomputed)
+            self._recomputed -= by_update
+            self.preemptions += iteration.num_preempted_reqs - by_update
+        if scheduler is None:
+            return
+        self._calm_steps = 0 if scheduler.num_waiting_reqs else self._calm_steps + 1
+        if self._calm_steps >= QUIET_STEPS:
+            self._recomputed = 0
+        if not updating:
+            self._running = scheduler.num_running_reqs
+            self.kv_use = scheduler.kv_cache_usage
+            self.waiting = max(0, scheduler.num_waiting_reqs - self._recomputed)
+
+    def _count_gap(self, tokens: int, scheduler: Any) -> None:
+        now = time.monotonic()
+        if tokens and self._last_tokens_at is not None:
+            self._longest_gap_s = max(self._longest_gap_s, now - self._last_tokens_at)
+        if tokens:
+            self._last_tokens_at = now
+        if scheduler is not None and not (scheduler.num_running_reqs or scheduler.num_waiting_reqs):
+            self._last_tokens_at = None
+
+
+def stat_logger(stats: EngineStats, updating: Callable[[], bool]) -> type:
+    """A vLLM stat logger that counts into `stats`. Completions in flight give no output before
+    their end, so their tokens are counted here."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class StepCounter(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+        def record(
+            self,
+            scheduler_stats: Any,
+            iteration_stats: Any,
+            mm_cache_stats: Any = None,
+            engine_idx: int = 0,
+        ) -> None:
+            stats.count_step(scheduler_stats, iteration_stats, updating())
+
+        def log_engine_initialized(self) -> None: ...
+
+    return StepCounter
