@@ -1,31 +1,40 @@
-"""Pages of the docs that the code writes: settings, command line and Python API."""
+"""Docs pages generated from the code: settings, metrics, command line and Python API."""
 
 from __future__ import annotations
 
 import ast
+import math
 import re
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 
+from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from asyncrl.cli import _parser
 from asyncrl.config import Config
+from asyncrl.observe.alarms import Range
+from asyncrl.observe.metric_catalog import TABLES, Metric
+from asyncrl.serving.metrics import HttpStatus, Traffic, exposition
+from asyncrl.testing.generators import fake_status
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 80
 """Characters of a signature on one line."""
-OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
-"""A link from a page directly in docs/ to a file of the repository."""
+LINK = re.compile(r"\[([^\]]+)\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+"""A relative link: text, target."""
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
     pages = {
         "reference/settings.md": settings_page(),
+        "reference/metrics.md": metrics_page(),
         "reference/command_line.md": command_line_page(),
         "reference/python_api.md": python_api_page(),
     }
@@ -34,20 +43,29 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Name files outside docs/ in place of links, which would lead nowhere on the site."""
-    if "/" in page.file.src_uri:
-        return markdown
-    return OUTSIDE.sub(lambda link: f"{link[1]} (`{link[2]}`)", markdown)
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Show files outside docs/ as text: the site does not contain them."""
+    folder = PurePosixPath("docs", page.file.src_uri).parent
+
+    def shown(link: re.Match[str]) -> str:
+        target = _joined(folder, link[2])
+        outside = not target.startswith("docs/") and (ROOT / target).exists()
+        return f"{link[1]} (`{target}`)" if outside else link[0]
+
+    return LINK.sub(shown, markdown)
+
+
+def _joined(folder: PurePosixPath, target: str) -> str:
+    return Path(ROOT, folder, target).resolve().relative_to(ROOT).as_posix()
 
 
 def settings_page() -> str:
     """Every setting by section: its type, default and meaning."""
     parts = [
         "# Settings",
-        "Write settings in YAML by section. The command line takes each of them as"
-        " `--SECTION.NAME VALUE`, and `null` takes a value back. Where a default reads *derived*,"
-        " `asyncrl plan CONFIG` prints the value and its reason.",
+        "Write settings in YAML, section by section. The command line accepts each one as"
+        " `--SECTION.NAME VALUE`; the value `null` restores the default. Where the default is"
+        " *none, or derived*, `asyncrl plan CONFIG` prints the value and its reason.",
     ]
     top = {name: field for name, field in Config.model_fields.items() if not _section(field)}
     parts += ["## Top level", _table("", top)]
@@ -103,6 +121,65 @@ def _default(field: FieldInfo) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def metrics_page() -> str:
+    """Every metric by event, and those of a standing endpoint."""
+    parts = [
+        "# Metrics",
+        "Each line of `metrics.jsonl` is one event. It has `schema`, `event`, `attempt`, `step`"
+        " (steps attempted), `version` (policy version), `time` (Unix seconds) and the metrics"
+        " below. [Read the metrics](../how_to/metrics.md) says where to look first.",
+        "r is π_learner / π_behavior of one token: the learner's probability now over that of the"
+        " generator that sampled it. Outside a healthy range marked *alarm*, the run"
+        " raises an alarm.",
+    ]
+    for table in TABLES:
+        events = ", ".join(f"`{event}`" for event in table.event.split(", "))
+        parts += [f"## {table.title}", f"Events: {events}.", _metric_table(table.metrics)]
+    rows = [f"| `{name}` | {_cell(text)} |" for name, text in _endpoint_metrics()]
+    parts += [
+        "## `/metrics` of a standing endpoint",
+        "In Prometheus' text format, with the bearer key. One scrape covers every replica that"
+        " answers; the label `replica` tells them apart.",
+        "\n".join(["| name | meaning |", "|---|---|", *rows]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _metric_table(metrics: Sequence[Metric]) -> str:
+    rows = [f"| {_names(metric)} | {_cell(_explained(metric))} |" for metric in metrics]
+    return "\n".join(["| metric | meaning |", "|---|---|", *rows])
+
+
+def _names(metric: Metric) -> str:
+    return "<br>".join(f"`{name}`" for name in metric.names.split(", "))
+
+
+def _explained(metric: Metric) -> str:
+    limits = metric.alarm()
+    healthy = f"{_range(limits)} (alarm)" if limits else metric.healthy
+    advice = limits.advice if limits else metric.advice
+    notes = {"Healthy": healthy, "Otherwise": advice}
+    return metric.meaning + "".join(
+        f"<br>**{title}:** {note}" for title, note in notes.items() if note
+    )
+
+
+def _range(limits: Range) -> str:
+    if limits.low == -math.inf:
+        return f"at most {limits.high:g}"
+    if limits.high == math.inf:
+        return f"at least {limits.low:g}"
+    return f"{limits.low:g}" if limits.low == limits.high else f"{limits.low:g} to {limits.high:g}"
+
+
+def _endpoint_metrics() -> list[tuple[str, str]]:
+    text = exposition("model", [HttpStatus(fake_status("replica"), Traffic())]).decode()
+    return [
+        (one.name + "_total" * (one.type == "counter"), one.documentation)
+        for one in text_string_to_metric_families(text)
+    ]
 
 
 def command_line_page() -> str:

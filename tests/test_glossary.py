@@ -10,7 +10,7 @@ GLOSSARY = ROOT / "docs" / "concepts" / "glossary.md"
 OTHERS_NAMES = (
     ROOT / "asyncrl" / "config" / "aliases.py",
     ROOT / "asyncrl" / "rundir" / "outcomes.py",
-    ROOT / "docs" / "coming_from.md",
+    ROOT / "docs" / "how_to" / "coming_from.md",
 )
 """Files that explain names of other systems or of an older asyncrl."""
 

@@ -1,0 +1,414 @@
+"""What each metric means. The docs' metrics reference is generated from this table.
+
+A metric with an alarm takes its healthy range and its advice from `asyncrl.observe.alarms`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.observe.alarms import RANGES, Range
+
+__all__ = ["TABLES", "Metric", "MetricTable", "known_names"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the reference."""
+
+    names: str
+    """One name, or several that belong together, separated by ", ". `<…>` varies."""
+    meaning: str
+    healthy: str = ""
+    advice: str = ""
+    """What to do outside the healthy values."""
+
+    def alarm(self) -> Range | None:
+        """The range whose violation is an alarm, or None."""
+        return next((RANGES[name] for name in self.names.split(", ") if name in RANGES), None)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricTable:
+    """Metrics that one kind of event carries."""
+
+    title: str
+    event: str
+    metrics: tuple[Metric, ...]
+
+
+STEP = (
+    Metric("applied", "1 if the step was applied, 0 if all ranks skipped it", "1"),
+    Metric(
+        "loss",
+        "loss of the step, with entropy bonus, KL and value terms, aggregated as"
+        " `algorithm.loss_aggregation` says",
+        "any value: the loss does not measure progress",
+    ),
+    Metric("loss/<name>", "mean over the step's tokens of a metric that your own loss returns"),
+    Metric(
+        "grad_norm, grad_norm_ratio",
+        "L2 norm of the gradient before clipping to `learner.max_grad_norm`; its ratio to the"
+        " median of the last 32 steps (1 in the first eight)",
+    ),
+    Metric("learning_rate", "learning rate of this step"),
+    Metric(
+        "tokens, input_tokens, trajectories",
+        "loss tokens; all tokens, prompts included; trajectories in the step",
+    ),
+    Metric(
+        "micro_batches, fill",
+        "packed rows over all ranks; share of their capacity in use",
+        "`fill` near 1 with long rows",
+        "a batch far below the capacity is not a fault; `learner.packing: none` puts one"
+        " trajectory in each forward",
+    ),
+    Metric(
+        "imbalance",
+        "extra time of the step because ranks have unequal work, Σ largest / Σ mean - 1 over"
+        " rounds of one micro-batch per rank; l tokens cost l + c·l², with c from the attention's"
+        " FLOPs",
+        "0 to 0.05",
+        "larger batches, or a larger `learner.max_tokens_per_gpu`",
+    ),
+    Metric("ratio_mean, ratio_max", "mean and largest r"),
+    Metric("ess", "effective sample size as a share of the tokens: (Σr)² / (N·Σr²)"),
+    Metric("chi2", "mean of (r - 1)²: the variance of the importance weights"),
+    Metric(
+        "kl_k1, kl_k3",
+        "two estimates of KL(behavior ‖ learner) per token, in nats: mean of -log r; mean of"
+        " r - 1 - log r",
+    ),
+    Metric(
+        "clip_fraction",
+        "share of tokens whose gradient (CISPO: weight) the loss's own clip stops",
+    ),
+    Metric(
+        "mask_fraction, mask_fraction/band, mask_fraction/rejected, mask_fraction/sequence",
+        "share of tokens that `algorithm.correction` masks; by `mask_below` and `mask_above`; by"
+        " `reject_above`; by `sequence_mask_above`. One token may have several reasons",
+    ),
+    Metric(
+        "weight_mean, capped_fraction",
+        "mean truncated importance weight (1 without truncation and with"
+        " `correction.normalize`); share of tokens whose weight the cap reduces",
+        "near 1; below 0.1",
+        "as for `ess`, or raise `correction.cap`",
+    ),
+    Metric(
+        "in_flight_drift, in_flight_drift_tokens",
+        "mean of abs(log r) over tokens that the learner's own version sampled in trajectories"
+        " of an older version, and the number of those tokens. It isolates the effect of the old"
+        " KV cache from staleness",
+        "1e-5 in float32 under `recompute` and `drain`",
+        "under `in_flight: keep`: use `recompute`, or smaller steps",
+    ),
+    Metric(
+        "kl_reference",
+        "estimate (`algorithm.kl_estimator`) of KL(learner ‖ reference) per token, in nats; 0"
+        " without a KL term",
+        "grows slowly",
+        "raise `algorithm.kl_coef` or `kl_loss_coef`",
+    ),
+    Metric("value_loss", "loss of the value head under `advantage: gae`, otherwise 0", "falls"),
+    Metric(
+        "entropy, entropy_ratio",
+        "mean entropy of the learner's distribution, in nats; its ratio to the highest entropy of"
+        " the run's first eight steps",
+    ),
+    Metric(
+        "nonfinite_loss, nonfinite_gradient",
+        "tokens and micro-batches with NaN or Inf; ranks with NaN or Inf in their gradient",
+    ),
+    Metric("step_s, tokens_per_s", "seconds inside the learner; its input tokens per second"),
+)
+
+BATCH = (
+    Metric(
+        "staleness/mean, staleness/max",
+        "the learner's version minus the group's oldest token version",
+        "max at most `staleness.max_staleness`, always",
+    ),
+    Metric("staleness/histogram", "number of groups of staleness 0, 1, 2, …"),
+    Metric(
+        "staleness/in_flight_mean, staleness/in_buffer_mean",
+        "staleness gained during generation (newest minus oldest version); staleness gained"
+        " afterwards",
+        "",
+        "in flight: answers are long; in buffer: the learner is the slower side",
+    ),
+    Metric(
+        "reward/mean, reward/<name>, reward/<name>/<part>",
+        "mean reward; mean of each reward function; mean of each part that a function returns",
+        "rises",
+    ),
+    Metric(
+        "reward/<name>/unscored_ratio, reward/unscored_ratio",
+        "share of the trajectories scored since the previous step that this function did not"
+        " score, because it returned None or failed; the largest of these shares",
+    ),
+    Metric(
+        "source/<name>_share, source/<name>_reward",
+        "with several sources in `data.train`: each source's share of the step's groups, and its"
+        " mean reward",
+        "near the share in the plan; rises",
+    ),
+    Metric(
+        "reward/zero_variance_ratio",
+        "share of the groups scored since the previous step, filtered ones included, whose rewards"
+        " are all equal: they carry no gradient",
+    ),
+    Metric("rollout/completion_tokens", "mean number of tokens in a completion"),
+    Metric(
+        "rollout/truncated_ratio",
+        "share of completions that reached `max_completion_length` or `max_length`, or that"
+        " `rollout.repetition_stop` ended",
+    ),
+    Metric(
+        "rollout/unscored_ratio, rollout/bad_logprob_ratio, rollout/over_long_ratio,"
+        " rollout/no_token_ratio",
+        "share of the trajectories scored since the previous step that are masked: without a"
+        " reward; with NaN or Inf from the generator or the reference; too long; without a token"
+        " to learn from",
+    ),
+    Metric(
+        "rollout/logprob_mean",
+        "mean behavior log-prob of the sampled tokens, in nats, over the groups scored since the"
+        " previous step. Text is at -0.1 to -2; uniform sampling from 150,000 tokens is at -12",
+    ),
+    Metric(
+        "rollout/loop_ratio",
+        "share of completions that contain a loop: one n-gram of at most 32 tokens, at least four"
+        " times in a row and over at least 32 tokens",
+    ),
+    Metric(
+        "rollout/unprintable_ratio",
+        "share of the completions' characters that are not text: control characters, private and"
+        " unassigned code points, and U+FFFD",
+    ),
+)
+
+WAITING = (
+    Metric(
+        "time/learner_waited_s",
+        "seconds in which the learner waited for a full, fresh batch",
+        "near 0",
+        "more replicas",
+    ),
+    Metric(
+        "time/generators_waited_s",
+        "seconds in which no group was generated",
+        "near 0",
+        "more learner ranks, or a larger `staleness.max_staleness`",
+    ),
+    Metric("time/step_s", "seconds of the learner's step, measured in the driver"),
+    Metric("time/event_loop_lag_s", "largest delay of the driver's event loop, in seconds"),
+    Metric(
+        "rollout/generated_tokens_per_s",
+        "completion tokens generated per second since the previous step",
+    ),
+    Metric(
+        "control/outstanding, control/ready",
+        "groups admitted without an outcome; those that are scored and wait for training",
+        "`outstanding` near its limit in the plan",
+    ),
+    Metric(
+        "control/running, control/concurrency",
+        "groups in generation; their present limit under `rollout.adaptive_concurrency`",
+        "the limit settles after some rounds",
+        "if the limit holds the learner up: more KV cache, or shorter completions",
+    ),
+    Metric(
+        "control/concurrency_grow, control/concurrency_trim, control/concurrency_cut",
+        "decisions of the concurrency control so far: one group more; one group less, because the"
+        " KV cache is nearly full or requests queue; a tenth less, after a preemption",
+        "cuts are rare",
+    ),
+    Metric(
+        "control/kv_use, control/engine_waiting, control/preemptions",
+        "of the engine that finished a group last: share of its KV cache in use, completions in"
+        " its queue, and completions so far that lost their KV cache to others",
+        "0.8 to 0.92 when generation is the bottleneck; few waiting; below 0.05 preemptions per"
+        " group",
+        "a larger KV cache, or a smaller `rollout.max_concurrency`",
+    ),
+    Metric(
+        "control/aborted_completions, control/aborted_tokens, control/aborted_by_length",
+        "completions of abandoned requests so far; their tokens; their lengths, where item k"
+        " counts lengths of 2^(k-1) to 2^k - 1 tokens and item 0 counts empty completions",
+        "0 under `on_stale: wait`, apart from deadlines",
+        "`on_stale: wait`, or a larger `staleness.max_staleness`",
+    ),
+    Metric(
+        "control/filtered_groups, control/dropped_groups, control/failed_groups",
+        "groups with this outcome since the previous step",
+    ),
+    Metric(
+        "control/wasted_tokens",
+        "completion tokens so far of groups that were generated to their end and not trained",
+        "few against the trained tokens",
+        "`staleness.on_stale: wait`, or less over-sampling",
+    ),
+)
+
+WEIGHTS = (
+    Metric("replica", "`push`: the replica that this event is about"),
+    Metric("weights/fetch_s", "`push`: seconds to fetch the version, while generation continued"),
+    Metric("weights/tokens_during_fetch", "`push`: completion tokens generated during the fetch"),
+    Metric("weights/pause_s", "`push`: seconds for which generation paused"),
+    Metric("weights/apply_s", "`push`: seconds of the copy, a part of the pause"),
+    Metric("weights/in_flight", "`push`: completions in flight at the pause"),
+    Metric(
+        "weights/longest_gap_s",
+        "`push`: longest time between two token-producing steps of the engine, with completions in"
+        " flight, since the previous push; this push's pause is included",
+    ),
+    Metric("weights/gather_s", "`gather`: seconds of the gather, measured in the driver"),
+    Metric("weights/versions_passed_over", "`gather`: versions so far that were never published"),
+    Metric("gather_s, bytes, buckets", "`gather`: the learner's own time, bytes and buckets"),
+    Metric(
+        "weights/replicas, weights/unroutable",
+        "`commit`: replicas that have the version, without one that an evaluation reserves;"
+        " replicas that receive no requests",
+    ),
+    Metric(
+        "check/logprob_max_diff, check/logprob_mean_diff, check/tokens",
+        "`logprob_check`: largest and mean difference, in nats, between generators and learner at"
+        " one version; tokens compared",
+        "the largest (in bfloat16: the mean) below `weights.logprob_tolerance`",
+        "the run ends",
+    ),
+)
+
+EVALUATION = (
+    Metric("eval/<set>_prompts", "prompts of the set"),
+    Metric(
+        "eval/<set>_accuracy, eval/<set>_scored",
+        "mean of the reward `eval.accuracy` over the completions that it scored, where a late or"
+        " failed completion counts as 0; the number of them",
+    ),
+    Metric(
+        "eval/<set>_<name>, eval/<set>_<name>/<part>",
+        "mean of each reward and of each of its parts, over the completions that it scored",
+    ),
+    Metric(
+        "eval/<set>_unscored_ratio, eval/<set>_late_ratio, eval/<set>_failed_ratio",
+        "share of completions whose reward is None; without an answer within"
+        " `rollout.deadline_s`; that failed",
+    ),
+    Metric(
+        "eval/<set>_completion_tokens, eval/<set>_truncated_ratio",
+        "mean tokens of a completion; share of truncated completions",
+    ),
+    Metric(
+        "eval/<set>_avg_at_<n>, eval/<set>_pass_at_<k>",
+        "with n above 1: mean over n completions; unbiased estimate of pass@k (Chen et al. 2021)"
+        " for k = 1, 2, 4, … and n. A completion passes at `eval.pass_threshold` or above",
+    ),
+    Metric("eval/accuracy, eval/prompts", "those of the first set"),
+    Metric("eval/failed_ratio, eval/errors", "over all sets: late and failed; unexpected errors"),
+    Metric(
+        "eval/newest_version",
+        "newest version among the tokens; above the record's version only under `eval.in_flight`",
+    ),
+    Metric("eval/seconds", "seconds of the evaluation"),
+)
+
+START = (
+    Metric(
+        "startup/generators_s, startup/generator_import_s, startup/generator_config_s,"
+        " startup/generator_engine_s, startup/generator_first_generation_s",
+        "`startup`: seconds until the generators answer, and its parts",
+    ),
+    Metric(
+        "startup/learner_s, startup/learner_meet_s, startup/learner_engine_s",
+        "`startup`: seconds until the learner is ready, and its parts",
+    ),
+    Metric("startup/pause_empty_s", "`startup`: seconds of an update without weights"),
+    Metric(
+        "startup/generator_caches_removed, startup/learner_caches_removed",
+        "`startup`: processes whose damaged compile caches were removed",
+        "0",
+    ),
+    Metric("package/driver, package/replica", "`startup`: where each process found asyncrl"),
+    Metric(
+        "truncation/<file>/rows, truncation/<file>/used",
+        "`truncation`: rows of the file; rows in use. A file is `data.train`, `eval.data`,"
+        " `eval.sets.<set>.data`, `supervised_rows_of_warm_start.data` or"
+        " `supervised_rows_of_eval.data`",
+    ),
+    Metric(
+        "truncation/<file>/prompt_rows, truncation/<file>/prompt_tokens,"
+        " truncation/<file>/prompt_dropped",
+        "`truncation`: rows that `max_prompt_length` cut, their lost tokens, and rows dropped",
+    ),
+    Metric(
+        "truncation/<file>/completion_rows, truncation/<file>/completion_tokens,"
+        " truncation/<file>/completion_dropped",
+        "`truncation`: the same for `max_completion_length`",
+    ),
+    Metric(
+        "truncation/<file>/whole_rows, truncation/<file>/whole_tokens,"
+        " truncation/<file>/whole_dropped",
+        "`truncation`: the same for `max_length`",
+    ),
+    Metric(
+        "truncation/<file>/no_completion, truncation/<file>/no_prompt",
+        "`truncation`: rows refused because no completion or prompt token was left",
+    ),
+    Metric(
+        "warm_start/accuracy, warm_start/loss, warm_start/learning_rate",
+        "`warm_start`, after each check (`step` counts applied supervised steps): greedy held-out"
+        " accuracy; loss in nats per token; learning rate",
+    ),
+    Metric(
+        "warm_start/fill, warm_start/imbalance, warm_start/micro_batches",
+        "`warm_start`: as in `step`, means since the previous check",
+    ),
+    Metric(
+        "warm_start/pieces_left_out, warm_start/tokens_left_out",
+        "`warm_start`: pieces cut by `warm_start.packing_strategy` that have no token to predict;"
+        " target tokens that no piece predicts, since a piece's first token is only context",
+    ),
+)
+
+OTHER = (
+    Metric(
+        "stage, waits_for, stall_s, workers",
+        "`stall`: nothing moved for `observe.stall_s` seconds; the stage that hangs, what it waits"
+        " for, the seconds so far, and each worker's state. The run is not ended",
+    ),
+    Metric(
+        "note",
+        "`kept_batch`: why the step's batch deserves a look, and its Parquet file in `kept/`",
+    ),
+    Metric(
+        "errors, reason, stack",
+        "`error`: an unexpected exception ended a group or an evaluation's completions; the count"
+        " so far in the attempt (limit `rollout.max_errors`), one line, and the stack."
+        " `evaluation_lost`: `reason` says why its replica is gone; the evaluation is repeated",
+    ),
+    Metric("alarm", "`alarm`: the line that the log shows"),
+    Metric("checkpoint/save_s", "`checkpoint`: seconds to save it"),
+)
+
+TABLES = (
+    MetricTable("Learner arithmetic", "step", STEP),
+    MetricTable("Staleness and rewards of the batch", "step", BATCH),
+    MetricTable("Which side waits", "step", WAITING),
+    MetricTable("Weights", "push, gather, commit, logprob_check", WEIGHTS),
+    MetricTable("Evaluation", "evaluation", EVALUATION),
+    MetricTable("Start and warm start", "startup, truncation, warm_start", START),
+    MetricTable(
+        "Other events",
+        "stall, kept_batch, error, evaluation_lost, push_failed, alarm, checkpoint",
+        OTHER,
+    ),
+)
+
+
+def known_names() -> frozenset[str]:
+    """Every name in the catalog, with `<…>` where it varies."""
+    return frozenset(
+        name for table in TABLES for metric in table.metrics for name in metric.names.split(", ")
+    )
