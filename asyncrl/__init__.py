@@ -1,11 +1,11 @@
 """Asynchronous reinforcement-learning post-training for large language models, on Ray.
 
-Importing the package is cheap: what it exports is loaded when it is first used.
+Importing the package is cheap: it loads each export on first use.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asyncrl.run.embedded import train
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["open_run", "train"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "open_run":
         from asyncrl.rundir.reader import open_run
 

@@ -1,4 +1,4 @@
-"""The `asyncrl` command. Heavy imports come after the arguments are understood."""
+"""The `asyncrl` command. Heavy imports come after the arguments are parsed."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 ON_A_CONFIG = {
-    "train": "train a model as a YAML file says",
-    "plan": "check a config and show what it asks for; allocates nothing",
+    "train": "train a model as configured in a YAML file",
+    "plan": "check a config and show what it needs; allocates nothing",
 }
 AUDIT = (
-    "add up a run's groups, outcomes, metrics, evaluations and checkpoints again, and say of each"
-    " invariant whether it holds"
+    "recompute a run's counts from its groups, outcomes, metrics, evaluations and checkpoints, and"
+    " check its invariants"
 )
 SAMPLES = (
-    "show whole prompts and completions of a run, with rewards, versions and staleness; also while"
-    " it runs"
+    "show whole prompts and completions of a run, with rewards, versions and staleness; works"
+    " while it runs"
 )
 EXPORT = "write a checkpoint's weights as a Hugging Face directory"
 PLAN_OPTIONS = {
-    "brief": "ten lines in place of the whole plan",
-    "config": "every setting with its value as well",
+    "brief": "show ten lines instead of the whole plan",
+    "config": "also show every setting with its value",
     "cluster": (
-        "ask the cluster at RAY_ADDRESS, or the one that runs here, whether there is room, and who"
-        " holds what is not free"
+        "ask the cluster at RAY_ADDRESS, or the one on this machine, whether it has room, and who"
+        " holds resources that are not free"
     ),
 }
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one subcommand and exit: 0 done, 1 failed, 2 a setting cannot be used, 130
-    interrupted."""
+    """Run one subcommand and exit with 0 (done), 1 (failed), 2 (a setting cannot be used) or 130
+    (interrupted)."""
     parser, commands = _parser()
     known, overrides = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if known.command not in ON_A_CONFIG:
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _show_help(command: str) -> NoReturn:
-    """Print the options of a command on a config, and every setting, and exit."""
+    """Print the options of a config command and every setting, and exit."""
     if command == "plan":
         for option, text in PLAN_OPTIONS.items():
             print_shown(f"asyncrl plan CONFIG --{option}: {text}")
@@ -75,7 +75,7 @@ def _show_help(command: str) -> NoReturn:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser, and the parser of each command."""
+    """The main parser, and the parser of each command."""
     parser = argparse.ArgumentParser(
         prog="asyncrl",
         description=(
@@ -107,20 +107,25 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 
 def _add_samples_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "-n", type=int, default=3, metavar="N", dest="count", help="how many; default: 3"
+        "-n",
+        type=int,
+        default=3,
+        metavar="N",
+        dest="count",
+        help="completions to show; default: 3",
     )
     command.add_argument(
         "--order",
         choices=["newest", "best", "worst"],
         default="newest",
-        help="the last ones generated, or by reward; default: newest",
+        help="the latest completions, or the best or worst by reward; default: newest",
     )
     command.add_argument(
         "--version",
         type=int,
         metavar="V",
         dest="of_version",
-        help="only those that policy version V began",
+        help="only completions whose first token is from policy version V",
     )
 
 
@@ -137,10 +142,12 @@ def _add_export_options(command: argparse.ArgumentParser) -> None:
 
 
 def run(command: str, path: str, overrides: list[str], options: Collection[str] = ()) -> int:
-    """The exit code of a subcommand on a config. `options`: those of PLAN_OPTIONS that were
-    given."""
-    # As `python -m` does, and as Ray does for its workers: reward functions may lie in the current
-    # directory.
+    """Run a subcommand on a config and return its exit code.
+
+    Args:
+        options: the given PLAN_OPTIONS.
+    """
+    # Reward functions may be in the current directory. `python -m` and Ray's workers add it too.
     sys.path.insert(0, os.getcwd())
     try:
         config = load_config(path, overrides)
@@ -157,12 +164,12 @@ def run(command: str, path: str, overrides: list[str], options: Collection[str] 
 
 @contextlib.contextmanager
 def _reader_may_leave() -> Iterator[None]:
-    """Whoever reads the standard output may leave early, as `head` does: the command ends, and says
-    nothing of it."""
+    """End the command silently if the reader of its standard output closes the pipe, as `head`
+    does."""
     try:
         yield
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be flushed goes there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for output that is not flushed yet
         sys.exit(1)
 
 
@@ -188,7 +195,7 @@ def _plan(config: Config, options: Collection[str]) -> int:
         if code := plan_on_cluster(config, plan.weights_bytes):
             return code
     if not brief:
-        # It imports DeepSpeed, which takes seconds: the rest can be read meanwhile.
+        # Imported last, because it imports DeepSpeed, which takes seconds.
         from asyncrl.preflight.memory_estimate import memory_text
 
         print_shown(f"\n{memory_text(config)}")
@@ -196,7 +203,7 @@ def _plan(config: Config, options: Collection[str]) -> int:
 
 
 def on_a_run(known: argparse.Namespace) -> int:
-    """The exit code of a subcommand on a run directory."""
+    """Run a subcommand on a run directory and return its exit code."""
     import pyarrow as pa
 
     from asyncrl.rundir.reader import RunNotFoundError, open_run
@@ -229,8 +236,8 @@ def _samples(directory: Run, count: int, order: str, version: int | None) -> int
     if not rows:
         of = "" if version is None else f" of version {version}"
         raise ConfigError(
-            f"{directory.directory} holds no completions{of} yet; the first appear in groups/ once"
-            " they are scored"
+            f"{directory.directory} contains no completions{of} yet; the first appear in groups/"
+            " after they are scored"
         )
     print_shown(samples_text(rows))
     return 0

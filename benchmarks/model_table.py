@@ -1,4 +1,4 @@
-"""The table of docs/models.md: what each family of tiny random checkpoints does in the learner, and
+"""The table of docs/reference/models.md: what each family of tiny random checkpoints does in the learner, and
 some of them in vLLM.
 
     python -m benchmarks.model_table [--families NAME ...] [--no-engines] [--write]
@@ -16,7 +16,7 @@ vLLM        for the families of `ENGINES`: every parameter is changed, a version
             the checkpoint's names and loaded by vLLM as in a run; then the log-probs of what it
             samples beside the learner's.
 
-Exits with 1 if a family misses a bar. `--write` puts the table into docs/models.md, between its two
+Exits with 1 if a family misses a bar. `--write` puts the table into docs/reference/models.md, between its two
 marks.
 """
 
@@ -38,7 +38,7 @@ import numpy as np
 from asyncrl.testing.families import FAMILIES, VOCABULARY, Family, family
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- made by: python -m benchmarks.model_table --write -->", "<!-- end -->"
 
 UNSERVED: Mapping[str, str] = {

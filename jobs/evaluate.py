@@ -1,10 +1,10 @@
-"""A finished run's model in a plain, fresh vLLM engine: greedy accuracy on the run's held-out
-prompts, beside what the run measured.
+"""Evaluates a finished run's model in a fresh vLLM engine, and compares its greedy accuracy on the
+held-out prompts with the one that the run measured.
 
     python -m jobs.evaluate runs/quickstart
 
-No Ray, no Serve, no published weights: only the files in `hf/`. Exit code 1 if the two accuracies
-are not the same.
+It uses only the files in `hf/`: no Ray, no Serve, no published weights. The exit code is 1 if the
+two accuracies differ.
 """
 
 import math
@@ -25,7 +25,7 @@ from asyncrl.text import decode, load_stops, load_tokenizer, text_before
 from asyncrl.weights import TOKENIZER_MODE
 
 ALLOWED_DIFFERENCE = 0.002
-"""Two engines in float32 may break a tie of two tokens differently, now and then."""
+"""Two engines in float32 may occasionally break a tie of two tokens differently."""
 
 
 def main(directory: str) -> int:
@@ -51,7 +51,7 @@ def main(directory: str) -> int:
 
 @contextmanager
 def output_in_file(path: Path) -> Iterator[None]:
-    """What this process and its children write goes to the file."""
+    """Redirect the output of this process and its children to the file."""
     sys.stdout.flush()
     kept = os.dup(1), os.dup(2)
     with path.open("w") as file:
@@ -109,7 +109,7 @@ def greedy_answers(
 
 
 def accuracy(config: Config, prompts: list[Prompt], answers: list[tuple[str, list[int]]]) -> float:
-    """Mean of the reward that the config calls accuracy, over the answers that it scores."""
+    """Mean of the reward named by `eval.accuracy`, over the answers that it scores."""
     reward = config.reward.functions[config.accuracy]
     calls = [
         GroupCall([prompt.text], [text], [ids], prompt.columns)

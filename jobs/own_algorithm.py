@@ -1,5 +1,5 @@
-"""A loss, an advantage and a group filter written as one's own; the first two give the numbers of
-the built-in `ppo` and `grpo`.
+"""Examples of a custom loss, advantage and group filter. The first two give the same numbers as the
+built-in `ppo` and `grpo`.
 
 --algorithm.loss jobs.own_algorithm:clipped --algorithm.advantage jobs.own_algorithm:standardized
 --algorithm.group_filter jobs.own_algorithm:mixed
@@ -9,7 +9,7 @@ import torch
 
 
 def clipped(logprobs, old_logprobs, advantages):
-    """PPO's clipped ratio, as `algorithm.loss: ppo` has it."""
+    """PPO's clipped ratio, as in `algorithm.loss: ppo`."""
     ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - 0.2, 1 + 0.28) * advantages)
     stopped = ((advantages > 0) & (ratio > 1 + 0.28)) | ((advantages < 0) & (ratio < 1 - 0.2))
@@ -17,11 +17,10 @@ def clipped(logprobs, old_logprobs, advantages):
 
 
 def standardized(rewards):
-    """GRPO's advantage, as `algorithm.advantage: grpo` has it."""
+    """GRPO's advantage, as in `algorithm.advantage: grpo`."""
     return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
 
 def mixed(rewards):
-    """Only groups with two different rewards are trained, as under
-    `algorithm.filter_zero_variance`."""
+    """Keep only groups with two different rewards, as `algorithm.filter_zero_variance` does."""
     return rewards.min() < rewards.max()

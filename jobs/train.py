@@ -1,8 +1,8 @@
 """`python -m jobs.train CONFIG.yaml [--section.field value …]`: the same as `asyncrl train`, for
 `ray job submit`.
 
-Ray uploads the working directory. `python -m` imports the package from there, before an installed
-one."""
+Ray uploads the working directory, and `python -m` prefers the package there to an installed one.
+"""
 
 import sys
 

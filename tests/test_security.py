@@ -170,7 +170,7 @@ def test_the_engine_is_told_the_same(tiny_model: Path, monkeypatch: pytest.Monke
     """Asked of the source: a config of vLLM's takes it half a minute to import."""
     (call,) = [
         node
-        for node in ast.walk(parsed("generation/engine.py"))
+        for node in ast.walk(parsed("generation/arguments.py"))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "AsyncEngineArgs"
     ]
     given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in call.keywords}
@@ -395,9 +395,9 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (BOMB, "its aliases stand for more than 100,000 values"),
+        (BOMB, "its aliases expand to more than 100,000 values"),
         ("name: &a [*a]\n", "an alias is inside the value that it names"),
-        ("name: " + "[" * 600 + "]" * 600, "deep inside one another"),
+        ("name: " + "[" * 600 + "]" * 600, "nested more than 64 deep"),
         ("name: " + "[" * 100 + "]" * 100, "more than 64 deep"),
         ("# " + "x" * (5 << 20), "characters, above"),
         ("seed: " + "9" * 5000, "a number has 5,000 digits"),
@@ -453,7 +453,7 @@ def test_import_paths_come_from_the_config_alone(
 ) -> None:
     """A row that names a function, in every column that might be taken for one, is given to the
     reward as data."""
-    from asyncrl.data.prompts import read_prompt_rows
+    from asyncrl.data.rendering import read_prompt_rows
     from asyncrl.rewards.contract import GroupCall, call_reward
 
     (tmp_path / "evil_reward.py").write_text(f"open({str(marker)!r}, 'w')\n")
@@ -799,7 +799,7 @@ def test_a_cluster_without_a_token_may_be_used_by_a_setting_that_says_what_it_op
     monkeypatch.setattr(cluster, "is_token_auth_enabled", lambda: False)
     with pytest.raises(
         RuntimeError,
-        match="ray_without_token: true uses it as it is, open to everyone who reaches its ports",
+        match="ray_without_token: true accepts a cluster that is open to everyone who reaches its",
     ):
         cluster._refuse_open_ray()
     cluster._refuse_open_ray(allowed=True)

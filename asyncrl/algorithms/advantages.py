@@ -1,4 +1,5 @@
-"""Advantages of trajectories from their rewards. Numpy only: scoring workers call it."""
+"""Advantages of trajectories, from their rewards. Uses numpy and no torch, because scoring workers
+import it."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ __all__ = [
 ]
 
 STD_FLOOR = 1e-6
-"""Added to a standard deviation, and to MaxRL's mean, so that equal rewards give zero advantages
-and no division by zero."""
+"""Added to a standard deviation, and to MaxRL's mean. It prevents a division by zero, so that equal
+rewards give zero advantages."""
 
 Advantage = Literal[
     "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
@@ -31,25 +32,27 @@ Advantage = Literal[
 def group_advantages(
     rewards: Sequence[float | None], usable: Sequence[bool], method: str
 ) -> list[float | None]:
-    """Advantage of each trajectory of one group; None where it is not usable. Only the n usable
-    trajectories enter the statistics.
+    """Return the advantage of each trajectory of one group; None for a trajectory that is not
+    usable. The statistics use only the n usable trajectories.
 
-    grpo: (r - mean) / (std + 1e-6), population std (DeepSeekMath, arXiv:2402.03300, eq. 3 and
-    section 4.1.2). verl and TRL divide by the sample std, so that their advantages are sqrt((n - 1)
-    / n) times these. dr_grpo: r - mean (arXiv:2503.20783, section 3.2). rloo: r - mean of the
-    others = n / (n - 1) · (r - mean) (arXiv:2402.14740, section 3.2). maxrl: (r - mean) / (mean +
-    1e-6), for rewards of 0 and above (arXiv:2602.02710, section 3). reinforce_plus_plus: r;
-    reinforce_plus_plus_baseline: r - mean; both are then normalized over the step
-    (`batch_normalized`). gae: r; the learner makes token advantages of it with its value head
-    (`values.gae`). package.module:function: what that gives for the rewards of two or more; a
-    single one has nothing to compare with, and 0.
+    - grpo: (r - mean) / (std + 1e-6), with the population std (DeepSeekMath, arXiv:2402.03300,
+      eq. 3 and section 4.1.2). The sample std of verl and TRL gives sqrt((n - 1) / n) times these
+      advantages.
+    - dr_grpo: r - mean (arXiv:2503.20783, section 3.2).
+    - rloo: r - mean of the others = n / (n - 1) · (r - mean) (arXiv:2402.14740, section 3.2).
+    - maxrl: (r - mean) / (mean + 1e-6), for rewards of 0 and above (arXiv:2602.02710, section 3).
+    - reinforce_plus_plus: r. reinforce_plus_plus_baseline: r - mean. `batch_normalized` then
+      normalizes both over the step.
+    - gae: r. The learner computes token advantages from it with its value head (`values.gae`).
+    - package.module:function: the result of the user's function. A single trajectory has nothing to
+      be compared with, and gets 0.
 
     Example:
         group_advantages([1.0, 0.0, None], [True, True, False], "dr_grpo") == [0.5, -0.5, None]
 
     Raises:
-        ValueError: the lengths differ, the method is unknown, a usable trajectory has no finite
-            reward, or a negative one under maxrl.
+        ValueError: the lengths differ, the method is unknown, the reward of a usable trajectory is
+            not finite, or it is negative under maxrl.
     """
     if len(rewards) != len(usable):
         raise ValueError(
@@ -92,7 +95,7 @@ def _advantages(rewards: np.ndarray, method: str) -> np.ndarray:
         case "maxrl":
             if (rewards < 0).any():
                 raise ValueError(
-                    "algorithm.advantage: maxrl is defined for rewards of 0 and above, not"
+                    "algorithm.advantage: maxrl needs rewards of 0 and above, not"
                     f" {rewards.tolist()}; use grpo or rloo"
                 )
             return np.asarray(centered / (rewards.mean() + STD_FLOOR))
@@ -103,8 +106,8 @@ def _advantages(rewards: np.ndarray, method: str) -> np.ndarray:
 
 
 def batch_normalized(advantages: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """(A - mean) / (std + 1e-6) over the loss tokens of a whole step: trajectory i counts tokens[i]
-    times (REINFORCE++, arXiv:2501.03262, section 3)."""
+    """Return (A - mean) / (std + 1e-6) over the loss tokens of a whole step. Trajectory i counts
+    tokens[i] times (REINFORCE++, arXiv:2501.03262, section 3)."""
     values, counts = np.asarray(advantages, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
     mean = np.average(values, weights=counts)
     std = np.sqrt(np.average((values - mean) ** 2, weights=counts))
@@ -114,12 +117,13 @@ def batch_normalized(advantages: Sequence[float], tokens: Sequence[int]) -> list
 def moments_over_ranks(
     values: np.ndarray, summed: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[float, float]:
-    """Mean and population std of all ranks' values, in two passes: E[v²] - E[v]² would lose the std
-    of values far from 0.
+    """Return the mean and population std of all ranks' values.
+
+    This takes two passes, because E[v²] - E[v]² would lose the std of values far from 0.
 
     Args:
-        values: this rank's, any number of them.
-        summed: adds up a float64 array over all ranks; called twice on every rank.
+        values: this rank's values, any number of them.
+        summed: sums a float64 array over all ranks. Every rank calls it twice.
     """
     values = np.asarray(values, dtype=np.float64)
     total, count = summed(np.array([values.sum(), len(values)]))
@@ -129,14 +133,18 @@ def moments_over_ranks(
 
 
 def standardized(values: np.ndarray, mean: float, std: float) -> np.ndarray:
-    """(A - mean) / (std + 1e-6), with mean and std of all token advantages of the step (the
-    whitening of PPO's advantages: Andrychowicz et al. 2020, arXiv:2006.05990, choice C67)."""
+    """Return (A - mean) / (std + 1e-6), with the mean and std of all token advantages of the step.
+
+    This is PPO's advantage normalization (Andrychowicz et al. 2020, arXiv:2006.05990, choice
+    C67)."""
     return np.asarray((values - mean) / (std + STD_FLOOR))
 
 
 def soft_overlong_penalty(tokens: int, longest: int, buffer: int, penalty: float) -> float:
-    """What a completion of so many tokens adds to its reward: 0 up to longest - buffer, then
-    falling linearly to -penalty at longest (DAPO's soft overlong punishment, arXiv:2503.14476, eq.
-    13). buffer = 0 switches it off."""
+    """Return the penalty that is added to the reward of a long completion (DAPO's soft overlong
+    punishment, arXiv:2503.14476, eq. 13).
+
+    It is 0 up to longest - buffer tokens, then falls linearly to -penalty at longest. buffer = 0
+    switches it off."""
     over = tokens - (longest - buffer)
     return -penalty * min(over, buffer) / buffer if buffer and over > 0 else 0.0

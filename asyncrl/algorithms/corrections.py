@@ -1,9 +1,9 @@
-"""Corrections for training on what another policy sampled: weights and masks per token, without
-gradient.
+"""Corrections for training on tokens that another policy sampled: weights and masks per token,
+without gradient.
 
-Everywhere log-ratios are log π_learner - log π_behavior (or a part of it), in nats, [N] for the N
-loss tokens of some trajectories; `sequence` [N] says to which of the `sequences` trajectories each
-token belongs. A masked token keeps its place in every denominator.
+A log-ratio is log π_learner - log π_behavior (or a part of it), in nats. It has shape [N], for the
+N loss tokens of some trajectories. `sequence` [N] is the index of each token's trajectory, below
+`sequences`. A masked token still counts in every denominator.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ __all__ = [
 
 
 def sequence_sum(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
-    """Sum over each trajectory's tokens: [N] → [sequences]."""
+    """Return the sum over each trajectory's tokens: [N] → [sequences]."""
     return values.new_zeros(sequences).index_add(0, sequence, values)
 
 
 def sequence_mean(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
-    """Mean over each trajectory's loss tokens: [N] → [sequences]. Without tokens: 0."""
+    """Return the mean over each trajectory's loss tokens, 0 without tokens: [N] → [sequences]."""
     counts = sequence_sum(torch.ones_like(values), sequence, sequences)
     return sequence_sum(values, sequence, sequences) / counts.clamp(min=1)
 
 
 def sequence_max(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
-    """Largest of each trajectory's tokens: [N] → [sequences]."""
+    """Return the maximum over each trajectory's tokens: [N] → [sequences]."""
     return values.new_full((sequences,), -torch.inf).scatter_reduce(0, sequence, values, "amax")
 
 
 def importance_weights(
     log_weight: Tensor, sequence: Tensor, sequences: int, level: Literal["token", "sequence"]
 ) -> Tensor:
-    """Importance weights [N]: exp(log_weight) per token, or the product over the whole trajectory
-    for each of its tokens. Cut at a cap they are truncated importance sampling (Ionides 2008; for
-    LLMs: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training").
+    """Return importance weights [N]: exp(log_weight) for each token, or for each token the product
+    over its trajectory.
+
+    With a cap, this is truncated importance sampling (Ionides 2008; for LLMs: Yao et al. 2025,
+    "Your efficient RL framework secretly brings you off-policy RL training").
     """
     if level == "sequence":
         log_weight = sequence_sum(log_weight, sequence, sequences)[sequence]
@@ -59,24 +60,27 @@ def importance_weights(
 
 
 def band_mask(log_ratio: Tensor, low: float, high: float) -> Tensor:
-    """[N] bool, True where low ≤ exp(log_ratio) ≤ high: two-sided masking of single tokens (IcePop,
-    arXiv:2510.18855, which keeps the ratio as the weight inside the band: algorithm.old_policy:
-    learner, correction.truncation: token and a cap of at least mask_above).
+    """Return [N] bool, True where low ≤ exp(log_ratio) ≤ high: two-sided masking of single tokens
+    (IcePop, arXiv:2510.18855).
+
+    IcePop also uses the ratio as the weight inside the band. For that, set algorithm.old_policy:
+    learner, correction.truncation: token, and a cap of at least mask_above.
     """
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return (ratio >= low) & (ratio <= high)
 
 
 def kl_estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
-    """Per-token estimate of KL(p || q) from tokens of p, with l = log_ratio = log q - log p: k1 =
-    -l, k2 = l²/2, k3 = exp(l) - 1 - l, low_var = k3, at most 10
+    """Estimate KL(p || q) at each token sampled from p, with l = log_ratio = log q - log p.
+
+    k1 = -l, k2 = l²/2, k3 = exp(l) - 1 - l, and low_var is k3 capped at 10
     (http://joschu.net/blog/kl-approx.html)."""
     clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
         return -clamped
     if estimator == "k2":
         return clamped.square() / 2
-    # expm1, because exp(l) - 1 rounds at 1e-7 in float32, which is all of k3 at l = 5e-4.
+    # expm1, because exp(l) - 1 has a rounding error of 1e-7 in float32: all of k3 at l = 5e-4.
     k3 = clamped.expm1() - clamped
     return k3.clamp(max=LOW_VAR_LIMIT) if estimator == "low_var" else k3
 
@@ -89,9 +93,10 @@ def rejection_mask(
     level: Level,
     above: float,
 ) -> Tensor:
-    """[N] bool, False where the KL estimate is above the threshold: of the token, or the
-    trajectory's sum, mean or largest, which then rejects all of its tokens. k1 is signed, so its
-    absolute value is compared."""
+    """Return [N] bool, False where the absolute KL estimate is above the threshold. (k1 is signed.)
+
+    At level `token` each token is compared. At the other levels, the trajectory's sum, mean or
+    maximum is compared, and a rejected trajectory loses all of its tokens."""
     values = kl_estimate(log_ratio, estimator)
     if level == "sequence_sum":
         values = sequence_sum(values, sequence, sequences)[sequence]
@@ -105,8 +110,10 @@ def rejection_mask(
 def off_policy_sequence_mask(
     log_ratio: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, above: float
 ) -> Tensor:
-    """[N] bool, False for the tokens of a trajectory of negative advantage whose mean of -log_ratio
-    is above the threshold: bad answers that the learner would hardly give any more teach it nothing
+    """Return [N] bool, False for the tokens of a trajectory with a negative advantage and a mean of
+    -log_ratio above the threshold.
+
+    The learner would hardly sample such an answer any more, so it learns nothing from it
     (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
     """
     distance = sequence_mean(

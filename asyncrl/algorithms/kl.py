@@ -1,4 +1,4 @@
-"""The KL divergence from a frozen reference policy, in the reward or in the loss."""
+"""The KL divergence from a frozen reference policy, for the reward or the loss."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ __all__ = ["LOG_RATIO_LIMIT", "LOW_VAR_LIMIT", "KLEstimator", "reward_kl"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var"]
 
 LOW_VAR_LIMIT = 10.0
-"""Largest k3 of one token under `low_var`, in nats."""
+"""Cap on one token's k3 with `low_var`, in nats."""
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to ± this many nats: exp(20) is still finite in float32."""
+"""Log-ratios are clamped to ± this many nats. exp(20) is still finite in float32."""
 
 
 def reward_kl(logprobs: Sequence[float], reference_logprobs: Sequence[float]) -> float:
-    """Estimate k1 of KL(behavior || reference) of one trajectory, in nats: the sum of log μ - log
-    π_ref over its T tokens, which the behavior policy sampled. Log-ratios are clamped to ± 20
-    nats.
+    """Estimate KL(behavior || reference) of one trajectory by k1, in nats.
 
-    A reward enters the gradient as a constant times ∇log μ, and E[k1 · ∇log μ] is the divergence's
-    own gradient. The other estimators have its value, not its gradient: with k3 it is that of KL(μ
-    || π_ref) - KL(π_ref || μ), which vanishes near the reference.
+    This is the sum of log μ - log π_ref over its T tokens, which the behavior policy μ sampled.
+    Log-ratios are clamped to ± 20 nats.
+
+    In the gradient, a reward is a constant that multiplies ∇log μ, and E[k1 · ∇log μ] is the
+    gradient of the divergence. The other estimators estimate its value but not its gradient. k3
+    would give the gradient of KL(μ || π_ref) - KL(π_ref || μ), which vanishes near the reference.
 
     Raises:
         ValueError: the lengths differ.
@@ -32,6 +33,7 @@ def reward_kl(logprobs: Sequence[float], reference_logprobs: Sequence[float]) ->
     if len(logprobs) != len(reference_logprobs):
         raise ValueError(
             f"{len(logprobs)} log-probs came with {len(reference_logprobs)} of the reference"
+            " policy; give one of each for every token"
         )
     log_ratio = np.clip(
         np.asarray(reference_logprobs, dtype=np.float64) - np.asarray(logprobs, dtype=np.float64),

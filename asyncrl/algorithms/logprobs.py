@@ -1,13 +1,13 @@
-"""Token log-probs from hidden states and the head's weight, in chunks: the logits [N, vocabulary]
-never exist whole."""
+"""Token log-probs from hidden states and the head's weight, computed in chunks. The full logits
+[N, vocabulary] are never in memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 __all__ = [
     "CHUNK_ELEMENTS",
@@ -22,14 +22,14 @@ __all__ = [
 ]
 
 LIVE_CHUNKS = 7
-"""Float32 tensors of the size of a chunk of logits that are alive at once in the backward pass.
-`benchmarks/memory.py` prints how many: 6.8."""
+"""Peak memory of the backward pass, in float32 tensors of the size of one chunk of logits.
+`benchmarks/memory.py` measures 6.8."""
 CHUNK_ELEMENTS = 1 << 23
-"""Logits of one chunk, by default: 224 MiB for all that is alive of it."""
+"""Default number of logits in a chunk. Peak memory is 224 MiB."""
 
 
 def chunk_elements(memory_bytes: int) -> int:
-    """Logits of one chunk, so that all that is alive of it takes at most so many bytes."""
+    """Return the number of logits in a chunk that keeps peak memory within `memory_bytes`."""
     return memory_bytes // (4 * LIVE_CHUNKS)
 
 
@@ -39,7 +39,7 @@ class HeadSettings:
 
     chunk_elements: int = CHUNK_ELEMENTS
     fp32: bool = False
-    """Compute the logits in float32, whatever type the model has."""
+    """Compute the logits in float32, whatever the model's dtype."""
 
 
 PLAIN_HEAD = HeadSettings()
@@ -47,14 +47,14 @@ PLAIN_HEAD = HeadSettings()
 
 @dataclass(frozen=True, slots=True)
 class LogitMap:
-    """What a model does to its logits after the head: z → softcap * tanh(scale * z / softcap)."""
+    """A model's change to its logits after the head: z → softcap * tanh(scale * z / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
-    """None = no cap: z → scale * z."""
+    """None: z → scale * z."""
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The mapped logits, of the same shape."""
+        """Return the changed logits, with the same shape."""
         scaled = logits if self.scale == 1.0 else logits * self.scale
         return scaled if self.softcap is None else torch.tanh(scaled / self.softcap) * self.softcap
 
@@ -72,18 +72,18 @@ def token_logprobs(
     entropy_gradient: bool = False,
     logit_map: LogitMap = IDENTITY,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of `targets` [N] and entropies [N] (without gradient, unless asked for) of
-    softmax(logit_map(hidden @ weight.T + bias) / temperature), float32 nats.
+    """Return the log-probs [N] of `targets` [N] and the entropies [N], in float32 nats, of
+    softmax(logit_map(hidden @ weight.T + bias) / temperature).
 
-    `hidden` is [N, H], `weight` [V, H], `bias` [V]. With more than one chunk the logits are
-    computed again in the backward pass, and the gradients of weight and bias add up over the chunks
-    in float32, whatever their type.
+    `hidden` is [N, H], `weight` [V, H], `bias` [V]. The entropies have a gradient only with
+    `entropy_gradient`. With more than one chunk, the backward pass computes the logits again. It
+    sums the gradients of weight and bias over the chunks in float32, whatever their dtype.
 
     Raises:
         ValueError: the temperature is not above 0.
     """
     if temperature <= 0:
-        raise ValueError(f"temperature = {temperature} has no log-probs; use one above 0")
+        raise ValueError(f"temperature = {temperature} gives no log-probs; use one above 0")
     rows = _chunk_rows(weight, chunk_elements)
     if len(targets) <= rows:
         return _chunk(hidden, weight, targets, temperature, bias, entropy_gradient, logit_map)
@@ -93,15 +93,25 @@ def token_logprobs(
     return logprobs, entropy
 
 
+class _ChunkedContext(FunctionCtx):
+    """What `_Chunked.forward` keeps for its backward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+    """Hidden states, targets, and the head: its weight, and its bias if it has one."""
+    settings: tuple[float, int, bool, LogitMap]
+    """Temperature, rows of a chunk, entropy_gradient and logit_map."""
+
+
 class _Chunked(torch.autograd.Function):
-    """`_chunk` over so many rows at a time; of a chunk only the results are kept. Left to autograd,
-    the gradient of the head would be added up in the weight's own type: in bfloat16 a sum of 600
-    like chunks loses a sixth or more, since what is small against the sum so far is rounded away.
+    """Applies `_chunk` to `rows` rows at a time, and keeps only the results of each chunk.
+
+    Autograd alone would sum the head's gradient in the weight's dtype. In bfloat16, the sum of 600
+    similar chunks then loses a sixth or more: a term much smaller than the sum is rounded away.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _ChunkedContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -111,29 +121,29 @@ class _Chunked(torch.autograd.Function):
         entropy_gradient: bool,
         logit_map: LogitMap,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, bias, targets)
+        head = [weight] if bias is None else [weight, bias]
+        ctx.save_for_backward(hidden, targets, *head)
         ctx.settings = temperature, rows, entropy_gradient, logit_map
         found = [
             _chunk(hidden[chunk], weight, targets[chunk], temperature, bias, False, logit_map)
             for chunk in _chunks(len(targets), rows)
         ]
         logprobs, entropy = (
-            torch.cat([one for one, _ in found]),
-            torch.cat([other for _, other in found]),
+            torch.cat([logprobs for logprobs, _ in found]),
+            torch.cat([entropy for _, entropy in found]),
         )
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, whole_weight, whole_bias, targets = ctx.saved_tensors
+    def backward(ctx: _ChunkedContext, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, targets, *saved_head = ctx.saved_tensors
         temperature, rows, entropy_gradient, logit_map = ctx.settings
-        # Detached: a chunk's gradients come back here and reach no parameter by themselves.
-        weight = whole_weight.detach().requires_grad_()
-        bias = None if whole_bias is None else whole_bias.detach().requires_grad_()
-        given = [weight] if bias is None else [weight, bias]
-        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in given]
+        # Detached, so that a chunk's gradients are returned here and do not reach the parameters.
+        head = [tensor.detach().requires_grad_() for tensor in saved_head]
+        weight, bias = head[0], head[1] if len(head) > 1 else None
+        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in head]
         of_hidden = []
         for chunk in _chunks(len(targets), rows):
             part = hidden[chunk].detach().requires_grad_()
@@ -143,13 +153,13 @@ class _Chunked(torch.autograd.Function):
                 )
             used = 1 + entropy_gradient
             of_part, *of_head = torch.autograd.grad(
-                results[:used], [part, *given], [gradient[chunk] for gradient in outer[:used]]
+                results[:used], [part, *head], [gradient[chunk] for gradient in outer[:used]]
             )
             of_hidden.append(of_part)
             for total, gradient in zip(sums, of_head, strict=True):
                 total += gradient
         of_weight, *of_bias = (
-            total.to(tensor.dtype) for total, tensor in zip(sums, given, strict=True)
+            total.to(tensor.dtype) for total, tensor in zip(sums, head, strict=True)
         )
         return (
             torch.cat(of_hidden),
@@ -175,8 +185,8 @@ def greedy_tokens(
     chunk_elements: int = CHUNK_ELEMENTS,
     logit_map: LogitMap = IDENTITY,
 ) -> Tensor:
-    """The most probable next token [N] for each row of `hidden` [N, H]; the lowest id wins a
-    tie."""
+    """Return the most probable next token [N] for each row of `hidden` [N, H]. In a tie, the lowest
+    id wins."""
     rows = _chunk_rows(weight, chunk_elements)
     return torch.cat(
         [

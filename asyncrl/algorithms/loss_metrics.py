@@ -1,4 +1,4 @@
-"""What one micro-batch reports beside its loss: sums over its loss tokens."""
+"""Metrics of one micro-batch's loss: sums over its loss tokens."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A loss, an advantage and a group filter of the user's own, called and checked.
-docs/own_algorithms.md has the contracts; pure, as the built-in ones are."""
+"""Calls the user's own loss, advantage and group filter, and checks their results.
+docs/how_to/own_algorithm.md describes their contracts. They must be pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,42 +16,58 @@ if TYPE_CHECKING:  # scoring workers need no torch
 __all__ = ["CLIPPED", "is_own", "own_advantages", "own_loss", "own_verdict"]
 
 CLIPPED = "clipped"
-"""The metric of a loss that counts as `clip_fraction`."""
+"""The metric of an own loss that is reported as `clip_fraction`."""
 
 
 def is_own(name: str) -> bool:
-    """Whether this names a function, and no built-in method."""
+    """Whether the name is that of a function, not of a built-in method."""
     return ":" in name
 
 
 def own_loss(
-    function: str, told: Mapping[str, Tensor | int]
+    function: str, arguments: Mapping[str, Tensor | int]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss [N] of each token, which tokens it clips [N], and the sum of each of its other
-    metrics over the tokens.
+    """Call the user's loss and check its result.
 
     Args:
-        told: its arguments. `logprobs` [N] has the gradient.
+        arguments: what the function may take. `logprobs` [N] has the gradient.
+
+    Returns:
+        The loss [N], the clip mask [N], and the sum of each other metric over the tokens.
 
     Raises:
-        FunctionError: it raised, or gave what the contract does not allow.
+        FunctionError: the function raised or broke its contract.
     """
     import torch
 
-    logprobs = told["logprobs"]
+    logprobs = arguments["logprobs"]
     assert isinstance(logprobs, torch.Tensor)
-    copies = {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in told.items()
-    }  # it may change them
-    given, name = call_function("algorithm.loss", function, copies)
-    loss, metrics = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
-    _check_tensor(name, "loss", loss, logprobs)
-    if logprobs.requires_grad and not loss.requires_grad:
+    tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
+    # The function may change its arguments in place.
+    copies = {key: value.clone() for key, value in tensors.items()}
+    returned, name = call_function("algorithm.loss", function, {**arguments, **copies})
+    pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    loss = _checked_loss(name, pair[0], logprobs)
+    metrics = _checked_metrics(name, pair[1], logprobs)
+    if all(bool(torch.isfinite(value).all()) for value in tensors.values()):
+        _check_finite(name, {"loss": loss, **{f"metric {key}": metrics[key] for key in metrics}})
+    clipped = metrics.pop(CLIPPED, torch.zeros_like(logprobs, dtype=torch.bool)).detach()
+    return loss, clipped, {key: values.detach().sum() for key, values in metrics.items()}
+
+
+def _checked_loss(name: str, loss: object, logprobs: Tensor) -> Tensor:
+    checked = _per_token(name, "loss", loss, logprobs)
+    if not checked.is_floating_point():
+        raise FunctionError(f"{name} returned loss of {checked.dtype}; return {logprobs.dtype}")
+    if logprobs.requires_grad and not checked.requires_grad:
         raise FunctionError(
             f"{name} returned a loss without a gradient; compute it from logprobs, and not under"
             " torch.no_grad or detached"
         )
+    return checked
+
+
+def _checked_metrics(name: str, metrics: object, logprobs: Tensor) -> dict[str, Tensor]:
     if not isinstance(metrics, Mapping) or not all(
         isinstance(key, str) and key and "/" not in key for key in metrics
     ):
@@ -59,32 +75,13 @@ def own_loss(
         raise FunctionError(
             f"{name} returned the metrics {found}; return (loss, dict) with short names without '/'"
         )
-    for key, values in metrics.items():
-        _check_tensor(name, f"metric {key}", values, logprobs)
-    known_finite = all(
-        bool(torch.isfinite(value).all())
-        for value in told.values()
-        if isinstance(value, torch.Tensor)
-    )
-    for key, values in {
-        "loss": loss,
-        **{f"metric {key}": values for key, values in metrics.items()},
-    }.items():
-        if known_finite and not bool(torch.isfinite(values).all()):
-            at = int((~torch.isfinite(values)).nonzero()[0])
-            raise FunctionError(
-                f"{name} returned {float(values[at].detach())} as {key} of token {at} from finite"
-                " arguments; clamp the log-ratio before exp"
-            )
-    clipped = metrics.get(CLIPPED, torch.zeros_like(logprobs, dtype=torch.bool)).detach()
-    return (
-        loss,
-        clipped,
-        {key: values.detach().sum() for key, values in metrics.items() if key != CLIPPED},
-    )
+    return {
+        key: _per_token(name, f"metric {key}", values, logprobs) for key, values in metrics.items()
+    }
 
 
-def _check_tensor(name: str, what: str, values: Any, like: Tensor) -> None:
+def _per_token(name: str, what: str, values: object, like: Tensor) -> Tensor:
+    """Return `values` if it is a tensor with the shape and device of `like`."""
     import torch
 
     if not isinstance(values, torch.Tensor):
@@ -102,30 +99,42 @@ def _check_tensor(name: str, what: str, values: Any, like: Tensor) -> None:
             f"{name} returned {what} on {values.device}; return it on {like.device}, where its"
             " arguments are"
         )
-    if what == "loss" and not values.is_floating_point():
-        raise FunctionError(f"{name} returned {what} of {values.dtype}; return {like.dtype}")
+    return values
+
+
+def _check_finite(name: str, results: Mapping[str, Tensor]) -> None:
+    """Refuse a NaN or infinite value. Call this only if all arguments of the function are
+    finite."""
+    import torch
+
+    for what, values in results.items():
+        finite = torch.isfinite(values)
+        if not bool(finite.all()):
+            at = int((~finite).nonzero()[0])
+            raise FunctionError(
+                f"{name} returned {float(values[at].detach())} as {what} of token {at} from finite"
+                " arguments; clamp the log-ratio before exp"
+            )
 
 
 def own_advantages(function: str, rewards: np.ndarray) -> np.ndarray:
-    """The advantages [n] for the rewards [n] of a group's usable trajectories.
+    """Return the user's advantages [n] for the rewards [n] of a group's usable trajectories.
 
     Raises:
-        FunctionError: it raised, or gave what the contract does not allow.
+        FunctionError: the function raised or broke its contract.
     """
-    given, name = call_function("algorithm.advantage", function, {"rewards": rewards.copy()})
+    returned, name = call_function("algorithm.advantage", function, {"rewards": rewards.copy()})
     try:
-        read = np.asarray(given)
-    except (
-        Exception
-    ):  # whatever an object of its own raises while it is read, such as a tensor with a gradient
+        read = np.asarray(returned)
+    except Exception:  # The object may raise anything, such as a tensor that has a gradient.
         raise FunctionError(
-            f"{name} returned {type(given).__name__}; return {len(rewards)} floats, one for each"
+            f"{name} returned {type(returned).__name__}; return {len(rewards)} floats, one for each"
             " reward"
         ) from None
     if read.dtype.kind not in "biuf":
         raise FunctionError(
-            f"{name} returned {type(given).__name__} of {read.dtype}; return {len(rewards)} floats,"
-            " one for each reward"
+            f"{name} returned {type(returned).__name__} of {read.dtype}; return {len(rewards)}"
+            " floats, one for each reward"
         )
     values = read.astype(np.float64)
     if values.shape != rewards.shape:
@@ -148,21 +157,21 @@ def own_verdict(
     lengths: Sequence[int],
     truncated: Sequence[bool],
 ) -> bool:
-    """Whether the group of these usable trajectories is trained.
+    """Return whether the user's filter keeps the group of these usable trajectories.
 
     Raises:
-        FunctionError: it raised, or gave no bool.
+        FunctionError: the function raised, or did not return a bool.
     """
-    told = {
+    arguments = {
         "rewards": np.array(rewards, dtype=np.float64),
         "advantages": np.array(advantages, dtype=np.float64),
         "lengths": np.array(lengths, dtype=np.int64),
         "truncated": np.array(truncated, dtype=bool),
     }
-    given, name = call_function("algorithm.group_filter", function, told)
-    if not isinstance(given, bool | np.bool_):
+    returned, name = call_function("algorithm.group_filter", function, arguments)
+    if not isinstance(returned, bool | np.bool_):
         raise FunctionError(
-            f"{name} returned {type(given).__name__}; return True to train the group, False to"
+            f"{name} returned {type(returned).__name__}; return True to train the group, False to"
             " leave it out"
         )
-    return bool(given)
+    return bool(returned)

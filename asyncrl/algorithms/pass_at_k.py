@@ -1,4 +1,4 @@
-"""How often at least one of k samples passes, estimated from n samples of each prompt."""
+"""Estimates pass@k, the probability that at least one of k samples passes, from n samples."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ __all__ = ["pass_at_k"]
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of k samples of a prompt passes: 1 -
-    C(n - passed, k) / C(n, k).
+    """Return an unbiased estimate of pass@k: 1 - C(n - passed, k) / C(n, k).
 
-    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. Integers until
-    the last division, so nothing cancels.
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. It is computed
+    in integers up to the last division, which avoids cancellation.
 
     Args:
         n: samples of the prompt.
-        passed: those of them that pass.
+        passed: how many of them pass.
 
     Raises:
-        ValueError: k is not between 1 and n, or `passed` not between 0 and n.
+        ValueError: k is not between 1 and n, or `passed` is not between 0 and n.
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@k of {n} samples needs k from 1 to {n}, not {k}")

@@ -15,14 +15,15 @@ def gae(
     lam: float,
     token_rewards: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Advantages [T] of one trajectory's tokens by generalized advantage estimation
-    (arXiv:1506.02438, eq. 16): A_t = δ_t + γ·λ·A_{t+1}, with δ_t = r_t + γ·V_{t+1} - V_t. The
-    reward, less what came with tokens before, comes with the last token, after which the value is
-    0.
+    """Return the advantages [T] of one trajectory's tokens by generalized advantage estimation
+    (arXiv:1506.02438, eq. 16).
+
+    A_t = δ_t + γ·λ·A_{t+1}, with δ_t = r_t + γ·V_{t+1} - V_t. The last token gets the part of the
+    reward that no other token got. The value after the last token is 0.
 
     Args:
         values: [T], V of the state in which each token was chosen.
-        token_rewards: [T], the part of the reward that comes with each token. Default: none of it.
+        token_rewards: [T], the part of the reward that each token gets. Default: 0.
     """
     following = np.append(values[1:], 0.0)
     rewards = np.zeros(len(values)) if token_rewards is None else token_rewards.astype(np.float64)
@@ -37,6 +38,7 @@ def gae(
 
 
 def value_loss(values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
-    """Sum over tokens [N] of weight · (V - R)² / 2. PPO's clip around the values before the step
-    would never act: a batch gets one step."""
+    """Return the sum over tokens [N] of weight · (V - R)² / 2.
+
+    PPO's value clipping would have no effect, because each batch gets one step."""
     return (weights * (values - returns).square()).sum() / 2

@@ -1,8 +1,8 @@
-"""The config tree: YAML in, one validated object out, every derived number a property.
+"""The config: a YAML file becomes one validated object, with every derived number as a property.
 
-This package imports no torch, ray or vllm, so that `asyncrl --help` and `asyncrl plan` answer at
-once. Names that users of slime and TRL know are kept; a name of theirs that differs here is
-answered by its name here (`asyncrl.config.aliases`).
+This package does not import torch, ray or vllm, so `asyncrl --help` and `asyncrl plan` start
+quickly. Names that slime and TRL share with us are kept. For other names of theirs, the error
+message gives the name here (`asyncrl.config.aliases`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The answer to a setting that the config does not have: its name here, why it is not there, or the
-nearest known name."""
+"""Messages for unknown settings: the name here, why the setting does not exist, or the nearest
+name."""
 
 from __future__ import annotations
 
@@ -85,11 +85,10 @@ RENAMED = {
     "padding_free": "nothing: rows are packed and never padded",
     "balance_data": "nothing: micro-batches are always balanced over the ranks",
     "micro_batch_size": (
-        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+        "nothing: a micro-batch takes as many rows as fit in learner.max_tokens_per_gpu"
     ),
     "gradient_accumulation_steps": (
-        "nothing: a step is one batch, in as many micro-batches as learner.max_tokens_per_gpu makes"
-        " of it"
+        "nothing: a step is one batch, split into micro-batches by learner.max_tokens_per_gpu"
     ),
     "check_for_nan_in_loss_and_grad": (
         "nothing: a step with NaN or Inf is always skipped by all ranks, and"
@@ -117,11 +116,11 @@ RENAMED = {
     "total_training_steps": "max_steps",
     "total_rollout_steps": "max_steps, in optimizer steps",
     "max_num_steps": "max_steps",
-    "total_epochs": "max_steps: data repeats, reshuffled, as long as steps are left",
-    "num_train_epochs": "max_steps: data repeats, reshuffled, as long as steps are left",
-    "num_epoch": "max_steps: data repeats, reshuffled, as long as steps are left",
-    "num_epochs": "max_steps: data repeats, reshuffled, as long as steps are left",
-    "num_episodes": "max_steps: data repeats, reshuffled, as long as steps are left",
+    "total_epochs": "max_steps: data repeats, reshuffled, until max_steps",
+    "num_train_epochs": "max_steps: data repeats, reshuffled, until max_steps",
+    "num_epoch": "max_steps: data repeats, reshuffled, until max_steps",
+    "num_epochs": "max_steps: data repeats, reshuffled, until max_steps",
+    "num_episodes": "max_steps: data repeats, reshuffled, until max_steps",
     "max_response_length": "rollout.max_completion_length",
     "response_length": "rollout.max_completion_length",
     "generate_max_len": "rollout.max_completion_length",
@@ -191,9 +190,11 @@ RENAMED = {
     "num_engines": "generator.num_replicas",
     "sglang_max_running_requests": "generator.max_num_seqs",
     "max_running_requests": "generator.max_num_seqs",
-    "partial_rollout": "generator.in_flight: keep (generations always go on over a weight update)",
+    "partial_rollout": (
+        "generator.in_flight: keep (generations always continue across a weight update)"
+    ),
     "partial_rollout_enable": (
-        "generator.in_flight: keep (generations always go on over a weight update)"
+        "generator.in_flight: keep (generations always continue across a weight update)"
     ),
     "vllm_mode": "generator.attach for a standing server; without it a run starts its own",
     "use_vllm": "nothing: vLLM always generates",
@@ -252,7 +253,7 @@ RENAMED = {
     "vllm_importance_sampling_clip_min": "algorithm.correction.mask_below",
     "off_policy_mask_threshold": "algorithm.correction.sequence_mask_above",
     "mask_truncated_completions": (
-        "reward.overlong_buffer, or a reward that returns None for what was cut"
+        "reward.overlong_buffer, or a reward that returns None for truncated completions"
     ),
     "reward_function": "reward.functions",
     "custom_reward_function": "reward.functions",
@@ -313,32 +314,32 @@ RENAMED = {
         "nothing: micro-batches are always balanced over the ranks, by their quadratic cost"
     ),
     "ppo_micro_batch_size_per_gpu": (
-        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+        "nothing: a micro-batch takes as many rows as fit in learner.max_tokens_per_gpu"
     ),
     "micro_train_batch_size": (
-        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+        "nothing: a micro-batch takes as many rows as fit in learner.max_tokens_per_gpu"
     ),
     "per_device_train_batch_size": (
-        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+        "nothing: a micro-batch takes as many rows as fit in learner.max_tokens_per_gpu"
     ),
     "ppo_micro_batch_size": (
-        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+        "nothing: a micro-batch takes as many rows as fit in learner.max_tokens_per_gpu"
     ),
     "log_prob_micro_batch_size_per_gpu": (
-        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+        "nothing: a micro-batch takes as many rows as fit in learner.max_tokens_per_gpu"
     ),
     "micro_rollout_batch_size": (
-        "nothing: a micro-batch holds as many rows as fit in learner.max_tokens_per_gpu"
+        "nothing: a micro-batch takes as many rows as fit in learner.max_tokens_per_gpu"
     ),
     "zero_stage": "nothing: the learner always uses DeepSpeed ZeRO-3",
     "use_fault_tolerance": (
         "nothing: lost generators and ranks are always replaced, at most max_restarts times"
     ),
-    "async_save": "nothing: generation goes on while a checkpoint is written",
+    "async_save": "nothing: generation continues while a checkpoint is written",
     "disable_dropout": "nothing: dropout is always off",
     "enable_prefix_caching": "nothing: prefix caching is always on",
     "log_completions": (
-        "nothing: every completion is kept, in groups/*.parquet of the run directory"
+        "nothing: all completions are saved, in groups/*.parquet of the run directory"
     ),
     "async_enable": "staleness.max_staleness (0: synchronous)",
     "critic.optim.lr": "learner.value_learning_rate",
@@ -359,7 +360,7 @@ RENAMED = {
     "recompute_method": "learner.gradient_checkpointing",
     "recompute_num_layers": "learner.gradient_checkpointing",
     "async_train": "staleness.max_staleness (0: synchronous)",
-    "val_before_train": "nothing: an evaluation always comes before and after the training",
+    "val_before_train": "nothing: an evaluation always runs before and after training",
     "logging_steps": "nothing: every step is recorded",
     "attention_dropout": "nothing: dropout is always off",
     "hidden_dropout": "nothing: dropout is always off",
@@ -371,63 +372,64 @@ RENAMED = {
     ),
     "vllm_sync_backend": "nothing: weights go through Ray's object store",
 }
-"""Settings of slime, TRL, verl and OpenRLHF → the name here. A key may end in more than one part of
-the dotted name: the longest that fits counts."""
+"""Settings of slime, TRL, verl and OpenRLHF → the name here. A key may be several last parts of a
+dotted name; the longest match is used."""
+
+NOT_NEEDED = "nothing: "
+"""Start of a value of RENAMED whose setting has no counterpart here, before the reason."""
 
 NOT_IMPLEMENTED = {
     "activation_offloading": (
-        "activations stay where the model is; remove it, and use learner.gradient_checkpointing"
+        "activations stay on the model's device; remove it, and use learner.gradient_checkpointing"
     ),
     "chat_template_path": (
-        "the chat template is the one of model.path's tokenizer; put it there as"
+        "the chat template comes from model.path's tokenizer; save yours there as"
         " chat_template.jinja, and remove this"
     ),
-    "colocate": "generators and learner always have processes of their own; remove it",
-    "colocate_all": "generators and learner always have processes of their own; remove it",
-    "colocate_all_models": "generators and learner always have processes of their own; remove it",
-    "offload_rollout": "generators and learner always have processes of their own; remove it",
-    "offload_train": "generators and learner always have processes of their own; remove it",
-    "vllm_enable_sleep": "generators and learner always have processes of their own; remove it",
-    "vllm_enable_sleep_mode": (
-        "generators and learner always have processes of their own; remove it"
-    ),
-    "enable_sleep": "generators and learner always have processes of their own; remove it",
-    "free_cache_engine": "generators and learner always have processes of their own; remove it",
+    "colocate": "generators and learner are always separate processes; remove it",
+    "colocate_all": "generators and learner are always separate processes; remove it",
+    "colocate_all_models": "generators and learner are always separate processes; remove it",
+    "offload_rollout": "generators and learner are always separate processes; remove it",
+    "offload_train": "generators and learner are always separate processes; remove it",
+    "vllm_enable_sleep": "generators and learner are always separate processes; remove it",
+    "vllm_enable_sleep_mode": ("generators and learner are always separate processes; remove it"),
+    "enable_sleep": "generators and learner are always separate processes; remove it",
+    "free_cache_engine": "generators and learner are always separate processes; remove it",
     "tensor_parallel_size": (
-        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
-        " use more replicas"
+        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
+        " and use more replicas"
     ),
     "tensor_model_parallel_size": (
-        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
-        " use more replicas"
+        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
+        " and use more replicas"
     ),
     "vllm_tensor_parallel_size": (
-        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
-        " use more replicas"
+        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
+        " and use more replicas"
     ),
     "rollout_num_gpus_per_engine": (
-        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
-        " use more replicas"
+        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
+        " and use more replicas"
     ),
     "pipeline_model_parallel_size": (
-        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
-        " use more replicas"
+        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
+        " and use more replicas"
     ),
     "pipeline_parallel_size": (
-        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
-        " use more replicas"
+        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
+        " and use more replicas"
     ),
     "expert_model_parallel_size": (
-        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
-        " use more replicas"
+        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
+        " and use more replicas"
     ),
     "expert_parallel_size": (
-        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
-        " use more replicas"
+        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
+        " and use more replicas"
     ),
     "data_parallel_size": (
-        "a generator replica is one device and a learner rank holds whole layers; remove it, and"
-        " use more replicas"
+        "a generator replica is one device, and a learner rank computes whole layers; remove it,"
+        " and use more replicas"
     ),
     "lora_rank": "all weights are trained; remove it",
     "lora_alpha": "all weights are trained; remove it",
@@ -439,9 +441,9 @@ NOT_IMPLEMENTED = {
     "lora_r": "all weights are trained; remove it",
     "peft_config": "all weights are trained; remove it",
     "freeze_params_name_list": "all weights are trained; remove it",
-    "load_in_4bit": "weights are loaded as model.dtype says; remove it",
-    "load_in_8bit": "weights are loaded as model.dtype says; remove it",
-    "quantization": "weights are loaded as model.dtype says; remove it",
+    "load_in_4bit": "weights are loaded in model.dtype; remove it",
+    "load_in_8bit": "weights are loaded in model.dtype; remove it",
+    "quantization": "weights are loaded in model.dtype; remove it",
     "fp16": "the learner computes in float32 or in bfloat16 (learner.bf16); remove it",
     "num_iterations": (
         "a batch is trained once; remove it, and set rollout.num_steps_per_rollout for more steps"
@@ -455,21 +457,21 @@ NOT_IMPLEMENTED = {
         "a batch is trained once; remove it, and set rollout.num_steps_per_rollout for more steps"
         " in a round"
     ),
-    "sync_ref_model": "the reference policy stays as algorithm.ref_load has it; remove it",
-    "ref_model_sync_steps": "the reference policy stays as algorithm.ref_load has it; remove it",
-    "ref_model_mixup_alpha": "the reference policy stays as algorithm.ref_load has it; remove it",
-    "ref_update_interval": "the reference policy stays as algorithm.ref_load has it; remove it",
-    "enable_ema": "the reference policy stays as algorithm.ref_load has it; remove it",
-    "ema_beta": "the reference policy stays as algorithm.ref_load has it; remove it",
-    "custom_generate_function_path": "no setting names a function for it; remove it",
-    "rollout_function_path": "no setting names a function for it; remove it",
-    "custom_tis_function_path": "no setting names a function for it; remove it",
-    "agent_func_path": "no setting names a function for it; remove it",
-    "max_turns": "a rollout is one prompt and one answer; remove it",
-    "multi_turn": "a rollout is one prompt and one answer; remove it",
-    "max_tool_calling_iterations": "a rollout is one prompt and one answer; remove it",
-    "tool_config_path": "a rollout is one prompt and one answer; remove it",
-    "max_rollout_turns": "a rollout is one prompt and one answer; remove it",
+    "sync_ref_model": "the reference policy never changes (algorithm.ref_load); remove it",
+    "ref_model_sync_steps": "the reference policy never changes (algorithm.ref_load); remove it",
+    "ref_model_mixup_alpha": "the reference policy never changes (algorithm.ref_load); remove it",
+    "ref_update_interval": "the reference policy never changes (algorithm.ref_load); remove it",
+    "enable_ema": "the reference policy never changes (algorithm.ref_load); remove it",
+    "ema_beta": "the reference policy never changes (algorithm.ref_load); remove it",
+    "custom_generate_function_path": "there is no setting for such a function; remove it",
+    "rollout_function_path": "there is no setting for such a function; remove it",
+    "custom_tis_function_path": "there is no setting for such a function; remove it",
+    "agent_func_path": "there is no setting for such a function; remove it",
+    "max_turns": "a rollout is one prompt and one completion; remove it",
+    "multi_turn": "a rollout is one prompt and one completion; remove it",
+    "max_tool_calling_iterations": "a rollout is one prompt and one completion; remove it",
+    "tool_config_path": "a rollout is one prompt and one completion; remove it",
+    "max_rollout_turns": "a rollout is one prompt and one completion; remove it",
     "image_key": "prompts are text; remove it",
     "video_key": "prompts are text; remove it",
     "multimodal_keys": "prompts are text; remove it",
@@ -477,34 +479,36 @@ NOT_IMPLEMENTED = {
     "sglang_server_base_url": "generators are vLLM engines; remove it",
     "rollout_external_engine_addrs": "generators are vLLM engines; remove it",
     "critic_warmup": "the policy is trained from the first step; remove it",
-    "enforce_eager": "vLLM compiles as its device allows; remove it",
-    "push_to_hub": "a run uploads nothing; remove it, and upload what asyncrl export writes",
+    "enforce_eager": "vLLM chooses compilation by its device; remove it",
+    "push_to_hub": "a run uploads nothing; remove it, and upload the output of asyncrl export",
     "max_samples": "all rows are used; remove it, and end with max_steps",
-    "normalize_reward": "rewards are compared as algorithm.advantage says; remove it",
+    "normalize_reward": "algorithm.advantage decides how rewards are normalized; remove it",
     "ref_num_nodes": "the reference policy has one process; remove it",
     "ref_num_gpus_per_node": "the reference policy has one process; remove it",
     "sequence_parallel": (
-        "it belongs to tensor parallelism; remove it, or share long rows with"
+        "there is no tensor parallelism; remove it, or split long rows with"
         " learner.sequence_parallel_size"
     ),
     "multi_objective_aggregation": (
         "rewards are combined by their weights (reward.functions); remove it"
     ),
 }
-"""Settings known from elsewhere that nothing here implements → the way out."""
+"""Settings of other systems that asyncrl does not implement → the reason and the fix."""
 
 LIKENESS = 0.8
-"""How alike (`difflib`, 0..1) a known name must be before it is offered."""
+"""Similarity (`difflib`, 0 to 1) that a known name needs before it is suggested."""
 
 
 def explain_unknown(name: str, known: Sequence[str]) -> str:
-    """One line on a setting that is not among the `known` dotted names: what it is called here,
-    that it is not implemented, or the nearest."""
+    """Explain, in one line, a setting that is not among the `known` dotted names: its name here,
+    why it is not implemented, or the nearest name."""
     for ending in _endings(name):
         if ending in NOT_IMPLEMENTED:
             return f"{name} is not implemented: {NOT_IMPLEMENTED[ending]}"
-        if ending in RENAMED:
-            return f"{name} is unknown; here it is {RENAMED[ending]}"
+        if (here := RENAMED.get(ending)) is not None:
+            if here.startswith(NOT_NEEDED):
+                return f"{name} is unknown and not needed: {here[len(NOT_NEEDED) :]}; remove it"
+            return f"{name} is unknown; here it is {here}"
     if name in known:  # one key with dots in it
         return f"{name} is one key; write {name.replace('.', ': {')}: …{'}' * name.count('.')}"
     near = _nearest(name.replace("-", "_"), known)
@@ -514,8 +518,8 @@ def explain_unknown(name: str, known: Sequence[str]) -> str:
 
 
 def _endings(name: str) -> list[str]:
-    """What may stand in the tables for a dotted name, the longest first; at last without slime's
-    prefix."""
+    """Keys of the tables that a dotted name can match, longest first. The last one is without
+    slime's prefix."""
     parts = name.replace("-", "_").split(".")
     return [".".join(parts[begin:]) for begin in range(len(parts))] + [
         parts[-1].removeprefix("rollout_")
@@ -523,21 +527,21 @@ def _endings(name: str) -> list[str]:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str | None:
-    """The setting whose last part is most like this name's, in the section that is most like this
-    one's; never a section."""
-    settings = [one for one in known if not any(other.startswith(f"{one}.") for other in known)]
+    """The setting whose last part is most similar to this name's. The whole name decides between
+    equals. Sections are never suggested."""
+    settings = [key for key in known if not any(other.startswith(f"{key}.") for other in known)]
     leaf = name.rpartition(".")[2].removeprefix("rollout_")
-    alike = [
+    ranked = [
         (
-            _likeness(leaf, one.rpartition(".")[2].removeprefix("rollout_")),
-            _likeness(name, one),
-            one,
+            _likeness(leaf, key.rpartition(".")[2].removeprefix("rollout_")),
+            _likeness(name, key),
+            key,
         )
-        for one in settings
+        for key in settings
     ]
-    best = max(alike, default=(0.0, 0.0, ""))
+    best = max(ranked, default=(0.0, 0.0, ""))
     return best[2] if best[0] >= LIKENESS else None
 
 
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+def _likeness(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()

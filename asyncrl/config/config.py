@@ -1,5 +1,5 @@
-"""The whole config: the settings, what was derived of those left out, and the check that they fit
-together."""
+"""The config of a run: its settings, their derived values, and the check of the rules between
+them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Config"]
 
 
 class Config(Settings):
-    """Every setting of one run."""
+    """Every setting of a run."""
 
     @model_validator(mode="after")
     def settings_fit_together(self) -> Config:
@@ -26,8 +26,8 @@ class Config(Settings):
         return derived.deadline_s(self)
 
     def evaluation_deadline_s(self, tokens: int | None) -> float:
-        """Seconds after which a completion of an evaluation is late; None = as long as in
-        rollouts."""
+        """Seconds after which a completion of an evaluation is late. `tokens` is its longest
+        completion; None = as in rollouts."""
         return self.rollout.deadline_s or derived.deadline(self, tokens).value
 
     @property
@@ -37,17 +37,17 @@ class Config(Settings):
 
     @property
     def start_timeout_s(self) -> float:
-        """Seconds a replica may take from placement to its first answer."""
+        """Seconds from a replica's placement to its first answer."""
         return self.generator.start_timeout_s or derived.start(self.model.path).value
 
     @property
     def stall_timeout_s(self) -> float:
-        """Seconds for which an engine may answer nothing before it is replaced."""
+        """Seconds without any answer from an engine before it is replaced."""
         return derived.stall_timeout_s(self)
 
     @property
     def push_timeout_s(self) -> float:
-        """Seconds a replica may take to apply a version."""
+        """Seconds that a replica may take to apply a version."""
         return derived.push_timeout_s(self)
 
     @property
@@ -61,5 +61,5 @@ class Config(Settings):
 
     @property
     def placement_wait_s(self) -> float:
-        """Seconds that a part may wait for resources."""
+        """Seconds that a part of the run may wait for resources."""
         return self.placement_timeout_s or derived.placement(self).value

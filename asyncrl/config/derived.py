@@ -1,5 +1,7 @@
-"""Settings that follow from others when nobody sets them: what each is, and from what. Pure, but
-for the sizes of the model's files."""
+"""Settings that are derived from others by default, and the reason for each value.
+
+This module is pure, except that it reads the sizes of the model files.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,22 @@ from asyncrl.config.settings import Settings
 __all__ = ["MOST_SEQUENCES", "Derived", "derived_settings", "request_deadline_s", "stored_bytes"]
 
 SLOWEST_TOKENS_PER_S = 5.0
-"""Tokens a second of one completion in a full engine, at the slowest: a large model on one GPU
+"""Lowest expected tokens per second of one completion in a full engine. A large model on one GPU
 makes 10 to 20."""
 SLOWEST_READ = 100 << 20
-"""Bytes a second that a replica reads of a model's files, at the slowest: storage shared with many
-others."""
+"""Lowest expected rate at which a replica reads model files, in bytes per second: shared storage
+under load."""
 SLOWEST_FETCH = 250 << 20
-"""Bytes a second of a published version that reach a replica, at the slowest: 10 Gbit/s shared by
-several replicas of a node."""
+"""Lowest expected rate at which a published version reaches a replica, in bytes per second: 10
+Gbit/s, shared by several replicas of a node."""
 SLOWEST_APPLY = 1 << 30
-"""Bytes a second that an engine takes over from shared memory, at the slowest."""
-MOST_SEQUENCES = {"cpu": 128, "cuda": 1024}
-"""Sequences beyond which an engine makes no more tokens a second. vLLM reserves logits for so many.
+"""Lowest expected rate at which an engine copies weights from shared memory, in bytes per second.
 """
+MOST_SEQUENCES = {"cpu": 128, "cuda": 1024}
+"""Most sequences of an engine. More of them do not raise its tokens per second, and vLLM reserves
+logits for all of them."""
 FEWEST_SEQUENCES = 64
-"""Evaluations use what rollouts leave free."""
+"""Fewest sequences of an engine: evaluations use what rollouts leave free."""
 SHORTEST_DEADLINE_S, SHORTEST_PLACEMENT_S, SHORTEST_START_S, SHORTEST_STALL_S, SHORTEST_PUSH_S = (
     300.0,
     30.0,
@@ -39,7 +42,7 @@ SHORTEST_DEADLINE_S, SHORTEST_PLACEMENT_S, SHORTEST_START_S, SHORTEST_STALL_S, S
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """The value of a setting that was left out."""
+    """The value of a setting that the user left out."""
 
     name: str
     value: float
@@ -47,7 +50,7 @@ class Derived:
     reason: str
 
     def text(self) -> str:
-        """One line."""
+        """One line for people."""
         shown = (
             f"{self.value / (1 << 20):g} MiB"
             if self.unit == "bytes"
@@ -57,7 +60,7 @@ class Derived:
 
 
 def stored_bytes(model: str) -> int:
-    """Bytes of the safetensors files of a checkpoint directory; 0 for a model that is not here."""
+    """Bytes of the safetensors files in a checkpoint directory; 0 if there are none."""
     return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
 
 
@@ -80,12 +83,12 @@ def sequences(settings: Settings) -> Derived:
 
 
 def deadline(settings: Settings, tokens: int | None = None) -> Derived:
-    """rollout.deadline_s, for completions of at most so many tokens (default: the rollouts')."""
+    """rollout.deadline_s for completions of at most `tokens` (default: those of rollouts)."""
     tokens = settings.rollout.max_completion_length if tokens is None else tokens
     turns = math.ceil(
         _completions_at_once(settings) / (max_num_seqs(settings) * settings.generator.num_replicas)
     )
-    queued = f", {turns} times, as not all completions run at once" if turns > 1 else ""
+    queued = f", in {turns} turns, as not all completions run at once" if turns > 1 else ""
     reason = (
         f"{tokens} tokens at {SLOWEST_TOKENS_PER_S:g} tokens/s{queued}, at least"
         f" {SHORTEST_DEADLINE_S:g} s"
@@ -99,7 +102,7 @@ def deadline(settings: Settings, tokens: int | None = None) -> Derived:
 
 
 def request_deadline_s(tokens: int) -> float:
-    """Seconds that a request over HTTP has for at most so many tokens."""
+    """Deadline of an HTTP request for at most this many tokens, in seconds."""
     return _seconds(SHORTEST_DEADLINE_S, tokens / SLOWEST_TOKENS_PER_S)
 
 
@@ -145,7 +148,7 @@ def stall(model: str) -> Derived:
 
 
 def fetch_timeout(model: str) -> Derived:
-    """fetch_timeout_s of generators that stand."""
+    """fetch_timeout_s of standing generators."""
     size = stored_bytes(model)
     reason = f"{SHORTEST_PUSH_S:g} s, and {_gib(size)} at {SLOWEST_FETCH >> 20} MiB/s"
     return Derived(
@@ -154,8 +157,8 @@ def fetch_timeout(model: str) -> Derived:
 
 
 def push(settings: Settings) -> Derived:
-    """weights.push_timeout_s. Generators that drain take a version only after their longest
-    completion."""
+    """weights.push_timeout_s. With in_flight: drain, generators take a version only after their
+    longest completion."""
     fetched, drains = fetch_timeout(settings.model.path), settings.generator.in_flight == "drain"
     seconds = max(fetched.value, 2 * stall_timeout_s(settings)) + deadline_s(settings) * drains
     waits = f", and {deadline_s(settings):g} s for completions that drain" if drains else ""
@@ -198,17 +201,17 @@ def deadline_s(settings: Settings) -> float:
 
 
 def stall_timeout_s(settings: Settings) -> float:
-    """Seconds for which an engine may answer nothing before it is replaced."""
+    """Seconds without any answer from an engine before it is replaced."""
     return settings.generator.stall_timeout_s or stall(settings.model.path).value
 
 
 def push_timeout_s(settings: Settings) -> float:
-    """Seconds a replica may take to apply a version."""
+    """Seconds that a replica may take to apply a version."""
     return settings.weights.push_timeout_s or push(settings).value
 
 
 def derived_settings(settings: Settings) -> list[Derived]:
-    """Every setting that nobody set, with what it became."""
+    """Every setting that the user did not set, with its derived value."""
     found = [
         (settings.rollout.deadline_s, deadline(settings)),
         (settings.generator.max_num_seqs, sequences(settings)),
@@ -223,7 +226,7 @@ def derived_settings(settings: Settings) -> list[Derived]:
         "generator.max_num_seqs": settings.generator.own,
         "generator.stall_timeout_s": settings.generator.own,
     }
-    return [one for given, one in found if given is None and acts.get(one.name, True)]
+    return [derived for given, derived in found if given is None and acts.get(derived.name, True)]
 
 
 def _completions_at_once(settings: Settings) -> int:

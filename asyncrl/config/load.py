@@ -1,16 +1,14 @@
-"""YAML files and the command line, and the messages about settings that cannot be used."""
+"""Read a config from a YAML file and the command line, and explain settings that cannot be used."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ValidationError,
-)
+from pydantic import BaseModel, ValidationError
 
 from asyncrl.config.aliases import explain_unknown
 from asyncrl.config.config import Config
@@ -19,27 +17,28 @@ from asyncrl.contracts.errors import ConfigError
 from asyncrl.runtime.functions import FUNCTION
 from asyncrl.runtime.yaml_files import parse_yaml, read_yaml
 
-__all__ = [
-    "load_config",
-]
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+    from pydantic_settings import PydanticBaseSettingsSource
+
+__all__ = ["load_config"]
 
 ENTRIES: dict[str, type[BaseModel]] = {"reward.functions.": RewardFunction, "eval.sets.": EvalSet}
-"""Settings whose keys are the user's own → what each key holds."""
+"""Settings whose keys the user chooses → the section of each entry."""
 MAPPINGS = (*ENTRIES, "data.chat_template_kwargs.")
-"""Settings whose keys are the user's own."""
+"""Settings whose keys the user chooses."""
 PATTERNS = {
     FUNCTION: "name a function as package.module:function",
     ENTRY_NAME: "its name is empty or has a '/'; choose another",
 }
-"""Patterns of texts → how one is written."""
+"""Pattern of a text setting → how to write a valid value."""
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file and apply command-line overrides such as `["--rollout.temperature", "0.8"]`.
 
     Raises:
-        ConfigError: the file cannot be read, or a field is unknown, missing or has a value that
-            cannot be used.
+        ConfigError: the file cannot be read, or a setting is unknown, missing or invalid.
     """
     if Path(path).is_dir():
         raise ConfigError(
@@ -59,33 +58,35 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         ) from None
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"config {str(path)!r} holds {type(tree).__name__}, not a mapping of settings; see"
+            f"config {str(path)!r} contains {type(tree).__name__}, not a mapping of settings; see"
             " jobs/quickstart/quickstart.yaml"
         )
     try:
         if not overrides:
             return Config.model_validate(tree)
-        of_mappings, others = _overrides_of_mappings(overrides)
-        for name, value in of_mappings:
+        in_mappings, remaining = _overrides_of_mappings(overrides)
+        for name, value in in_mappings:
             tree = _with_value(tree, name, value)
-        _refuse_unknown_overrides(others)
-        return command_line(others, tree) if others else Config.model_validate(tree)
+        _refuse_unknown_overrides(remaining)
+        return command_line(remaining, tree) if remaining else Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
 
 
-def command_line(arguments: list[str], tree: dict[str, Any], exit_on_error: bool = False) -> Config:
-    """The config from a YAML tree and command-line arguments, which win. `--help` among them prints
-    every setting and exits.
+def command_line(
+    arguments: list[str], tree: Mapping[str, Any], exit_on_error: bool = False
+) -> Config:
+    """Merge a YAML tree with command-line arguments, which take precedence. `--help` prints every
+    setting and exits.
 
     Raises:
         ConfigError: the arguments cannot be parsed.
-        ValidationError: the result is no valid config.
+        ValidationError: the result is not a valid config.
     """
     from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
     class CommandLine(BaseSettings, Config):
-        """Settings of one run; each may also stand in the YAML file."""
+        """Settings of one run. The YAML file can contain each of them too."""
 
         model_config = SettingsConfigDict(
             cli_prog_name="asyncrl train CONFIG.yaml",
@@ -96,8 +97,13 @@ def command_line(arguments: list[str], tree: dict[str, Any], exit_on_error: bool
 
         @classmethod
         def settings_customise_sources(
-            cls, settings_cls: Any, init_settings: Any, *environment: Any, **files: Any
-        ) -> tuple[Any, ...]:
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
             return (init_settings,)
 
     try:
@@ -113,8 +119,8 @@ def command_line(arguments: list[str], tree: dict[str, Any], exit_on_error: bool
 
 
 def explain(error: ValidationError) -> str:
-    """One line for each thing wrong: field, value, fix."""
-    return "; ".join(_explain_one(dict(item)) for item in error.errors())
+    """One line that gives field, value and fix for each error."""
+    return "; ".join(_explain_one(item) for item in error.errors())
 
 
 def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
@@ -127,7 +133,7 @@ def field_names(section: type[BaseModel] = Config, prefix: str = "") -> list[str
     return names
 
 
-def _explain_one(item: dict[str, Any]) -> str:
+def _explain_one(item: ErrorDetails) -> str:
     name = ".".join(str(part) for part in item["loc"] if part not in ("(sources)", "(path)"))
     if item["type"] == "extra_forbidden":
         section = name.rpartition(".")[0]
@@ -139,7 +145,7 @@ def _explain_one(item: dict[str, Any]) -> str:
             )
         )
         known = field_names(entry, f"{section}.") if entry else field_names()
-        return "; ".join(explain_unknown(one, known) for one in _leaves(name, item["input"]))
+        return "; ".join(explain_unknown(leaf, known) for leaf in _leaves(name, item["input"]))
     if item["type"] == "missing":
         return f"{name} is missing; set it"
     if (way := _way_to_write(item)) is not None:
@@ -148,38 +154,42 @@ def _explain_one(item: dict[str, Any]) -> str:
     return f"{name} = {item['input']!r}: {message[0].lower()}{message[1:]}" if name else message
 
 
-def _way_to_write(item: dict[str, Any]) -> str | None:
-    """How a value of another kind is written, where pydantic would speak of types and patterns."""
+def _way_to_write(item: ErrorDetails) -> str | None:
+    """How to write a value of the right kind, instead of pydantic's message about types and
+    patterns."""
     if item["type"] in ("model_type", "dict_type"):
         return "write its settings below it, each as `name: value`, or leave it out"
     if item["type"] == "list_type":
         return "write a list, in brackets"
     if item["type"] == "string_type" and isinstance(item["input"], int | float | date):  # True too
-        return "put it in quotes, so that YAML takes it for a text"
+        return "put it in quotes, so that YAML reads it as text"
     return PATTERNS.get(item.get("ctx", {}).get("pattern", ""))
 
 
-def _leaves(name: str, value: Any) -> list[str]:
-    """The settings inside a section that nobody here has, such as verl's `actor_rollout_ref`."""
+def _leaves(name: str, value: object) -> list[str]:
+    """The settings inside an unknown section, such as verl's `actor_rollout_ref`."""
     if not isinstance(value, dict) or not value:
         return [name]
     return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
 
 
-def _overrides_of_mappings(overrides: list[str]) -> tuple[list[tuple[str, Any]], list[str]]:
-    """(Name, value) of overrides inside mappings whose keys are the user's, such as
-    `--reward.functions.exact.weight 2`; and the other words. A value is read as YAML is.
+def _overrides_of_mappings(overrides: list[str]) -> tuple[list[tuple[str, object]], list[str]]:
+    """Split off the overrides inside mappings whose keys the user chooses, such as
+    `--reward.functions.exact.weight 2`.
+
+    Returns:
+        (name, value) of each, with the value read as YAML; and the remaining arguments.
 
     Raises:
-        ConfigError: one has no value, or its value is no YAML.
+        ConfigError: an override has no value, or its value is not YAML.
     """
-    found: list[tuple[str, Any]] = []
-    others: list[str] = []
+    found: list[tuple[str, object]] = []
+    remaining: list[str] = []
     words = iter(overrides)
     for word in words:
         name, equals, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not f"{name}.".startswith(MAPPINGS):
-            others.append(word)
+            remaining.append(word)
             continue
         given = text if equals else next(words, None)
         if given is None or (not equals and given.startswith("--")):
@@ -190,19 +200,19 @@ def _overrides_of_mappings(overrides: list[str]) -> tuple[list[tuple[str, Any]],
             raise ConfigError(
                 f"--{name} = {given!r} cannot be used as YAML: {' '.join(str(error).split())}"
             ) from None
-    return found, others
+    return found, remaining
 
 
-def _with_value(tree: Any, name: str, value: Any, above: str = "") -> dict[str, Any]:
+def _with_value(tree: object, name: str, value: object, above: str = "") -> dict[str, object]:
     """The tree with one setting replaced.
 
     Raises:
-        ConfigError: what it would be in is no mapping.
+        ConfigError: its parent is not a mapping.
     """
     key, _, rest = name.partition(".")
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"{above} = {tree!r} is no mapping, so it has no {key!r}; write {above} out as one"
+            f"{above} = {tree!r} is not a mapping, so it has no {key!r}; write {above} as a mapping"
         )
     here = f"{above}.{key}" if above else key
     return {**tree, key: _with_value(tree.get(key, {}), rest, value, here) if rest else value}

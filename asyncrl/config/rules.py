@@ -1,11 +1,9 @@
-"""What has to hold between settings: a combination that cannot be meant is refused with its reason
-and the way out."""
+"""Rules between settings. A senseless combination is refused with the reason and a fix."""
 
 from __future__ import annotations
 
 import re
 from operator import attrgetter
-from typing import Any
 
 from asyncrl.config.derived import push_timeout_s, stall_timeout_s
 from asyncrl.config.settings import Settings
@@ -23,11 +21,11 @@ WARM_START = (
     "check_every_steps",
     "max_steps",
 )
-"""Settings of a warm start besides its data."""
+"""Settings of a warm start, except its data."""
 
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 OWN_SETS = ("greedy", "sampled")
-"""The evaluation sets that eval.data means."""
+"""The evaluation sets of eval.data."""
 MEASURED = (
     "prompts",
     "accuracy",
@@ -38,11 +36,11 @@ MEASURED = (
     "completion_tokens",
     "truncated_ratio",
 )
-"""What is reported of every set, beside its rewards."""
+"""Metrics that every set reports, in addition to its rewards."""
 OVER_ALL_SETS = ("failed_ratio", "newest_version")
-"""Metrics of an evaluation as a whole whose names a set's could have."""
+"""Metrics of a whole evaluation. A set's metric must not have the same name."""
 
-ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
+ACTS_WITH: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     (
         "algorithm.eps_clip",
         "algorithm.clips",
@@ -101,7 +99,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
             f"generator.{name}",
             "generator.own",
             (True,),
-            "generators of the run's own; those of generator.attach have their settings already",
+            "generators that the run starts; generator.attach uses generators already configured",
         )
         for name in (
             "num_replicas",
@@ -145,7 +143,7 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
             f"reward.sandbox.{name}",
             "reward.sandbox.is_local",
             (True,),
-            "reward.sandbox.level and without a service, which has its own",
+            "reward.sandbox.level and no reward.sandbox.service",
         )
         for name in ("python", "paths")
     ),
@@ -170,7 +168,8 @@ ACTS_WITH: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
         "learner.offload_optimizer: cpu",
     ),
 )
-"""A setting, another, the values of that with which the first has an effect, and how to say so."""
+"""(Setting, another setting, the other's values for which the first has an effect, how the message
+describes them)."""
 
 
 def check_rules(config: Settings) -> None:
@@ -189,7 +188,7 @@ def check_rules(config: Settings) -> None:
 
 
 def _sources_hold(config: Settings) -> None:
-    """Weights are for all sources of data.train or none, and names differ."""
+    """Check that all sources of data.train have a weight or none has, and that names are unique."""
     settings = {
         "data.train": config.data.train,
         "eval.data": config.eval.data,
@@ -203,13 +202,13 @@ def _sources_hold(config: Settings) -> None:
         for number, source in enumerate(sources):
             if source.weight is not None and (setting != "data.train" or len(sources) == 1):
                 raise ValueError(
-                    f"{setting}.{number}.weight = {source.weight:g} acts only with several sources"
-                    " in data.train; leave it out"
+                    f"{setting}.{number}.weight = {source.weight:g} only has an effect with several"
+                    " sources in data.train; leave it out"
                 )
             if source.revision is not None and not source.on_hub:
                 raise ValueError(
-                    f"{setting}.{number}.revision = {source.revision!r} acts only with a dataset on"
-                    " the hub; leave it out"
+                    f"{setting}.{number}.revision = {source.revision!r} only has an effect with a"
+                    " dataset on the hub; leave it out"
                 )
         weighted = [source for source in sources if source.weight is not None]
         if weighted and len(weighted) < len(sources):
@@ -221,12 +220,12 @@ def _sources_hold(config: Settings) -> None:
         labels = [source.label for source in sources]
         if twice := sorted({label for label in labels if labels.count(label) > 1}):
             raise ValueError(
-                f"{setting}: several sources are called {twice[0]!r}; give each a name of its own"
+                f"{setting}: several sources have the name {twice[0]!r}; give each its own name"
             )
 
 
 def length_text(config: Settings) -> str:
-    """What bounds the longest trajectory, and its tokens."""
+    """What bounds the longest trajectory, in tokens."""
     if config.longest_trajectory == config.data.max_length:
         return f"data.max_length = {config.data.max_length}"
     lengths = (
@@ -256,21 +255,21 @@ def _batches_divide(config: Settings) -> None:
         )
     if staleness.max_staleness < rollout.num_steps_per_rollout - 1:
         raise ValueError(
-            f"staleness.max_staleness = {staleness.max_staleness} cannot hold with"
-            f" rollout.num_steps_per_rollout = {rollout.num_steps_per_rollout}: a round's last step"
-            f" is {rollout.num_steps_per_rollout - 1} versions behind its generation; set"
+            f"staleness.max_staleness = {staleness.max_staleness} is too low for"
+            f" rollout.num_steps_per_rollout = {rollout.num_steps_per_rollout}: the last step of a"
+            f" round trains groups that are {rollout.num_steps_per_rollout - 1} versions old; set"
             f" staleness.max_staleness: {rollout.num_steps_per_rollout - 1}"
         )
     if staleness.over_sampling and staleness.on_stale == "wait":
         raise ValueError(
             f"staleness.over_sampling = {staleness.over_sampling} needs staleness.on_stale: drop;"
-            " under `wait` every group is trained, so leave it at 0"
+            " with `wait` every group is trained, so set over_sampling: 0"
         )
     if rollout.n_samples_per_prompt == 1 and config.algorithm.compares_siblings:
         raise ValueError(
-            f"rollout.n_samples_per_prompt = 1 leaves advantage: {config.algorithm.advantage}"
-            " nothing to compare a trajectory with (a group of one has no std, and its own mean):"
-            " set 2 or more, or algorithm.advantage: reinforce_plus_plus or gae"
+            "rollout.n_samples_per_prompt = 1 is too low for algorithm.advantage:"
+            f" {config.algorithm.advantage}, which compares the trajectories of a group; set 2 or"
+            " more, or algorithm.advantage: reinforce_plus_plus or gae"
         )
 
 
@@ -280,14 +279,14 @@ def _lengths_and_timeouts_fit(config: Settings) -> None:
     ):
         raise ValueError(
             f"data.max_length = {config.data.max_length} is above data.max_prompt_length +"
-            f" rollout.max_completion_length = {longest}, so it bounds nothing; lower it, or leave"
+            f" rollout.max_completion_length = {longest}, so it has no effect; lower it, or leave"
             " it out"
         )
     if config.generator.own and push_timeout_s(config) <= stall_timeout_s(config):
         raise ValueError(
             f"weights.push_timeout_s = {push_timeout_s(config):g} is not above"
-            f" generator.stall_timeout_s = {stall_timeout_s(config):g}: a generator that stands"
-            " still would end the run before it is replaced; raise the first, or lower the second"
+            f" generator.stall_timeout_s = {stall_timeout_s(config):g}: a stalled generator would"
+            " end the run before it is replaced; raise push_timeout_s, or lower stall_timeout_s"
         )
     _trajectories_fit(config)
     _pieces_are_cut(config)
@@ -296,7 +295,7 @@ def _lengths_and_timeouts_fit(config: Settings) -> None:
 def _evaluation_holds(config: Settings) -> None:
     if config.warm_start.data is not None and config.eval.data is None:
         raise ValueError(
-            f"warm_start.data = {config.warm_start.data!r} needs eval.data: its accuracy there ends"
+            f"warm_start.data = {config.warm_start.data!r} needs eval.data: the accuracy on it ends"
             " the warm start; name a held-out file"
         )
     _code_has_a_sandbox(config)
@@ -315,7 +314,8 @@ def _evaluation_holds(config: Settings) -> None:
 
 
 def _code_has_a_sandbox(config: Settings) -> None:
-    """What runs a model's code has a sandbox, which ends before the reward's deadline."""
+    """Check that a reward that runs model-written code has a sandbox, with a limit below the
+    reward's deadline."""
     sandbox, deadline_s = config.reward.sandbox, config.reward.deadline_s
     for name, reward in config.reward.functions.items():
         if not reward.runs_code:
@@ -324,17 +324,17 @@ def _code_has_a_sandbox(config: Settings) -> None:
             raise ValueError(
                 f"reward.functions.{name}.function = {reward.function!r} runs code that the model"
                 " wrote: set reward.sandbox.level to namespaces, landlock or container"
-                " (docs/sandbox.md)"
+                " (docs/how_to/sandbox.md)"
             )
         if sandbox.wall_s >= deadline_s:
             raise ValueError(
                 f"reward.sandbox.wall_s = {sandbox.wall_s:g} is not below reward.deadline_s ="
-                f" {deadline_s:g}; raise the deadline, or lower it"
+                f" {deadline_s:g}; lower wall_s, or raise deadline_s"
             )
     if sandbox.level == "container" and sandbox.service is None:
         raise ValueError(
-            "reward.sandbox.level = 'container' is what an outside service gives; set"
-            " reward.sandbox.service, or ask for namespaces or landlock"
+            "reward.sandbox.level = 'container' needs an external service; set"
+            " reward.sandbox.service, or use namespaces or landlock"
         )
 
 
@@ -344,8 +344,8 @@ def _sets_can_be_evaluated(config: Settings) -> None:
         if not SET_NAME.fullmatch(name) or name in OWN_SETS:
             raise ValueError(
                 f"{field}: a set's name is 1 to 32 letters, digits, '_' or '-', starting with a"
-                f" letter or digit, and not one of eval.data's own sets {', '.join(OWN_SETS)};"
-                " choose another"
+                f" letter or digit. {' and '.join(OWN_SETS)} are the sets of eval.data; choose"
+                " another name"
             )
         if one.data is None and config.eval.data is None:
             raise ValueError(f"{field} has no prompts; set {field}.data, or eval.data")
@@ -353,8 +353,8 @@ def _sets_can_be_evaluated(config: Settings) -> None:
             cut := [name for name in ("top_p", "top_k", "min_p") if getattr(one, name) is not None]
         ):
             raise ValueError(
-                f"{field}.{cut[0]} acts on nothing at temperature 0, which takes the most probable"
-                " token; leave one of them out"
+                f"{field}.{cut[0]} has no effect at temperature 0, which always takes the most"
+                " probable token; leave one of them out"
             )
         if one.temperature == 0 and one.n > 1:
             raise ValueError(
@@ -364,7 +364,7 @@ def _sets_can_be_evaluated(config: Settings) -> None:
 
 
 def _evaluation_metrics_differ(config: Settings) -> None:
-    """No two metrics of an evaluation have one name: one would hide the other."""
+    """Check that an evaluation's metrics have unique names, or one would overwrite another."""
     known = dict.fromkeys(OVER_ALL_SETS, "all sets")
     for one in [*(OWN_SETS if config.eval.data is not None else ()), *config.eval.sets]:
         for measured in [
@@ -383,19 +383,19 @@ def _evaluation_metrics_differ(config: Settings) -> None:
                     else f"eval.sets.{one}"
                 )
                 raise ValueError(
-                    f"{reward}: two metrics would be called eval/{metric} (the other one is of"
+                    f"{reward}: two metrics would have the name eval/{metric} (the other belongs to"
                     f" {known[metric]}); choose another name"
                 )
             known[metric] = f"set {one}"
 
 
 def _pieces_are_cut(config: Settings) -> None:
-    """A strategy that cuts longer rows has longer rows to cut, and the other way round."""
+    """Check that packing cuts longer rows if there are any, and only then."""
     warm_start = config.warm_start
     if warm_start.packing_strategy == "bfd_split" and not warm_start.splits:
         raise ValueError(
-            "warm_start.packing_strategy = 'bfd_split' has nothing to cut under completion_policy:"
-            f" {warm_start.completion_policy}, as no supervised row is then above"
+            "warm_start.packing_strategy = 'bfd_split' has nothing to cut with completion_policy:"
+            f" {warm_start.completion_policy}, since every row then fits in"
             " learner.max_tokens_per_gpu; set warm_start.completion_policy: split, or"
             " packing_strategy: bfd"
         )
@@ -407,7 +407,7 @@ def _pieces_are_cut(config: Settings) -> None:
 
 
 def _trajectories_fit(config: Settings) -> None:
-    """The longest possible trajectory, found before the run and not in the middle of it."""
+    """Check the longest possible trajectory now, so that it cannot fail in the middle of a run."""
     learner, longest = config.learner, config.longest_trajectory
     if learner.world_size % learner.sequence_parallel_size:
         raise ValueError(
@@ -427,14 +427,14 @@ def _trajectories_fit(config: Settings) -> None:
         )
     if config.algorithm.has_reference and longest > learner.max_tokens_per_gpu:
         raise ValueError(
-            f"the reference policy is one process, which shares no rows: {length_text(config)} is"
-            f" above its learner.max_tokens_per_gpu = {learner.max_tokens_per_gpu}; raise that, or"
-            " set algorithm.kl_coef and kl_loss_coef to 0"
+            f"{length_text(config)} is above learner.max_tokens_per_gpu ="
+            f" {learner.max_tokens_per_gpu}, and the reference policy cannot split a row over"
+            " ranks; raise that, or set algorithm.kl_coef and kl_loss_coef to 0"
         )
 
 
 def _everything_acts(config: Settings) -> None:
-    """Nothing is set, other than to its default, that has no effect beside the rest."""
+    """Refuse a setting that differs from its default and has no effect."""
     for setting, other, values, how in ACTS_WITH:
         section, _, name = setting.rpartition(".")
         owner = attrgetter(section)(config)
@@ -444,20 +444,19 @@ def _everything_acts(config: Settings) -> None:
             and attrgetter(other)(config) not in values
         ):
             raise ValueError(
-                f"{setting} = {value!r} acts only with {how}; leave it out, or set that"
+                f"{setting} = {value!r} only has an effect with {how}; leave it out, or set that"
             )
 
 
 def _kept_tokens_fit(config: Settings) -> None:
-    """Log-probs over the kept tokens meet none over all of them."""
+    """Refuse to compare log-probs over the kept tokens with log-probs over all tokens."""
     compares = config.algorithm.compares_behavior
     for name, value in config.rollout.kept_tokens.items():
         if compares is not None and value != type(config.rollout).model_fields[name].default:
             raise ValueError(
-                f"rollout.{name} = {value:g}: the generator's log-probs are then renormalized over"
-                f" the kept tokens, the learner's are over all, and {compares} compares the two;"
-                " leave it out, or set algorithm.loss: reinforce and old_policy: learner, without"
-                " correction and KL"
+                f"rollout.{name} = {value:g} renormalizes the generator's log-probs over the kept"
+                f" tokens, and {compares} compares them with the learner's. Leave it out, or set"
+                " algorithm.loss: reinforce and old_policy: learner, without correction and KL"
             )
 
 
@@ -465,8 +464,8 @@ def _old_policy_suits_the_loss(config: Settings) -> None:
     algorithm = config.algorithm
     if algorithm.correction.truncation != "none" and algorithm.old_policy == "behavior":
         raise ValueError(
-            f"algorithm.correction.truncation = {algorithm.correction.truncation!r} would count the"
-            " behavior policy twice under algorithm.old_policy: behavior; set"
+            f"algorithm.correction.truncation = {algorithm.correction.truncation!r} with"
+            " algorithm.old_policy: behavior would count the behavior policy twice; set"
             " algorithm.old_policy: learner, or correction.truncation: none"
         )
     if algorithm.correction.normalize and algorithm.correction.truncation == "none":
@@ -479,12 +478,12 @@ def _old_policy_suits_the_loss(config: Settings) -> None:
     ):
         raise ValueError(
             f"algorithm.loss = {algorithm.loss!r} is defined for algorithm.old_policy: {wanted},"
-            f" not {algorithm.old_policy}; set that"
+            f" not {algorithm.old_policy}; set old_policy: {wanted}"
         )
     if algorithm.loss in ("gspo", "cispo", "sapo") and algorithm.old_policy == "learner":
         raise ValueError(
-            f"algorithm.loss = {algorithm.loss!r} with algorithm.old_policy: learner has a ratio of"
-            " 1 everywhere, so it would be REINFORCE; set algorithm.old_policy: behavior, or"
+            f"algorithm.loss = {algorithm.loss!r} with algorithm.old_policy: learner always has a"
+            " ratio of 1, so it equals REINFORCE; set algorithm.old_policy: behavior, or"
             " algorithm.loss: reinforce"
         )
 
@@ -495,14 +494,13 @@ def _dual_clip_acts(config: Settings) -> None:
         algorithm.loss != "ppo" or algorithm.old_policy == "learner"
     ):
         raise ValueError(
-            f"algorithm.dual_clip = {algorithm.dual_clip:g} acts only on loss: ppo with a ratio"
-            " other than 1; leave it out"
+            f"algorithm.dual_clip = {algorithm.dual_clip:g} only has an effect with loss: ppo and"
+            " an old_policy other than learner; leave it out"
         )
     if algorithm.dual_clip is not None and algorithm.dual_clip <= 1 + algorithm.eps_clip_high:
         raise ValueError(
-            f"algorithm.dual_clip = {algorithm.dual_clip:g} is within the clip itself, 1 +"
-            f" eps_clip_high = {1 + algorithm.eps_clip_high:g}; it bounds ratios beyond it: 3 is"
-            " usual"
+            f"algorithm.dual_clip = {algorithm.dual_clip:g} is not above the upper clip, 1 +"
+            f" eps_clip_high = {1 + algorithm.eps_clip_high:g}; raise it (3 is usual)"
         )
 
 
@@ -510,8 +508,8 @@ def _advantage_suits_the_rewards(config: Settings) -> None:
     algorithm = config.algorithm
     if algorithm.correction.sequence_mask_above is not None and algorithm.advantage == "gae":
         raise ValueError(
-            "algorithm.correction.sequence_mask_above judges a trajectory by its one advantage, and"
-            " advantage: gae has one for each token; leave it out"
+            "algorithm.correction.sequence_mask_above needs one advantage per trajectory, and"
+            " advantage: gae has one per token; leave it out"
         )
     if algorithm.filter_zero_variance and algorithm.advantage in ("reinforce_plus_plus", "gae"):
         raise ValueError(
@@ -520,24 +518,22 @@ def _advantage_suits_the_rewards(config: Settings) -> None:
         )
     if config.reward.shuffle and config.reward.per_token and algorithm.advantage == "gae":
         raise ValueError(
-            "reward.shuffle permutes rewards between trajectories, and those of a function with"
-            " per_token: true belong to the tokens of theirs; leave one of them out, or use another"
-            " advantage than gae"
+            "reward.shuffle permutes rewards between trajectories, but per_token rewards belong to"
+            " specific tokens; leave one of them out, or use an advantage other than gae"
         )
     negative = [name for name, function in config.reward.functions.items() if function.weight < 0]
     if algorithm.advantage == "maxrl" and (
         negative or config.reward.overlong_buffer or algorithm.kl_coef
     ):
         raise ValueError(
-            "algorithm.advantage: maxrl is defined for rewards of 0 and above;"
-            f" reward.overlong_buffer, kl_coef or a negative weight ({negative}) can make them"
-            " negative: leave those out, or use grpo or rloo"
+            "algorithm.advantage: maxrl needs rewards of at least 0. reward.overlong_buffer,"
+            f" kl_coef and negative weights ({negative}) can make them negative; leave those out,"
+            " or use grpo or rloo"
         )
     if config.reward.overlong_buffer > config.rollout.max_completion_length:
         raise ValueError(
             f"reward.overlong_buffer = {config.reward.overlong_buffer} is above"
-            f" rollout.max_completion_length = {config.rollout.max_completion_length}; it is a part"
-            " of it"
+            f" rollout.max_completion_length = {config.rollout.max_completion_length}; lower it"
         )
 
 
@@ -552,40 +548,40 @@ def _stale_tokens_are_corrected(config: Settings) -> None:
             f"algorithm.loss = {algorithm.loss!r} with old_policy: {algorithm.old_policy} and"
             " correction.truncation: none is uncorrected, and staleness.max_staleness ="
             f" {config.staleness.max_staleness} trains stale tokens; set"
-            " algorithm.correction.truncation: token, or algorithm.allow_uncorrected: true if you"
-            " mean it"
+            " algorithm.correction.truncation: token, or algorithm.allow_uncorrected: true"
         )
 
 
 def _kl_holds(config: Settings) -> None:
-    """The KL divergence from the reference is in one place, where its gradient is right."""
+    """Check that the KL divergence is in one place, the reward or the loss, with a correct
+    gradient."""
     algorithm = config.algorithm
     if algorithm.kl_coef and algorithm.kl_loss_coef:
         raise ValueError(
             f"algorithm.kl_coef = {algorithm.kl_coef:g} (in the reward) and algorithm.kl_loss_coef"
-            f" = {algorithm.kl_loss_coef:g} (in the loss) are two places for one term; set one of"
-            " them to 0"
+            f" = {algorithm.kl_loss_coef:g} (in the loss) add the same term twice; set one of them"
+            " to 0"
         )
     if algorithm.kl_coef and algorithm.advantage == "grpo":
         raise ValueError(
-            f"algorithm.kl_coef = {algorithm.kl_coef:g} with advantage: grpo: where a group's"
-            " rewards are equal, dividing by their std makes the KL term's noise as large as any"
-            " reward; use dr_grpo or rloo, or kl_loss_coef in place of kl_coef"
+            f"algorithm.kl_coef = {algorithm.kl_coef:g} does not work with advantage: grpo. In a"
+            " group with equal rewards, dividing by their std makes the KL term's noise as large"
+            " as a reward; use dr_grpo, rloo or kl_loss_coef"
         )
     if algorithm.kl_coef and algorithm.advantage in ("reinforce_plus_plus", "gae"):
         raise ValueError(
-            f"algorithm.kl_coef = {algorithm.kl_coef:g} takes the divergence from the trajectory's"
-            f" reward as one sum, and advantage: {algorithm.advantage} is defined with each token's"
-            " own part; use kl_loss_coef in its place"
+            f"algorithm.kl_coef = {algorithm.kl_coef:g} subtracts one sum from the trajectory's"
+            f" reward, and advantage: {algorithm.advantage} needs one KL value per token; use"
+            " kl_loss_coef instead"
         )
     if algorithm.kl_coef and algorithm.filter_zero_variance:
         raise ValueError(
-            "algorithm.filter_zero_variance looks at rewards that kl_coef makes all different; use"
-            " kl_loss_coef, or leave one of them out"
+            "algorithm.filter_zero_variance has no effect with kl_coef, which makes all rewards"
+            " different; use kl_loss_coef, or leave one of them out"
         )
     if algorithm.ref_load is not None and not algorithm.has_reference:
         raise ValueError(
-            f"algorithm.ref_load = {algorithm.ref_load!r} has no KL term to serve; set"
+            f"algorithm.ref_load = {algorithm.ref_load!r} has no effect without a KL term; set"
             " algorithm.kl_coef or kl_loss_coef, or leave it out"
         )
     if (
@@ -594,13 +590,13 @@ def _kl_holds(config: Settings) -> None:
         and config.warm_start.data is not None
     ):
         raise ValueError(
-            "a KL term with warm_start would hold the policy to model.path as it was before the"
-            " warm start; name the reference in algorithm.ref_load"
+            "a KL term with warm_start would pull the policy back to model.path, as it was before"
+            " the warm start; name the reference policy in algorithm.ref_load"
         )
     if algorithm.kl_coef and algorithm.kl_estimator != "k1":
         raise ValueError(
-            f"algorithm.kl_coef = {algorithm.kl_coef:g} with kl_estimator:"
-            f" {algorithm.kl_estimator}: as a reward only k1 has the gradient of the divergence"
+            f"algorithm.kl_coef = {algorithm.kl_coef:g} does not work with kl_estimator:"
+            f" {algorithm.kl_estimator}. In the reward, only k1 has the gradient of the divergence"
             " (k3's vanishes near the reference); set algorithm.kl_estimator: k1, or use"
-            " kl_loss_coef in place of kl_coef"
+            " kl_loss_coef"
         )

@@ -1,4 +1,4 @@
-"""What travels between stations, and what a station must offer. Nothing of asyncrl lies below."""
+"""Data that travels between stations, and the protocols that stations implement."""
 
 from __future__ import annotations
 

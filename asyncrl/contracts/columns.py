@@ -1,15 +1,14 @@
-"""Dataset columns in Arrow: how their values travel without a change of type or shape.
+"""Dataset columns in Arrow. Values keep the type and shape that their file gave them.
 
-A column whose values have one plain type is that Arrow type. Every other column (chats, nested
-values, numbers beside strings) is JSON text in a string column, and its field says so in its
-metadata. So a date stays a string, 18 stays 18, and a message has the keys that its file gave it.
+A column with one plain type has that Arrow type. Any other column (chats, nested values, mixed
+types) is a string column of JSON text, marked as such in its field's metadata. So a date stays a
+string, 18 stays 18, and a message keeps exactly its own keys.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import pyarrow as pa
 
@@ -29,51 +28,53 @@ __all__ = [
 ]
 
 SOURCE_COLUMN = "source_name"
-"""Column with the name of a row's source; only where there are several."""
+"""Column with the name of a row's source, present when there are several sources."""
 
 MARK = {b"asyncrl": b"json"}
-"""Metadata of a field whose strings are JSON text."""
+"""Field metadata that marks a column of JSON text."""
 ROWS_AT_ONCE = 4096
-"""Rows whose values a check has in memory at once."""
-MAPS_AS_DICTS: dict[str, Any] = {"maps_as_pydicts": "strict"}
+"""Rows that a check converts to Python values at a time."""
+MAPS_AS_DICTS = {"maps_as_pydicts": "strict"}
 
 
 def is_json(field: pa.Field) -> bool:
-    """Whether the strings of this column are JSON text."""
+    """Whether the column's strings are JSON text."""
     return bool(field.metadata) and field.metadata.get(b"asyncrl") == b"json"
 
 
 def json_field(name: str) -> pa.Field:
-    """The field of a column of JSON text."""
+    """The Arrow field of a column of JSON text."""
     return pa.field(name, pa.string(), metadata=MARK)
 
 
-def json_text(value: Any) -> str | None:
-    """A value as JSON text, keys in their order; None for None, which is Arrow's null.
+def json_text(value: object) -> str | None:
+    """The value as JSON text, with keys in their order. None stays None, which is Arrow's null.
 
-    Raises TypeError for what JSON has no form for: bytes, times, decimals.
+    Raises:
+        TypeError: JSON cannot represent the value: bytes, times, decimals.
     """
     if value is None:
         return None
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def column_values(column: pa.Array | pa.ChunkedArray, field: pa.Field) -> list[Any]:
-    """The values of a column as its file gave them. Maps are dicts."""
-    values: list[Any] = column.to_pylist(**MAPS_AS_DICTS)
+def column_values(column: pa.Array | pa.ChunkedArray, field: pa.Field) -> list[object]:
+    """The column's values as its file gave them. Maps become dicts."""
     if is_json(field):
-        return [None if text is None else json.loads(text) for text in values]
+        texts = column.to_pylist(**MAPS_AS_DICTS)
+        return [None if text is None else json.loads(text) for text in texts]
+    values: list[object] = column.to_pylist(**MAPS_AS_DICTS)
     return values
 
 
-def row_values(table: pa.Table) -> list[dict[str, Any]]:
-    """The rows of a table as dicts, dataset columns as their file gave them."""
+def row_values(table: pa.Table) -> list[dict[str, object]]:
+    """The table's rows as dicts. Dataset columns have the values that their file gave them."""
     columns = {field.name: column_values(table[field.name], field) for field in table.schema}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def encode_column(values: Sequence[Any], field: pa.Field | None) -> pa.Array:
-    """The Arrow column of values that `column_values` gave. Without a field, Arrow infers one."""
+def encode_column(values: Sequence[object], field: pa.Field | None) -> pa.Array:
+    """The inverse of `column_values`. Arrow infers the type if there is no field."""
     if field is None:
         return pa.array(values)
     if is_json(field):
@@ -84,7 +85,8 @@ def encode_column(values: Sequence[Any], field: pa.Field | None) -> pa.Array:
 def as_json(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
     """The column as JSON text. Absent keys of structs stay absent: see `without_absent`.
 
-    Raises TypeError for values that JSON has no form for.
+    Raises:
+        TypeError: JSON cannot represent a value.
     """
     if is_json(field) or pa.types.is_null(field.type):
         return column.cast(pa.string())
@@ -97,11 +99,11 @@ def as_json(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
     return pa.chunked_array(chunks, pa.string())
 
 
-def without_absent(value: Any) -> Any:
-    """The value without the None entries of its dicts.
+def without_absent(value: object) -> object:
+    """The value without the None entries of its dicts, at any depth.
 
-    A Parquet struct has every key in every row: a message without `tool_calls` comes back with
-    `tool_calls: None`, which some chat templates render.
+    A Parquet struct has every key in every row. A message without `tool_calls` reads as
+    `tool_calls: None`, which some chat templates would render.
     """
     if isinstance(value, dict):
         return {key: without_absent(item) for key, item in value.items() if item is not None}
@@ -111,7 +113,7 @@ def without_absent(value: Any) -> Any:
 
 
 def uncarried(kind: pa.DataType) -> str | None:
-    """Why values of this Arrow type cannot travel to a reward and back; None if they can."""
+    """Why asyncrl cannot carry values of this Arrow type; None if it can."""
     types = pa.types
     if types.is_map(kind):
         if not (types.is_string(kind.key_type) or types.is_large_string(kind.key_type)):
@@ -148,7 +150,7 @@ def uncarried(kind: pa.DataType) -> str | None:
 
 
 def damaged(column: pa.ChunkedArray) -> str | None:
-    """Why the column is no whole Arrow column, such as text that is not UTF-8; None if it is."""
+    """Why the column is not valid Arrow data, such as text that is not UTF-8; None if it is."""
     try:
         column.validate(full=True)
     except pa.ArrowException as error:
@@ -157,10 +159,9 @@ def damaged(column: pa.ChunkedArray) -> str | None:
 
 
 def unreadable(column: pa.ChunkedArray) -> str | None:
-    """Why Python cannot have one of the values, though it can have others of the type; None if it
-    can have all.
+    """Why a value of the column has no Python equivalent; None if all have one.
 
-    A map may have a key twice, a time lie outside the years 1 to 9999, a time zone be unknown here.
+    Examples: a map with a repeated key, a time outside the years 1 to 9999, an unknown time zone.
     """
     if not _may_be_unreadable(column.type):
         return None
@@ -173,8 +174,8 @@ def unreadable(column: pa.ChunkedArray) -> str | None:
                 found for found in enumerate(map(_why_unreadable, block), first) if found[1]
             )
             return (
-                f"in row {row} holds a value that Python cannot have ({why}); correct it, or leave"
-                " the row out"
+                f"in row {row} has a value that Python cannot represent ({why}); correct it, or"
+                " leave the row out"
             )
     return None
 

@@ -1,9 +1,8 @@
-"""A hash of all that a group's row holds, made once when the group is scored. It is the same after
-Parquet, compaction and slicing.
+"""A hash of a group's whole row, computed once when the group is scored.
 
-The group's outcome carries it, so a reader can tell a row that was changed, replaced or given to
-another ordinal. What a row hashes to never depends on the rows beside it: a value that is missing
-in one of them does not show in another.
+Writing to Parquet, merging files and slicing do not change it. The group's outcome has a copy, so a
+reader notices a row that was changed, replaced or moved to another ordinal. The hash of a row does
+not depend on its neighbors in the table: a null in one row cannot change another row's hash.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,17 +30,17 @@ PER_TOKEN = frozenset(
         TOKEN_REWARDS_COLUMN,
     }
 )
-"""Columns that grow with the tokens: their bytes are hashed as Arrow holds them."""
+"""Columns that grow with the tokens. Their Arrow bytes are hashed directly."""
 TYPED = frozenset({*COLUMNS, *SCORED_COLUMNS})
-"""Columns whose Arrow type never changes. A dataset's column and `reward_parts` may get another one
-when files are merged, so plain values are hashed."""
+"""Columns whose Arrow type never changes. Merging files may change the type of `reward_parts` or a
+dataset column, so those are hashed as plain values."""
 
 ENCODE = json.JSONEncoder(sort_keys=True, default=str).encode
 
 
 def content_hashes(table: pa.Table) -> list[str]:
-    """One hash for each row of a table of groups: 32 hexadecimal digits."""
-    values: dict[str, list[Any]] = {}
+    """One hash per row of a table of groups, as 32 hexadecimal digits."""
+    values: dict[str, list[object]] = {}
     contents: list[list[bytes]] = [[] for _ in range(table.num_rows)]
     for name, column in sorted(
         zip(table.column_names, table.columns, strict=True), key=lambda pair: pair[0]
@@ -74,8 +72,7 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _token_bytes(array: pa.Array) -> list[bytes]:
-    """Of each row the lengths of its lists and its items. A row in which a value is missing is
-    hashed as JSON."""
+    """The bytes to hash for each row: list lengths, then items. A row with a null uses JSON."""
     if (parts := _parts(array)) is not None:
         return _cut(parts, len(array))
     alone = [array.take(pa.array([row])) for row in range(len(array))]
@@ -90,8 +87,8 @@ def _token_bytes(array: pa.Array) -> list[bytes]:
 
 
 def _parts(array: pa.Array) -> list[tuple[np.ndarray, np.ndarray | None]] | None:
-    """(items, places of them at which each row begins and the last one ends; None = one item for
-    each row). None if a value is missing."""
+    """The flat arrays of a nested column, each with its row boundaries (rows + 1 offsets).
+    Boundaries of None mean one item per row. Returns None if there is a null."""
     parts: list[tuple[np.ndarray, np.ndarray | None]] = []
     bounds = None
     while isinstance(array, pa.ListArray):
@@ -108,7 +105,7 @@ def _parts(array: pa.Array) -> list[tuple[np.ndarray, np.ndarray | None]] | None
 
 
 def _cut(parts: Sequence[tuple[np.ndarray, np.ndarray | None]], rows: int) -> list[bytes]:
-    """The bytes of each row, part by part."""
+    """Each row's bytes, concatenated over the parts."""
     places = [
         (items, range(rows + 1) if bounds is None else bounds.tolist()) for items, bounds in parts
     ]
@@ -118,9 +115,9 @@ def _cut(parts: Sequence[tuple[np.ndarray, np.ndarray | None]], rows: int) -> li
     ]
 
 
-def _plain(value: Any) -> Any:
-    """The value without what a merge of files changes: fields that are None, and whole numbers that
-    became floats."""
+def _plain(value: object) -> object:
+    """The value, normalized for what merging files may change: None fields are dropped, and whole
+    floats become ints."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items() if item is not None}
     if isinstance(value, list | tuple):

@@ -1,12 +1,19 @@
-"""What stations tell each other. Token data stays in workers, blocks and files."""
+"""Messages between stations. Token data does not travel in them: it stays in workers, blocks and
+files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from asyncrl.contracts.rows import Completion, VersionSpan
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
+    import ray
 
 __all__ = [
     "Details",
@@ -19,6 +26,7 @@ __all__ = [
     "Piece",
     "PushReport",
     "ReplicaStatus",
+    "RowRef",
     "Scored",
     "ServedWeights",
     "StepResult",
@@ -27,68 +35,72 @@ __all__ = [
     "WeightsId",
 ]
 
+RowRef: TypeAlias = "tuple[ray.ObjectRef[pa.Buffer], int]"
+"""Location of a group's row: a reference to the Arrow IPC stream of a table of groups, and the
+index of the row."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What a generator's engine has to do, when it has finished a group."""
+    """Load of a generator's engine when it finished a group."""
 
     replica: str
     kv_use: float
-    """Share of its KV cache's blocks in use, 0 to 1."""
+    """Fraction of KV cache blocks in use, 0 to 1."""
     waiting: int
-    """Completions in its queue."""
+    """Completions in the engine's queue."""
     preemptions: int
-    """Completions that lost their KV cache to others, since the engine's start."""
+    """Preemptions since the engine started: completions that lost their KV cache to others."""
     aborted: tuple[int, ...] = ()
-    """Completions of requests that were given up, since the engine's start: item k counts those of
-    2^(k-1) to 2^k - 1 tokens, item 0 those of none."""
+    """Histogram of the completions aborted since the engine started, by length. Item 0 counts those
+    without tokens, item k those of 2^(k-1) to 2^k - 1 tokens."""
     aborted_tokens: int = 0
-    """Their tokens."""
+    """Tokens of the aborted completions."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """One generator replica: its weights, its engine, and what it was started with."""
+    """State of one generator replica: its weights, its engine and its settings."""
 
     replica: str
-    """Its id."""
+    """Id of the replica."""
     weights: WeightsId | None
-    """The weights that answer now; None: the checkpoint's own."""
+    """The current weights; None = those of the checkpoint."""
     held: bool
-    """Whether an evaluation holds it at these weights."""
+    """Whether an evaluation has reserved the replica at these weights."""
     pid: int
     package: str
-    """Folder of the asyncrl package that it runs."""
+    """Folder of the asyncrl package that the replica runs."""
     broken: str | None
-    """Why its weights are in an unknown state, if they are."""
+    """Why the weights are in an unknown state; None if they are intact."""
     start_times: Mapping[str, float]
-    """Part of the engine's start → seconds."""
+    """Stage of the engine's startup → seconds."""
     applied: Mapping[str, float]
-    """Timings of the last update of the weights; empty before the first."""
+    """Timings of the last weight update; empty before the first."""
     tokens_at_pause: tuple[int, ...]
-    """Tokens that each unfinished completion had when the last update paused the engine."""
+    """Tokens of each unfinished completion when the last update paused the engine."""
     tokens_generated: int
-    """Completion tokens since the engine's start."""
+    """Completion tokens generated since the engine started."""
     load: EngineLoad
     kv_cache_tokens: int
-    """Tokens that the KV cache holds."""
+    """Capacity of the KV cache, in tokens."""
     stop_token_ids: tuple[int, ...]
-    """Tokens that end every completion, in ascending order."""
+    """Token ids that end every completion, in ascending order."""
     stop_strings: tuple[str, ...]
     """Strings that end every completion, in alphabetical order."""
     tokenizer: str
-    """Hash of its tokenizer."""
+    """Hash of the tokenizer."""
     max_model_len: int
     """Longest prompt plus completion, in tokens."""
-    app: Mapping[str, Any]
-    """Its settings (`asyncrl.generation.GeneratorApp`)."""
+    app: Mapping[str, object]
+    """The replica's settings (`asyncrl.generation.GeneratorApp`)."""
     parameters: int
     """Checksum of the parameters' names and shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A group that waits, in its rollout worker, to be scored."""
+    """A generated group that waits in its rollout worker for scoring."""
 
     ordinal: int
     oldest_version: int
@@ -96,83 +108,83 @@ class Finished:
     tokens: int
     """Completion tokens generated."""
     load: EngineLoad | None = None
-    """Of the engine that made it, where that is known."""
+    """Load of the engine that generated the group, if known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One trajectory of a group, for a person to see what the model writes. Long texts have lost
-    their middle."""
+    """One trajectory of a group, shown to the user as a sample. Long texts are cut in the
+    middle."""
 
     prompt: str
     completion: str
     reward: float | None
     reward_parts: Mapping[str, float | None]
     version: int
-    """Oldest version among its tokens."""
+    """Oldest policy version among the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A scored group: where its row is, and what control needs to know of it."""
+    """Summary of a scored group for control, with the location of its row."""
 
     ordinal: int
     oldest_version: int
-    ref: Any
-    """Where its row is: (Ray object reference to the IPC stream of an Arrow table of groups, row).
-    A fake may hold anything."""
+    ref: RowRef | None
+    """Location of the row; None for a lost group."""
     tokens: int
     rewards: tuple[float, ...]
     """Rewards of the usable trajectories."""
     reward_parts: Mapping[str, float]
     """Mean of each part over the usable trajectories."""
     usable: int
-    """Trajectories with status ok. Fewer than two: the group is dropped."""
+    """Trajectories with status ok. Control drops a group with fewer than two."""
     truncated: int
-    """Trajectories that ended at max_completion_length or max_length, or in a loop
+    """Trajectories that reached max_completion_length or max_length, or ended in a loop
     (rollout.repetition_stop)."""
     newest: int = 0
-    """Newest token version among its trajectories."""
+    """Newest token version among the trajectories."""
     content: str = ""
-    """Hash of its row (`asyncrl.contracts.content_hash`)."""
+    """Hash of the row (`asyncrl.contracts.content_hash`)."""
     masked: Mapping[str, int] = field(default_factory=dict)
-    """Trajectories by the status that masks them."""
+    """Masked trajectories by status."""
     unscored: Mapping[str, int] = field(default_factory=dict)
-    """Reward function → trajectories that it gave no reward, whatever else masks them."""
+    """Reward function → trajectories without a reward from it. Includes those masked for another
+    reason."""
     failure: str | None = None
-    """Why scoring gave the group up (policy drop_group), or None."""
+    """Why scoring dropped the group; None if it did not."""
     lost: bool = False
-    """There is no such group any more: `failure` says why."""
+    """Whether the group no longer exists. `failure` says why."""
     logprob_sum: float = 0.0
-    """Sum of the completions' behavior log-probs, in nats, those that are no numbers left out."""
+    """Sum of the completions' finite behavior log-probs, in nats."""
     looping: int = 0
-    """Trajectories that hold a loop of one n-gram."""
+    """Trajectories with a repeating n-gram."""
     characters: int = 0
-    """Characters of the completions."""
+    """Characters in the completions."""
     unprintable: int = 0
-    """Those of them that no text has: control characters, private and unassigned ones, and what
-    stands for bytes that are no text."""
+    """Characters that do not belong in text: control, private-use, unassigned and replacement
+    characters, and surrogates."""
     source: str | None = None
-    """Name of the source of its prompt; None if data.train has one source."""
+    """Name of the prompt's source; None if data.train has one source."""
     example: Example | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step attempted. `applied` is False if all ranks skipped it."""
+    """Result of one attempted optimizer step. `applied` is False if all ranks skipped it."""
 
     applied: bool
     metrics: Mapping[str, float]
     note: str = ""
-    """Why the step deserves a look, and where its batch was kept; "" for an ordinary one."""
+    """What is unusual about the step, and where its batch was kept; "" for an ordinary step."""
     reason: str = ""
-    """Why it was skipped, one of WAYS_OUT; "" for an applied one."""
+    """Why the step was skipped, a key of `WAYS_OUT`; "" for an applied step."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: `nbytes` bytes from `offset` in bucket `bucket`, row-major, of `dtype`
-    (torch's name, such as "float32")."""
+    """Location of one tensor: `nbytes` bytes from `offset` in bucket `bucket`, row-major. `dtype`
+    is torch's name, such as "float32"."""
 
     name: str
     shape: tuple[int, ...]
@@ -184,40 +196,39 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version's weights: every tensor of the checkpoint exactly once, under its name there, in
-    buckets held in the object store by the learner."""
+    """One version's weights: every tensor of the checkpoint exactly once, under its checkpoint
+    name. The learner keeps the buckets in Ray's object store."""
 
     run_id: str
     attempt: int
     version: int
     tensors: tuple[TensorEntry, ...]
-    buckets: tuple[Any, ...]
-    """Object references (uint8 arrays), one per bucket."""
+    buckets: tuple[ray.ObjectRef[npt.NDArray[np.uint8]], ...]
+    """Object reference of each bucket's bytes."""
     sizes: tuple[int, ...]
-    """Bytes of each bucket."""
+    """Size of each bucket, in bytes."""
     checksums: tuple[int, ...]
     """zlib.crc32 of each bucket."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    """Tensors of the checkpoint that no version has, as neither side computes with them."""
+    """Tensors of the checkpoint that are not published, because no side computes with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """A version is committed: every live replica has applied it, or after the grace at least half
-    of them."""
+    """Report on a committed version: every live replica applied it, or at least half of them when
+    the grace period ended."""
 
     version: int
     replicas: Mapping[str, Mapping[str, float]]
-    """Per replica: fetch_s, pause_s, apply_s, tokens_during_fetch, in_flight, longest_gap_s."""
+    """Replica → fetch_s, pause_s, apply_s, tokens_during_fetch, in_flight, longest_gap_s."""
     unroutable: tuple[str, ...] = ()
-    """Replicas that did not apply it in time; they take no traffic until they have caught up."""
+    """Replicas that did not apply it in time. They get no traffic until they catch up."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsId:
-    """Identity of one version's weights: ordered by version, and only within one run and
-    attempt."""
+    """Identity of one version's weights. Versions are ordered only within one run and attempt."""
 
     run_id: str
     attempt: int
@@ -226,107 +237,106 @@ class WeightsId:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Completions wanted for one prompt, as token ids."""
+    """A request for completions of one prompt, given as token ids."""
 
     prompt_ids: tuple[int, ...]
     n: int
-    """Completions."""
+    """Number of completions."""
     max_tokens: int
-    """Longest completion, in tokens."""
+    """Maximum completion length, in tokens."""
     temperature: float
-    """0 = greedy. Log-probs are those of the distribution sampled from (at 0: of the model's own).
-    """
+    """0 = greedy. Log-probs are those of the sampling distribution; at 0, those of temperature
+    1."""
     seed: int | None = None
     deadline_s: float = 300.0
     """Seconds from arrival at the replica until the request is aborted."""
     min_weights: WeightsId | None = None
-    """Oldest weights that may answer. None = whatever is loaded."""
+    """Oldest acceptable weights. None = any."""
     ignore_eos: bool = False
     repetition: tuple[int, int] | None = None
-    """End a completion whose last tokens are one n-gram of at most so many tokens, so many times in
-    a row. None = never."""
+    """(longest n-gram in tokens, repeats): end a completion whose last tokens repeat one n-gram
+    this often. None = never."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion, beside the generator's own. The tokens that spell one stay in
-    it, the text goes up to it."""
+    """Strings that end a completion, in addition to the generator's. The completion keeps the
+    tokens of the string; its text ends before the string."""
     top_p: float = 1.0
-    """Sample from the most probable tokens that together have this probability. 1 = from all.
-    Log-probs are then those among the kept tokens."""
+    """Sample from the most probable tokens that together have this probability. 1 = from all. Below
+    1, log-probs are normalized over the kept tokens."""
     top_k: int = 0
     """Sample from this many most probable tokens. 0 = from all."""
     min_p: float = 0.0
-    """Sample from tokens of at least this times the most probable one's probability. 0 = from all.
-    """
+    """Sample from tokens with at least this fraction of the highest probability. 0 = from all."""
     replica: str | None = None
-    """Id of the only replica that may answer, and with no other weights than `min_weights`: it is
-    held at them for an evaluation. None = any replica."""
+    """Id of the replica that an evaluation reserved. Only it may answer, with exactly
+    `min_weights`. None = any replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """n completions and the id of the replica that made them."""
+    """The n completions of a request, and the id of the replica that generated them."""
 
     completions: tuple[Completion, ...]
     replica: str
     started_at: float
     finished_at: float
-    """When the replica, with the weights asked for, took the request, and when it was done: by its
+    """When the replica, with acceptable weights, accepted the request and when it finished, by its
     process's `steady_time`."""
     load: EngineLoad | None = None
-    """Of its engine, when they were done."""
+    """Load of the engine at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What a stream of pieces tells."""
+    """What each `Piece` of a streamed completion contains."""
 
     whole: bool = False
-    """The completion as one piece, at its end. That costs less."""
+    """Send the completion as one piece at its end, which costs less."""
     top: int = 0
-    """Most probable tokens at each place, with their log-probs."""
+    """Number of most probable tokens to report per position, with their log-probs."""
     prompt: bool = False
-    """The prompt's tokens as well: log-probs at temperature 1."""
+    """Report the prompt's tokens too, with log-probs at temperature 1."""
     spelled: bool = False
-    """Whether the tokens' texts are needed. Nothing that an engine knows of."""
+    """Report each token's text. The HTTP endpoint adds it; engines ignore this field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """T tokens in a row, with T log-probs (nats)."""
+    """T consecutive tokens with T log-probs, in nats."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float | None, ...]
-    """None for a prompt's first token, which nothing predicts."""
+    """None for the first token of a prompt, which has no prediction."""
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """Of each token, the ids and log-probs of the most probable ones at its place, best first.
-    Empty unless they were asked for."""
+    """Per position, (id, log-prob) of the most probable tokens, best first. Empty unless
+    requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a completion has gained since its last piece."""
+    """A completion's new tokens and text since its previous piece."""
 
     tokens: Tokens
     text: str
     finish_reason: str | None = None
-    """With the last piece."""
+    """Set on the last piece."""
     versions: tuple[VersionSpan, ...] = ()
-    """With the last piece: of the whole completion."""
+    """Set on the last piece, for the whole completion."""
     prompt: Tokens | None = None
-    """With the first piece, if it was asked for."""
+    """Set on the first piece, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """Which weights a replica holds, and for whom."""
+    """A standing replica's weights, and the job that leases it."""
 
     weights: WeightsId | None
-    """None: the checkpoint's own."""
+    """None = those of the checkpoint."""
     lease: str | None
-    """The job that has the application, or None."""
+    """The job that leases the application, or None."""
 
     @property
     def text(self) -> str:
-        """In words."""
+        """A sentence for people."""
         if self.weights is None:
             held = "the checkpoint's own weights"
         else:

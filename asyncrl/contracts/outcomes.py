@@ -1,4 +1,4 @@
-"""How a group or a step may end."""
+"""The ways in which a group or a step can end."""
 
 from __future__ import annotations
 
@@ -15,38 +15,42 @@ __all__ = [
 ]
 
 UNFORESEEN = "not foreseen: "
-"""How the failure of a group begins that ended with an exception nobody foresaw."""
+"""Prefix of a group's failure after an unexpected exception."""
 FILTERED = "filtered: "
-"""How the failure of a group begins that the user's own filter left out."""
+"""Prefix of a group's failure if the user's filter rejected the group."""
 NOT_FINITE = "NaN or Inf in loss or gradient"
 NOTHING_TO_LEARN = "no trajectory of the batch has a token to learn from"
 WAYS_OUT = {
     NOT_FINITE: "lower learner.learning_rate",
     NOTHING_TO_LEARN: "look at status and loss_mask of its rows",
 }
-"""Why a step was skipped, and what to do about it."""
+"""Reason for a skipped step → what to do about it."""
 OUTCOMES = ("trained", "skipped", "filtered", "dropped", "failed", "waiting")
-"""`waiting`: admitted and without another outcome when the attempt ended."""
+"""`waiting`: the group had no other outcome when the attempt ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one admitted group. Version and staleness only if it was trained; its
-    completion tokens if it was generated: a group aborted in mid-generation has none. `attempt`
-    made the group, as in its own row; the file's column `ended_in` has the one that decided:
-    another, if the group waited in a checkpoint."""
+    """The outcome of one admitted group.
+
+    The column `ended_in` of the outcomes file has the attempt that decided the outcome. It differs
+    from `attempt` if the group waited in a checkpoint.
+    """
 
     attempt: int
+    """The attempt that generated the group."""
     ordinal: int
     outcome: str
     reason: str
     step: int
     trained_at_version: int | None = None
+    """Set for trained groups only, as is `staleness`."""
     staleness: int | None = None
     completion_tokens: int | None = None
+    """None if the group was not generated to its end."""
     content: str | None = None
-    """Hash of the group's row; None if it was not scored."""
+    """Hash of the group's row; None if the group was not scored."""
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
-            raise ValueError(f"outcome {self.outcome!r} is none of {OUTCOMES}")
+            raise ValueError(f"outcome {self.outcome!r} is not one of {OUTCOMES}")

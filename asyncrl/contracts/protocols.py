@@ -1,4 +1,4 @@
-"""What each station offers to the others. Each protocol has a real part and a fake in
+"""The protocols that stations implement. Each has a real implementation and a fake in
 `asyncrl.testing`."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class PromptSource(Protocol):
-    """Prompts in ordinal order, without end."""
+    """An endless source of prompts in ordinal order."""
 
     async def next(self) -> Prompt: ...
 
@@ -42,134 +42,146 @@ class PromptSource(Protocol):
 
 
 class Rollouts(Protocol):
-    """Makes groups and keeps each until it is acknowledged."""
+    """Generates groups and keeps each one until it is acknowledged."""
 
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
-        """Generate the group of one prompt with weights at least as new as `committed`; return when
-        it waits for scoring. Cancelled: give it up.
+        """Generate the group of one prompt with weights at least as new as `committed`. Returns
+        when the group is ready for scoring. Cancelling the call drops the group.
 
         Raises:
-            RolloutFailedError: not done by the deadline. The group is forgotten.
+            RolloutFailedError: the deadline passed. The group is dropped.
         """
         ...
 
     def committed(self, version: int) -> None:
-        """From now on requests, retries included, ask for at least this version."""
+        """Require at least this version for all further requests, including retries."""
         ...
 
     async def ack(self, ordinals: Sequence[int]) -> None:
-        """These groups' scored rows are safe: forget them."""
+        """Forget these groups: their scored rows are on disk."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Scores(Protocol):
-    """Scored groups in the order in which they are done. Each is in a complete Parquet file before
-    it comes; the caller acknowledges it."""
+    """Scored groups in the order in which they finish. Each is in a complete Parquet file before
+    `next` returns it, and the caller acknowledges it."""
 
     async def next(self) -> list[Scored]: ...
 
     def ended_below(self, ordinal: int) -> None:
-        """Every group below this ordinal has its outcome: a copy of one that comes later is
-        dropped."""
+        """Drop further copies of groups below this ordinal: all of them have an outcome."""
         ...
 
     async def save(self, groups: Sequence[Scored], path: Path) -> None:
-        """Write the groups' rows as one Parquet file, in this order."""
+        """Write the groups' rows to one Parquet file, in this order."""
         ...
 
     async def load(self, path: Path) -> list[Scored]:
-        """The groups of a file that `save` wrote, in its order. They do not come by `next`
-        again."""
+        """The groups of a file that `save` wrote, in its order. `next` does not return them."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Learner(Protocol):
-    """The learner group: all ranks act together, one call at a time."""
+    """The learner group. All ranks act together, one call at a time."""
 
     async def step(self, batch: Sequence[Scored]) -> StepResult: ...
 
     async def gather(self, version: int) -> Manifest:
-        """Put the current weights in the object store as this version, bucket by bucket."""
+        """Put the current weights into the object store as this version, bucket by bucket."""
         ...
 
     async def save(self, directory: Path) -> Mapping[str, tuple[int, int]]:
-        """Write the learner's state under `directory`. Returns every file of it: name relative to
-        `directory` → bytes, and zlib.crc32 of them."""
+        """Write the learner's state under `directory`.
+
+        Returns:
+            Each file: name relative to `directory` → (size in bytes, zlib.crc32).
+        """
         ...
 
     async def close(self) -> None: ...
 
 
 class WeightSync(Protocol):
-    """Brings one version to all replicas, but one that is held for an evaluation."""
+    """Publishes versions to all replicas except one that an evaluation has reserved."""
 
     async def push(self, manifest: Manifest) -> PushReport:
-        """Return when every live replica has applied the version, or after a grace at least half of
-        them.
+        """Return when every live replica has applied the version, or when at least half of them
+        have and the grace period is over.
 
         Raises:
-            RuntimeError: fewer applied it in time.
+            RuntimeError: fewer than half applied it in time.
         """
         ...
 
     async def hold(self, version: int) -> str | None:
-        """Let one replica keep `version`, the committed one, until `release`: it takes no newer
-        version and only requests that name it, and no push counts it. Call it while nothing is
-        being pushed.
+        """Reserve one replica at `version`, the committed one, until `release`.
+
+        The replica takes no newer version, answers only requests that name it, and does not count
+        in a push. Do not call this during a push.
 
         Returns:
-            The replica's id. None: fewer than two replicas have the version, so that none can be
-            spared.
+            The replica's id. None if fewer than two replicas have the version.
         """
         ...
 
     async def release(self, replica: str) -> None:
-        """The replica takes the newest version, and counts again. One that has died meanwhile is no
-        error."""
+        """End the reservation: the replica takes the newest version and counts again. Does nothing
+        if the replica has died."""
         ...
 
 
 class Checkpoints(Protocol):
-    """Where the coordinator's checkpoints go."""
+    """Writes the coordinator's checkpoints."""
 
     async def write(
         self, state: State, waiting: Sequence[Scored], learner: Learner, scores: Scores
     ) -> Path:
-        """Write one checkpoint and return its directory. It counts only once all of it is there.
+        """Write one checkpoint and return its directory. Only a complete checkpoint is committed.
 
         Args:
             waiting: the groups of `state.waiting`, in its order.
-            learner, scores: save their parts of it.
+            learner, scores: save their parts of the checkpoint.
         """
         ...
 
 
 class Generate(Protocol):
-    """One generator, or many behind a router."""
+    """One generator, or several behind a router."""
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        """Raises StaleReplicaError or GenerationTimeoutError."""
+        """Generate the completions of one request.
+
+        Raises:
+            StaleReplicaError: no replica could serve the requested version.
+            GenerationTimeoutError: the request passed its deadline.
+        """
         ...
 
     async def logprobs(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None
     ) -> dict[str, list[tuple[float, ...]]]:
-        """Log-probs (nats, temperature 1) of each row's second ids, given its first, by replica:
-        what each one's model says of tokens that are fixed."""
+        """Log-probs of fixed tokens, in nats at temperature 1, by each replica's model.
+
+        Args:
+            rows: (context ids, ids to score) each.
+
+        Returns:
+            Replica → log-probs of each row's second ids.
+        """
         ...
 
 
 TableRow = Mapping[str, str | float | None]
-"""Column → value of one row of a table."""
+"""One row of a table: column → value."""
 
 
 class Sink(Protocol):
-    """Takes numbers against the step. Names are those of metrics.jsonl; of events other than `step`
-    they begin with `<event>/`."""
+    """Receives metrics by step. Names are those of metrics.jsonl; metrics of events other than
+    `step` have the prefix `<event>/`."""
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         """`now` is in Unix seconds."""
@@ -178,8 +190,8 @@ class Sink(Protocol):
     def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None: ...
 
     def add_table(self, step: int, now: float, name: str, rows: Sequence[TableRow]) -> None:
-        """Every row has the same columns. Its texts are redacted and bounded, and still a model's:
-        no sink may read them as markup."""
+        """Every row has the same columns. Texts are redacted and bounded, but they are model
+        output: a sink must not interpret them as markup."""
         ...
 
     def close(self, failed: bool = False) -> None: ...

@@ -1,15 +1,15 @@
 """The rows that travel between stations, and their Arrow form: one row = one group.
 
-Who makes what: `Prompt` by `data.prompts`, `Completion` by `generation`, `Group` by `rollout`, its
-rewards, advantages and statuses by `rewards`. The learner reads the same row. Dataset columns
-travel as top-level Arrow columns beside ours.
+`data.prompts` makes each `Prompt`, `generation` each `Completion`, and `rollout` each `Group`.
+`rewards` adds rewards, advantages and statuses, and the learner reads the same row. Dataset columns
+are top-level Arrow columns next to those defined here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Final, NotRequired, TypedDict, cast
 
 import pyarrow as pa
 
@@ -55,8 +55,8 @@ COLUMNS: dict[str, pa.DataType] = {
     "started_at": pa.float64(),
     "finished_at": pa.float64(),
 }
-"""Columns of a group as the rollout worker leaves it. Lists have one item per trajectory; times are
-Unix seconds, of the replica's steady clock here: when it took the request and when it was done."""
+"""Columns of a group from a rollout worker. Lists have one item per trajectory. `started_at` and
+`finished_at` are Unix seconds by the replica's `steady_time`: request accepted, and completed."""
 
 ANSWER_COLUMNS: dict[str, pa.DataType] = {
     "set": pa.string(),
@@ -77,9 +77,10 @@ ANSWER_COLUMNS: dict[str, pa.DataType] = {
     "finish_reason": pa.string(),
     "replica": pa.string(),
 }
-"""Columns of evaluations/*.parquet, beside `reward_parts`: one row for each completion asked for.
-`ordinal` is the prompt's row in its file, `index` the completion's place among the prompt's n,
-`reward` the weighted sum of its parts before any penalty; what did not come is null."""
+"""Columns of evaluations/*.parquet, in addition to `reward_parts`: one row per requested
+completion. `ordinal` is the prompt's row in its file. `index` is the completion's place among the
+prompt's n. `reward` is the weighted sum of the parts before any penalty. Values that were not
+produced are null."""
 
 SCORED_COLUMNS: dict[str, pa.DataType] = {
     "reward": pa.list_(pa.float32()),
@@ -88,32 +89,68 @@ SCORED_COLUMNS: dict[str, pa.DataType] = {
     "failure": pa.string(),
     "scored_at": pa.float64(),
 }
-"""Columns that scoring adds, beside `reward_parts`: list<struct<NAME: float32, …>>, one field per
-reward function."""
+"""Columns that scoring adds, in addition to `reward_parts`. That is a list<struct<NAME: float32,
+…>> with one field per reward function."""
 
-REFERENCE_COLUMN = "reference_logprobs"
+REFERENCE_COLUMN: Final = "reference_logprobs"
 REFERENCE_LOGPROBS = pa.list_(pa.list_(pa.float32()))
-"""The reference policy's log-probs of the completions: a column of runs with a KL term."""
+"""Log-probs of the completions by the reference policy: a column of runs with a KL term."""
 
-TOKEN_REWARDS_COLUMN = "token_rewards"
+TOKEN_REWARDS_COLUMN: Final = "token_rewards"
 TOKEN_REWARDS = pa.list_(pa.list_(pa.float32()))
-"""The part of each trajectory's reward that belongs to its tokens: a column of runs with a reward
-function that is `per_token`. `reward` is their sum and all else that counts; null where the
-trajectory is unscored."""
+"""Rewards of single tokens: a column of runs with a `per_token` reward function. They are included
+in `reward`. Null for an unscored trajectory."""
 
 STATUSES = ("ok", "unscored", "bad_logprob", "over_long", "no_token")
-"""`ok` trajectories are trained; the others are masked: kept in the row, without loss and outside
-the group's statistics."""
+"""Only `ok` trajectories are trained. The others are masked: they stay in the row, without loss and
+outside the group's statistics."""
 
 FINISH_REASONS = ("stop", "length", "repetition", "abort")
 TRUNCATED = ("length", "repetition")
-"""Finish reasons of completions that did not end by themselves: cut at their limit, or in a loop of
-one n-gram (rollout.repetition_stop)."""
+"""Finish reasons of completions that were cut off: at the length limit, or in a loop of one n-gram
+(rollout.repetition_stop)."""
+
+
+class SpanRow(TypedDict):
+    """One item of the column `versions`: a `VersionSpan`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class GroupRow(TypedDict):
+    """One row of a table of groups, as Python values. [G] trajectories, each with [T] tokens."""
+
+    attempt: int
+    ordinal: int
+    epoch: int
+    prompt_text: str
+    prompt_ids: Sequence[int]
+    completion_text: Sequence[str]
+    completion_ids: Sequence[Sequence[int]]
+    """[G][T], as are `loss_mask`, `logprobs`, `reference_logprobs` and `token_rewards`."""
+    loss_mask: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[float]]
+    versions: Sequence[Sequence[SpanRow]]
+    finish_reason: Sequence[str]
+    replica: str
+    started_at: float
+    finished_at: float
+    reward: NotRequired[Sequence[float | None]]
+    """[G]. Scoring adds this and the following columns."""
+    reward_parts: NotRequired[Sequence[Mapping[str, float | None]] | None]
+    advantage: NotRequired[Sequence[float | None]]
+    status: NotRequired[Sequence[str]]
+    failure: NotRequired[str | None]
+    scored_at: NotRequired[float | None]
+    reference_logprobs: NotRequired[Sequence[Sequence[float]] | None]
+    token_rewards: NotRequired[Sequence[Sequence[float] | None] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) of a completion were made by this policy version.
+    """The policy version that sampled tokens [start, end) of a completion.
 
     Example:
         VersionSpan(version=3, start=0, end=55), VersionSpan(version=4, start=55, end=200)
@@ -126,11 +163,11 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One generator output: T token ids, T behavior log-probs in nats, spans that cover [0, T), a
-    finish reason.
+    """One output of a generator: T token ids, T behavior log-probs in nats, version spans that
+    cover [0, T), and a finish reason.
 
     Raises:
-        ValueError: lengths disagree, spans do not cover the tokens, or versions go back.
+        ValueError: lengths disagree, spans do not cover the tokens, or versions decrease.
     """
 
     token_ids: tuple[int, ...]
@@ -144,22 +181,22 @@ class Completion:
         if len(self.logprobs) != tokens:
             raise ValueError(f"{tokens} tokens have {len(self.logprobs)} log-probs")
         if self.finish_reason not in FINISH_REASONS:
-            raise ValueError(f"finish reason {self.finish_reason!r} is none of {FINISH_REASONS}")
+            raise ValueError(f"finish reason {self.finish_reason!r} is not one of {FINISH_REASONS}")
         check_spans(self.versions, tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One dataset row, identified for ever by its ordinal."""
+    """One dataset row, identified by its ordinal for the whole run."""
 
     ordinal: int
     epoch: int
     text: str
     token_ids: tuple[int, ...]
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """Values as the file gave them."""
+    columns: Mapping[str, object] = field(default_factory=dict)
+    """Dataset columns, with the values that their file gave them."""
     schema: pa.Schema | None = field(default=None, compare=False)
-    """Arrow fields of the columns, the same for all prompts of a run. None: inferred."""
+    """Arrow fields of the columns, the same for all prompts of a run. None = inferred."""
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -174,8 +211,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A completion with its loss mask [T] and, once scored, reward, reward parts, advantage and
-    status."""
+    """A completion with its loss mask [T]. Scoring adds the reward, its parts, the advantage and
+    the status."""
 
     completion: Completion
     loss_mask: tuple[int, ...]
@@ -184,9 +221,9 @@ class Trajectory:
     advantage: float | None = None
     status: str = "ok"
     reference_logprobs: tuple[float, ...] | None = None
-    """[T], of a frozen reference policy; None in a run without a KL term."""
+    """[T], by the frozen reference policy; None in a run without a KL term."""
     token_rewards: tuple[float, ...] | None = None
-    """[T]; None without a reward per token."""
+    """[T]; None without per-token rewards."""
 
     def __post_init__(self) -> None:
         if len(self.loss_mask) != len(self.completion.token_ids):
@@ -194,17 +231,17 @@ class Trajectory:
                 f"{len(self.completion.token_ids)} tokens have a loss mask of {len(self.loss_mask)}"
             )
         if self.status not in STATUSES:
-            raise ValueError(f"status {self.status!r} is none of {STATUSES}")
+            raise ValueError(f"status {self.status!r} is not one of {STATUSES}")
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest version among the tokens; None if there are no tokens."""
+        """Oldest version among the tokens; None for an empty completion."""
         return min((span.version for span in self.completion.versions), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The sibling trajectories of one prompt. `failure` says why scoring gave the group up; None if
+    """The sibling trajectories of one prompt. `failure` says why scoring dropped the group; None if
     it did not."""
 
     attempt: int
@@ -230,12 +267,12 @@ class Group:
 
 
 def check_spans(spans: Sequence[VersionSpan], tokens: int) -> None:
-    """Raise ValueError unless the spans cover [0, tokens) in order, without gaps, at rising
+    """Raise ValueError unless the spans cover [0, tokens) in order, without gaps, with increasing
     versions."""
     at = 0
     for before, span in zip((None, *spans), spans, strict=False):
         if span.start != at or span.end <= span.start:
-            raise ValueError(f"version span {span} does not go on from token {at}")
+            raise ValueError(f"version span {span} does not continue from token {at}")
         if before is not None and span.version <= before.version:
             raise ValueError(f"version {span.version} follows {before.version}")
         at = span.end
@@ -244,12 +281,12 @@ def check_spans(spans: Sequence[VersionSpan], tokens: int) -> None:
 
 
 def groups_to_table(groups: Sequence[Group]) -> pa.Table:
-    """The Arrow table of groups, one row each. Scored columns are there if the first group is
-    scored; all groups must agree."""
+    """An Arrow table with one row per group. It has the scored columns if the groups are scored;
+    either all groups are, or none."""
     if not groups:
         raise ValueError("a table needs at least one group")
     scored = groups[0].scored_at is not None
-    columns: dict[str, Any] = {name: [] for name in COLUMNS}
+    columns: dict[str, list[object]] = {name: [] for name in COLUMNS}
     for group in groups:
         for name, value in _row(group).items():
             columns[name].append(value)
@@ -282,8 +319,8 @@ TRAJECTORY_COLUMNS = (
 
 
 def table_to_ipc(table: pa.Table) -> pa.Buffer:
-    """The table as an Arrow IPC stream. Ray's own pickling of a table takes milliseconds for
-    columns as nested as ours, however few the rows."""
+    """The table as an Arrow IPC stream. Ray's own pickling takes milliseconds for columns nested
+    this deeply, even for a few rows."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -291,19 +328,22 @@ def table_to_ipc(table: pa.Table) -> pa.Buffer:
 
 
 def table_from_ipc(stream: pa.Buffer) -> pa.Table:
-    """The table of `table_to_ipc`, on the stream's own memory."""
+    """The inverse of `table_to_ipc`, without a copy: the table uses the stream's memory."""
     return pa.ipc.open_stream(stream).read_all()
 
 
 def groups_from_table(table: pa.Table) -> list[Group]:
-    """The groups of a table, exactly as `groups_to_table` was given them."""
+    """The inverse of `groups_to_table`: exactly the same groups."""
     known = {*COLUMNS, *SCORED_COLUMNS, "reward_parts", REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN}
     names = [name for name in table.column_names if name not in known]
     schema = table.select(names).schema
-    return [_group(row, {name: row[name] for name in names}, schema) for row in row_values(table)]
+    return [
+        _group(cast("GroupRow", row), {name: row[name] for name in names}, schema)
+        for row in row_values(table)
+    ]
 
 
-def _row(group: Group) -> dict[str, Any]:
+def _row(group: Group) -> GroupRow:
     completions = [trajectory.completion for trajectory in group.trajectories]
     return {
         "attempt": group.attempt,
@@ -352,11 +392,11 @@ def _scored_arrays(groups: Sequence[Group]) -> dict[str, pa.Array]:
 
 
 def reward_parts_type(names: Sequence[str]) -> pa.DataType:
-    """Arrow type of `reward_parts` for these reward functions."""
+    """The Arrow type of `reward_parts` for these reward functions."""
     return pa.list_(pa.struct([(name, pa.float32()) for name in names]))
 
 
-def _group(row: Mapping[str, Any], columns: Mapping[str, Any], schema: pa.Schema) -> Group:
+def _group(row: GroupRow, columns: Mapping[str, object], schema: pa.Schema) -> Group:
     prompt = Prompt(
         row["ordinal"], row["epoch"], row["prompt_text"], tuple(row["prompt_ids"]), columns, schema
     )
@@ -372,7 +412,7 @@ def _group(row: Mapping[str, Any], columns: Mapping[str, Any], schema: pa.Schema
     )
 
 
-def _trajectory(row: Mapping[str, Any], index: int) -> Trajectory:
+def _trajectory(row: GroupRow, index: int) -> Trajectory:
     completion = Completion(
         token_ids=tuple(row["completion_ids"][index]),
         logprobs=tuple(row["logprobs"][index]),
@@ -380,7 +420,11 @@ def _trajectory(row: Mapping[str, Any], index: int) -> Trajectory:
         finish_reason=row["finish_reason"][index],
         text=row["completion_text"][index],
     )
-    parts = row.get("reward_parts")
+    parts, references, tokens = (
+        row.get("reward_parts"),
+        row.get(REFERENCE_COLUMN),
+        row.get(TOKEN_REWARDS_COLUMN),
+    )
     if "status" not in row:
         return Trajectory(completion, tuple(row["loss_mask"][index]))
     return Trajectory(
@@ -390,10 +434,8 @@ def _trajectory(row: Mapping[str, Any], index: int) -> Trajectory:
         reward_parts=dict(parts[index]) if parts else {},
         advantage=row["advantage"][index],
         status=row["status"][index],
-        reference_logprobs=(
-            tuple(row[REFERENCE_COLUMN][index]) if row.get(REFERENCE_COLUMN) else None
-        ),
-        token_rewards=_tuple((row.get(TOKEN_REWARDS_COLUMN) or {index: None})[index]),
+        reference_logprobs=tuple(references[index]) if references else None,
+        token_rewards=_tuple(tokens[index]) if tokens else None,
     )
 
 

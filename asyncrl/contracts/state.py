@@ -1,4 +1,4 @@
-"""The coordinator's part of a checkpoint."""
+"""The coordinator's state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Control's part of a checkpoint. `version` is the policy version, which counts applied
-    steps."""
+    """The coordinator's state in a checkpoint. `version` is the policy version: the number of
+    applied steps."""
 
     run_id: str
     attempt: int
     version: int
     steps_attempted: int
     frontier: int
-    """Lowest ordinal without an outcome."""
+    """The lowest ordinal without an outcome."""
     finished_above: tuple[int, ...]
-    """Ordinals above the frontier that have one."""
+    """Ordinals above the frontier that have an outcome."""
     seed: int = 0
-    """Of data order and sampling: with the ordinals, the whole random state of control. The ranks'
-    own is in learner/rank_N.pt."""
+    """Seed of data order and sampling. With the ordinals it is control's whole random state; that
+    of each rank is in learner/rank_N.pt."""
     waiting: tuple[tuple[int, int], ...] = ()
-    """(attempt that made it, ordinal) of each scored group in buffer.parquet, row by row."""
+    """(attempt that generated it, ordinal) of each scored group in buffer.parquet, row by row."""
     concurrency: float | None = None
-    """Limit of groups that run at once, as far as it was found; None = there is none."""
+    """Adaptive limit of concurrent groups; None = no limit."""
     skipped_in_row: int = 0
     evaluations_due: tuple[int, ...] = ()
-    """Versions whose evaluation was due and not yet done."""
+    """Versions whose evaluation is still due."""
     last_marked: int | None = None
-    """Newest version that was looked at for whether its evaluation is due; None = the checkpoint's
-    own."""
+    """The newest version for which control decided whether an evaluation is due; None =
+    `version`."""
     config_hash: str = ""
-    """Of config.yaml, the resolved config."""
+    """Hash of config.yaml, the resolved config."""
     data_hash: str = ""
-    """Of the training file: ordinals mean its rows."""
+    """Hash of the training files, whose rows the ordinals identify."""
     model_hash: str = ""
-    """Of the model's config and tokenizer."""
+    """Hash of the model's config and tokenizer."""

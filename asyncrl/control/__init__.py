@@ -1,4 +1,4 @@
-"""The coordinator and what it decides by: plain asyncio over small protocols."""
+"""The coordinator and its staleness rule: plain asyncio over small protocols."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""What a run counts and records: outcomes, tokens, waiting times, errors. It decides nothing but
-when too much has gone wrong."""
+"""Counts and records a run's outcomes, tokens, waiting times and errors.
+
+The only decision made here is to end a run after too many errors, or too many groups without a
+step.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +21,29 @@ from asyncrl.control.diagnostics import batch_metrics, scoring_metrics
 __all__ = ["Bookkeeping", "Recorder", "RunProgress"]
 
 LOST_ROUNDS = 100
-"""Batches' worth of groups that may end one after the other without a step, until the run is given
-up."""
+"""The run ends when more than this many batches of groups end without a step."""
 
 
 class Recorder(Protocol):
-    """Where the run's story is written."""
+    """Writes the run's metrics and outcomes."""
 
     def record(
         self, event: str, step: int, version: int, metrics: Mapping[str, object]
     ) -> None: ...
 
     def outcomes(self, outcomes: list[Outcome], outstanding: list[int]) -> None:
-        """Groups that have come to their end, and the ordinals admitted in this attempt that have
-        not. Returns at once."""
+        """Queue the outcomes of groups, and the ordinals admitted in this attempt that have no
+        outcome yet. Returns at once."""
         ...
 
     async def flushed(self) -> None:
-        """Every outcome given so far is on the disk."""
+        """Wait until every outcome so far is on the disk."""
         ...
 
 
 @dataclass(slots=True)
 class RunProgress:
-    """What a person sees while it runs; read by the live table."""
+    """The state of a run that the live table shows."""
 
     phase: str = "starting"
     attempted: int = 0
@@ -56,26 +58,27 @@ class RunProgress:
     wasted_tokens: int = 0
     """Completion tokens of groups that were generated and then filtered, dropped or skipped."""
     errors: int = 0
-    """Groups and completions of evaluations that an exception ended that nobody foresaw."""
+    """Groups and evaluation completions that ended with an unexpected exception."""
     learner_waited_s: float = 0.0
     generators_waited_s: float = 0.0
     examples: tuple[tuple[Example, int], ...] = ()
-    """Of the groups of the last batch, with their staleness."""
+    """Examples of the last batch's groups, with their staleness."""
     rewards: tuple[float, ...] = ()
-    """Of the usable trajectories of the last batch."""
+    """Rewards of the last batch's usable trajectories."""
     ended: dict[str, int] = field(default_factory=dict)
+    """Outcome → groups."""
 
 
 class Bookkeeping:
-    """One attempt's counts. `progress` is read by others; only the coordinator moves its versions
-    and steps."""
+    """The counts of one attempt. Other parts read `progress`; only the coordinator changes its
+    versions and steps."""
 
     def __init__(
         self, recorder: Recorder, state: State, groups_per_step: int, max_errors: int
     ) -> None:
         """
         Args:
-            max_errors: unforeseen errors that the run survives; one more ends it.
+            max_errors: unexpected errors allowed; one more ends the run.
         """
         self.recorder = recorder
         self.progress = RunProgress(
@@ -88,14 +91,14 @@ class Bookkeeping:
         self._scored_since_step: list[Scored] = []
         self._idle_since: float | None = None
         self._at_last_step = (0, 0.0, 0.0)
-        """Tokens generated, seconds that generators waited, and the clock."""
+        """Generated tokens, seconds that generators waited, and the loop's clock."""
 
     def record(self, event: str, version: int, metrics: Mapping[str, object]) -> None:
-        """One event of the run, at the step that is attempted now."""
+        """Record an event at the current step."""
         self.recorder.record(event, self.progress.attempted, version, metrics)
 
     def made_in(self, group: Outstanding) -> int:
-        """The attempt that made the group."""
+        """Return the attempt that made the group."""
         return self._attempt if group.made_in is None else group.made_in
 
     def end(
@@ -106,7 +109,7 @@ class Bookkeeping:
         trained_at: int | None = None,
         staleness: int | None = None,
     ) -> None:
-        """A group has left the buffer.
+        """Record the outcome of a group that has left the buffer.
 
         Raises:
             RuntimeError: too many groups have ended without a step.
@@ -133,13 +136,14 @@ class Bookkeeping:
             counts = ", ".join(f"{count} {name}" for name, count in ended.items())
             raise RuntimeError(
                 f"no step since {ended.total()} groups ended ({counts};"
-                f" last: {reason}): nothing is left to train on; look at outcomes/*.parquet, and"
-                " change what it says: the prompts, the reward, algorithm.filter_zero_variance or"
-                " group_filter, or an engine whose log-probs are NaN"
+                f" last: {reason}): nothing is left to train on. Read the reasons in"
+                " outcomes/*.parquet; then change the prompts, the reward,"
+                " algorithm.filter_zero_variance or group_filter, or repair an engine whose"
+                " log-probs are NaN"
             )
 
     def run_ended(self, groups: Mapping[int, Outstanding]) -> None:
-        """The run ends while these groups wait."""
+        """Record the groups that have no outcome when the run ends."""
         self._outcomes += [
             Outcome(
                 self.made_in(group),
@@ -153,20 +157,20 @@ class Bookkeeping:
         ]
 
     def flush(self, groups: Mapping[int, Outstanding]) -> None:
-        """Hand the outcomes so far to the recorder, beside the groups that have none yet."""
+        """Pass the outcomes so far to the recorder, with the groups that have none yet."""
         outstanding = [ordinal for ordinal, group in groups.items() if group.made_in is None]
         self.recorder.outcomes(self._outcomes, outstanding)
         self._outcomes = []
 
     def scored(self, scored: Scored) -> None:
-        """A group has its rewards."""
+        """Count a group that has been scored, for the metrics of the next step."""
         self._scored_since_step.append(scored)
 
     def errors(self, count: int, last: str) -> None:
-        """Record errors that nobody foresaw, with the last one's stack.
+        """Record unexpected errors, with the stack of the last one.
 
         Raises:
-            RuntimeError: there were too many.
+            RuntimeError: more than `max_errors` have occurred.
         """
         progress = self.progress
         progress.errors += count
@@ -183,8 +187,8 @@ class Bookkeeping:
             )
 
     def running(self, groups: int) -> None:
-        """Groups that run now. Generators wait while there are none, once the first version is
-        committed."""
+        """Note how many groups run now. From the first call on, generators count as waiting while
+        there are none."""
         now = asyncio.get_running_loop().time()
         if groups:
             if self._idle_since is not None:
@@ -196,7 +200,7 @@ class Bookkeeping:
     def step(
         self, batch: Sequence[Scored], result: StepResult, trained_at: int, max_staleness: int
     ) -> dict[str, object]:
-        """Metrics of a step that was attempted at version `trained_at`."""
+        """Return the metrics of a step that was attempted at version `trained_at`."""
         progress = self.progress
         staleness = [trained_at - scored.oldest_version for scored in batch]
         if result.applied:
@@ -214,7 +218,7 @@ class Bookkeeping:
         return {**result.metrics, **found}
 
     def since_last_step(self) -> dict[str, object]:
-        """What has happened since the step before."""
+        """Return the metrics of everything that happened since the previous step."""
         progress, now = self.progress, asyncio.get_running_loop().time()
         generated, waited, then = self._at_last_step
         self._at_last_step = progress.generated_tokens, progress.generators_waited_s, now
@@ -235,7 +239,7 @@ class Bookkeeping:
         }
 
     def push(self, report: PushReport) -> None:
-        """A version has been committed: what each replica took for it."""
+        """Record a committed version, with each replica's timings."""
         for replica, timings in report.replicas.items():
             metrics = {f"weights/{name}": value for name, value in timings.items()}
             self.record("push", report.version, {"replica": replica, **metrics})

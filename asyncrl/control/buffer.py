@@ -1,4 +1,4 @@
-"""Groups between admission and their end: the one place that knows what is outstanding."""
+"""The outstanding groups, from admission to outcome. No other module keeps track of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Buffer", "Frontier", "Outstanding"]
 
 @dataclass(slots=True)
 class Outstanding:
-    """An admitted group without an outcome. `begun` is a lower bound until the group is finished:
-    committed at its admission."""
+    """An admitted group without an outcome. Until its generation finishes, `oldest_version` is a
+    lower bound: the version that was committed at its admission."""
 
     ordinal: int
     oldest_version: int
@@ -24,18 +24,22 @@ class Outstanding:
     tokens: int | None = None
     """Completion tokens, once generated."""
     made_in: int | None = None
-    """Attempt that made it, if a checkpoint brought it; None = this one."""
+    """The attempt that made it, for a group from a checkpoint; None = this attempt."""
 
 
 class Frontier:
-    """Which ordinals have an outcome: all below `lowest`, and those in `above`."""
+    """The ordinals that have an outcome: all below `lowest`, and those in `above`."""
 
     def __init__(self, lowest: int = 0, above: Iterable[int] = ()) -> None:
         self.lowest = lowest
         self.above = set(above)
 
     def finish(self, ordinal: int) -> None:
-        """Raises ValueError if the ordinal is finished already."""
+        """Mark an ordinal as finished.
+
+        Raises:
+            ValueError: it is finished already.
+        """
         if ordinal < self.lowest or ordinal in self.above:
             raise ValueError(f"ordinal {ordinal} has an outcome already")
         self.above.add(ordinal)
@@ -45,7 +49,7 @@ class Frontier:
 
 
 class Buffer:
-    """Outstanding groups by ordinal, oldest version first when a batch is cut."""
+    """The outstanding groups, by ordinal. A batch takes those with the oldest version first."""
 
     def __init__(self, staleness: Staleness, frontier: Frontier) -> None:
         self.staleness = staleness
@@ -53,7 +57,7 @@ class Buffer:
         self.groups: dict[int, Outstanding] = {}
 
     def __len__(self) -> int:
-        """Groups outstanding: running, being scored, ready, or in the batch now training."""
+        """Outstanding groups: running, being scored, ready, or in the batch that is training."""
         return len(self.groups)
 
     def __contains__(self, ordinal: int) -> bool:
@@ -72,7 +76,11 @@ class Buffer:
         )
 
     def admit(self, ordinal: int, committed: int) -> None:
-        """Raises ValueError if the ordinal is outstanding or finished already."""
+        """Add a group that starts to run.
+
+        Raises:
+            ValueError: the ordinal is outstanding or finished already.
+        """
         if (
             ordinal in self.groups
             or ordinal < self.frontier.lowest
@@ -82,20 +90,20 @@ class Buffer:
         self.groups[ordinal] = Outstanding(ordinal, committed)
 
     def restore(self, scored: Scored, made_in: int) -> None:
-        """A group that waited in the checkpoint waits here again."""
+        """Add a scored group from a checkpoint."""
         self.admit(scored.ordinal, scored.oldest_version)
         self.groups[scored.ordinal].made_in = made_in
         self.add_scored(scored)
 
     def finished(self, ordinal: int, oldest_version: int, tokens: int) -> None:
-        """The group is generated; its oldest token version is known now. What is scored is what
-        counts: a copy that was made after it, when the first seemed lost, changes nothing."""
+        """Note that a group is generated, which fixes its oldest version. A second copy of a group
+        that is already scored, made because the first seemed lost, changes nothing."""
         group = self.groups.get(ordinal)
         if group is not None and group.scored is None:
             group.running, group.oldest_version, group.tokens = False, oldest_version, tokens
 
     def add_scored(self, scored: Scored) -> None:
-        """The group may be trained."""
+        """Mark a group as ready to be trained."""
         group = self.groups[scored.ordinal]
         group.running, group.oldest_version, group.tokens, group.scored = (
             False,
@@ -105,13 +113,13 @@ class Buffer:
         )
 
     def end(self, ordinal: int) -> Outstanding:
-        """The group has its outcome: its slot is free, and the frontier knows."""
+        """Remove a group that has its outcome, which frees its slot, and move the frontier."""
         self.frontier.finish(ordinal)
         return self.groups.pop(ordinal)
 
     def stale(self, learner_version: int) -> list[int]:
-        """Groups beyond the bound. Under `wait` only ready ones are looked for, a last guard: the
-        cut leaves none."""
+        """Return the groups that are staler than the bound allows. Under `wait` this looks only at
+        ready groups, as a last check: the cut rule should leave none."""
         candidates = (
             self._ready()
             if self.staleness.on_stale == "wait"
@@ -124,8 +132,8 @@ class Buffer:
         ]
 
     def next_batch(self, learner_version: int) -> list[Scored] | None:
-        """The batch to train next, oldest version first, then by ordinal; None while it is not full
-        or its cut would let a group expire."""
+        """Return the batch to train next, ordered by oldest version, then by ordinal. None while it
+        is not full, or while cutting it would let another group expire."""
         ready = [
             g
             for g in self._ready()
@@ -143,9 +151,11 @@ class Buffer:
         return [group.scored for group in batch if group.scored is not None]
 
     def untrainable(self, learner_version: int) -> list[int]:
-        """Ready groups that cannot be trained in time under `wait`, whatever comes: none unless the
-        bound or the batch has become smaller since they were admitted. For every j = 0 … S, (j + 1)
-        * B groups begun at learner_version - S + j or before can be; the oldest go first.
+        """Return the ready groups that cannot be trained in time under `wait`. There are none,
+        unless the bound or the batch has become smaller since they were admitted.
+
+        For each j = 0 … S, there is time for (j + 1) * B groups whose oldest version is at most
+        learner_version - S + j. The oldest groups go first.
         """
         if self.staleness.on_stale == "drop":
             return []
@@ -161,11 +171,11 @@ class Buffer:
         return left_out
 
     def waiting(self) -> list[Outstanding]:
-        """The groups that wait to be trained, in the order in which they will be."""
+        """Return the ready groups, in the order in which they will be trained."""
         return self._ready()
 
     def take(self, batch: Iterable[Scored]) -> None:
-        """These groups are in the batch now training."""
+        """Mark the groups of the batch that is about to train."""
         for scored in batch:
             self.groups[scored.ordinal].training = True
 

@@ -1,71 +1,76 @@
-"""How many groups are generated at once: as many as the engines' KV caches hold, found while
-running.
+"""A limit on how many groups are generated at once. It adapts until the engines' KV caches are
+nearly full.
 
-Past that point an engine preempts: it throws the KV cache of a running completion away and computes
-it again later, so more at once makes less in the end. Well below it the engine idles. Where the
-point lies depends on how long completions are, which changes while a policy learns.
+With more groups, an engine preempts: it discards the KV cache of a running completion and computes
+it again later, so throughput falls. With far fewer, the engine idles. The best limit depends on how
+long completions are, which changes while a policy learns.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from itertools import zip_longest
-from typing import Any
 
 from asyncrl.contracts.messages import EngineLoad
 
 __all__ = ["Concurrency", "first_limit"]
 
 GROW_BELOW = 0.82
-"""Share of the KV cache in use below which more groups may run."""
+"""The limit grows while the share of the KV cache in use is below this."""
 TRIM_ABOVE = 0.92
+"""The limit falls while the share of the KV cache in use is above this."""
 CUT = 0.9
-"""What remains of the limit after a preemption."""
+"""Factor on the running groups that gives the limit after a preemption."""
 
 
 def first_limit(kv_tokens: int, max_num_seqs: int, samples: int, longest: int) -> float:
-    """Groups to begin with: a completion holds half of its tokens on average while it runs, so
-    twice as many as fit when each is as long as it may be; and no more than the engines run at
-    once, with one group in the queue.
+    """Return the limit to start with.
+
+    While a completion runs, it holds half of its tokens on average. So twice as many groups fit as
+    would fit at full length. The engines must also be able to run them all, except for one group in
+    the queue.
 
     Args:
-        kv_tokens: tokens that the KV caches of all engines hold.
-        max_num_seqs: completions that all engines run at once.
+        kv_tokens: tokens that fit in the KV caches of all engines.
+        max_num_seqs: completions that all engines together run at once.
         samples: completions of a group.
-        longest: tokens of the longest prompt and completion.
+        longest: tokens of the longest prompt plus completion.
     """
     return min(2 * kv_tokens / (samples * longest), max_num_seqs / samples + 1)
 
 
 class Concurrency:
-    """A limit on the groups that run at once, moved by what the engines say with every group they
-    finish.
+    """A limit on the groups that run at once. Each finished group reports the load of its engine,
+    and the limit moves in one of three ways.
 
-    grow: the limit is what holds groups back, and the cache has room: one more for each group that
-    finishes at first, so it doubles in the time that a group takes; once an engine has been full,
-    one more for each `limit` groups. trim: the cache is nearly full, or more completions wait in
-    the queue than keep the engine full: the finished group is not replaced. cut: a completion was
-    preempted: a tenth less, and no further cut until as many groups have finished as then ran,
-    since those were admitted under the old limit.
+    - grow: the cache has room and as many groups run as the limit allows. At first the limit grows
+      by one for each finished group, so it doubles in the time that a group takes. Once an engine
+      has been full, it grows by one for each `limit` finished groups.
+    - trim: the cache is nearly full, or too many completions wait in the engine's queue. The
+      finished group is not replaced.
+    - cut: the engine has preempted a completion. The limit falls by a tenth. The next cut comes
+      only after all groups that ran then have finished, because the old limit admitted them.
     """
 
     def __init__(self, first: float, most: int, queue: int = 0, adaptive: bool = True) -> None:
         """
         Args:
-            first: groups to begin with.
-            most: the limit never exceeds it (the staleness budget, or less).
-            queue: completions that may wait in an engine's queue; while some do, the limit does not
-                grow.
-            adaptive: False = `most`, always.
+            first: the limit at the start.
+            most: an upper bound on the limit (the staleness budget, or less).
+            queue: completions that may wait in an engine's queue before the limit falls. While any
+                wait, it does not grow.
+            adaptive: whether the limit moves; if not, it is `most`.
         """
         self.most, self.queue, self.adaptive = most, queue, adaptive
         self.limit = min(max(first, 1.0), most) if adaptive else float(most)
         self.decisions: Counter[str] = Counter()
         self.loads: dict[str, EngineLoad] = {}
-        """What each replica said last; a replica that was replaced has said its last word."""
+        """The last report of each replica, in order of arrival. Reports of replaced replicas stay
+        here, so that their counts are not lost."""
         self._searching = True
+        """Whether no engine has been full yet."""
         self._settling = 0
-        """Groups that have to finish before the next cut."""
+        """Groups that must finish before the next cut."""
 
     def may_run(self, running: int) -> bool:
         """Whether another group may be generated."""
@@ -75,7 +80,7 @@ class Concurrency:
         """Move the limit after a group has finished.
 
         Args:
-            running: groups that ran, the finished one included.
+            running: groups that ran, including the finished one.
         """
         before = self.loads.pop(load.replica, None)
         self.loads[load.replica] = load
@@ -98,13 +103,13 @@ class Concurrency:
 
     @property
     def preemptions(self) -> int:
-        """Of all engines so far."""
+        """Preemptions of all engines so far."""
         return sum(load.preemptions for load in self.loads.values())
 
-    def metrics(self) -> dict[str, Any]:
-        """The limit, the decisions so far, what all engines have lost so far, and how the one is
-        that spoke last."""
-        found: dict[str, Any] = {
+    def metrics(self) -> dict[str, object]:
+        """Return the limit, the decisions so far, the losses of all engines so far, and the load of
+        the engine that reported last."""
+        found: dict[str, object] = {
             "control/concurrency": int(self.limit),
             "control/preemptions": self.preemptions,
         }

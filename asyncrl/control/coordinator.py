@@ -9,12 +9,12 @@
 | publishing | a gathered version  | a committed version | replicas             | after the last  |
 | evaluation | a committed version | evaluation metrics  | its own prompts      | after the last  |
 
-An evaluation takes one of several replicas for itself: that one keeps its version while publishing
-goes on to the others. With a single replica, publishing waits for the evaluation, unless
-`evaluate_in_flight` lets versions change under it.
+With several replicas, an evaluation reserves one. That replica keeps its version while publishing
+continues to the others. With a single replica, publishing waits for the evaluation. With
+`evaluate_in_flight`, publishing never waits, and versions may change during an evaluation.
 
-A loop that should never end, and does, is an error. Everything runs on one event
-loop and nothing here imports Ray, vLLM or DeepSpeed: on fakes a whole run takes milliseconds.
+If a loop that should never end does end, the run fails. Everything runs on one event loop. Nothing
+here imports Ray, vLLM or DeepSpeed, so a whole run on fakes takes milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncrl.contracts.errors import EvaluationLostError, RolloutFailedError
 from asyncrl.contracts.messages import Manifest, PushReport, Scored, StepResult
@@ -50,62 +50,68 @@ __all__ = ["Coordinator", "LogprobCheck", "Parts", "Schedule"]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How far and how often. Steps and versions count from the run's beginning, over all
-    attempts."""
+    """How long the run trains, and how often it saves, checks and evaluates. Steps and versions
+    count from the start of the run, over all attempts."""
 
     max_steps: int
     staleness: Staleness
     max_skipped_steps: int = 3
     max_errors: int = 100
-    """Groups and completions of evaluations that may end with an exception that nobody foresaw; one
-    more ends the run."""
+    """Unexpected exceptions allowed in an attempt, counted over groups and evaluation completions.
+    One more ends the run."""
     least_usable: int = 2
-    """Usable trajectories without which a group is dropped: one that is compared with its siblings
-    needs another."""
+    """A group with fewer usable trajectories is dropped. With most advantages a trajectory is
+    compared with its siblings, so it needs at least one."""
     filter_zero_variance: bool = False
-    """Groups whose rewards are all equal are filtered: their advantages are zero, and another group
-    takes their slot."""
+    """Filter groups whose rewards are all equal. Their advantages are zero, so another group takes
+    their slot."""
     checkpoint_every: int = 0
+    """Versions between two checkpoints; 0 = only one, after the last step."""
     check_every: int = 0
-    """Versions between two log-prob checks; 0 = none but the one at start."""
+    """Versions between two log-prob checks; 0 = only one, at the start."""
     evaluate_every: int = 0
+    """Versions between two evaluations; 0 = only the first and the last version."""
     evaluate_in_flight: bool = False
-    """Evaluate over changing versions: no replica is held for an evaluation, and none holds
-    publishing up."""
+    """Evaluate while versions change: an evaluation reserves no replica and does not block
+    publishing."""
 
 
 class LogprobCheck(Protocol):
-    """Generator against learner on probe prompts, at one version."""
+    """Compares the log-probs of generators and learner on probe prompts, at one version."""
 
     async def at_gather(self, version: int) -> None:
-        """Learner's side; called between two steps."""
+        """Compute the learner's log-probs. Called between two steps."""
         ...
 
     async def after_commit(self, version: int) -> Mapping[str, float]:
-        """Generators' side, and the comparison. Raises RuntimeError past the tolerance."""
+        """Compute the generators' log-probs and return metrics of the difference.
+
+        Raises:
+            RuntimeError: the difference exceeds the tolerance.
+        """
         ...
 
 
 Evaluate = Callable[[int, str | None], Awaitable[Mapping[str, float]]]
-"""Evaluate the committed version given, on the replica that is held at it (None: on all of them).
-Raises EvaluationLostError if that one is gone."""
+"""Evaluate a committed version, on the replica that is held at it (None: on all replicas). Raises
+EvaluationLostError if the held replica is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnderEvaluation:
-    """The version that is evaluated just now."""
+    """The version that is being evaluated."""
 
     version: int
     replica: str | None = None
-    """The replica that keeps it; None: none does."""
-    holds_flips: bool = True
-    """Whether nothing is published meanwhile."""
+    """The replica that is held at the version, if any."""
+    blocks_publishing: bool = True
+    """Whether publishing waits until the evaluation ends."""
 
 
 @dataclass(slots=True)
 class Parts:
-    """The stations as the coordinator sees them. `evaluate`, `check` and `concurrency` are
-    optional; without the last, only the pace holds groups back."""
+    """The stations, as the protocols that the coordinator needs. `checkpoints`, `evaluate`, `check`
+    and `concurrency` are optional. Without `concurrency`, only the pace limits running groups."""
 
     prompts: PromptSource
     rollouts: Rollouts
@@ -127,7 +133,7 @@ class Coordinator:
     ) -> None:
         """
         Args:
-            restored: the groups that waited in the checkpoint, as `state.waiting` lists them.
+            restored: the groups that waited in the checkpoint, in the order of `state.waiting`.
         """
         self.parts = parts
         self.schedule = schedule
@@ -146,18 +152,19 @@ class Coordinator:
         self.in_publication: Manifest | None = None
         self.evaluation: UnderEvaluation | None = None
         self.evaluation_lost = False
-        """Whether the replica of the last one is gone."""
+        """Whether the last evaluation lost its replica."""
         self.learning_done = False
         self.publishing_done = False
         self.evaluations_due = {0} if state.version == 0 else set(state.evaluations_due)
         self._condition = asyncio.Condition()
         self._given_up: list[int] = []
-        """Groups dropped while they waited to be scored; their worker may forget them."""
+        """Groups dropped while they waited to be scored. Their rollout worker may forget them."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """Rollouts under way, by ordinal."""
+        """Running rollouts, by ordinal."""
 
     async def run(self) -> RunProgress:
-        """Train to the last version, commit and evaluate it. Raises what ended a loop too early."""
+        """Train to the last version, then commit and evaluate it. An exception that ends a loop
+        early is raised."""
         endless = {"rollouts": self._rollouts, "scoring": self._scoring}
         finite = {
             "learning": self._learning,
@@ -188,8 +195,7 @@ class Coordinator:
         self.progress.phase = "done"
         return self.progress
 
-    # rollouts: prompts, slots → groups. Waits for a slot, then for a completion. Never ends by
-    # itself.
+    # rollouts: prompts, slots → groups. Waits for a slot, then for a completion. Never ends.
 
     async def _rollouts(self) -> None:
         async with asyncio.TaskGroup() as groups:
@@ -226,8 +232,8 @@ class Coordinator:
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
-            # A part cancelled what it did for this group. As a cancelled task the group would hold
-            # its slot for ever.
+            # A station cancelled its work for this group. If the error were re-raised, the group
+            # would keep its slot forever.
             await self._fail_rollout(prompt.ordinal, unforeseen(f"group {prompt.ordinal}", error))
             return
         async with self._changing():
@@ -241,23 +247,23 @@ class Coordinator:
             self.buffer.finished(prompt.ordinal, finished.oldest_version, finished.tokens)
             self.books.running(self.buffer.running)
 
-    async def _fail_rollout(self, ordinal: int, why: str) -> None:
+    async def _fail_rollout(self, ordinal: int, reason: str) -> None:
         async with self._changing():
             group = self.buffer.groups.get(ordinal)
-            # A lost group's first copy may have been scored after all.
+            # The first copy of a group that seemed lost may have been scored already.
             if group is not None and group.scored is None:
-                self._fail(ordinal, why)
+                self._fail(ordinal, reason)
 
-    def _fail(self, ordinal: int, why: str) -> None:
-        """The group has failed: its outcome gets the first line, and what nobody foresaw is
-        counted."""
-        self._end(ordinal, "failed", why.partition("\n")[0])
-        if why.startswith(UNFORESEEN):
-            self.books.errors(1, why)
+    def _fail(self, ordinal: int, reason: str) -> None:
+        """End a group as failed, with the first line of the reason. Count an unexpected
+        exception."""
+        self._end(ordinal, "failed", reason.partition("\n")[0])
+        if reason.startswith(UNFORESEEN):
+            self.books.errors(1, reason)
 
     def _shared(self, replica: str) -> bool:
-        """Whether an evaluation loads this replica too: what its engine says meanwhile is not of
-        the rollouts alone."""
+        """Whether an evaluation uses this replica too. Its engine's load then does not come from
+        rollouts alone."""
         return self.evaluation is not None and self.evaluation.replica in (None, replica)
 
     # scoring: groups → scored groups in the buffer. Waits for rewards. Never ends.
@@ -309,12 +315,13 @@ class Coordinator:
                 self._end(
                     ordinal,
                     "dropped",
-                    "stale: it waited in the checkpoint, and staleness or batch are smaller now",
+                    "stale: it waited in the checkpoint, and max_staleness or the batch is smaller"
+                    " now",
                 )
         await self._gather()
         async with self._when(lambda: self.progress.committed >= self.first_version):
-            # The first check asks the learner at that version, and groups of a checkpoint could be
-            # trained before it.
+            # The first check needs the learner at this version, but restored groups could start a
+            # step at once.
             pass
         while self.progress.version < self.schedule.max_steps:
             self.progress.phase = "training"
@@ -330,9 +337,8 @@ class Coordinator:
                     batch, result, {"time/learner_waited_s": waited, "time/step_s": clock() - began}
                 )
             try:
-                await (
-                    self.parts.recorder.flushed()
-                )  # a reader of a step finds its outcomes, also after a kill
+                # A reader who finds a step must find its outcomes, even after a kill.
+                await self.parts.recorder.flushed()
             finally:
                 self.books.record("step", self.progress.version, metrics)
                 if result.note:
@@ -356,8 +362,8 @@ class Coordinator:
             self.learning_done = True
 
     async def _next_batch(self) -> tuple[list[Scored], float]:
-        """Waits for a batch; gathers the newest version meanwhile, as soon as the publication
-        before it ends. Returns the gathers' seconds as well."""
+        """Wait for a batch. While waiting, gather the newest version once the current publication
+        ends. Returns the batch and the seconds spent gathering."""
         clock, gathering = asyncio.get_running_loop().time, 0.0
         while True:
             async with self._when(lambda: self._gather_due() or self._cut_due()):
@@ -389,9 +395,9 @@ class Coordinator:
 
     def _settle(
         self, batch: list[Scored], result: StepResult, times: Mapping[str, float]
-    ) -> dict[str, Any]:
-        """The batch has its outcome; an applied step is the next policy version. Returns the step's
-        metrics."""
+    ) -> dict[str, object]:
+        """Give the batch its outcome and return the step's metrics. An applied step makes the next
+        policy version."""
         progress = self.progress
         progress.attempted += 1
         trained_at = progress.version
@@ -414,7 +420,7 @@ class Coordinator:
         return {**metrics, **times, **self._slots(), **self.books.since_last_step()}
 
     def _slots(self) -> dict[str, object]:
-        """How many groups are where, and what limits them."""
+        """Metrics of the groups in each state, and of the concurrency limit."""
         limit = self.parts.concurrency
         return {
             "control/running": self.buffer.running,
@@ -424,8 +430,8 @@ class Coordinator:
         }
 
     async def _gather(self) -> None:
-        """Put the newest applied version up for publication. Called between two steps: it is a
-        collective."""
+        """Gather the newest applied version for publication. Called between two steps, because
+        gathering is a collective of the learner's ranks."""
         version = self.progress.version
         clock = asyncio.get_running_loop().time
         started = clock()
@@ -456,15 +462,15 @@ class Coordinator:
         started = clock()
         groups = [group.scored for group in self.buffer.waiting() if group.scored is not None]
         state = self.state()
-        # the checkpoint counts on every outcome so far, also on those since the last step
+        # A resume relies on every outcome so far, including those since the last step.
         self._flush_outcomes()
         await self.parts.recorder.flushed()
         await self.parts.checkpoints.write(state, groups, self.parts.learner, self.parts.scores)
         self.books.record("checkpoint", version, {"checkpoint/save_s": clock() - started})
 
     def state(self) -> State:
-        """What a resume needs of control. Groups that are generated or scored just now have no
-        outcome and do not wait yet: they are made again."""
+        """The coordinator's part of a checkpoint. A resume generates again the groups that are now
+        being generated or scored."""
         frontier = self.buffer.frontier
         return replace(
             self.start_state,
@@ -488,7 +494,8 @@ class Coordinator:
         while True:
             async with self._when(
                 lambda: (
-                    not self.flips_held and (self.in_publication is not None or self.learning_done)
+                    not self.publishing_blocked
+                    and (self.in_publication is not None or self.learning_done)
                 )
             ):
                 manifest = self.in_publication
@@ -508,7 +515,7 @@ class Coordinator:
             self.publishing_done = True
 
     async def _push(self, manifest: Manifest) -> PushReport:
-        """Once more after a failure; then the run ends with the cause."""
+        """Push a version, with one retry. A second failure ends the run."""
         try:
             return await self.parts.weights.push(manifest)
         except RuntimeError as error:
@@ -551,8 +558,10 @@ class Coordinator:
                 }
 
     async def _evaluate(self, evaluate: Evaluate, version: int) -> bool:
-        """False: the replica is gone. It is done again at the version that is committed then, on
-        all replicas: prompts that end engines do so once."""
+        """Evaluate a version. False if its replica is gone.
+
+        The next evaluation then runs on all replicas, at the version that is committed by then. So
+        prompts that crash an engine cost only one held replica."""
         try:
             async with self._replica_at(version) as replica:
                 metrics = await evaluate(version, replica)
@@ -564,15 +573,17 @@ class Coordinator:
         if errors := int(metrics.get("eval/errors", 0)):
             self.books.errors(
                 errors,
-                f"evaluation of version {version}: {errors} completions; driver.log has the first"
-                " one's stack",
+                f"evaluation of version {version}: {errors} completions; driver.log has the stack"
+                " of the first",
             )
         return True
 
     @asynccontextmanager
     async def _replica_at(self, version: int) -> AsyncIterator[str | None]:
-        """Let a replica keep the version, and the others go on; None: all of them have the version,
-        or will not keep it. Nothing follows the last one."""
+        """Hold one replica at the version while publishing continues to the others. Yields None if
+        the evaluation uses all replicas.
+
+        The last version needs no held replica, because no version follows it."""
         in_flight, last = self.schedule.evaluate_in_flight, version >= self.schedule.max_steps
         replica = (
             None
@@ -582,7 +593,7 @@ class Coordinator:
         try:
             async with self._changing():
                 self.evaluation = UnderEvaluation(
-                    version, replica, holds_flips=replica is None and not in_flight
+                    version, replica, blocks_publishing=replica is None and not in_flight
                 )
             yield replica
         finally:
@@ -590,9 +601,9 @@ class Coordinator:
                 await self.parts.weights.release(replica)
 
     @property
-    def flips_held(self) -> bool:
+    def publishing_blocked(self) -> bool:
         """Whether publishing waits for an evaluation."""
-        return self.evaluation is not None and self.evaluation.holds_flips
+        return self.evaluation is not None and self.evaluation.blocks_publishing
 
     def _evaluation_due(self) -> bool:
         return any(due <= self.progress.committed for due in self.evaluations_due)
@@ -620,7 +631,7 @@ class Coordinator:
 
     @asynccontextmanager
     async def _when(self, predicate: Callable[[], bool]) -> AsyncIterator[None]:
-        """Wait until the predicate holds, then change shared state while it does."""
+        """Wait until the predicate is true, then change shared state under the lock."""
         async with self._condition:
             await self._condition.wait_for(predicate)
             yield
@@ -628,7 +639,7 @@ class Coordinator:
 
     @asynccontextmanager
     async def _changing(self) -> AsyncIterator[None]:
-        """Change shared state, then let every loop look again."""
+        """Change shared state under the lock, then wake every loop that waits."""
         async with self._condition:
             yield
             self._changed()
@@ -638,15 +649,15 @@ class Coordinator:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody has cancelled this task, rather than that what it waits for was
-    cancelled."""
+    """Whether this task was cancelled. If not, the task or future that it awaited was."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _raise_cause(task: asyncio.Task[None]) -> None:
-    """Raise what ended the task: of an exception group, the first cause."""
-    if task.cancelled():  # a CancelledError would read as if a person had interrupted the run
+    """Raise the exception that ended the task. From an exception group, raise the first one."""
+    if task.cancelled():
+        # A bare CancelledError would look as if the user had interrupted the run.
         raise RuntimeError(
             f"the {task.get_name()} loop ended: a part of the run cancelled what it waited for"
         )

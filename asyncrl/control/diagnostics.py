@@ -1,5 +1,5 @@
-"""What a step's batch says about the run: staleness, rewards, lengths. Pure; names are explained in
-docs/metrics.md."""
+"""Metrics of a step's batch: staleness, rewards and lengths. Pure functions. docs/how_to/metrics.md
+explains each name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MASKED = ("unscored", "bad_logprob", "over_long", "no_token")
 def batch_metrics(
     batch: Sequence[Scored], version: int, max_staleness: int
 ) -> dict[str, float | list[int]]:
-    """Metrics of the batch that the learner trained at `version`. Means are over groups, those of
-    rewards over usable trajectories, those of lengths over all."""
+    """Metrics of the batch that the learner trained at `version`. Means of rewards are over usable
+    trajectories, means of lengths over all trajectories, and other means over groups."""
     staleness = [version - scored.oldest_version for scored in batch]
     counted = Counter(staleness)
     rewards = [reward for scored in batch for reward in scored.rewards]
@@ -43,19 +43,19 @@ def batch_metrics(
 
 
 def _by_source(batch: Sequence[Scored]) -> dict[str, float | list[int]]:
-    """Each source's share of the groups, and the mean reward of its usable trajectories."""
+    """Each data source's share of the groups, and the mean reward of its usable trajectories."""
     metrics: dict[str, float | list[int]] = {}
     for source in sorted({scored.source for scored in batch if scored.source is not None}):
-        theirs = [scored for scored in batch if scored.source == source]
-        rewards = [reward for scored in theirs for reward in scored.rewards]
-        metrics[f"source/{source}_share"] = len(theirs) / len(batch)
+        groups = [scored for scored in batch if scored.source == source]
+        rewards = [reward for scored in groups for reward in scored.rewards]
+        metrics[f"source/{source}_share"] = len(groups) / len(batch)
         metrics[f"source/{source}_reward"] = sum(rewards) / len(rewards) if rewards else math.nan
     return metrics
 
 
 def scoring_metrics(arrived: Sequence[Scored]) -> dict[str, float]:
-    """Metrics of the groups that were scored since the step before, whatever became of them; NaN
-    without any."""
+    """Metrics of all groups that were scored since the previous step, including those that were
+    filtered or dropped. NaN if there are none."""
     trajectories = _trajectories(arrived)
     zero_variance = sum(len(set(scored.rewards)) == 1 for scored in arrived)
     counts = {status: sum(scored.masked.get(status, 0) for scored in arrived) for status in MASKED}

@@ -1,4 +1,4 @@
-"""The staleness rule: pace, bound and cut, each one formula."""
+"""The staleness rule: pace, bound and cut, with one formula each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ __all__ = ["Staleness"]
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """S = max_staleness versions, B = groups_per_step groups.
+    """Decides when a group may be admitted, when it is too stale, and when a batch may be cut.
 
-    Staleness of a trajectory = the learner's version when it trains it - the oldest version among
-    its tokens.
+    The staleness of a trajectory is the learner's version when it trains it, minus the oldest
+    version among its tokens. In the formulas, S = max_staleness (in versions) and
+    B = groups_per_step.
 
-    on_stale `wait`: a batch is cut only if everything left can still be trained in time. `drop`: it
-    is cut as soon as it is full, and whatever can no longer be trained in time is dropped;
-    `over_sampling` further groups are then admitted, and the fastest win.
+    With on_stale `wait`, a batch is cut only if all groups that remain can still be trained in
+    time. With `drop`, a batch is cut as soon as it is full, and groups that become too stale are
+    dropped. `over_sampling` more groups are then admitted, so that the fastest groups are trained.
     """
 
     max_staleness: int
@@ -27,9 +28,11 @@ class Staleness:
     over_sampling: int = 0
 
     def may_admit(self, outstanding: int, learner_version: int, committed: int) -> bool:
-        """Pace: outstanding < (S + 1 - lag) * B + over_sampling, lag = learner_version - committed;
-        without over-sampling, all of that can be trained in time. At lag > S a group would begin
-        too old."""
+        """Pace: whether one more group may be admitted.
+
+        The rule is outstanding < (S + 1 - lag) * B + over_sampling, with
+        lag = learner_version - committed. Without over-sampling, all these groups can be trained in
+        time. At lag > S, a new group would be too stale from the start."""
         lag = learner_version - committed
         return (
             lag <= self.max_staleness
@@ -38,16 +41,16 @@ class Staleness:
         )
 
     def is_stale(self, oldest_version: int, learner_version: int) -> bool:
-        """Bound: trained at learner_version, a group begun at this version would be staler than
-        S."""
+        """Bound: whether a group with this oldest version is too stale to be trained at
+        `learner_version`."""
         return learner_version - oldest_version > self.max_staleness
 
     def may_cut(self, left: Sequence[int], learner_version: int) -> bool:
-        """May a batch be cut at v that leaves outstanding groups begun at the versions `left`?
-        Always under `drop`.
+        """Cut: whether a batch may be cut at v = `learner_version`, if groups with the oldest
+        versions `left` then remain outstanding. Always true with `drop`.
 
-        Under `wait`, for every j = 0 … S, at most j * B of them may have begun at v - S + j or
-        before: so many can be trained before they expire.
+        With `wait`, at most j * B of those groups may have an oldest version of v - S + j or less,
+        for each j = 0 … S. The learner can train that many before they expire.
         """
         if self.on_stale == "drop":
             return True

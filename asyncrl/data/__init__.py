@@ -6,7 +6,7 @@ from asyncrl.runtime.exports import lazy_exports
 
 __getattr__ = lazy_exports(
     __name__,
-    ROWS_PER_BLOCK="prompts",
+    ROWS_PER_BLOCK="prompt_stream",
     RowsByNumber="sources",
     read_prompts="prompts",
 )

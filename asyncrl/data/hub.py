@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import Any
 
 import filelock
 import httpx2
@@ -82,30 +81,41 @@ def download_dataset(
 
 
 def _from_hub(name: str, split: str, subset: str | None, revision: str | None, cache: Path) -> Path:
-    where: dict[str, Any] = {"repo_type": "dataset", "cache_dir": cache}
     info = HfApi().dataset_info(name, revision=revision)
     names = [one.rfilename for one in info.siblings or []]
     text = None
     if README in names:
-        readme = Path(hf_hub_download(name, README, revision=info.sha, **where))
-        text = readme.read_text(errors="replace")
+        readme = hf_hub_download(
+            name, README, revision=info.sha, repo_type="dataset", cache_dir=cache
+        )
+        text = Path(readme).read_text(errors="replace")
     files = data_files(names, text, split, subset)
     # A branch's name, not its commit, so that the cache knows what it stood for.
-    wanted: dict[str, Any] = {
-        "allow_patterns": [README, *map(_literal, files)],
-        "revision": revision,
-    }
-    return Path(snapshot_download(name, **where, **wanted))
+    folder = snapshot_download(
+        name,
+        repo_type="dataset",
+        revision=revision,
+        cache_dir=cache,
+        allow_patterns=[README, *map(_literal, files)],
+    )
+    return Path(folder)
 
 
 def _from_cache(
     name: str, split: str, subset: str | None, revision: str | None, cache: Path
 ) -> Path:
-    where: dict[str, Any] = {"repo_type": "dataset", "revision": revision, "cache_dir": cache}
-    local = functools.partial(snapshot_download, name, local_files_only=True, **where)
+    local = functools.partial(
+        snapshot_download,
+        name,
+        repo_type="dataset",
+        revision=revision,
+        cache_dir=cache,
+        local_files_only=True,
+    )
     folder = Path(local(allow_patterns=[README]))
     try:
-        names = [entry.path for entry in get_cached_repo_tree(name, **where)]
+        tree = get_cached_repo_tree(name, repo_type="dataset", revision=revision, cache_dir=cache)
+        names = [entry.path for entry in tree]
     except CachedRepoTreeNotFoundError:  # fetched by an older version of huggingface_hub
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
     readme = folder / README

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -68,7 +67,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _parsed(line: bytes, number: int) -> dict[str, Any]:
+def _parsed(line: bytes, number: int) -> dict[str, object]:
     if line.lstrip().startswith(b"["):
         raise ValueError(f"line {number} begins a JSON array; write one object in each line")
     try:
@@ -87,7 +86,7 @@ def _parsed(line: bytes, number: int) -> dict[str, Any]:
     raise ValueError(f"line {number} holds no JSON object; write one object in each line")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A JSON object. Which of two values of one key was meant would be a guess."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -100,7 +99,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _table(rows: list[dict[str, Any]], places: list[int]) -> pa.Table:
+def _table(rows: list[dict[str, object]], places: list[int]) -> pa.Table:
     names = dict.fromkeys(name for row in rows for name in row)
     fields, arrays = [], []
     for name in names:
@@ -114,22 +113,22 @@ def _table(rows: list[dict[str, Any]], places: list[int]) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
 
-def _field(name: str, values: list[Any]) -> pa.Field:
+def _field(name: str, values: list[object]) -> pa.Field:
     kinds = {type(value) for value in values if value is not None}
     if not kinds:
         return pa.field(name, pa.null())
     kind = PLAIN.get(kinds.pop()) if len(kinds) == 1 else None
-    if kind is None or (kind == pa.int64() and not _fit(values)):
+    if kind is None or (kind == pa.int64() and not all(map(_fits, values))):
         return json_field(name)
     return pa.field(name, kind)
 
 
-def _fit(values: list[Any]) -> bool:
-    """Whether all integers have 64 bits or fewer."""
-    return all(value is None or -(1 << 63) <= value < 1 << 63 for value in values)
+def _fits(value: object) -> bool:
+    """Whether an integer has 64 bits or fewer. Other values are not judged."""
+    return not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
 
 
-def _half_character(name: str, values: list[Any], places: list[int]) -> str:
+def _half_character(name: str, values: list[object], places: list[int]) -> str:
     """The line of the first value that no UTF-8 text can hold, or of its key."""
     texts = [name + (json_text(value) or "") for value in values]
     broken = next(place for place, text in enumerate(texts) if SURROGATE.search(text))

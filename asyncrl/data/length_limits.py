@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -114,11 +114,14 @@ class LengthReport:
         return self.rows - self.dropped - self.refused
 
     def __add__(self, other: LengthReport) -> LengthReport:
-        sums: dict[str, Any] = {
-            field.name: getattr(self, field.name) + getattr(other, field.name)
-            for field in fields(self)
-        }
-        return LengthReport(**sums)
+        return LengthReport(
+            self.rows + other.rows,
+            self.prompt + other.prompt,
+            self.completion + other.completion,
+            self.whole + other.whole,
+            self.no_completion + other.no_completion,
+            self.no_prompt + other.no_prompt,
+        )
 
     def metrics(self) -> dict[str, int]:
         """The counts by name: `rows`, `used`, `no_completion`, `no_prompt`, and `<limit>_rows`,
@@ -223,26 +226,17 @@ def truncate(
         TooLongError: a row is above a limit whose policy is `error`.
         ValueError: the columns are no list columns of one length.
     """
-    arrays = {name: _whole(column) for name, column in completions.items()}
     prompt_array = _whole(prompts)
+    arrays = {name: _whole(column) for name, column in completions.items()}
     rows = len(prompt_array)
     found = {name: len(array) for name, array in arrays.items()}
     if any(count != rows for count in found.values()):
         raise ValueError(f"{rows} prompts do not go with completions of {found} rows")
-    prompt = _parts(prompt_array)
-    answers = {name: _parts(array) for name, array in arrays.items()} or {
+    parts = {name: _parts(array) for name, array in arrays.items()} or {
         TO_GENERATE: _Parts(np.zeros(rows, np.int64), np.ones(rows, np.int64))
     }
-    alive = np.ones(rows, dtype=bool)
-    effects: list[_Effect] = []
-    for limit, stage in (
-        (limits.prompt, _cut_prompt),
-        (limits.completion, _cut_completions),
-        (limits.whole, _cut_whole),
-    ):
-        prompt, answers, effect = _apply(limit, stage, prompt, answers, alive, first_row)
-        alive = alive & ~effect.dropped
-        effects.append(effect)
+    prompt, answers, effects = _apply_all(limits, _parts(prompt_array), parts, first_row)
+    alive = ~np.logical_or.reduce([effect.dropped for effect in effects])
     empty = [part.lengths == 0 for part in answers.values()]
     without_completion = alive & np.logical_or.reduce(empty)
     without_prompt = alive & ~without_completion & (prompt.lengths == 0)
@@ -263,6 +257,23 @@ def truncate(
             int(without_prompt.sum()),
         ),
     )
+
+
+def _apply_all(
+    limits: Limits, prompt: _Parts, answers: dict[str, _Parts], first_row: int
+) -> tuple[_Parts, dict[str, _Parts], list[_Effect]]:
+    """Apply the limits in order: the parts that are kept, and each limit's effect."""
+    alive = np.ones(len(prompt.lengths), dtype=bool)
+    effects: list[_Effect] = []
+    for limit, stage in (
+        (limits.prompt, _cut_prompt),
+        (limits.completion, _cut_completions),
+        (limits.whole, _cut_whole),
+    ):
+        prompt, answers, effect = _apply(limit, stage, prompt, answers, alive, first_row)
+        alive = alive & ~effect.dropped
+        effects.append(effect)
+    return prompt, answers, effects
 
 
 @dataclass(frozen=True, slots=True)

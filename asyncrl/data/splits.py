@@ -11,7 +11,6 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import yaml
 
@@ -108,7 +107,7 @@ def _name_splits(names: Sequence[str], subset: str | None) -> dict[str, list[str
     return {"train": splits[""]} if set(splits) == {""} else splits
 
 
-def _configs(readme: str | None) -> list[dict[str, Any]]:
+def _configs(readme: str | None) -> list[dict[str, object]]:
     """The `configs` of the README's front matter that name data files."""
     if readme is None or not readme.startswith("---"):
         return []
@@ -122,7 +121,7 @@ def _configs(readme: str | None) -> list[dict[str, Any]]:
     return [one for one in configs if isinstance(one, dict) and one.get("data_files")]
 
 
-def _chosen(configs: Sequence[dict[str, Any]], subset: str | None) -> dict[str, Any]:
+def _chosen(configs: Sequence[dict[str, object]], subset: str | None) -> dict[str, object]:
     by_name = {str(one.get("config_name", "default")): one for one in configs}
     default = [one for one in configs if one.get("default")] or configs[:1]
     if subset is None and (len(by_name) == 1 or "default" in by_name or default[0].get("default")):
@@ -134,7 +133,7 @@ def _chosen(configs: Sequence[dict[str, Any]], subset: str | None) -> dict[str, 
 
 
 def _config_splits(
-    configs: Sequence[dict[str, Any]], names: Sequence[str], subset: str | None
+    configs: Sequence[dict[str, object]], names: Sequence[str], subset: str | None
 ) -> dict[str, list[str]]:
     """Split → files that match the patterns of the chosen configuration."""
     splits: dict[str, list[str]] = {}
@@ -149,14 +148,22 @@ def _config_splits(
     return splits
 
 
-def _patterns(given: Any) -> list[tuple[str, list[str]]]:
-    """(Split, patterns) in any of the forms that the hub takes."""
+def _patterns(given: object) -> list[tuple[str, list[str]]]:
+    """(Split, patterns) in any of the forms that the hub takes.
+
+    Raises KeyError, TypeError or AttributeError for another form.
+    """
+    if isinstance(given, str):
+        given = [given]
     if isinstance(given, dict):
-        given = [{"split": split, "path": path} for split, path in given.items()]
-    elif isinstance(given, str) or isinstance(given[0], str):
-        given = [{"split": "train", "path": given}]
-    paths = [(str(one["split"]), one["path"]) for one in given]
-    return [(split, [path] if isinstance(path, str) else path) for split, path in paths]
+        pairs = [*given.items()]
+    elif not isinstance(given, list):
+        raise TypeError(f"data_files is {type(given).__name__}")
+    elif isinstance(given[0], str):
+        pairs = [("train", given)]
+    else:
+        pairs = [(entry["split"], entry["path"]) for entry in given]
+    return [(str(split), [path] if isinstance(path, str) else path) for split, path in pairs]
 
 
 def _matches(name: str, pattern: str) -> bool:

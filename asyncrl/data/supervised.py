@@ -10,11 +10,10 @@ import pyarrow as pa
 from asyncrl.config import ConfigError
 from asyncrl.contracts.columns import column_values
 from asyncrl.data.length_limits import LengthReport, TooLongError, truncate
-from asyncrl.data.prompts import (
-    ROWS_PER_CHECK,
+from asyncrl.data.prompts import ROWS_PER_CHECK, in_turn
+from asyncrl.data.rendering import (
     TOKENS,
     Data,
-    in_turn,
     limits,
     named,
     read_prompt_rows,

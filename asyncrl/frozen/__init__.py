@@ -1,1 +1,1 @@
-"""Models that only score: the reference policy."""
+"""Frozen models, which only score tokens: the reference policy."""

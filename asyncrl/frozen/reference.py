@@ -1,20 +1,21 @@
-"""The frozen reference policy of a KL term: a process of its own, asked by the scoring stream, far
-from the learner's memory.
+"""The frozen reference policy of a KL term. It runs in a separate process, so it uses none of the
+learner's memory, and answers the scoring stream.
 
-It imports torch in that process: the driver, which starts it, needs none.
+That process imports torch. The driver, which starts it, does not.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
 
 from asyncrl.frozen.spec import ReferenceSpec
 from asyncrl.runtime.environment import claim_caches, passed_on
+from asyncrl.runtime.ray_objects import Actor
 
 if TYPE_CHECKING:
     from asyncrl.models.micro_batches import TokenRow
@@ -50,38 +51,35 @@ class Reference:
         check_isolation(self.policy, vocabulary, self.device, dtype, spec.path, self.policy.packing)
 
     def ready(self) -> None:
-        """Answers once the model is loaded."""
+        """Return once the model is loaded."""
 
     def logprobs(self, rows: Sequence[TokenRow]) -> list[np.ndarray]:
-        """Log-probs [C] float32 of each row's second ids after its first, in nats, at the rollouts'
-        temperature. A row without second ids has none."""
+        """Log-probs [C] float32 of each row's C second ids, given its first, in nats at the
+        rollouts' temperature."""
         import torch
 
         from asyncrl.models.micro_batches import micro_batch, token_example
         from asyncrl.packing.packing import pack
 
-        asked = [index for index, (_, following) in enumerate(rows) if len(following)]
-        examples = [token_example(rows[index]) for index in asked]
+        scored = [index for index, (_, following) in enumerate(rows) if len(following)]
+        examples = [token_example(rows[index]) for index in scored]
         found = [np.zeros(0, dtype=np.float32)] * len(rows)
+        lengths = [len(example.tokens) for example in examples]
+        limit = self.spec.learner.max_tokens_per_gpu
         with torch.no_grad():
-            lengths, cap = (
-                [len(example.tokens) for example in examples],
-                self.spec.learner.max_tokens_per_gpu,
-            )
-            for indices in pack(
-                lengths, cap, 1, one_each=self.policy.packing == "none"
-            ).micro_batches[0]:
+            packed = pack(lengths, limit, 1, one_each=self.policy.packing == "none")
+            for indices in packed.micro_batches[0]:
                 batch = micro_batch(examples, indices, self.device)
                 values, *_ = self.policy(batch)
                 for place, part in zip(
                     batch.order, values.cpu().split(list(batch.counts)), strict=True
                 ):
-                    found[asked[place]] = part.numpy()
+                    found[scored[place]] = part.numpy()
         return found
 
 
-def start_reference(spec: ReferenceSpec) -> Any:
-    """A Ray actor of `Reference`. Ray restarts it if it dies, and asks again."""
+def start_reference(spec: ReferenceSpec) -> Actor:
+    """Start a Ray actor of `Reference`. If it dies, Ray restarts it and repeats the calls."""
     gpus = 1.0 if spec.learner.device == "cuda" else 0.0
     environment = passed_on(os.environ) | {
         "OMP_NUM_THREADS": str(spec.learner.num_threads),

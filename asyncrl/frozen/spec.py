@@ -1,4 +1,4 @@
-"""What the reference policy's process knows of a run."""
+"""The reference policy's part of a run's settings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class ReferenceSpec:
     """The settings of one run that its reference policy needs."""
 
     learner: LearnerConfig
-    """Device, type, packing and threads are the learner's."""
+    """The reference policy uses the learner's device, type, packing and threads."""
     path: str
     """Hugging Face checkpoint directory of the frozen weights."""
     temperature: float
-    """Of the rollouts: log-probs are those of the distribution sampled from."""
+    """The rollouts' temperature: log-probs are those of the distribution that was sampled from."""
     num_cpus: float
     """Logical CPUs that the process declares to Ray."""

@@ -8,5 +8,5 @@ __getattr__ = lazy_exports(
     __name__,
     Engine="engine",
     GeneratorApp="settings",
-    engine_environment="engine",
+    engine_environment="arguments",
 )

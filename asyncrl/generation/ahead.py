@@ -1,9 +1,9 @@
-"""The engine's process, started before vLLM asks for it, so that both sides of an engine import
-vLLM at the same time.
+"""The engine's process, started before vLLM asks for it: both sides of an engine import vLLM at the
+same time.
 
-That import is most of an engine's start, and vLLM makes one after the other. A fork of a process
-that has it is no way out: with torch, Ray or CUDA loaded it is unsafe, and in a Ray actor vLLM
-refuses it.
+That import is most of an engine's start, and vLLM makes one import after the other. A fork of a
+process that has imported vLLM does not help. With torch, Ray or CUDA loaded it is unsafe, and vLLM
+does not fork in a Ray actor.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _handing = threading.Lock()
 
 
 class AheadProcess:
-    """A spawned process that prepares itself and then waits for what it is to run. It ends with the
-    one that spawned it.
+    """A spawned process that prepares itself and then waits for its target. It ends with the
+    process that spawned it.
 
-    To vLLM it is the multiprocessing context and the process that it makes there: `Process(...)`,
-    `start()`, and then all that a process has. As a context manager it kills the process if the
-    block fails, or if nobody has given it work.
+    vLLM takes it for a multiprocessing context and for the process that this context makes. It
+    calls `Process(...)` and `start()`, and then uses the attributes of a process. As a context
+    manager it kills the process if the block fails or has not started it.
     """
 
     def __init__(self, prepare: Callable[[], None]) -> None:
         context = multiprocessing.get_context("spawn")
-        work, self._work = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run_what_comes, args=(prepare, work))
+        receiver, self._sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run_target, args=(prepare, receiver))
         self._process.start()
-        work.close()
-        # At its end Python waits for each process that it spawned, and this one would wait for its
-        # work.
+        receiver.close()
+        # At exit Python waits for each process that it spawned, and this one would wait for its
+        # target.
         self._at_exit = multiprocessing.util.Finalize(None, self._process.kill, exitpriority=0)
-        self._target: tuple[Callable[..., None], Mapping[str, Any]] | None = None
+        self._target: tuple[Callable[..., None], Mapping[str, object]] | None = None
 
     def __enter__(self) -> AheadProcess:
         return self
@@ -59,23 +59,23 @@ class AheadProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None or not self._work.closed:
+        if error is not None or not self._sender.closed:
             self._process.kill()
             self._process.join()
-            self._work.close()
+            self._sender.close()
             self._at_exit.cancel()
 
     def Process(
-        self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]
+        self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, object]
     ) -> AheadProcess:  # multiprocessing's name
-        """This process, which is to run the target.
+        """Set the target and return this process.
 
         Raises:
             RuntimeError: it has a target already.
         """
         if self.taken:
             raise RuntimeError(
-                "vLLM asks for a second process of the engine, and one was started ahead"
+                "vLLM asks for a second process of the engine, and only one was started ahead"
             )
         self._process.name = name
         self._target = target, kwargs
@@ -87,22 +87,21 @@ class AheadProcess:
         return self._target is not None
 
     def start(self) -> None:
-        """Run the target, in the environment that the calling process has now."""
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # It has ended, as vLLM will see by its exit code.
-            self._work.send((self._process.name, dict(os.environ)))
-            self._work.send(self._target)
-        self._work.close()
+        """Run the target, in the calling process's current environment."""
+        # If the process has ended, vLLM learns that from its exit code.
+        with contextlib.suppress(BrokenPipeError):
+            self._sender.send((self._process.name, dict(os.environ)))
+            self._sender.send(self._target)
+        self._sender.close()
         self._at_exit.cancel()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._process, name)
 
 
 def keep_fatal_error(folder: str, record: logging.LogRecord) -> bool:
-    """A logger's filter that lets everything through. It writes down the exception that vLLM logs
-    before its engine's process ends: the process that waits for it learns only that it is gone."""
+    """A logging filter that passes every record. It writes down the exception that vLLM logs before
+    its engine's process ends: the parent process learns only that the process has ended."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None:
         (Path(folder) / FATAL).write_text(f"{type(error).__name__}: {' '.join(str(error).split())}")
@@ -110,7 +109,7 @@ def keep_fatal_error(folder: str, record: logging.LogRecord) -> bool:
 
 
 def fatal_error(folder: Path | None) -> str | None:
-    """What an engine's process died of, if it could still say so: one line."""
+    """The error that ended an engine's process, as one line; None if the process wrote none."""
     try:
         return (folder / FATAL).read_text() if folder else None
     except OSError:
@@ -118,30 +117,30 @@ def fatal_error(folder: Path | None) -> str | None:
 
 
 def import_engine(folder: str) -> None:
-    """What the process of an engine does first; its last error will be in `folder`. It imports no
-    model and no worker: some of them read, when they are imported, variables that vLLM sets while
-    it makes its config."""
+    """Prepare the process of an engine: import vLLM, and keep its last error in `folder`. It
+    imports no model and no worker: some of these read, at import, variables that vLLM sets while it
+    makes its config."""
     import vllm.v1.engine.core  # noqa: F401
     from vllm.utils.system_utils import set_process_title
 
-    # Titles lie where the process's first environment was: they can be set later only if one was
-    # before that changed.
+    # A title overwrites the memory of the process's first environment. A process that has no title
+    # when its environment changes cannot get one later.
     set_process_title("EngineCore")
-    # A handler would be gone when vLLM configures its logging once more.
+    # A filter, since vLLM configures its logging again and would remove a handler.
     logging.getLogger("vllm.v1.engine.core").addFilter(functools.partial(keep_fatal_error, folder))
 
 
 @contextlib.contextmanager
 def handed_to_vllm(process: AheadProcess) -> Iterator[None]:
-    """Within it, an engine that vLLM makes gets this process where it would have spawned one.
+    """Inside the block, an engine that vLLM makes uses this process instead of spawning one.
 
     Raises:
-        RuntimeError: none was made, or vLLM spawned one after all.
+        RuntimeError: vLLM made no engine, or spawned a process nevertheless.
     """
     utils: Any = importlib.import_module("vllm.v1.engine.utils")
     with _handing:
         get_mp_context = utils.get_mp_context
-        get_mp_context()  # for what it sets in the environment
+        get_mp_context()  # for the environment variables that it sets
         utils.get_mp_context = lambda: process
         try:
             yield
@@ -154,14 +153,14 @@ def handed_to_vllm(process: AheadProcess) -> Iterator[None]:
         )
 
 
-def _run_what_comes(prepare: Callable[[], None], work: Connection) -> None:
+def _run_target(prepare: Callable[[], None], receiver: Connection) -> None:
     prepare()
     try:
-        about, task = work.recv_bytes(), work.recv_bytes()
-    except (EOFError, OSError):  # nobody is there any more
+        about, task = receiver.recv_bytes(), receiver.recv_bytes()
+    except (EOFError, OSError):  # the parent process is gone
         return
-    work.close()
+    receiver.close()
     multiprocessing.current_process().name, environment = ForkingPickler.loads(about)
-    os.environ.update(environment)  # before the modules of the task are imported
+    os.environ.update(environment)  # before the task's modules are imported
     target, kwargs = ForkingPickler.loads(task)
     target(**kwargs)

@@ -1,5 +1,5 @@
-"""The generator application: built the same way for `serve deploy` and for a job that starts its
-own."""
+"""The Serve application of the generators. `serve deploy` and a job that starts its own generators
+build it the same way."""
 
 # No postponed annotations here: Serve reads the builder's annotation, and validates YAML arguments
 # against it only if it is a class.
@@ -7,24 +7,25 @@ own."""
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from ray import serve
 from ray.serve import context
 from ray.serve.config import ProxyLocation, RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentResponse
 from ray.serve.schema import ApplicationStatus
 
 from asyncrl.contracts.errors import EngineDiedError, GenerationTimeoutError, StaleReplicaError
 from asyncrl.contracts.messages import Generated, GenerateRequest, ReplicaStatus, WeightsId
-from asyncrl.generation.engine import engine_environment
+from asyncrl.generation.arguments import engine_environment
 from asyncrl.generation.replica import Generator
 from asyncrl.generation.router import VersionRouter
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.runtime.ray_objects import DEATHS
-from asyncrl.runtime.serve_calls import ask_all
+from asyncrl.runtime.serve_calls import Handle, ask_all
 
 __all__ = [
     "ServeGenerate",
@@ -40,38 +41,43 @@ __all__ = [
 
 logger = logging.getLogger("asyncrl")
 
+Answer = TypeVar("Answer")
+
 DEPLOYMENT = "Generator"
 
 MAX_ONGOING_REQUESTS = 100_000
-"""Requests that one replica accepts: vLLM queues them, and admission bounds them."""
+"""Requests that one replica accepts. vLLM queues them, and admission bounds their number."""
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
-"""Seconds between two tries of a request that no replica could take: doubled from the first to the
-longest."""
+"""Seconds between two tries of a request that no replica could answer: the first pause, doubled
+with each try up to the longest."""
 
 ROUTING_S = 1.0
-"""Seconds after which Serve asks a replica again whether it is held. Until then it may still get
-requests, and refuses those for newer weights."""
+"""Seconds between Serve's calls of `record_routing_stats`. Until the next call, a replica that has
+just been held may still get requests; it refuses those for newer weights."""
 
 LOGPROBS_DEADLINE_S = 300.0
-"""Seconds that scoring the probes may take. A replica that has not answered after half of them is
+"""Seconds that scoring the probes may take. A replica without an answer after half of this time is
 left out."""
 
+LOGPROBS_GRACE_S = 20.0
+"""Seconds after which answers from half of the replicas are enough for the log-prob check."""
+
 STATUS_S = 5.0
-"""Seconds that a replica gets to say where it is: less than the watchdog waits for all of them."""
+"""Seconds that a replica gets to report its status: less than the watchdog waits for all."""
 
 UNABLE = (StaleReplicaError, *DEATHS, DeploymentUnavailableError)
-"""What a replica raises that cannot answer now, and Serve when there is none: ask another, or
-later."""
+"""Errors of a replica that cannot answer now, or of Serve without a replica. The request is tried
+again, perhaps on another replica."""
 DIED = (EngineDiedError, *DEATHS)
-"""Those of a request under which its engine or replica ended."""
+"""Errors of a request whose engine or replica died."""
 
 
 def build_app(args: GeneratorApp, replica: type[Generator] | None = None) -> serve.Application:
-    """The Serve application of replicas of this class (default: `Generator`). Weights have no HTTP
-    route."""
+    """The Serve application of replicas of this class (default: `Generator`). No HTTP route takes
+    weights."""
     generator = args.generator
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "num_cpus": generator.num_cpus,
         "runtime_env": {"env_vars": engine_environment(generator.device)},
     }
@@ -87,8 +93,8 @@ def build_app(args: GeneratorApp, replica: type[Generator] | None = None) -> ser
         ray_actor_options=options,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         request_router_config=RequestRouterConfig(**routing),
-        # An event loop on a starved machine answers late: Serve replaces a replica after three
-        # checks in a row without an answer.
+        # An event loop on an overloaded machine answers late. Serve replaces a replica after three
+        # consecutive checks without an answer.
         health_check_period_s=5,
         health_check_timeout_s=args.stall_timeout_s / 3,
         graceful_shutdown_wait_loop_s=0.5,
@@ -98,15 +104,15 @@ def build_app(args: GeneratorApp, replica: type[Generator] | None = None) -> ser
     return deployment.bind(args.model_dump())
 
 
-def begin_generators(args: GeneratorApp, name: str) -> Any:
-    """Ask Serve for the application and return its handle at once; no HTTP port is opened. See
-    `wait_for_generators`."""
+def begin_generators(args: GeneratorApp, name: str) -> Handle:
+    """Deploy the application and return its handle without waiting (see `wait_for_generators`). No
+    HTTP port is opened."""
     serve.start(proxy_location=ProxyLocation.Disabled)
     target = serve.RunTarget(target=build_app(args), name=name, route_prefix=None)
     return serve.run_many([target], wait_for_applications_running=False)[0]
 
 
-def application(name: str) -> Any:
+def application(name: str) -> Handle:
     """Handle of an application that is already deployed."""
     return serve.get_app_handle(name)
 
@@ -115,7 +121,7 @@ async def wait_for_generators(name: str, timeout_s: float) -> None:
     """Wait until all replicas answer.
 
     Raises:
-        RuntimeError: a replica failed to start, or was not done in time. The message is Serve's.
+        RuntimeError: a replica failed to start, or not in time. The message quotes Serve's.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -146,78 +152,85 @@ async def wait_for_generators(name: str, timeout_s: float) -> None:
 
 
 def _cause(message: str) -> str:
-    """The last line of what Serve says: of a traceback, the error."""
+    """The last line of Serve's message, which is the error if the message is a traceback."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return lines[-1] if lines else "Serve does not say why"
 
 
-def start_generators(args: GeneratorApp, name: str) -> Any:
-    """Start the application, wait until it answers, and return its handle. Raises RuntimeError if
-    it does not come up."""
+def start_generators(args: GeneratorApp, name: str) -> Handle:
+    """Start the application, wait until it answers, and return its handle.
+
+    Raises:
+        RuntimeError: a replica failed to start, or not in time.
+    """
     handle = begin_generators(args, name)
     asyncio.run(wait_for_generators(name, args.start_timeout_s))
     return handle
 
 
 def stop_generators(name: str) -> None:
-    """End the application and its engines; wait for it."""
+    """End the application and its engines, and wait until they have ended."""
     asyncio.run(end_generators(name))
 
 
 async def end_generators(name: str) -> None:
-    """End the application and its engines; wait for it. Whoever gives up the wait leaves no thread
-    behind that still asks Serve."""
+    """End the application and its engines, and wait until they have ended. Cancelling the wait
+    leaves no thread behind that still polls Serve."""
     await asyncio.to_thread(serve.delete, name, _blocking=False)
     while name in (await asyncio.to_thread(serve.status)).applications:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
 
 
 def forget_controller() -> None:
-    """To be called after `ray.shutdown`. Serve would take its controller for that of the next
-    cluster this process starts: both count jobs from 1."""
+    """Drop Serve's connection to its controller. Call this after `ray.shutdown`: Serve would take
+    the old controller for that of this process's next cluster, since both count jobs from 1."""
     context._disconnect()
 
 
 class ServeGenerate:
-    """`Generate` over a Serve handle: what a replica cannot answer goes to another, until the
-    request's deadline."""
+    """`Generate` over a Serve handle. A request that a replica cannot answer is retried on others
+    until its deadline."""
 
     def __init__(
         self,
-        handle: Any,
+        handle: Handle,
         lost: Callable[[GenerateRequest, BaseException], None] = lambda request, error: None,
     ) -> None:
         """
         Args:
-            lost: called for each request during which an engine or a replica ended. The request is
-                still repeated.
+            lost: called for each request during which an engine or a replica died. The request is
+                still retried.
         """
         self._handle, self._lost = handle, lost
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        """Raises GenerationTimeoutError when no replica has answered after `request.deadline_s`
-        seconds, and StaleReplicaError if the one that the request names cannot answer it any
-        more."""
+        """Return the request's completions.
+
+        Raises:
+            GenerationTimeoutError: no replica answered within `request.deadline_s` seconds.
+            StaleReplicaError: the replica that the request names cannot answer it any more.
+        """
 
         async def once(left: float) -> Generated:
-            response = self._handle.generate.remote(replace(request, deadline_s=left))
+            response = cast(
+                "DeploymentResponse[Generated]",
+                self._handle.generate.remote(replace(request, deadline_s=left)),
+            )
             try:
-                answer: Generated = await response
-                return answer
+                return await response
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if (
-                    task is None or not task.cancelling()
-                ):  # Serve raises it where a replica that ends cancels its requests
+                if task is None or not task.cancelling():
+                    # This task was not cancelled: the replica is ending, and cancels its requests.
                     raise StaleReplicaError("a replica has cancelled the request") from None
-                response.cancel()  # else the engine would go on for nobody
+                response.cancel()  # else the engine would continue a request without a caller
                 raise
             except DIED as error:
                 self._lost(request, error)
                 raise
 
         try:
-            generated: Generated = await self._ask(
+            return await self._ask(
                 request.deadline_s, once, UNABLE if request.replica is None else ()
             )
         except UNABLE as error:
@@ -225,14 +238,15 @@ class ServeGenerate:
             raise StaleReplicaError(
                 f"replica {request.replica} cannot answer any more: {why}"
             ) from None
-        return generated
 
     async def logprobs(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None
     ) -> dict[str, list[tuple[float, ...]]]:
-        """Of every replica that has the weights and lives; after `LOGPROBS_GRACE_S`, of at least
-        half of them. Raises GenerationTimeoutError when none has answered after
-        `LOGPROBS_DEADLINE_S`.
+        """Log-probs of each row's second ids, given its first, from every live replica that has the
+        weights. After `LOGPROBS_GRACE_S`, answers from half of them are enough.
+
+        Raises:
+            GenerationTimeoutError: no replica answered within `LOGPROBS_DEADLINE_S`.
         """
 
         async def everywhere(left: float) -> dict[str, list[tuple[float, ...]]]:
@@ -257,29 +271,26 @@ class ServeGenerate:
                 )
             return dict(answered)
 
-        answer: dict[str, list[tuple[float, ...]]] = await self._ask(
-            LOGPROBS_DEADLINE_S, everywhere
-        )
-        return answer
+        return await self._ask(LOGPROBS_DEADLINE_S, everywhere)
 
     async def statuses(self) -> list[ReplicaStatus]:
-        """The status of each replica. A dead or hanging replica gives none."""
+        """The status of each replica that answers."""
         answers = await ask_all(self._handle, "status", timeout_s=STATUS_S)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def stacks(self) -> list[tuple[str, list[str]]]:
-        """Replica id and what its engine's processes do just now, of each replica that answers."""
+        """The id of each replica that answers, with the stacks of its engine's processes."""
         answers = await ask_all(self._handle, "stacks", timeout_s=STATUS_S)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def _ask(
         self,
         deadline_s: float,
-        call: Callable[[float], Any],
+        call: Callable[[float], Awaitable[Answer]],
         retried: tuple[type[BaseException], ...] = UNABLE,
-    ) -> Any:
-        """The first answer to `call(seconds left)`; what it raises of `retried` makes it try
-        again."""
+    ) -> Answer:
+        """The first answer to `call(seconds left)`, which is tried again after the errors in
+        `retried`."""
         deadline = time.monotonic() + deadline_s
         pause, reason = FIRST_RETRY_S, ""
         while (remaining := deadline - time.monotonic()) > 0:
@@ -289,15 +300,9 @@ class ServeGenerate:
             except retried as error:
                 reason = f"; last answer: {type(error).__name__}: {error}".splitlines()[0]
             except TimeoutError as error:
-                if (
-                    time.monotonic() < deadline
-                ):  # not ours: Serve does not say which replicas there are
+                if time.monotonic() < deadline:
+                    # Not this method's timeout: Serve did not list its replicas in time.
                     reason = f"; last answer: {type(error).__name__}: {error}".splitlines()[0]
             await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
             pause = min(2 * pause, LONGEST_RETRY_S)
         raise GenerationTimeoutError(f"no replica answered within {deadline_s:g} s{reason}")
-
-
-LOGPROBS_GRACE_S = 20.0
-"""Seconds after which the check of log-probs waits for no single replica: half of them are enough.
-"""

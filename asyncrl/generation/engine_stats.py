@@ -1,12 +1,17 @@
-"""What one engine counts: tokens, preemptions, requests that were given up, its queue and cache."""
+"""Counters of one engine: tokens, preemptions, aborted requests, its queue and cache."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from asyncrl.contracts.messages import EngineLoad
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.loggers import StatLoggerBase
+    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 __all__ = ["EngineStats", "stat_logger"]
 
@@ -17,7 +22,7 @@ the next step while one runs."""
 
 class EngineStats:
     """Counters since the engine's start, and its state after the last step. vLLM's logger calls
-    `count_step` after every step; the engine calls the rest."""
+    `count_step` after every step; the engine calls the other methods."""
 
     def __init__(self) -> None:
         self.tokens_generated = 0
@@ -30,10 +35,10 @@ class EngineStats:
         self.preemptions = 0
         """Completions that lost their KV cache because it was full."""
         self.aborted: list[int] = []
-        """Completions of requests that were given up: item k counts those of 2^(k-1) to 2^k - 1
-        tokens, item 0 those of none."""
+        """Completions of aborted requests, by length: item 0 counts the empty ones, item k those of
+        2^(k-1) to 2^k - 1 tokens."""
         self.aborted_tokens = 0
-        """Their tokens."""
+        """Tokens of the aborted completions."""
         self.tokens_at_pause: tuple[int, ...] = ()
         """Tokens that each unfinished completion had when the last update paused it."""
         self._last_tokens_at: float | None = None
@@ -42,13 +47,13 @@ class EngineStats:
         self._running = 0
         """Completions that ran in the last step outside an update."""
         self._recomputed = 0
-        """Completions that `recompute` took out at the last update, and whose preemption vLLM has
-        not reported yet. Reset once the queue is empty: then all of them run again."""
+        """Completions that the last update under `recompute` interrupted, and whose preemption vLLM
+        has not reported yet. Reset once the queue is empty: then all of them run again."""
         self._calm_steps = 0
-        """Steps in a row that left the queue empty."""
+        """Consecutive steps that left the queue empty."""
 
     def load(self, replica: str) -> EngineLoad:
-        """What the coordinator needs to know of this engine."""
+        """The engine's load, as the coordinator needs it."""
         return EngineLoad(
             replica,
             self.kv_use,
@@ -59,20 +64,20 @@ class EngineStats:
         )
 
     def take_longest_gap(self) -> float:
-        """Longest time between two steps that generated tokens, while completions were under way,
-        since the last call; seconds."""
+        """Longest time in seconds between two steps that generated tokens, while completions were
+        under way. Each call starts a new measurement."""
         longest, self._longest_gap_s = self._longest_gap_s, 0.0
         return longest
 
     def count_aborted(self, lengths: Sequence[int]) -> None:
-        """Completions of a request that was given up, by their length in tokens."""
+        """Count the completions of an aborted request, given their lengths in tokens."""
         self.aborted_tokens += sum(lengths)
         for length in lengths:
             self.aborted += [0] * (length.bit_length() + 1 - len(self.aborted))
             self.aborted[length.bit_length()] += 1
 
     def count_pause(self, lengths: Sequence[int], recomputes: bool) -> None:
-        """An update has paused the engine.
+        """Note that an update has paused the engine.
 
         Args:
             lengths: tokens that each unfinished completion has.
@@ -83,12 +88,12 @@ class EngineStats:
             self._recomputed = max(self._running, sum(length > 0 for length in lengths))
             self._calm_steps = 0
 
-    def count_step(self, scheduler: Any, iteration: Any, updating: bool) -> None:
-        """One engine step has ended.
+    def count_step(
+        self, scheduler: SchedulerStats | None, iteration: IterationStats | None, updating: bool
+    ) -> None:
+        """Count one engine step that has ended.
 
         Args:
-            scheduler: vLLM's SchedulerStats, or None.
-            iteration: vLLM's IterationStats, or None.
             updating: an update has paused the engine, so its queue says nothing about load.
         """
         if iteration is not None:
@@ -107,7 +112,7 @@ class EngineStats:
             self.kv_use = scheduler.kv_cache_usage
             self.waiting = max(0, scheduler.num_waiting_reqs - self._recomputed)
 
-    def _count_gap(self, tokens: int, scheduler: Any) -> None:
+    def _count_gap(self, tokens: int, scheduler: SchedulerStats | None) -> None:
         now = time.monotonic()
         if tokens and self._last_tokens_at is not None:
             self._longest_gap_s = max(self._longest_gap_s, now - self._last_tokens_at)
@@ -117,19 +122,19 @@ class EngineStats:
             self._last_tokens_at = None
 
 
-def stat_logger(stats: EngineStats, updating: Callable[[], bool]) -> type:
-    """A vLLM stat logger that counts into `stats`. Completions in flight give no output before
-    their end, so their tokens are counted here."""
+def stat_logger(stats: EngineStats, updating: Callable[[], bool]) -> type[StatLoggerBase]:
+    """A vLLM stat logger that counts into `stats`. It also counts the tokens of unfinished
+    completions, which vLLM does not return before their end."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class StepCounter(StatLoggerBase):
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+        def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None: ...
 
         def record(
             self,
-            scheduler_stats: Any,
-            iteration_stats: Any,
-            mm_cache_stats: Any = None,
+            scheduler_stats: SchedulerStats | None,
+            iteration_stats: IterationStats | None,
+            mm_cache_stats: MultiModalCacheStats | None = None,
             engine_idx: int = 0,
         ) -> None:
             stats.count_step(scheduler_stats, iteration_stats, updating())

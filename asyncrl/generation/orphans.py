@@ -1,9 +1,9 @@
-"""Generators whose driver is gone. Serve's controller is detached, so an application outlives a
-driver that was killed, and goes on holding its GPUs.
+"""Ends generators whose driver is gone. Serve's controller is detached, so an application outlives
+a driver that was killed, and keeps its GPUs.
 
-A watcher ends it. The watcher is a detached actor without CPUs. It needs a living Ray head and
-Serve controller, as the application does. It starts on the driver's node, where the code surely is.
-If that node is lost, Ray starts the watcher again on another one.
+A watcher ends such an application. It is a detached actor without CPUs. Like the application, it
+needs a live Ray head and Serve controller. It starts on the driver's node, which has the code. If
+that node is lost, Ray restarts the watcher on another one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import ray
 from ray import serve
@@ -19,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.generation.app import end_generators
 from asyncrl.generation.settings import registry_name
+from asyncrl.runtime.ray_objects import Actor
 from asyncrl.weights.version_registry import (
     REGISTRY_NAMESPACE,
     find_registry,
@@ -31,24 +31,25 @@ __all__ = ["ApplicationWatcher", "application_name", "end_orphans", "watch_appli
 logger = logging.getLogger("asyncrl")
 
 GRACE_S = 10.0
-"""Seconds between the end of the lease and the end of the application: what a dying driver has
-asked of Serve arrives meanwhile."""
+"""Seconds between the end of the lease and the end of the application. In this time the last
+requests of a dying driver reach Serve."""
 LOOK_EVERY_S = 1.0
 NODE_LOST_S = 75.0
-"""Seconds in which Ray declares a node dead that is gone, and with it the drivers there: five
-health checks in a row, of 13 s each at most."""
+"""Seconds in which Ray declares a lost node and its drivers dead: five consecutive health checks of
+at most 13 s each."""
 END_S = 60.0
-"""Seconds that Serve gets to end an application: each of its replicas has 20 to end on its own."""
+"""Seconds that Serve gets to end an application. Each replica gets 20 of them before Serve kills
+it."""
 
 
 def application_name(name: str, run_id: str, attempt: int | None = None) -> str:
-    """The Serve application of one attempt of a run, which no other attempt shares. Without an
-    attempt: what the names of all of them begin with."""
+    """Name of the Serve application of one attempt of a run. Without an attempt: the prefix of the
+    names of all the run's applications."""
     return f"asyncrl-{name}-{run_id[:8]}-" + ("" if attempt is None else str(attempt))
 
 
 class ApplicationWatcher:
-    """Ends an application once nobody holds the lease on it, and then itself."""
+    """Ends an application once the lease on it has ended, and then ends itself."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits an actor's constructor
         self, application: str, grace_s: float
@@ -57,15 +58,15 @@ class ApplicationWatcher:
         self._watching = asyncio.create_task(self._watch())
 
     async def ready(self) -> None:
-        """Answers once the watcher's process runs."""
+        """Return once the watcher's process runs."""
 
     async def _watch(self) -> None:
         while True:
             try:
                 if await self._abandoned():
                     break
-            # Ray's control service or Serve's controller may be away for a while, and raise no
-            # narrower class
+            # Ray's control service or Serve's controller may be unreachable for a while. They
+            # raise no narrower class.
             except Exception as error:
                 logger.warning(
                     "the watcher of %r tries again: %s: %s",
@@ -77,7 +78,7 @@ class ApplicationWatcher:
         ray.kill(ray.get_runtime_context().current_actor)
 
     async def _abandoned(self) -> bool:
-        """Whether the lease has ended. The application has then ended as well."""
+        """Return whether the lease has ended. If so, the application has been ended too."""
         if await self._leased():
             return False
         await asyncio.sleep(self._grace_s)
@@ -91,8 +92,8 @@ class ApplicationWatcher:
         return await asyncio.to_thread(find_registry, registry_name(self._application)) is not None
 
 
-def watch_application(application: str, grace_s: float = GRACE_S) -> Any:
-    """Start the watcher of an application whose lease this driver has, and return its actor
+def watch_application(application: str, grace_s: float = GRACE_S) -> Actor:
+    """Start the watcher of an application whose lease this driver holds, and return its actor
     handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor = ray.remote(ApplicationWatcher).options(
@@ -109,13 +110,17 @@ def watch_application(application: str, grace_s: float = GRACE_S) -> Any:
 async def end_orphans(
     name: str, run_id: str, tell: Callable[[str], None] = lambda line: None
 ) -> None:
-    """End at once what earlier attempts of the run have left on this cluster. Their engines are not
-    taken over: the config may have changed since, and they still serve requests of the dead driver.
+    """End the applications that earlier attempts of the run have left on this cluster. Their
+    engines are not reused: the config may have changed, and they still serve the dead driver's
+    requests.
+
+    Args:
+        tell: called with each line for the user.
 
     Raises:
-        LeaseHeldError: another driver has an attempt of this run, also after the time that Ray
-            takes to notice the loss of its node.
-        RuntimeError: Serve does not end one.
+        LeaseHeldError: another driver still holds the lease of an attempt of this run, after the
+            time that Ray takes to notice the loss of a node.
+        RuntimeError: Serve did not end an application in time.
     """
     for application in sorted(await _applications()):
         if application.startswith(application_name(name, run_id)):

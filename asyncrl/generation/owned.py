@@ -1,12 +1,11 @@
-"""The generators that a run starts for itself. They outlive an attempt whose learner died: an
-engine takes far longer to start than a version to publish."""
+"""The generators that a run starts for itself. They outlive an attempt whose learner died, since
+starting an engine takes far longer than publishing a version."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-from typing import Any
 
 import ray
 from ray import serve
@@ -16,7 +15,8 @@ from asyncrl.config import GeneratorConfig
 from asyncrl.generation.app import application, begin_generators, end_generators
 from asyncrl.generation.orphans import watch_application
 from asyncrl.generation.settings import GeneratorApp, registry_name
-from asyncrl.runtime.serve_calls import ask_all
+from asyncrl.runtime.ray_objects import Actor
+from asyncrl.runtime.serve_calls import Handle, ask_all
 from asyncrl.weights.version_registry import take_lease
 
 __all__ = ["OwnGenerators", "end_lease", "lease_generators"]
@@ -24,39 +24,46 @@ __all__ = ["OwnGenerators", "end_lease", "lease_generators"]
 logger = logging.getLogger("asyncrl")
 
 RELEASE_S = 10.0
-"""Seconds in which every replica says that it has given up an attempt's requests. Generators that
-are slower are started again."""
+"""Seconds in which every replica must confirm that it has given up an attempt's requests. Slower
+generators are restarted."""
 
 
-async def lease_generators(name: str, run: str) -> Any:
-    """The lease on an application, whose actor is its version registry as well. `run` names the run
-    for others. Raises LeaseHeldError."""
+async def lease_generators(name: str, run: str) -> Actor:
+    """Take the lease on an application. Returns its actor, which is also the version registry.
+
+    Args:
+        run: how other drivers' messages name this run.
+
+    Raises:
+        LeaseHeldError: another driver holds the lease.
+    """
     return await take_lease(registry_name(name), f"run {run}, process {os.getpid()}", name)
 
 
-def end_lease(registry: Any, name: str) -> None:
-    """Others may have the application from now on; if it goes on, it keeps the last weights."""
+def end_lease(registry: Actor, name: str) -> None:
+    """End the lease, so that another driver can take the application. An application that keeps
+    running keeps its weights."""
     ray.kill(registry)
     logger.info(
-        "the lease on generators %r has ended; if they go on, then with the last version that they"
-        " applied",
+        "the lease on generators %r has ended; generators that keep running keep the last version"
+        " that they applied",
         name,
     )
 
 
 class OwnGenerators:
-    """One Serve application of a run, with its lease. `begin` starts it, `release` readies it for
-    the next attempt, `end` ends it."""
+    """One Serve application of a run, with its lease. `begin` deploys it, `release` prepares it for
+    the next attempt, and `end` ends it."""
 
-    def __init__(self, name: str, registry: Any, settings: GeneratorApp) -> None:
+    def __init__(self, name: str, registry: Actor, settings: GeneratorApp) -> None:
         self.name, self.registry, self.settings = name, registry, settings
-        self.watcher: Any = None
-        """The actor that ends the application if this driver cannot. None where the cluster ends
-        with the driver."""
-        self._beginning: asyncio.Future[Any] | None = None
+        self.watcher: Actor | None = None
+        """The actor that ends the application if this driver cannot. None if the cluster ends with
+        the driver."""
+        self._beginning: asyncio.Future[Handle] | None = None
 
-    async def begin(self, watched: bool) -> Any:
-        """Ask Serve for the application; return its handle at once."""
+    async def begin(self, watched: bool) -> Handle:
+        """Deploy the application and return its handle without waiting for the replicas."""
         self.watcher = watch_application(self.name) if watched else None
         self._beginning = asyncio.ensure_future(
             asyncio.to_thread(begin_generators, self.settings, self.name)
@@ -65,12 +72,12 @@ class OwnGenerators:
 
     @property
     def attached(self) -> GeneratorConfig:
-        """The generator settings of a further attempt, which attaches to the application."""
+        """The generator settings of the next attempt, which attaches to this application."""
         return self.settings.generator.model_copy(update={"attach": self.name})
 
     async def release(self, run_id: str, attempt: int) -> bool:
-        """Have every replica give up what the attempt has asked for, and withdraw its version.
-        False: they cannot serve another attempt."""
+        """Make every replica give up the attempt's requests, and withdraw the attempt's version.
+        Returns whether the application can serve another attempt."""
         try:
             async with asyncio.timeout(RELEASE_S):
                 app = (await asyncio.to_thread(serve.status)).applications.get(self.name)
@@ -80,11 +87,10 @@ class OwnGenerators:
                 answers = await ask_all(
                     application(self.name), "abandon", run_id, attempt, timeout_s=RELEASE_S
                 )
-        except (
-            Exception
-        ) as error:  # Ray raises no narrower class for an actor of a cluster that is gone
+        # Ray raises no narrower class for an actor of a cluster that is gone.
+        except Exception as error:
             logger.warning(
-                "generators %r start again with the next attempt: %s: %s",
+                "generators %r restart with the next attempt: %s: %s",
                 self.name,
                 type(error).__name__,
                 error,
@@ -93,13 +99,12 @@ class OwnGenerators:
         return bool(answers) and not any(isinstance(answer, BaseException) for answer in answers)
 
     async def end(self) -> None:
-        """End the application, then the lease. If this fails or is cut short, the watcher goes on,
-        and ends the application once the lease has ended."""
+        """End the application, then the lease. If this fails or is cancelled, the watcher ends the
+        application once the lease has ended."""
         try:
             if self._beginning is not None and not self._beginning.done():
-                await asyncio.wait(
-                    [self._beginning]
-                )  # a thread that still asks Serve would start the application after its end
+                # The thread that deploys the application would do so after its end.
+                await asyncio.wait([self._beginning])
             await end_generators(self.name)
             if self.watcher is not None:
                 ray.kill(self.watcher)

@@ -1,5 +1,5 @@
-"""The Serve replica: a thin deployment over `Engine` that keeps its weights at the version asked
-for."""
+"""The Serve replica: a thin deployment over `Engine` that keeps its weights as new as its requests
+need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ray import serve
 
@@ -40,16 +40,16 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-BOARD_S = 5.0
-"""Seconds that the version registry gets to say what is out."""
+REGISTRY_S = 5.0
+"""Seconds that the version registry gets to answer."""
 
 
 class Generator:
-    """One replica. Serve runs all its methods on one event loop; only `apply_version` and catching
-    up change it."""
+    """One replica. Serve runs all its methods on one event loop. Only `apply_version` and catching
+    up with the version registry change its weights."""
 
-    # Serve awaits a replica's constructor
-    async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]
+    # Serve awaits a replica's constructor.
+    async def __init__(self, app: dict[str, object]) -> None:  # type: ignore[misc]
         self.settings = GeneratorApp.model_validate(app)
         context = serve.get_replica_context()
         self.replica = context.replica_id.unique_id
@@ -57,35 +57,35 @@ class Generator:
         self._registry_name = registry_name(self.application)
         self.weights: WeightsId | None = None
         self.held = False
-        """Whether this replica keeps its weights for an evaluation: it takes no newer ones of their
+        """Whether an evaluation holds this replica, which then takes no newer weights of the same
         run and attempt."""
         self._expected = expected_tensors(self.settings.model, self.settings.dtype)
         self._applied: dict[str, float] = {}
         self._behind_at: tuple[WeightsId | None, int] | None = None
         self._behind_since = 0.0
-        """Since when the version registry has shown newer weights while `_behind_at` stayed as
-        it is."""
+        """Since when the version registry has had newer weights while `_behind_at` has not
+        changed."""
         self._lock = asyncio.Lock()
         self._changes: set[asyncio.Future[None]] = set()
-        self._asked: dict[asyncio.Future[Any], WeightsId] = {}
-        """Requests of runs that the engine works on, and the weights that each asked for."""
+        self._pending: dict[asyncio.Task[object], WeightsId] = {}
+        """Runs' requests that the engine works on, and the weights that each needs."""
         sweep()
         self.engine = Engine(self.settings)
         await self.engine.start()
         try:
             await self._catch_up()
         except StagingError as error:
-            # Not routable yet: requests that name a newer version make it try again.
+            # Requests that need a newer version make the replica try again.
             logger.warning(
                 "replica %s starts with the checkpoint's weights: %s", self.replica, error
             )
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        """Answer with weights at least as new as the request asks for.
+        """Answer with weights at least as new as the request needs.
 
         Raises:
-            StaleReplicaError: this replica cannot have them now, or is not the one that the request
-                names, or the attempt that asks has ended.
+            StaleReplicaError: this replica cannot get such weights now, the request names another
+                replica, or the request's attempt has ended.
             GenerationTimeoutError: not done by the request's deadline.
         """
         if request.replica is not None:
@@ -98,7 +98,7 @@ class Generator:
         return Generated(completions, self.replica, started_at, steady_time(), load)
 
     async def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
-        """One completion in pieces, with whatever weights are loaded. Raises as `Engine.stream`
+        """One completion in pieces, with the weights that are loaded. Raises as `Engine.stream`
         does."""
         async with contextlib.aclosing(self.engine.stream(request, details)) as pieces:
             async for piece in pieces:
@@ -107,23 +107,24 @@ class Generator:
     async def logprobs(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], min_weights: WeightsId | None
     ) -> tuple[str, list[tuple[float, ...]]]:
-        """This replica's id, and log-probs of each row's second ids, given its first, with weights
-        at least as new as asked for. Raises StaleReplicaError."""
+        """This replica's id, and log-probs of each row's second ids, given its first. The weights
+        are at least as new as `min_weights`. Raises StaleReplicaError."""
         if not self._has(min_weights):
             await self._catch_up_for(min_weights)
         return self.replica, await self._under_way(self.engine.logprobs(rows), min_weights)
 
     async def apply_version(self, manifest: Manifest, held: str | None = None) -> ReplicaStatus:
-        """Fetch and apply a version, unless it is here already, a newer one of the same attempt is,
-        or this replica is held. Returns `status`. Whoever asked may give up: a change that has
-        begun goes on.
+        """Fetch and apply a version, and return `status`.
+
+        Nothing changes if this replica is held, or has this version or a newer one of the same
+        attempt. Once an update has started, it continues even if the caller is cancelled.
 
         Args:
-            held: the replica that an evaluation holds. Any other one is held no more, whatever it
-                was told before.
+            held: id of the replica that an evaluation holds, or None. This replica is released if
+                it has another id.
 
         Raises:
-            ManifestError, StagingError: nothing has been changed.
+            ManifestError, StagingError: the version cannot be fetched; nothing has changed.
             RuntimeError: the weights are lost; the replica reports itself unhealthy and is
                 replaced.
         """
@@ -133,21 +134,21 @@ class Generator:
         return await self.status()
 
     async def hold(self, replica: str, weights: WeightsId) -> bool:
-        """Keep these weights until `release`. False: this is another replica, or it has other
-        weights."""
+        """Keep these weights until `release`. Returns False if this is another replica, has other
+        weights, or is changing them."""
         if replica != self.replica or self.weights != weights or self._lock.locked():
             return False
         self.held = True
         return True
 
     async def release(self, replica: str) -> None:
-        """Be held no more, and take the newest version. Nothing on another replica."""
+        """End `hold` and take the newest version. Does nothing on another replica."""
         if replica == self.replica and self.held:
             self.held = False
             await self._catch_up()
 
-    def record_routing_stats(self) -> dict[str, Any]:
-        """What Serve tells every router of this replica (see `VersionRouter`)."""
+    def record_routing_stats(self) -> dict[str, object]:
+        """What Serve passes to every router (see `VersionRouter`)."""
         weights = self.weights
         return {
             HELD: self.held,
@@ -157,11 +158,11 @@ class Generator:
         }
 
     async def abandon(self, run_id: str, attempt: int) -> None:
-        """Give up what an attempt has asked for: nobody waits for it any more."""
+        """Give up an attempt's requests, whose caller has ended."""
         self._give_up(lambda weights: (weights.run_id, weights.attempt) == (run_id, attempt))
 
     async def status(self) -> ReplicaStatus:
-        """This replica, its weights and its engine."""
+        """The state of this replica, its weights and its engine."""
         engine = self.engine
         return ReplicaStatus(
             replica=self.replica,
@@ -185,61 +186,59 @@ class Generator:
         )
 
     async def fingerprints(self) -> tuple[str, dict[str, Sequence[float]]]:
-        """This replica's id, and what its engine holds: published name → fingerprint."""
+        """This replica's id, and the fingerprints of its weights by published name."""
         async with self._lock:
             return self.replica, await self.engine.fingerprints()
 
     async def stacks(self) -> tuple[str, list[str]]:
-        """This replica's id, and what its engine's processes do just now."""
+        """This replica's id, and the stacks of its engine's processes."""
         return self.replica, await self.engine.stacks()
 
     async def served_weights(self) -> ServedWeights:
-        """Which weights answer now, and which job has the application."""
+        """Which weights answer now, and which job holds the lease on the application."""
         return ServedWeights(self.weights, await lease_holder(self._registry_name))
 
     async def pause_empty(self) -> dict[str, float]:
-        """Pause and resume without an update, to measure what an update costs at least."""
+        """Pause and resume without an update, to measure the least that an update costs."""
         async with self._lock:
             return await self.engine.pause_empty()
 
     async def check_health(self) -> None:
-        """Serve replaces the replica when this raises."""
+        """Called by Serve, which replaces the replica if this raises."""
         await self.engine.check()
         await self._refuse_to_stay_behind()
         if self.held and await asyncio.to_thread(find_registry, self._registry_name) is None:
-            self.held = False  # the job that held it has ended without a word
+            self.held = False  # the job that held it has ended without `release`
 
     async def _refuse_to_stay_behind(self) -> None:
-        """Raise when the version registry has shown newer weights for `replace_within_s`, and this
-        replica has not moved meanwhile."""
-        newest = None if self.held else await self._in_registry()
-        drains, limit_s = (
-            self.settings.generator.in_flight == "drain",
-            self.settings.replace_within_s,
-        )
-        moves = (self.weights, self.engine.stats.tokens_generated if drains else 0)
-        if newest is None or self._has(newest) or moves != self._behind_at:
-            self._behind_at, self._behind_since = moves, steady_time()
+        """Raise RuntimeError when the version registry has had newer weights for `replace_within_s`
+        and this replica has made no progress in that time."""
+        newest = None if self.held else await self._newest_published()
+        drains = self.settings.generator.in_flight == "drain"
+        limit_s = self.settings.replace_within_s
+        progress = (self.weights, self.engine.stats.tokens_generated if drains else 0)
+        if newest is None or self._has(newest) or progress != self._behind_at:
+            self._behind_at, self._behind_since = progress, steady_time()
         elif steady_time() - self._behind_since > limit_s:
             raise RuntimeError(
                 f"replica {self.replica} has stayed at {self.weights} for {limit_s:g} s, and"
                 f" {newest} is out; it is replaced"
             )
 
-    async def _in_registry(self) -> WeightsId | None:
-        """The newest weights; None if there is no version registry, or it does not answer."""
+    async def _newest_published(self) -> WeightsId | None:
+        """The version registry's newest weights; None if it has none or does not answer."""
         registry = await asyncio.to_thread(find_registry, self._registry_name)
         with contextlib.suppress(*DEATHS, TimeoutError):
             newest = (
                 None
                 if registry is None
-                else await asyncio.wait_for(registry.newest.remote(), BOARD_S)
+                else await asyncio.wait_for(registry.newest.remote(), REGISTRY_S)
             )
             return None if newest is None else WeightsId(*newest)
         return None
 
     async def __del__(self) -> None:
-        # Serve awaits this once, before it ends the replica's process.
+        # Serve awaits this once, before the replica's process ends.
         await self.engine.stop()
 
     def _has(self, wanted: WeightsId | None) -> bool:
@@ -260,18 +259,18 @@ class Generator:
             )
 
     async def _under_way(
-        self, work: Coroutine[Any, Any, Answer], weights: WeightsId | None
+        self, work: Coroutine[object, None, Answer], weights: WeightsId | None
     ) -> Answer:
-        """The work's result. Raises StaleReplicaError if the attempt whose weights it asks for ends
-        meanwhile."""
+        """The result of work that needs these weights. Raises StaleReplicaError if their attempt
+        ends first."""
         if weights is None:
             return await work
         task = asyncio.ensure_future(work)
-        self._asked[task] = weights
+        self._pending[task] = weights
         try:
             await asyncio.wait([task])
         finally:
-            del self._asked[task]
+            del self._pending[task]
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if task.cancelled():
@@ -282,7 +281,7 @@ class Generator:
         return task.result()
 
     def _give_up(self, ended: Callable[[WeightsId], bool]) -> None:
-        for task in [task for task, weights in self._asked.items() if ended(weights)]:
+        for task in [task for task, weights in self._pending.items() if ended(weights)]:
             task.cancel()
 
     async def _take(self, manifest: Manifest) -> None:
@@ -327,12 +326,11 @@ class Generator:
         }
 
     async def _catch_up(self) -> None:
-        """Apply what the version registry shows, if there is a version registry with a version
-        newer than ours."""
+        """Apply the version registry's version, if it has one that is newer than this replica's."""
         registry = await asyncio.to_thread(find_registry, self._registry_name)
         try:
             manifest = await registry.current.remote() if registry is not None else None
-        except DEATHS:  # its job has just ended
+        except DEATHS:  # the registry's job has just ended
             return
         if manifest is not None:
             await self._take(manifest)
@@ -341,7 +339,7 @@ class Generator:
         if self.held:
             raise StaleReplicaError(
                 f"replica {self.replica} is held at {self.weights} for an evaluation, and the"
-                f" request asks for {wanted}"
+                f" request needs {wanted}"
             )
         try:
             await self._catch_up()
@@ -352,6 +350,6 @@ class Generator:
             ) from error
         if not self._has(wanted):
             raise StaleReplicaError(
-                f"replica {self.replica} is at {self.weights}, the request asks for {wanted}, and"
-                " the version registry has nothing newer"
+                f"replica {self.replica} is at {self.weights}, the request needs {wanted}, and the"
+                " version registry has nothing newer"
             )

@@ -1,10 +1,10 @@
-"""Which replica a request goes to: the one that it names, or one that no evaluation holds."""
+"""The choice of a replica for a request: the replica that it names, or one that no evaluation
+holds."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -13,17 +13,19 @@ from asyncrl.contracts.messages import GenerateRequest, WeightsId
 __all__ = ["HELD", "WEIGHTS", "VersionRouter"]
 
 HELD, WEIGHTS = "held", "weights"
-"""What a replica's routing stats say of it: whether an evaluation holds it, and its weights as
-(run, attempt, version), or None."""
+"""Keys of a replica's routing stats: whether an evaluation holds it, and its weights."""
+
+Weights: TypeAlias = tuple[str, int, int]
+"""(run, attempt, version)"""
 
 
 class VersionRouter(RequestRouter):
-    """A request that names a replica goes there. Every other goes to the less loaded of two
-    replicas drawn among those that are not held, and have the version that it asks for as far as is
-    known.
+    """Sends a request that names a replica to that replica. Every other request goes to the less
+    loaded of two random replicas. Replicas that are held, or known to be behind the request's
+    version, are left out.
 
-    Not Serve's own router with a filter: that hands a replica to the oldest request that waits,
-    which may not be the one that names it.
+    Serve's own router with a filter would not do: it assigns a replica to the oldest waiting
+    request, which may not be the request that names it.
     """
 
     async def choose_replicas(
@@ -31,8 +33,11 @@ class VersionRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The replicas to choose from by load; of those that are up, all of them if the wanted one
-        is not; the replica that gets the request then says so."""
+        """The replicas from which Serve chooses by load.
+
+        If the named replica is not up, these are all replicas: the one that gets the request
+        refuses it with an error that explains why.
+        """
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         name = _named(pending_request)
@@ -66,9 +71,9 @@ def _named(pending: PendingRequest | None) -> str | None:
     return None if request is None else request.replica
 
 
-def _is_behind(known: Sequence[Any] | None, wanted: WeightsId | None) -> bool:
-    """Whether a replica had older weights when it spoke last, a second ago at most. What is not
-    known is no reason to pass over it."""
+def _is_behind(known: Weights | None, wanted: WeightsId | None) -> bool:
+    """Whether a replica's weights were older than wanted when it last reported, at most a second
+    ago. A replica with unknown weights does not count as behind."""
     if wanted is None or known is None:
         return False
     return (known[0], known[1]) != (wanted.run_id, wanted.attempt) or known[2] < wanted.version

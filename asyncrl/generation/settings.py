@@ -1,5 +1,5 @@
-"""The one argument of the generator app: what `serve deploy` takes from YAML and a job from its
-config. Imports no vLLM."""
+"""The settings of the generator application. `serve deploy` reads them from YAML, and a job makes
+them from its config. This module does not import vLLM."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class GeneratorApp(Section):
     model: str
     """Hugging Face checkpoint directory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights held, and of the versions taken."""
+    """Type of the model's weights, and of every version that it takes."""
     max_model_len: int | None = Field(default=None, gt=0)
     """Longest prompt plus completion, in tokens. Default: the model's context."""
     generator: GeneratorConfig = GeneratorConfig()
-    """Replicas, device, cache and what an update does to generations in flight."""
+    """Replicas, device, cache, and what an update does to generations in flight."""
     seed: int = 0
-    """Seed of the engine; a request's own seed wins."""
+    """Seed of the engine; a request's own seed takes precedence."""
     rollout_stop: list[str] = Field(default_factory=list)
-    """Further stop strings: a special token, or any string that a text can show."""
+    """Further stop strings: special tokens, or strings that a decoded text can contain."""
     rollout_stop_token_ids: list[int] = Field(default_factory=list)
     """Further stop token ids."""
     http: bool = False
-    """Answer HTTP as well: `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and
-    `/metrics`, under the application's route_prefix. A job's own generators do not."""
+    """Also serve HTTP: `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and
+    `/metrics`, under the application's route_prefix. A job's own generators do not serve HTTP."""
     served_name: str | None = Field(default=None, min_length=1)
-    """Name of the model in HTTP requests and answers. Default: the last part of `model`."""
+    """Name of the model in HTTP requests and responses. Default: the last part of `model`."""
     fetch_timeout_s: float | None = Field(default=None, gt=0)
     """Seconds that a replica may take to fetch a version. Default: derived from the size of the
     model's files."""
@@ -48,7 +48,7 @@ class GeneratorApp(Section):
         if self.generator.attach is not None:
             raise ValueError(
                 f"generator.attach = {self.generator.attach!r} is a training job's setting, for"
-                " generators that stand already; leave it out here"
+                " generators that already run; leave it out here"
             )
         if self.http and self.generator.min_replicas is not None:
             raise ValueError(
@@ -57,14 +57,14 @@ class GeneratorApp(Section):
             )
         if self.served_name is not None and not self.http:
             raise ValueError(
-                f"served_name = {self.served_name!r} acts only with http: true; leave it out, or"
-                " set that"
+                f"served_name = {self.served_name!r} needs http: true; set that, or leave"
+                " served_name out"
             )
         return self
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences that one engine runs at once."""
+        """Sequences that one engine runs concurrently."""
         return self.generator.max_num_seqs or MOST_SEQUENCES[self.generator.device]
 
     @property
@@ -79,12 +79,12 @@ class GeneratorApp(Section):
 
     @property
     def start_timeout_s(self) -> float:
-        """Seconds a replica may take from placement to its first answer."""
+        """Seconds that a replica may take from placement to its first answer."""
         return self.generator.start_timeout_s or start(self.model).value
 
     @property
     def stall_timeout_s(self) -> float:
-        """Seconds for which an engine may answer nothing before it is replaced."""
+        """Seconds without an answer after which an engine is replaced."""
         return self.generator.stall_timeout_s or stall(self.model).value
 
     @property
@@ -94,5 +94,5 @@ class GeneratorApp(Section):
 
 
 def registry_name(app_name: str) -> str:
-    """Name of the version registry that goes with a Serve application."""
+    """Name of a Serve application's version registry."""
     return f"{app_name}-versions"

@@ -1,4 +1,4 @@
-"""From Arrow rows to the tensors of one micro-batch: packed rows, no padding."""
+"""Converts Arrow rows of scored groups to training examples."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = [
 
 
 def examples_of(table: pa.Table) -> list[Example]:
-    """The trainable trajectories of a table of scored groups: status ok, and at least one loss
-    token.
+    """The trainable trajectories of a table of scored groups: those with status ok and at least
+    one loss token.
 
     Raises:
-        ValueError: a trajectory with status ok has no advantage, or the table has not been scored.
+        ValueError: a trajectory with status ok has no advantage, or the table was not scored.
     """
     missing = [name for name in ("status", "advantage") if name not in table.column_names]
     if missing:
         raise ValueError(
-            f"columns {missing} are missing: the learner trains scored groups only; score them"
+            f"columns {missing} are missing: the learner trains only scored groups; score them"
             " first"
         )
     return [example for row in range(table.num_rows) for example in _row_examples(table, row)]
@@ -39,8 +39,8 @@ def examples_of(table: pa.Table) -> list[Example]:
 def shuffle_rewards(
     tables: Sequence[pa.Table], advantage: str, seed: tuple[int, ...]
 ) -> list[pa.Table]:
-    """The same scored groups with the usable trajectories' rewards permuted over all of them, and
-    the advantages computed again."""
+    """The scored groups with the rewards of all usable trajectories permuted, and with new
+    advantages."""
     rewards = [table["reward"][row].as_py() for table in tables for row in range(table.num_rows)]
     usable = [
         [status == "ok" for status in table["status"][row].as_py()]
@@ -92,7 +92,7 @@ def _row_examples(table: pa.Table, row: int) -> list[Example]:
             continue
         if advantages[index] is None:
             raise ValueError(
-                f"group {ordinal}: trajectory {index} has status ok and no advantage; score it"
+                f"group {ordinal}: trajectory {index} has status ok but no advantage; score it"
                 " again"
             )
         ids, mask, logprobs = (
@@ -133,11 +133,11 @@ def _token_versions(spans: pa.StructArray) -> np.ndarray:
 
 
 def with_values(example: Example, values: np.ndarray, gamma: float, lam: float) -> Example:
-    """The example with an advantage for each token by generalized advantage estimation, its one
-    advantage being the reward, and the returns that the values should have been.
+    """The example with an advantage and a return for each token, by generalized advantage
+    estimation. `example.advantage` is its reward. The returns are the targets of the values.
 
     Args:
-        values: of its loss tokens.
+        values: values of the example's loss tokens.
     """
     places = np.flatnonzero(example.loss_mask)
     advantages, returns = np.zeros(len(example.loss_mask)), np.zeros(len(example.loss_mask))

@@ -1,4 +1,4 @@
-"""After a bad step: which trajectory caused it, and where its batch is kept."""
+"""Diagnoses a bad step: keeps its batch and finds the trajectory that caused it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.models.micro_batches import Example
 __all__ = ["keep_if_bad", "name_culprit"]
 
 NAMED_TOKENS = 16
-"""First tokens that identify a supervised row in a message."""
+"""Number of first tokens that identify a supervised row in a message."""
 
 
 def keep_if_bad(
@@ -26,7 +26,7 @@ def keep_if_bad(
     tables: Sequence[pa.Table],
     find_culprit: Callable[[], str] | None,
 ) -> str:
-    """Keep the batch of a step that was skipped, or whose gradient norm spiked.
+    """Keep the batch of a step that was skipped or had a spike of the gradient norm.
 
     Args:
         moment: see `keep_batch`.
@@ -34,7 +34,7 @@ def keep_if_bad(
             for a batch without a loss token.
 
     Returns:
-        What happened and where the batch is, or "" for a good step.
+        A message with the problem and the path of the batch, or "" for a good step.
     """
     learner = state.spec.learner
     if metrics["applied"]:
@@ -64,21 +64,21 @@ def name_culprit(
     loss: Loss,
     temperature: float | None = None,
 ) -> str:
-    """Find by bisection which example makes a step not finite (a collective). Returns the end of a
-    message."""
+    """Find by bisection which example makes a step not finite (a collective). Returns the end of
+    the step's message."""
     if not zero3.parameters_finite(state.engine):
-        return ": the weights themselves hold NaN or Inf"
+        return ": the weights contain NaN or Inf"
 
     def bad(indices: Sequence[int]) -> bool:
         chosen = [examples[index] for index in indices]
-        of_chosen = [weights[index] for index in indices]
-        totals, _ = backward(state, chosen, of_chosen, loss, temperature)
+        chosen_weights = [weights[index] for index in indices]
+        totals, _ = backward(state, chosen, chosen_weights, loss, temperature)
         zero3.discard_gradients(state.engine)
         return not is_finite(totals)
 
     found = culprit(len(examples), bad)
     if found is None:
-        return ", of several trajectories together: none is to blame alone"
+        return " from several trajectories together; no single one causes it"
     example = examples[found]
     if example.group >= 0:
         return f" from group {example.group}, trajectory {example.trajectory}"

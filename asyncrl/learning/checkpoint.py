@@ -1,47 +1,56 @@
-"""The learner on disk: DeepSpeed's state to go on from."""
+"""Saves and loads the state of a rank: DeepSpeed's shards, counters and RNG state."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from asyncrl.runtime.shared import Written, size_and_checksum, write_summed
 
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.config import DeepSpeedConfig
+
 __all__ = ["load_rank", "save_rank"]
 
 TAG = "zero3"
 COUNTERS = "counters.json"
-"""The learner's own counts: world_size, applied (steps), trained_tokens (loss tokens)."""
+"""File of the learner's counters: world_size, applied (steps), trained_tokens (loss tokens)."""
 SCRIPTS = "zero_to_*.py"
-"""DeepSpeed puts them beside each checkpoint."""
+"""Scripts that DeepSpeed adds to each checkpoint."""
 
 
 class _SummingWriter(TorchCheckpointEngine):  # type: ignore[misc]
-    """DeepSpeed's writer, which also makes the checksums. torch's zip format goes through a Python
-    file without a copy; the older one does not."""
+    """DeepSpeed's checkpoint writer with checksums. It writes torch's zip format, which needs no
+    extra copy when it is written to a Python file; the older format does."""
 
-    def __init__(self, config: Any, files: dict[Path, Written]) -> None:
+    def __init__(self, config: DeepSpeedConfig, files: dict[Path, Written]) -> None:
         super().__init__(config)
         self.files = files
 
-    def save(self, state_dict: Any, path: str) -> None:
+    def save(self, state_dict: Mapping[str, object], path: str) -> None:
         self.files[Path(path)] = write_summed(Path(path), partial(torch.save, state_dict))
 
 
 def save_rank(
-    engine: Any, directory: Path, rank: int, counters: dict[str, int], norms: list[float]
+    engine: DeepSpeedEngine,
+    directory: Path,
+    rank: int,
+    counters: dict[str, int],
+    norms: list[float],
 ) -> dict[str, Written]:
-    """Write this rank's shards, RNG state and the last gradient norms under `directory` (a
-    collective); rank 0 writes counters.json as well.
+    """Write this rank's shards, RNG state and last gradient norms under `directory` (a collective).
+    Rank 0 also writes counters.json.
 
     Returns:
-        Name relative to `directory` → size and checksum, of each file that this rank wrote. All of
-        them are on the disk.
+        Name relative to `directory` → size and checksum of each file that this rank wrote. All of
+        them have been synced to disk.
     """
     files: dict[Path, Written] = {}
     engine.checkpoint_engine = _SummingWriter(engine._config, files)
@@ -60,21 +69,22 @@ def save_rank(
 
 
 def load_rank(
-    engine: Any, directory: Path, rank: int, world_size: int
+    engine: DeepSpeedEngine, directory: Path, rank: int, world_size: int
 ) -> tuple[dict[str, int], list[float]]:
-    """Restore what `save_rank` wrote (a collective); return counters and norms. The optimizer's
-    state is restored, its settings (weight decay, betas, epsilon) stay this run's. The shards are
-    pickles: load only what this project wrote.
+    """Restore the files of `save_rank` (a collective). Returns counters and gradient norms.
+
+    The optimizer's state is restored. Its settings (weight decay, betas, epsilon) stay those of
+    this run. The shards are pickles: load only files that this project wrote.
 
     Raises:
-        ValueError: the directory cannot be read, or was written by another number of ranks.
+        ValueError: the directory cannot be read, or a different number of ranks wrote it.
     """
     try:
         counters: dict[str, int] = json.loads((Path(directory) / COUNTERS).read_text())
         if counters["world_size"] != world_size:
             raise ValueError(
-                f"learner state {str(directory)!r} was written by {counters['world_size']} ranks,"
-                f" whose shards it holds; set learner.world_size to that, not {world_size}"
+                f"learner state {str(directory)!r} has the shards of {counters['world_size']}"
+                f" ranks; set learner.world_size to that, not {world_size}"
             )
         own = torch.load(_rank_file(directory, rank), weights_only=True)
     except FileNotFoundError as error:
@@ -91,9 +101,8 @@ def load_rank(
         raise ValueError(
             f"learner state {str(directory)!r} cannot be read; name a complete checkpoint"
         )
-    for group, ours in zip(
-        engine.optimizer.param_groups, settings, strict=True
-    ):  # torch takes the groups of the file whole
+    # torch replaces the settings of the groups by those in the file.
+    for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):
         group.update(ours)
     torch.set_rng_state(own["rng"])
     return counters, own["norms"]

@@ -1,5 +1,5 @@
-"""The learner as the driver sees it: all ZeRO-3 ranks act together, one call at a time. Imports no
-torch and no DeepSpeed."""
+"""The learner as the driver sees it: a group of ZeRO-3 ranks that run one call at a time together.
+Does not import torch or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
@@ -21,11 +21,13 @@ from asyncrl.contracts.messages import Manifest, Scored, StepResult
 from asyncrl.learning.spec import LearnerSpec
 from asyncrl.runtime.environment import claim_caches, passed_on
 from asyncrl.runtime.files import make_directory
-from asyncrl.runtime.ray_objects import DEATHS
+from asyncrl.runtime.ray_objects import DEATHS, Actor
 from asyncrl.runtime.shared import NotSharedError, Probe, Written, wait_until_seen
 from asyncrl.runtime.stacks import register_stacks, stack_of
 
-if TYPE_CHECKING:  # the driver needs no torch
+if TYPE_CHECKING:  # the driver does not import torch
+    import numpy as np
+
     from asyncrl.learning.state import Meeting
 
 __all__ = [
@@ -35,12 +37,14 @@ __all__ = [
     "RankProcess",
     "rank_environment",
 ]
+T = TypeVar("T")
+
 STEPS = ("step", "supervised_step")
 STARTING = ("node_address", "listen", "start")
-"""Methods of RankProcess, for calls that come before a rank is ready."""
+"""Methods that `RankProcess` runs itself, before its rank is ready."""
 SNAPSHOT = ".snapshot_"
 DEATH_KNOWN_S = 5.0
-"""Seconds in which Ray reports the death of an actor."""
+"""Seconds that Ray needs to report the death of an actor."""
 LESS_MEMORY = (
     "lower learner.max_tokens_per_gpu, or set learner.gradient_checkpointing: true (`asyncrl plan`"
     " shows the estimate per rank)"
@@ -48,17 +52,17 @@ LESS_MEMORY = (
 
 
 class LearnerError(RuntimeError):
-    """A rank failed or died; all ranks have been ended. One line that names the rank and the
-    cause."""
+    """A rank failed or died, and all ranks have been ended. The message is one line that names the
+    rank and the cause."""
 
 
 class LearnerDiedError(LearnerError, PartDiedError):
-    """The process of a rank is gone."""
+    """The process of a rank died."""
 
 
 class RankProcess:
-    """The Ray actor of one rank. It imports the learner in its own process, so that the driver
-    needs neither torch nor DeepSpeed."""
+    """The Ray actor of one rank. It imports the learner in its own process, so the driver does not
+    import torch or DeepSpeed."""
 
     def __init__(self, rank: int, spec: LearnerSpec, run_id: str, attempt: int) -> None:
         import logging
@@ -69,7 +73,7 @@ class RankProcess:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         from transformers.utils import logging as transformers_logging
 
-        import asyncrl.learning.rank  # slow, and one of the things that the start waits for
+        import asyncrl.learning.rank  # slow: import it while the actor starts
 
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
@@ -85,7 +89,7 @@ class RankProcess:
         return register_stacks(self.stacks_in)
 
     def caches_removed(self) -> bool:
-        """Whether this process's compile caches held a damaged file and were removed."""
+        """Whether this process's compile caches had a damaged file and were removed."""
         return self.caches.damaged is not None
 
     def node_address(self) -> str:
@@ -100,7 +104,8 @@ class RankProcess:
         return self.meeting.port
 
     def start(self, address: str, port: int) -> dict[str, float]:
-        """Join the other ranks and load the model (a collective). Returns seconds by part."""
+        """Join the other ranks and load the model (a collective). Returns the seconds of each
+        part."""
         from asyncrl.learning.rank import start_rank
         from asyncrl.learning.state import Meeting
 
@@ -109,40 +114,40 @@ class RankProcess:
         self.meeting = None
         return seconds
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call one method of LearnerRank, or of this process before its rank is ready."""
+    def call(self, method: str, *arguments: object) -> object:
+        """Call a method of `LearnerRank`, or of this process if it is one of `STARTING`."""
         return getattr(self if method in STARTING else self.rank, method)(*arguments)
 
 
 class LearnerGroup:
-    """`Learner` on Ray actors. Make it with `LearnerGroup.create(spec, run_id, attempt)`; end it
-    with `close()`."""
+    """`Learner` on Ray actors. Create it with `LearnerGroup.create(spec, run_id, attempt)` and end
+    it with `close()`."""
 
     def __init__(
-        self, spec: LearnerSpec, placement: PlacementGroup, ranks: list[Any], attempt: int = 0
+        self, spec: LearnerSpec, placement: PlacementGroup, ranks: list[Actor], attempt: int = 0
     ) -> None:
         self.spec = spec
         self.placement = placement
         self.ranks = ranks
         self.startup: dict[str, float] = {}
-        """Seconds that the start took, by part; `caches_removed`: ranks whose compile caches were
-        damaged."""
+        """Seconds of each part of the start. `caches_removed` counts ranks whose compile caches
+        were damaged."""
         self.attempt = attempt
         self._processes: list[tuple[str, int]] = []
         """Node and process id of each rank."""
         self._turn = asyncio.Lock()
         self._snapshot: tempfile.TemporaryDirectory[str] | None = None
         self._failed: LearnerError | None = None
-        """Why there are no ranks any more."""
+        """The failure that ended the ranks."""
         self.answered = 0
-        """Calls that all ranks have answered."""
+        """Number of calls that all ranks have answered."""
 
     @classmethod
     async def create(cls, spec: LearnerSpec, run_id: str, attempt: int) -> LearnerGroup:
         """Place the ranks, load the model, build the engine.
 
         Raises:
-            PlacementLostError: no room within `placement_timeout_s`.
+            PlacementLostError: the resources were not available within `placement_timeout_s`.
             LearnerError: a rank failed.
         """
         placement = await _place(spec)
@@ -164,7 +169,7 @@ class LearnerGroup:
         return group
 
     async def stacks(self) -> list[str]:
-        """What each rank does just now, in the middle of a call too."""
+        """The current stack of each rank, also during a call."""
         paths = [stacks_path(self.spec, self.attempt, rank) for rank in range(len(self._processes))]
         return list(
             await asyncio.gather(
@@ -176,13 +181,14 @@ class LearnerGroup:
         )
 
     async def describe(self) -> tuple[None, str]:
-        """For the watchdog: nothing that moves within a call can be seen; what the ranks do."""
+        """For the watchdog: no progress figure, because a call shows none, and the ranks'
+        stacks."""
         return None, "; ".join(
             f"rank {rank}: {stack}" for rank, stack in enumerate(await self.stacks())
         )
 
     async def step(self, batch: Sequence[Scored]) -> StepResult:
-        """One policy step on these groups."""
+        """Take one policy step on these groups."""
         result: StepResult = (await self._all("step", [scored.ref for scored in batch]))[0]
         return result
 
@@ -192,8 +198,8 @@ class LearnerGroup:
         return manifest
 
     async def save(self, directory: Path) -> dict[str, Written]:
-        """Write the learner's state under `directory`. Returns what the ranks wrote: name relative
-        to `directory` → size and checksum."""
+        """Write the learner's state under `directory`. Returns the files of all ranks: name
+        relative to `directory` → size and checksum."""
         return {
             name: written
             for files in await self._all("save", Path(directory).absolute())
@@ -201,10 +207,10 @@ class LearnerGroup:
         }
 
     async def check_shared(self, directory: Path) -> None:
-        """Prove that each rank's node and this one see the same `directory`, which exists.
+        """Check that each rank's node and this one see the same existing `directory`.
 
         Raises:
-            NotSharedError: one does not; the message names its node.
+            NotSharedError: a node does not. The message names it.
         """
         with Probe(Path(directory).absolute()) as probe:
             answers = await self._all("answer_probe", probe.folder)
@@ -213,18 +219,18 @@ class LearnerGroup:
                     address = await self._one(rank, "node_address")
                     raise NotSharedError(
                         f"{probe.directory} is not the same directory here and on node {address}"
-                        f" (learner rank {rank}), and a checkpoint would lack what that rank"
-                        " writes; set runs_root (and checkpoint.save) to storage that every node"
-                        " mounts at the same path"
+                        f" (learner rank {rank}), so a checkpoint would lack that rank's files;"
+                        " set runs_root (and checkpoint.save) to storage that every node mounts at"
+                        " the same path"
                     )
 
     async def load(self, directory: Path) -> None:
-        """Go on from `save(directory)`. Raises LearnerError if it cannot be read."""
+        """Restore the state of `save(directory)`. Raises LearnerError if it cannot be read."""
         await self._all("load", Path(directory).absolute())
 
     async def export_hf(self, directory: Path, tokenizer_source: str | None = None) -> None:
-        """Write a Hugging Face directory; the tokenizer comes from `tokenizer_source`, else from
-        model.path. Raises NotSharedError if this process does not see it."""
+        """Write a Hugging Face directory with the tokenizer of `tokenizer_source` (default:
+        model.path). Raises NotSharedError if this process does not see the files."""
         files = (
             await self._all(
                 "export_hf", Path(directory).absolute(), tokenizer_source or self.spec.model_path
@@ -240,70 +246,70 @@ class LearnerGroup:
     async def supervised_step(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> dict[str, float]:
-        """One supervised step on (prompt ids, target ids). Returns its metrics."""
+        """Take one supervised step on rows of (prompt ids, target ids). Returns its metrics."""
         metrics: dict[str, float] = (await self._all("supervised_step", rows))[0]
         return metrics
 
     async def exact_match(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
-        """Share of rows whose target ids are all the argmax, 0..1."""
+        """Share of rows (0..1) whose target ids are all the argmax."""
         return float((await self._all("exact_match", rows))[0])
 
     async def logprobs(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float = 1.0
-    ) -> list[Any]:
-        """Log-probs of each row's second ids: one float32 array for each row."""
+    ) -> list[np.ndarray]:
+        """Log-probs [C] float32 of each row's second ids, one array for each row."""
         parts = await self._all("logprobs", rows, temperature)
         merged = {index: values for part in parts for index, values in part.items()}
         return [merged[index] for index in range(len(rows))]
 
     async def snapshot(self) -> None:
-        """Remember weights and optimizer; the snapshot before is forgotten."""
+        """Take a snapshot of weights and optimizer. It replaces the previous one."""
         make_directory(self.spec.run_directory)
-        directory = tempfile.TemporaryDirectory(
-            prefix=SNAPSHOT, dir=self.spec.run_directory
-        )  # every rank's node sees that place
+        # In the run directory, which every rank's node can see.
+        directory = tempfile.TemporaryDirectory(prefix=SNAPSHOT, dir=self.spec.run_directory)
         await self.save(Path(directory.name))
         self._forget_snapshot()
         self._snapshot = directory
 
     async def restore(self) -> None:
-        """Go back to the last snapshot. Raises LearnerError if there is none."""
+        """Restore the last snapshot. Raises LearnerError without one."""
         if self._snapshot is None:
-            raise LearnerError("there is no snapshot to restore; call snapshot() first")
+            raise LearnerError("the learner has no snapshot to restore; call snapshot() first")
         await self.load(Path(self._snapshot.name))
 
     async def reset_optimizer(self, learning_rate: float, warmup_steps: int = 0) -> None:
-        """Fresh AdamW state, and the learning rate of the steps to come."""
+        """Reset the optimizer's state and set the learning rate of the following steps."""
         await self._all("reset_optimizer", learning_rate, warmup_steps)
 
     async def set_learning_rate(self, learning_rate: float) -> None:
-        """Learning rate of the steps to come; the optimizer's state stays."""
+        """Set the learning rate of the following steps. The optimizer's state stays."""
         await self._all("set_learning_rate", learning_rate)
 
     async def close(self) -> None:
-        """End all ranks and free their place. May be called twice."""
+        """End all ranks and free their resources. May be called twice."""
         self._end()
 
-    async def _one(self, rank: int, method: str, *arguments: Any) -> Any:
+    async def _one(self, rank: int, method: str, *arguments: object) -> Any:
         async with self._turn:
             return (
                 await self._results(method, [self.ranks[rank].call.remote(method, *arguments)])
             )[0]
 
-    async def _all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on every rank and wait for all of them. The first failure ends them all."""
+    async def _all(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method on every rank and wait for all of them. The first failure ends all
+        ranks."""
         async with self._turn:
             if not self.ranks:
                 failed = self._failed or LearnerError(
                     f"the learner is closed, so {method} cannot run; make a new one"
                 )
                 raise type(failed)(*failed.args)
-            # In a list, a reference stays a reference: each rank fetches the rows itself.
+            # Ray does not resolve references inside a list: each rank fetches the rows itself.
             return await self._results(
                 method, [rank.call.remote(method, *arguments) for rank in self.ranks]
             )
 
-    async def _results(self, method: str, calls: list[Any]) -> list[Any]:
+    async def _results(self, method: str, calls: Sequence[Awaitable[T]]) -> list[T]:
         waiting = [asyncio.ensure_future(_result(call)) for call in calls]
         try:
             _, silent = await asyncio.wait(
@@ -327,7 +333,7 @@ class LearnerGroup:
             self._end()
             raise self._failed from error
         except asyncio.CancelledError:
-            # Ranks in mid-collective cannot be called back one by one.
+            # Ranks inside a collective cannot be interrupted one by one.
             self._failed = LearnerError(
                 f"the learner was ended in {method}: its caller was cancelled"
             )
@@ -337,8 +343,8 @@ class LearnerGroup:
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _give_up(self, silent: list[int], method: str) -> None:
-        """End all ranks, some of which did not answer in time. Raises LearnerDiedError with what
-        each rank does."""
+        """End all ranks because some did not answer in time. Raises LearnerDiedError with the stack
+        of each rank."""
         names = f"learner rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
         limit = f"learner.call_timeout_s = {self.spec.learner.call_timeout_s:g} s"
         _, stacks = await self.describe()
@@ -363,14 +369,16 @@ class LearnerGroup:
             self._snapshot = None
 
 
-async def _result(call: Any) -> Any:
+async def _result(call: Awaitable[T]) -> T:
     return await call
 
 
-async def _first_failure(waiting: Sequence[asyncio.Future[Any]]) -> tuple[int, BaseException]:
-    """The rank that failed, and how; at least one has. When one dies in a collective, its peers
-    fail there too, and often say so before Ray knows of the death: it is waited for a moment, and
-    counts."""
+async def _first_failure(waiting: Sequence[asyncio.Future[T]]) -> tuple[int, BaseException]:
+    """The rank that failed, and its error. At least one rank has failed.
+
+    When a rank dies in a collective, its peers fail too, often before Ray reports the death. So
+    wait a moment for a death, and prefer it to the other failures.
+    """
     deadline = time.monotonic() + DEATH_KNOWN_S
     while True:
         failures = [
@@ -387,7 +395,7 @@ async def _first_failure(waiting: Sequence[asyncio.Future[Any]]) -> tuple[int, B
 
 
 def _cause(error: BaseException, method: str) -> str:
-    """What went wrong, in one line."""
+    """The cause of a failure, in one line."""
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     if isinstance(error, OutOfMemoryError):
@@ -403,7 +411,7 @@ def _cause(error: BaseException, method: str) -> str:
 
 
 def stacks_path(spec: LearnerSpec, attempt: int, rank: int) -> Path:
-    """Where a rank writes its stacks when it is asked."""
+    """The file to which a rank writes its stacks on request."""
     return spec.run_directory / "logs" / f"attempt_{attempt}" / "stacks" / f"rank_{rank}.txt"
 
 
@@ -435,7 +443,7 @@ async def _place(spec: LearnerSpec) -> PlacementGroup:
 
 
 def resource_table(needed: dict[str, float]) -> str:
-    """What is needed, what the cluster has registered, and what is free, as text."""
+    """Needed, registered and free resources of the cluster, as a text table."""
     registered, free = ray.cluster_resources(), ray.available_resources()
     rows = [f"{'resource':<10} {'needed':>8} {'registered':>11} {'free':>8}"]
     rows += [
@@ -446,14 +454,14 @@ def resource_table(needed: dict[str, float]) -> str:
 
 
 def rank_environment(spec: LearnerSpec) -> dict[str, str]:
-    """Environment variables of a rank's process: the user's own, as far as they concern it
-    (`asyncrl.runtime.environment`), and what asyncrl needs."""
+    """Environment variables of a rank's process: those of the user that concern it
+    (`asyncrl.runtime.environment`), and those that asyncrl sets."""
     return passed_on(os.environ) | {
         "DS_ACCELERATOR": spec.learner.device,
         "OMP_NUM_THREADS": str(spec.learner.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
-        # glibc gives large blocks back at once by default: every step would fault its activations
-        # in again.
+        # By default, glibc returns large blocks to the system at once. Every step would then fault
+        # its activations in again.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     }
@@ -461,7 +469,7 @@ def rank_environment(spec: LearnerSpec) -> dict[str, str]:
 
 def _start_actor(
     spec: LearnerSpec, placement: PlacementGroup, rank: int, run_id: str, attempt: int
-) -> Any:
+) -> Actor:
     environment = rank_environment(spec)
     strategy = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
     options = {

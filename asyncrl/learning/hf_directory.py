@@ -1,12 +1,12 @@
-"""A Hugging Face directory of one version: the checkpoint's own names, settings and tokenizer.
-Loads in transformers and in vLLM."""
+"""Writes one version as a Hugging Face directory with the checkpoint's names, settings and
+tokenizer. transformers and vLLM can load it."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,19 +26,20 @@ COPIED = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Of the checkpoint, where it has them. vLLM needs a processor for a model that also sees."""
+"""Files copied from the checkpoint if they exist. vLLM needs a processor for a vision model."""
 
 
 class HfDirectory:
-    """Written bucket by bucket into a directory that exists, then finished."""
+    """Writes a Hugging Face directory: call `write` for each bucket, then `finish`. The directory
+    must exist."""
 
     def __init__(
         self, directory: str | Path, table: VersionTable, dtype: str, bucket_bytes: int
     ) -> None:
         """
         Args:
-            dtype: of the parameters, as torch names it.
-            bucket_bytes: size of each file of weights; at least the largest tensor.
+            dtype: torch's name of the parameters' dtype.
+            bucket_bytes: size of each weights file; at least that of the largest tensor.
         """
         self.directory, self.table, self.dtype = Path(directory), table, dtype
         self.entries, self.sizes = weight_layout(table, dtype, bucket_bytes)
@@ -48,7 +49,7 @@ class HfDirectory:
         ]
 
     def write(self, number: int, content: np.ndarray) -> None:
-        """One bucket [sizes[number]] uint8, as a file."""
+        """Write one bucket [sizes[number]] uint8 as a file."""
         flat = torch.from_numpy(content)
         tensors = {
             entry.name: (
@@ -62,14 +63,15 @@ class HfDirectory:
         save_file(tensors, self.directory / self.files[number], metadata={"format": "pt"})
 
     def finish(self, model_path: str | Path, tokenizer_source: str) -> None:
-        """The index, and the checkpoint's settings with the type that was written."""
+        """Write the index, the tokenizer, and the checkpoint's settings with the dtype of the
+        weights."""
         weight_map = {entry.name: self.files[entry.bucket] for entry in self.entries}
         index = {
             "metadata": {"total_size": sum(entry.nbytes for entry in self.entries)},
             "weight_map": weight_map,
         }
         replace_text(self.directory / INDEX, json.dumps(index, indent=2))
-        settings = json.loads((Path(model_path) / "config.json").read_text())
+        settings: dict[str, object] = json.loads((Path(model_path) / "config.json").read_text())
         settings.setdefault("architectures", [self.table.architecture])
         replace_text(
             self.directory / "config.json",
@@ -81,9 +83,10 @@ class HfDirectory:
         save_tokenizer(tokenizer_source, self.directory)
 
 
-def _typed(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The settings with this type wherever they name one, under its newer name."""
-    found: dict[str, Any] = {}
+def _typed(settings: Mapping[str, object], dtype: str) -> dict[str, object]:
+    """The settings with this dtype in place of every `dtype` or `torch_dtype`, under the newer
+    name `dtype`."""
+    found: dict[str, object] = {}
     for name, value in settings.items():
         if name in ("dtype", "torch_dtype"):
             found["dtype"] = dtype

@@ -1,8 +1,8 @@
-"""What one step reports: sums over micro-batches and ranks, then means over the step's tokens."""
+"""Metrics of a step: sums over micro-batches and ranks, then means over the step's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import torch
@@ -26,17 +26,21 @@ class StepSums:
     """Sums of one step on one rank, kept on the device until `over_ranks`."""
 
     def __init__(self, device: torch.device, own: Sequence[str] = ()) -> None:
-        """`own`: metrics of the user's own loss, the same ones on every rank."""
+        """`own` are the names of the metrics of the user's loss, equal on every rank."""
         self.own = tuple(own)
         self.sums = torch.zeros(len(NAMES) + len(self.own), dtype=torch.float64, device=device)
         self.ratio_max = torch.zeros(1, dtype=torch.float64, device=device)
 
     def add(self, sums: LossSums, entropy: Tensor) -> None:
-        """Add one micro-batch; `entropy` is [N]."""
+        """Add one micro-batch. `entropy` is [N].
+
+        Raises:
+            FunctionError: the user's loss returned other metrics than on made-up numbers.
+        """
         if sums.own and set(sums.own) != set(self.own):
             raise FunctionError(
-                f"algorithm.loss gave the metrics {sorted(sums.own)}, and {sorted(self.own)} on"
-                " made-up numbers; give the same in every call"
+                f"algorithm.loss returned the metrics {sorted(sums.own)}, but {sorted(self.own)} on"
+                " made-up numbers; return the same names in every call"
             )
         values = [getattr(sums, name) for name in SUMS] + [entropy.sum()]
         bad = sums.nonfinite + ~torch.isfinite(sums.loss)
@@ -50,12 +54,12 @@ class StepSums:
         self.ratio_max = torch.maximum(self.ratio_max, sums.ratio_max.double())
 
     def nonfinite_gradient(self, found: bool) -> None:
-        """This rank's gradient shards hold NaN or Inf."""
+        """Record whether this rank's gradient shards contain NaN or Inf."""
         self.sums[len(NAMES) - 1] += found
 
     def over_ranks(self) -> dict[str, float]:
-        """Sums over all ranks (a collective). `nonfinite_loss` counts tokens and micro-batches,
-        `nonfinite_gradient` ranks."""
+        """Sums over all ranks (a collective). `nonfinite_loss` counts tokens and micro-batches.
+        `nonfinite_gradient` counts ranks."""
         dist.all_reduce(self.sums)
         dist.all_reduce(self.ratio_max, op=dist.ReduceOp.MAX)
         names = (*NAMES, *(f"loss/{name}" for name in self.own))
@@ -74,12 +78,8 @@ def step_metrics(
     applied: bool,
     seconds: float,
 ) -> dict[str, float]:
-    """The step's metrics. Means are over its `tokens` loss tokens; `input_tokens` counts prompts as
-    well; `grad_norm` is before clipping.
-
-    ess: effective sample size as a share of the tokens, (Σr)² / (N·Σr²); chi2: mean (r - 1)², the
-    chi-squared divergence, whose expected value is the variance of r; r = π_learner / π_behavior.
-    """
+    """Metrics of one step. Means are over its `tokens` loss tokens. `input_tokens` also counts
+    prompts. `grad_norm` is the norm before clipping."""
     input_tokens = sum(len(example.tokens) for example in examples)
     return {
         "applied": float(applied),
@@ -92,6 +92,29 @@ def step_metrics(
         "micro_batches": float(sum(len(micro_batches) for micro_batches in plan.micro_batches)),
         "fill": plan.fill,
         "imbalance": plan.imbalance,
+        **_off_policy_metrics(totals, tokens),
+        "value_loss": totals["value_loss"],
+        "in_flight_drift": (
+            totals["drift"] / totals["drift_tokens"] if totals["drift_tokens"] else float("nan")
+        ),
+        "in_flight_drift_tokens": totals["drift_tokens"],
+        "entropy": totals["entropy"] / tokens,
+        "nonfinite_loss": totals["nonfinite_loss"],
+        "nonfinite_gradient": totals["nonfinite_gradient"],
+        **{name: total / tokens for name, total in totals.items() if name.startswith("loss/")},
+        "step_s": seconds,
+        "tokens_per_s": input_tokens / seconds,
+    }
+
+
+def _off_policy_metrics(totals: Mapping[str, float], tokens: int) -> dict[str, float]:
+    """Differences between learner and behavior or reference policy, and the effect of the
+    correction. r = π_learner / π_behavior of a token.
+
+    `ess` is the effective sample size as a share of the tokens, (Σr)² / (N·Σr²). `chi2` is the
+    chi-squared divergence, mean (r - 1)²; its expected value is the variance of r.
+    """
+    return {
         "ratio_mean": totals["ratio"] / tokens,
         "ratio_max": totals["ratio_max"],
         "ess": (
@@ -111,15 +134,4 @@ def step_metrics(
         "kl_k1": totals["kl_k1"] / tokens,
         "kl_k3": totals["kl_k3"] / tokens,
         "kl_reference": totals["kl_reference"] / tokens,
-        "value_loss": totals["value_loss"],
-        "in_flight_drift": (
-            totals["drift"] / totals["drift_tokens"] if totals["drift_tokens"] else float("nan")
-        ),
-        "in_flight_drift_tokens": totals["drift_tokens"],
-        "entropy": totals["entropy"] / tokens,
-        "nonfinite_loss": totals["nonfinite_loss"],
-        "nonfinite_gradient": totals["nonfinite_gradient"],
-        **{name: total / tokens for name, total in totals.items() if name.startswith("loss/")},
-        "step_s": seconds,
-        "tokens_per_s": input_tokens / seconds,
     }

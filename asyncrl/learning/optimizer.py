@@ -1,30 +1,46 @@
-"""The optimizer of a policy: which parameters decay, and which have a learning rate of their
-own."""
+"""The optimizer of a policy: which parameters have weight decay, and which have their own learning
+rate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import nn
 
 from asyncrl.config import LearnerConfig
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
 __all__ = ["make_optimizer", "set_learning_rates"]
 
 VALUE_HEAD = "value_head."
-"""Beginning of the names of a policy's value head."""
+"""Prefix of the parameter names of a policy's value head."""
+
+
+class ParameterGroup(TypedDict):
+    """A parameter group of a torch optimizer."""
+
+    params: list[nn.Parameter]
+    weight_decay: float
+    decayed: bool
+    """Whether weight decay acts on the group."""
+    value_head: bool
+    """Whether the group belongs to the value head, with its own learning rate."""
 
 
 def make_optimizer(policy: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD over groups of the policy's parameters, with a learning rate of 0 until a step
-    sets it.
+    """AdamW or SGD over groups of the policy's parameters. The learning rate is 0 until a step sets
+    it.
 
-    A group holds `decayed` (whether weight_decay acts) and `value_head`. torch's fused AdamW goes
-    over the memory once in each step; the plain one does so for each of its operations.
+    torch's fused AdamW reads the memory once in each step. The plain one reads it once for each
+    operation.
     """
-    groups = parameter_groups(policy.named_parameters(), config.weight_decay)
+    groups = [
+        dict(group) for group in parameter_groups(policy.named_parameters(), config.weight_decay)
+    ]
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0)
     return torch.optim.AdamW(
@@ -34,10 +50,9 @@ def make_optimizer(policy: nn.Module, config: LearnerConfig) -> torch.optim.Opti
 
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], weight_decay: float
-) -> list[dict[str, Any]]:
-    """The parameters as groups for an optimizer, in a fixed order; groups without any are left
-    out."""
-    groups: dict[tuple[bool, bool], dict[str, Any]] = {
+) -> list[ParameterGroup]:
+    """The parameters in groups for an optimizer, in a fixed order. Empty groups are left out."""
+    groups: dict[tuple[bool, bool], ParameterGroup] = {
         (decayed, value): {
             "params": [],
             "weight_decay": weight_decay if decayed else 0.0,
@@ -54,13 +69,14 @@ def parameter_groups(
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay acts on a parameter: on matrices and embeddings, and not on norms,
-    biases, or what the model itself marks (a state's decay rates). An expert's biases are a matrix,
-    and are told by their name.
+    """Whether weight decay acts on a parameter.
+
+    It acts on matrices and embeddings. It does not act on norms, on biases, or on parameters that
+    the model marks (such as a state's decay rates). The biases of experts form a matrix, so their
+    name decides.
     """
-    dimensions = len(
-        getattr(parameter, "ds_shape", parameter.shape)
-    )  # ZeRO-3 leaves an empty tensor in its place
+    # ZeRO-3 replaces a parameter by an empty tensor, and keeps its shape in `ds_shape`.
+    dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
     return (
         dimensions > 1
         and not name.endswith("bias")
@@ -68,7 +84,11 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     )
 
 
-def set_learning_rates(optimizer: Any, learning_rate: float, value_learning_rate: float) -> None:
-    """Learning rates of the next step."""
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer | DeepSpeedZeroOptimizer_Stage3,
+    learning_rate: float,
+    value_learning_rate: float,
+) -> None:
+    """Set the learning rates of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = value_learning_rate if group["value_head"] else learning_rate

@@ -1,4 +1,4 @@
-"""A micro-batch that does not fit: what it was made of, and which setting makes it fit."""
+"""Explains an out-of-memory error: the size of the micro-batch, and the setting to change."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ __all__ = ["LearnerOutOfMemoryError", "advice", "explained"]
 
 
 class LearnerOutOfMemoryError(RuntimeError):
-    """A micro-batch did not fit in memory. One line: its tokens, segments and loss tokens, torch's
-    own words, and the setting to change."""
+    """A micro-batch did not fit in memory. The message is one line: its tokens, segments and loss
+    tokens, the setting to change, and torch's error."""
 
 
 @contextmanager
 def explained(batch: MicroBatch, spec: LearnerSpec) -> Iterator[None]:
-    """Whatever is computed on `batch` in here and runs out of memory raises LearnerOutOfMemoryError
-    in place of torch's error."""
+    """Context manager for a computation on `batch`: raises LearnerOutOfMemoryError in place of an
+    out-of-memory error."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if not _ran_out(error):
             raise
         lengths, tokens = batch.segments.lengths, batch.input_ids.shape[1]
-        said = " ".join(str(error).split())[:160]
+        cause = " ".join(str(error).split())[:160]
         raise LearnerOutOfMemoryError(
             f"out of memory on learner.device: {spec.learner.device} with a micro-batch of"
             f" {tokens} tokens, {len(lengths)} segments, the longest of {max(lengths)}, and"
             f" {len(batch.targets)} loss tokens;"
-            f" {advice(spec, tokens + len(lengths), len(lengths))} ({said})"
+            f" {advice(spec, tokens + len(lengths), len(lengths))} ({cause})"
         ) from error
 
 
 def advice(spec: LearnerSpec, tokens: int, segments: int = 2) -> str:
-    """What to set after a micro-batch of `tokens` tokens in so many segments ran out of memory:
-    half of it for the cap, if the longest trajectory allows that. No cap makes one trajectory
-    smaller."""
+    """The setting to change after a micro-batch of `tokens` tokens ran out of memory.
+
+    With several segments, this is a cap of half the micro-batch, if the longest trajectory fits. A
+    cap cannot make a single trajectory smaller, so other settings follow.
+    """
     learner, longest = spec.learner, spec.longest_trajectory
-    # The reference policy shares no rows.
-    least = (
+    # With a reference policy, a rank must fit a whole trajectory: that policy does not split rows.
+    smallest_cap = (
         longest if spec.algorithm.has_reference else -(-longest // learner.sequence_parallel_size)
     )
-    held = min(learner.max_tokens_per_gpu, -(-tokens // learner.sequence_parallel_size))
-    if segments > 1 and (lower := max(held // 2, least)) < held:
+    used = min(learner.max_tokens_per_gpu, -(-tokens // learner.sequence_parallel_size))
+    if segments > 1 and (lower := max(used // 2, smallest_cap)) < used:
         return f"set learner.max_tokens_per_gpu: {lower}"
     bound = (
-        f"learner.max_tokens_per_gpu cannot be below {least}, as the longest trajectory has"
-        f" {longest} tokens"
+        f"learner.max_tokens_per_gpu cannot be below {smallest_cap}, as the longest trajectory"
+        f" has {longest} tokens"
     )
     if not learner.gradient_checkpointing:
         return f"{bound}, so set learner.gradient_checkpointing: true"
@@ -64,8 +66,8 @@ def advice(spec: LearnerSpec, tokens: int, segments: int = 2) -> str:
 
 
 def _ran_out(error: Exception) -> bool:
-    """Whether this is torch's error of a device, that of its allocator for host memory, or Python's
-    own."""
+    """Whether this is an out-of-memory error: torch's for a device, torch's for host memory, or
+    Python's."""
     return isinstance(
         error, (MemoryError, torch.OutOfMemoryError)
     ) or "DefaultCPUAllocator: can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""Forward and backward passes over the micro-batches of a step. All functions are collectives:
+"""Forward and backward passes over the micro-batches of a step. Most functions are collectives:
 every rank calls them with the same arguments."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Loss = Callable[[Tensor, Tensor, Tensor, MicroBatch], tuple[Tensor, LossSums]]
 """(log-probs [N], entropy [N], values [N] or empty, micro-batch) → loss and sums."""
 
 WEIGHTS_NOT_FINITE = (
-    "the weights hold NaN or Inf, or have a norm beyond their type, after a step whose loss and"
-    " gradient were finite; they are neither published nor saved: lower the learning rate"
+    "the weights contain NaN or Inf, or their norm overflows, after a step with finite loss and"
+    " gradient; they are not published and not saved: lower the learning rate"
 )
 
 
@@ -40,11 +40,12 @@ def train(
     value_learning_rate: float,
     temperature: float | None = None,
 ) -> dict[str, float]:
-    """Take one optimizer step on all examples, unless loss or gradient is not finite on any rank.
+    """Take one optimizer step on all examples, unless any rank has a loss or gradient that is not
+    finite.
 
     Args:
-        weights: of each example's loss tokens.
-        temperature: default: that of the rollouts.
+        weights: weight of each example's loss tokens.
+        temperature: default: the temperature of the rollouts.
 
     Returns:
         Metrics. `applied` is 1.0 if the step was taken.
@@ -65,7 +66,7 @@ def train(
         if not zero3.parameters_finite(state.engine):
             raise RuntimeError(
                 f"{WEIGHTS_NOT_FINITE} (it was {learning_rate:g}, at step {state.applied}), and"
-                " go on from the newest checkpoint"
+                " resume from the newest checkpoint"
             )
     else:
         zero3.discard_gradients(state.engine)
@@ -83,7 +84,7 @@ def backward(
     temperature: float | None = None,
 ) -> tuple[dict[str, float], Packing]:
     """Run forward and backward over all micro-batches. The gradients stay in the engine. Returns
-    sums over all ranks, so that every rank decides the same."""
+    sums over all ranks, so every rank makes the same decision, and the micro-batches' plan."""
     engine = state.engine
     plan = plan_micro_batches(state, examples)
     sums = StepSums(state.device, state.own_metrics)
@@ -94,10 +95,10 @@ def backward(
         with explained(batch, state.spec):
             logprobs, entropy, values = engine(batch, temperature)
             batch_loss, loss_sums = loss(logprobs, entropy, values, batch)
-            # ZeRO averages gradients over ranks. The weights are those of the whole step, and each
-            # rank has the gradient of its own tokens, so the factor undoes the average.
+            # ZeRO averages gradients over ranks. The weights are normalized over the whole step, so
+            # the gradients must be summed: the factor undoes the average.
             engine.backward(batch_loss * state.spec.learner.world_size, scale_wrt_gas=False)
-        if state.sequence_rank == 0:  # all ranks that share a row have the same sums
+        if state.sequence_rank == 0:  # ranks that share a row have the same sums
             sums.add(loss_sums, entropy.detach())
     sums.nonfinite_gradient(not zero3.gradients_finite(engine))
     return sums.over_ranks(), plan
@@ -114,8 +115,8 @@ def forward_batches(
     temperature: float | None = None,
     greedy: bool = False,
 ) -> Iterator[tuple[MicroBatch, tuple[Tensor, Tensor, Tensor]]]:
-    """Run this rank's micro-batches through the engine, without gradient: (micro-batch, (log-probs,
-    entropies, values)) one by one. With `greedy`, matches of the argmax replace log-probs."""
+    """Run this rank's micro-batches through the engine, without gradient. Yields (micro-batch,
+    (log-probs, entropies, values)). With `greedy`, matches of the argmax replace the log-probs."""
     plan = plan_micro_batches(state, examples)
     for indices in plan.micro_batches[state.data_rank]:
         batch = micro_batch(examples, indices, state.device, version=state.applied)
@@ -127,8 +128,8 @@ def forward_batches(
 def forward_rows(
     state: LearnerState, rows: Sequence[TokenRow], temperature: float = 1.0, greedy: bool = False
 ) -> dict[int, np.ndarray]:
-    """Log-probs [C] float32 of the second ids of each row that this rank took: row index → array.
-    With `greedy`, whether each is the argmax."""
+    """Log-probs [C] float32 of the second ids of each row that this rank processes: row index →
+    array. With `greedy`, whether each id is the argmax."""
     examples = [token_example(row) for row in rows]
     found: dict[int, np.ndarray] = {}
     for batch, (values, *_) in forward_batches(state, examples, temperature, greedy):
@@ -138,8 +139,8 @@ def forward_rows(
 
 
 def plan_micro_batches(state: LearnerState, examples: Sequence[Example]) -> Packing:
-    """Assign the examples to micro-batches. Every data-parallel rank gets equally many. Ranks that
-    share rows hold as many tokens as their caps together."""
+    """Assign the examples to micro-batches. Every data-parallel rank gets the same number of them.
+    Ranks that share rows fit as many tokens as the sum of their caps."""
     learner = state.spec.learner
     return pack(
         [len(example.tokens) for example in examples],

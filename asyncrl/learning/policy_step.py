@@ -1,4 +1,5 @@
-"""One policy step: advantages and weights of the whole step, then the policy objective."""
+"""One policy step: computes advantages and weights over the whole step, then trains on the policy
+objective."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ __all__ = ["policy_step"]
 
 
 def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
-    """Take one policy step on scored groups, one table each.
+    """Take one policy step on scored groups, one table each (a collective).
 
-    No rank steps if any rank finds NaN or Inf, or if no token is left to learn from.
+    The step is skipped on all ranks if any rank finds NaN or Inf, or if no loss token is left.
     """
     spec, version = state.spec, state.applied
     algorithm = spec.algorithm
@@ -57,7 +58,7 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
         state.trained_tokens += int(metrics["tokens"])
         metrics["grad_norm_ratio"] = state.norms.ratio(metrics["grad_norm"])
     reason = "" if applied else NOT_FINITE if examples else NOTHING_TO_LEARN
-    # The search takes the examples without statistics of the step, which spread a NaN to all.
+    # The search uses examples without statistics of the step, which spread a NaN to all of them.
     find_culprit = partial(name_culprit, state, scored, weights, _loss(state, 1.0))
     note = keep_if_bad(
         state, metrics, f"version_{version:06d}", tables, find_culprit if examples else None
@@ -76,7 +77,7 @@ def _loss(state: LearnerState, mean_weight: float) -> Loss:
 
 
 def _with_step_advantages(state: LearnerState, examples: list[Example]) -> list[Example]:
-    """The examples with the advantages of methods that use the whole step."""
+    """The examples with the advantages of methods that use statistics of the whole step."""
     advantage = state.spec.algorithm.advantage
     if not examples:
         return examples
@@ -95,8 +96,9 @@ def _with_step_advantages(state: LearnerState, examples: list[Example]) -> list[
 
 
 def _with_value_advantages(state: LearnerState, examples: list[Example]) -> list[Example]:
-    """The examples with returns, and with advantages by the current value head, normalized over the
-    loss tokens of all ranks. Only this rank's examples are changed to their own values."""
+    """The examples with returns, and with advantages from the current value head, normalized over
+    the loss tokens of all ranks (a collective). Only the examples that this rank trains get their
+    values."""
     algorithm = state.spec.algorithm
     found = list(examples)
     mine = [np.zeros(0)]

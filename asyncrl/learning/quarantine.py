@@ -1,5 +1,5 @@
-"""Batches worth a look: those that were skipped, and those of a gradient-norm spike. Kept whole, as
-Parquet, in `<run>/kept/`."""
+"""Keeps the batches of skipped steps and of gradient-norm spikes for inspection, as Parquet in
+`<run>/kept/`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from asyncrl.runtime.files import make_directory
 __all__ = ["KEPT", "NormWatch", "culprit", "keep_batch"]
 
 KEPT = 32
-"""Batches kept of one run for each reason. Further ones are reported, not written: a run that
-spikes at every step must not fill the disk, nor leave no room for the batch that ends it."""
+"""Batches that a run keeps for each reason. Further ones are only reported. A run that spikes at
+every step then does not fill the disk, and the batch that ends the run can still be kept."""
 
 WINDOW, LEAST = 32, 8
-"""Steps that a gradient norm is compared with, and how many of them must be known."""
+"""Number of steps that a gradient norm is compared with, and the minimum number of them."""
 
 
 class NormWatch:
@@ -33,25 +33,27 @@ class NormWatch:
 
     @property
     def known(self) -> list[float]:
-        """Oldest first."""
+        """The remembered norms, oldest first."""
         return list(self._norms)
 
     def ratio(self, norm: float) -> float:
-        """`norm` over the median of the last norms, 1.0 while fewer than eight are known. Remembers
-        it."""
+        """The ratio of `norm` to the median of the last norms; 1.0 while fewer than eight are
+        known. Remembers `norm`."""
         median = statistics.median(self._norms) if len(self._norms) >= LEAST else norm
         self._norms.append(norm)
         return norm / median if median > 0 else 1.0
 
     def forget(self) -> None:
-        """Another optimizer, another scale."""
+        """Forget all norms. Called for a new optimizer, whose norms have another scale."""
         self._norms.clear()
 
 
 def culprit(count: int, bad: Callable[[Sequence[int]], bool]) -> int | None:
-    """By bisection, the first of `count` trajectories of which `bad([index])` holds, in about
-    log2(count) calls that look at `count` trajectories in all. None if no half of a bad set is bad
-    alone: then it took several of them."""
+    """Find by bisection a trajectory, out of `count`, for which `bad([index])` is true. It takes
+    about log2(count) calls, over `count` trajectories in total.
+
+    None if neither half of a bad set is bad alone: several trajectories together cause it.
+    """
     suspects: Sequence[int] = range(count)
     while len(suspects) > 1:
         first, second = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
@@ -60,13 +62,13 @@ def culprit(count: int, bad: Callable[[Sequence[int]], bool]) -> int | None:
 
 
 def keep_batch(directory: Path, moment: str, reason: str, tables: Sequence[pa.Table]) -> str:
-    """Write the rows of a batch as `<moment>_<reason>.parquet`, in a step, and say where they are,
-    or why they are not kept. Never raises for a disk that is full or a table that cannot be
-    written: a diagnosis must not end a run.
+    """Write the rows of a batch as `<moment>_<reason>.parquet`. Returns a message with the path, or
+    with the reason why the batch was not kept. A full disk or a table that cannot be written does
+    not raise: a diagnosis must not end a run.
 
     Args:
-        moment: what the batch was for, such as `version_000123`: the policy version that the step
-            began with. Batches of one moment and reason are told apart by a number.
+        moment: the step of the batch, such as `version_000123`: the policy version at its start. A
+            number distinguishes batches of the same moment and reason.
     """
     try:
         path = _write(directory, moment, reason, tables)

@@ -1,4 +1,4 @@
-"""One ZeRO-3 rank: what the learner's driver calls in each rank's process."""
+"""One ZeRO-3 rank of the learner. The driver calls it in each rank's process."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from asyncrl.weights.gather import gather_buckets, weight_layout
 __all__ = ["LearnerRank", "start_rank"]
 
 VERSIONS_KEPT = 2
-"""The committed version and the next one."""
+"""Published versions whose buckets are kept: the committed one and the next one."""
 
 
 class LearnerRank:
-    """One rank that has joined the others and loaded its model. Every method but `answer_probe` is
-    a collective: all ranks call it with the same arguments."""
+    """One rank that has joined the others and loaded its model. All methods except `answer_probe`
+    and `shards` are collectives: all ranks call them with the same arguments."""
 
     def __init__(self, state: LearnerState, run_id: str, attempt: int) -> None:
         self.state = state
         self.run_id = run_id
         self.attempt = attempt
         self.versions: dict[int, list[ray.ObjectRef[np.ndarray]]] = {}
-        """References of the published buckets. Only rank 0 has them."""
+        """Version → references of its published buckets. Empty on all ranks except rank 0."""
 
     def step(self, refs: Sequence[tuple[ray.ObjectRef[bytes], int] | pa.Table]) -> StepResult:
         """Take one policy step on a batch of scored groups.
 
         Args:
-            refs: (reference of an IPC stream of a table of groups, row) each, or one-row tables.
+            refs: one-row tables, or (reference to an IPC stream of a table of groups, row).
         """
         return policy_step(self.state, groups_at(refs))
 
@@ -57,7 +57,7 @@ class LearnerRank:
         return supervised_step(self.state, rows)
 
     def exact_match(self, rows: Sequence[TokenRow]) -> float:
-        """Share of the rows whose second ids greedy decoding would give exactly, 0..1."""
+        """Share of the rows (0..1) whose second ids are exactly those of greedy decoding."""
         matches = forward_rows(self.state, rows, greedy=True)
         count = torch.tensor(
             [sum(bool(match.all()) for match in matches.values())],
@@ -68,16 +68,16 @@ class LearnerRank:
         return float(count) / (len(rows) * self.state.spec.learner.sequence_parallel_size)
 
     def logprobs(self, rows: Sequence[TokenRow], temperature: float = 1.0) -> dict[int, np.ndarray]:
-        """Log-probs [C] float32 of the second ids of each row that this rank took: row index →
+        """Log-probs [C] float32 of the second ids of each row that this rank processes: row index →
         array."""
         return forward_rows(self.state, rows, temperature)
 
     def reset_optimizer(self, learning_rate: float, warmup_steps: int = 0) -> None:
-        """Forget AdamW's moments and the counters, and set the peak learning rate."""
+        """Reset the optimizer's state and the counters, and set the peak learning rate."""
         self.state.reset_optimizer(learning_rate, warmup_steps)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of the steps to come. Moments and counters stay."""
+        """Set the learning rate of the following steps. Moments and counters stay."""
         self.state.learning_rate = learning_rate
 
     def save(self, directory: Path) -> dict[str, Written]:
@@ -89,12 +89,13 @@ class LearnerRank:
         self.state.load(directory)
 
     def answer_probe(self, folder: Path) -> bool:
-        """Whether this rank's node sees the folder of the driver's probe."""
+        """Whether this rank's node sees the folder of the driver's probe. Writes the answer
+        there."""
         return answer_probe(folder, f"rank_{self.state.rank}")
 
     def export_hf(self, directory: Path, tokenizer_source: str) -> dict[str, int]:
         """Write a Hugging Face directory. Rank 0 gathers it bucket by bucket and returns its files:
-        name → bytes."""
+        name → bytes. The other ranks return nothing."""
         state, spec = self.state, self.state.spec
         target = HfDirectory(directory, state.table, spec.model_dtype, spec.bucket_bytes)
         if state.rank == 0:
@@ -113,7 +114,7 @@ class LearnerRank:
         }
 
     def gather(self, version: int) -> Manifest | None:
-        """Put the weights in the object store as `version`. Rank 0 returns the manifest, and keeps
+        """Put the weights in the object store as `version`. Rank 0 returns the manifest and keeps
         the references of the last two versions."""
         began = time.monotonic()
         state, spec = self.state, self.state.spec
@@ -149,7 +150,7 @@ class LearnerRank:
         )
 
     def shards(self) -> dict[str, tuple[int, int]]:
-        """Parameter → (elements that this rank owns, elements in all)."""
+        """Parameter → (elements that this rank owns, elements in total)."""
         return {
             name: (zero3.shard_size(parameter), zero3.full_size(parameter))
             for name, parameter in self.state.parameters.items()
@@ -160,11 +161,11 @@ def start_rank(
     rank: int, spec: LearnerSpec, run_id: str, attempt: int, meeting: Meeting
 ) -> tuple[LearnerRank, dict[str, float]]:
     """Join the other ranks, load the model sharded and build the engine (a collective). Returns the
-    rank, and the seconds that each part took.
+    rank, and the seconds of each part.
 
     Raises:
-        ValueError: the model is one that the learner cannot train.
-        FunctionError: the user's own loss failed on trial tokens.
+        ValueError: the learner cannot train this model.
+        FunctionError: the user's loss failed on made-up numbers.
     """
     meet_s = join_ranks(rank, spec, meeting)
     began = time.monotonic()

@@ -15,8 +15,8 @@ def learning_rate_at(
     max_steps: int,
     kind: Literal["constant", "linear", "cosine"],
 ) -> float:
-    """Learning rate of the step that follows `applied` steps: up linearly over `warmup_steps`, then
-    constant, or down to 0 at `max_steps`."""
+    """Learning rate of the step after `applied` steps. It rises linearly over `warmup_steps`. Then
+    it is constant, or falls to 0 at `max_steps`."""
     warmup = min(1.0, (applied + 1) / max(1, warmup_steps))
     done = max(0.0, min(1.0, (applied - warmup_steps) / max(1, max_steps - warmup_steps)))
     decay = {

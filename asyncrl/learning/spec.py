@@ -1,4 +1,4 @@
-"""What the learner's ranks know of a run."""
+"""The settings of a run that the learner's ranks get."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class LearnerSpec:
     model_path: str
     """Hugging Face checkpoint directory."""
     model_dtype: str
-    """Type of the published weights."""
+    """Dtype of the published weights."""
     bucket_bytes: int
-    """Bytes of one bucket of published weights."""
+    """Size of a bucket of published weights."""
     temperature: float
-    """Of the rollouts: log-probs are those of the distribution sampled from."""
+    """Sampling temperature of the rollouts. The learner's log-probs use it too, so they are those
+    of the sampled distribution."""
     max_completion_length: int
     """Tokens."""
     longest_trajectory: int
@@ -34,9 +35,9 @@ class LearnerSpec:
     max_steps: int
     seed: int
     shuffle_rewards: bool
-    """Whether each batch's rewards are shuffled, a control that must learn nothing."""
+    """Whether each batch's rewards are shuffled: a control experiment that must not learn."""
     packing_strategy: Strategy
-    """Of the warm start's rows."""
+    """How the warm start's rows are packed."""
     placement_wait_s: float
     """Seconds that the ranks may wait for resources."""
     run_directory: Path

@@ -1,4 +1,4 @@
-"""What one rank trains: the engine, its parameters, the counters and the learning rate."""
+"""The training state of one rank: the engine, its parameters, counters and learning rate."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 from deepspeed import DeepSpeedEngine
-from torch.nn import Parameter
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from asyncrl.algorithms.objective import own_metrics
@@ -21,18 +21,19 @@ from asyncrl.learning.spec import LearnerSpec
 from asyncrl.models.supported import Packing as Packed
 from asyncrl.models.ulysses import SequenceGroup
 from asyncrl.runtime.shared import Written
+from asyncrl.weights.gather import ShardedParameter
 from asyncrl.weights.published import VersionTable, version_table
 
 __all__ = ["LearnerState", "Meeting", "join_ranks", "load_state"]
 
 COLLECTIVES_LONGER_S = 60.0
-"""Seconds that a collective waits beyond the timeout of a call, so that the driver finds a rank
-that hangs before its peers do."""
+"""Seconds by which a collective's timeout exceeds that of a call. The driver then finds a rank that
+hangs before the rank's peers do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks meet. Only rank 0 has the listening socket."""
+    """The address and port where the ranks meet. Only rank 0 has the listening socket."""
 
     address: str
     port: int
@@ -47,39 +48,39 @@ class Meeting:
 
 @dataclass
 class LearnerState:
-    """Everything that the steps of one rank read and change. Complete when constructed."""
+    """All state that the steps of one rank read and change. Complete when constructed."""
 
     rank: int
     spec: LearnerSpec
     engine: DeepSpeedEngine
     sharded: HfDeepSpeedConfig
-    """Transformers loads models sharded while this object lives, so it lives as long as the
-    engine."""
+    """transformers shards every model that it loads while this object exists. It must exist as long
+    as the engine."""
     table: VersionTable
-    parameters: dict[str, Parameter]
-    """Every parameter once, by its name in transformers. A tied weight has its first name."""
+    parameters: dict[str, ShardedParameter]
+    """Every parameter once, by its name in transformers. A tied weight is under its first name."""
     packing: Packed
     own_metrics: tuple[str, ...]
-    """Names of the metrics of the user's own loss."""
+    """Names of the metrics of the user's loss."""
     device: torch.device
     learning_rate: float
-    """Peak learning rate of the steps to come."""
+    """Peak learning rate of the following steps."""
     warmup_steps: int
     applied: int = 0
-    """Steps applied since the optimizer was fresh. This is the policy version, and the position in
-    the learning-rate schedule."""
+    """Steps applied since the optimizer's reset: the policy version, and the position in the
+    learning-rate schedule."""
     trained_tokens: int = 0
-    """Loss tokens of all policy steps applied so far, earlier attempts included."""
+    """Loss tokens of all applied policy steps, including earlier attempts."""
     norms: NormWatch = field(default_factory=NormWatch)
 
     @property
     def data_rank(self) -> int:
-        """Index of the micro-batches that this rank takes."""
+        """This rank's index among the data-parallel ranks. It selects the rank's micro-batches."""
         return self.rank // self.spec.learner.sequence_parallel_size
 
     @property
     def sequence_rank(self) -> int:
-        """Index of this rank's share of their tokens."""
+        """This rank's index among the ranks that share a row. It selects the rank's tokens."""
         return self.rank % self.spec.learner.sequence_parallel_size
 
     @property
@@ -99,7 +100,7 @@ class LearnerState:
         )
 
     def reset_optimizer(self, learning_rate: float, warmup_steps: int) -> None:
-        """Forget the optimizer's moments and all counters, and set the peak learning rate."""
+        """Reset the optimizer's state and all counters, and set the peak learning rate."""
         zero3.fresh_optimizer(self.engine)
         self.norms.forget()
         self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
@@ -116,11 +117,11 @@ class LearnerState:
         return checkpoint.save_rank(self.engine, directory, self.rank, counters, self.norms.known)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save(directory)` wrote. Learning rate and schedule keep their current
+        """Restore the state of `save(directory)`. Learning rate and schedule keep their current
         values, because a resume may change them.
 
         Raises:
-            ValueError: a file cannot be read, or another number of ranks wrote it.
+            ValueError: the directory cannot be read, or a different number of ranks wrote it.
         """
         counters, norms = checkpoint.load_rank(
             self.engine, directory, self.rank, self.spec.learner.world_size
@@ -130,7 +131,7 @@ class LearnerState:
 
 
 def join_ranks(rank: int, spec: LearnerSpec, meeting: Meeting) -> float:
-    """Join the process group of all ranks. Returns the seconds that it took."""
+    """Join the process group of all ranks (a collective). Returns the seconds that it took."""
     began = time.monotonic()
     learner = spec.learner
     if meeting.address == "127.0.0.1":
@@ -151,14 +152,13 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
     """Load the model sharded and build the engine. The ranks must have joined (a collective).
 
     Raises:
-        ValueError: the model is one that the learner cannot train.
-        FunctionError: the user's own loss failed on trial tokens.
+        ValueError: the learner cannot train this model.
+        FunctionError: the user's loss failed on made-up numbers.
     """
     learner, algorithm = spec.learner, spec.algorithm
     torch.set_num_threads(learner.num_threads)
     torch.manual_seed(spec.seed * 1_000_003 + rank)
-    # Read the table before the engine exists: beside an engine, transformers loads every model
-    # sharded.
+    # Make the table before the engine exists: afterwards, transformers shards every model.
     table = version_table(spec.model_path)
     metrics = own_metrics(algorithm.loss)
     engine, sharded = zero3.start_engine(
@@ -170,11 +170,12 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         SequenceGroup.join(learner.sequence_parallel_size),
     )
     policy = zero3.policy_of(engine)
-    parameters = dict(policy.model.named_parameters())
-    if strange := set(parameters) ^ set(table.parameters):
+    # DeepSpeed adds the attributes of `ShardedParameter` to each parameter.
+    parameters = cast("dict[str, ShardedParameter]", dict(policy.model.named_parameters()))
+    if different := set(parameters) ^ set(table.parameters):
         raise ValueError(
-            f"model.path = {spec.model_path!r}: {sorted(strange)[0]!r} is a parameter in only one"
-            " of two loads, with weights and without; use a checkpoint that transformers loads the"
+            f"model.path = {spec.model_path!r}: transformers loads different parameters with and"
+            f" without weights, first {sorted(different)[0]!r}; use a checkpoint that it loads the"
             " same way every time"
         )
     return LearnerState(

@@ -1,5 +1,5 @@
-"""One supervised step: rows become examples, whole or cut by a packing strategy, and the step fits
-their target tokens."""
+"""One supervised step: packs the rows into examples by a packing strategy, and trains on their
+target tokens."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ logger = logging.getLogger(__name__)
 
 
 def supervised_step(state: LearnerState, rows: Sequence[TokenRow]) -> dict[str, float]:
-    """Take one step of next-token prediction: each row's second ids, after its first ids.
+    """Take one step of next-token prediction on each row's second ids, given its first ids.
 
-    `warm_start.packing_strategy` says how rows are cut. The rows of a step that was skipped, or
-    whose gradient norm spiked, are kept; the log of this process says where.
+    `warm_start.packing_strategy` decides how rows are cut. The rows of a skipped step, or of one
+    with a spike of the gradient norm, are kept. The log of this process has their path.
 
     Returns:
         Metrics. `pieces_left_out` counts pieces of rows without a token to predict.
         `tokens_left_out` counts target tokens that no piece predicts.
 
     Raises:
-        ValueError: a row is longer than `learner.max_tokens_per_gpu` under `bfd`, or no piece has a
-            token to predict.
+        ValueError: as in `supervised_examples`.
     """
     spec, moment = state.spec, f"supervised_{state.applied:06d}"
     examples, pieces_left_out, tokens_left_out = supervised_examples(
@@ -72,15 +71,15 @@ def _loss(
 def supervised_examples(
     rows: Sequence[TokenRow], max_tokens: int, strategy: Strategy
 ) -> tuple[list[Example], int, int]:
-    """Examples of the rows as `pack_blocks` cuts them, the number of pieces left out, and the
-    number of target tokens that no piece predicts.
+    """Cut the rows into pieces with `pack_blocks`. Returns their examples, the number of pieces
+    left out, and the number of target tokens that no piece predicts.
 
-    A piece is on its own: its first token is context only, whatever it was in its row. A piece
-    without any token to predict, such as one of a prompt, is left out.
+    Each piece is an independent example: its first token is only context, even if it is a target in
+    its row. A piece without a token to predict, such as a part of a prompt, is left out.
 
     Raises:
-        ValueError: a row has nothing to predict, or is longer than `max_tokens` under `bfd`, or no
-            piece at all has a token to predict.
+        ValueError: a row has no prompt or no target, a row is longer than `max_tokens` under `bfd`,
+            or no piece has a token to predict.
     """
     pieces = [
         piece
@@ -102,7 +101,7 @@ def supervised_examples(
 
 
 def _token_table(rows: Sequence[TokenRow]) -> pa.Table:
-    """The rows as a block: ids, and whether each is a target."""
+    """The rows as a block for `pack_blocks`: ids, and whether each id is a target."""
     lengths = np.array(
         [[len(prompt), len(following)] for prompt, following in rows], dtype=np.int64
     ).reshape(-1, 2)
@@ -126,7 +125,8 @@ def _token_table(rows: Sequence[TokenRow]) -> pa.Table:
 
 
 def _pieces(packed: pa.Table) -> list[Example]:
-    """Each segment of packed rows: a token of context, and what follows it."""
+    """Each segment of the packed rows as an example: one token of context, and the following
+    tokens."""
     ids, targets = (
         packed[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         for name in ("input_ids", "loss_mask")

@@ -1,13 +1,13 @@
-"""Supervised steps until held-out greedy accuracy lies in a window: neither hopeless nor finished,
-so that RL has something to do."""
+"""The warm start: supervised steps until held-out greedy accuracy is in a window. RL needs a model
+that solves some prompts, but not all."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncrl.config import WarmStartConfig
 
@@ -23,11 +23,12 @@ Row = tuple[Sequence[int], Sequence[int]]
 
 
 class WarmStartFailedError(RuntimeError):
-    """The window was not reached. The message names the accuracy, the steps and the fix."""
+    """The warm start did not reach the window. The message names the accuracy, the steps and the
+    fix."""
 
 
 class SupervisedLearner(Protocol):
-    """What the warm start needs of the learner group."""
+    """The methods of the learner group that the warm start uses."""
 
     async def supervised_step(self, rows: Sequence[Row]) -> dict[str, float]: ...
 
@@ -44,28 +45,28 @@ class SupervisedLearner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WarmStartCheck:
-    """One check of held-out accuracy (0..1), after `steps` applied supervised steps; `loss` is the
-    last step's, in nats per token."""
+    """A check of held-out accuracy (0..1) after `steps` applied supervised steps. `loss` is that of
+    the last step, in nats per token. The other figures cover the steps since the previous check."""
 
     steps: int
     accuracy: float
     loss: float
     learning_rate: float
     fill: float = float("nan")
-    """Share of the packed rows' capacity in use: mean of the steps since the check before, as the
-    next two."""
+    """Share of the packed rows' capacity in use: mean over the steps."""
     imbalance: float = float("nan")
-    """How much longer the steps' rounds of micro-batches take than with equal costs."""
+    """Relative extra time of a step's rounds of micro-batches, compared with equal costs: mean over
+    the steps."""
     micro_batches: float = float("nan")
-    """Packed rows of a step, over all ranks."""
+    """Packed rows of a step, over all ranks: mean over the steps."""
     pieces_left_out: int = 0
-    """Pieces of cut rows without a token to predict, since the check before."""
+    """Pieces of cut rows without a token to predict."""
     tokens_left_out: int = 0
-    """Target tokens that no piece predicts, since the check before: those of pieces left out, and
-    the first of each piece that begins within a target."""
+    """Target tokens that no piece predicts: those of pieces left out, and the first token of each
+    piece that begins within a target."""
 
     def metrics(self) -> dict[str, float]:
-        """What a run records of it."""
+        """The metrics that a run records."""
         return {
             f"warm_start/{field.name}": getattr(self, field.name)
             for field in fields(self)
@@ -75,7 +76,7 @@ class WarmStartCheck:
 
 @dataclass(frozen=True, slots=True)
 class WarmStartReport:
-    """Where the warm start ended, and its checks. `jumps` counts returns to a snapshot."""
+    """The result of a warm start, and its checks. `jumps` counts returns to a snapshot."""
 
     steps: int
     accuracy: float
@@ -92,46 +93,33 @@ async def warm_start(
     progress: Callable[[WarmStartCheck], None] = lambda check: None,
     max_skipped_steps: int = 3,
 ) -> WarmStartReport:
-    """Take supervised steps until held-out accuracy lies in [min_accuracy, max_accuracy]; call
+    """Take supervised steps until held-out accuracy is in [min_accuracy, max_accuracy]. Calls
     `progress` at every check.
 
-    A run that jumps over the window goes back to its last check, with its optimizer, and halves the
-    learning rate. The caller resets the optimizer for RL: supervised steps are not policy versions.
-    A step that the learner skipped counts as none.
+    If accuracy jumps over the window, weights and optimizer return to the last check, and the
+    learning rate is halved. Steps that the learner skipped do not count. The caller must reset the
+    optimizer for RL, because supervised steps are not policy versions.
 
     Raises:
-        WarmStartFailedError: `max_steps` are used up, the model was above the window from the
-            start, or `max_skipped_steps` steps in a row were skipped.
+        WarmStartFailedError: there are no rows, `max_steps` are used up, the model was above the
+            window from the start, or `max_skipped_steps` steps in a row were skipped.
     """
     if not train_rows or not held_out_rows:
         raise WarmStartFailedError(
             f"warm_start.data = {config.data!r} gave {len(train_rows)} training and"
             f" {len(held_out_rows)} held-out rows; give at least one of each"
         )
-    learning_rate = config.learning_rate
+    learning_rate, jumps = config.learning_rate, 0
     await learner.reset_optimizer(learning_rate)
-    checks = [
-        WarmStartCheck(0, await learner.exact_match(held_out_rows), float("nan"), learning_rate)
-    ]
+    accuracy = await learner.exact_match(held_out_rows)
+    checks = [WarmStartCheck(0, accuracy, float("nan"), learning_rate)]
     batches = _batches(train_rows, config.batch_size, seed)
-    steps = jumps = 0
     while True:
         progress(checks[-1])
-        accuracy = checks[-1].accuracy
+        steps, accuracy = checks[-1].steps, checks[-1].accuracy
         if config.min_accuracy <= accuracy <= config.max_accuracy:
             return WarmStartReport(steps, accuracy, jumps, tuple(checks))
-        if accuracy > config.max_accuracy and steps == 0:
-            raise WarmStartFailedError(
-                f"held-out accuracy is {accuracy:.1%} before any supervised step, above"
-                f" warm_start.max_accuracy = {config.max_accuracy:.1%}; leave warm_start out, or"
-                " raise that"
-            )
-        if steps >= config.max_steps:
-            raise WarmStartFailedError(
-                f"held-out accuracy is {accuracy:.1%} after warm_start.max_steps ="
-                f" {config.max_steps}, not {config.min_accuracy:.1%} to {config.max_accuracy:.1%};"
-                " raise max_steps, change learning_rate, or widen the window"
-            )
+        _refuse_more_steps(checks[-1], config)
         if accuracy > config.max_accuracy:
             await learner.restore()
             learning_rate, jumps = learning_rate / 2, jumps + 1
@@ -139,28 +127,58 @@ async def warm_start(
         else:
             await learner.snapshot()
         taken = await _applied_steps(learner, batches, config.check_every_steps, max_skipped_steps)
-        steps += config.check_every_steps
         accuracy = await learner.exact_match(held_out_rows)
-        means: dict[str, Any] = {
-            name: fmean(metrics[name] for metrics in taken)
-            for name in ("fill", "imbalance", "micro_batches")
-        }
-        left_out = {
-            name: int(sum(metrics[name] for metrics in taken))
-            for name in ("pieces_left_out", "tokens_left_out")
-        }
-        checks.append(
-            WarmStartCheck(steps, accuracy, taken[-1]["loss"], learning_rate, **means, **left_out)
+        checks.append(_check_after(steps + len(taken), accuracy, learning_rate, taken))
+
+
+def _refuse_more_steps(check: WarmStartCheck, config: WarmStartConfig) -> None:
+    """Raise WarmStartFailedError if the model started above the window, or `max_steps` are used
+    up."""
+    if check.accuracy > config.max_accuracy and check.steps == 0:
+        raise WarmStartFailedError(
+            f"held-out accuracy is {check.accuracy:.1%} before any supervised step, above"
+            f" warm_start.max_accuracy = {config.max_accuracy:.1%}; leave warm_start out, or"
+            " raise that"
         )
+    if check.steps >= config.max_steps:
+        raise WarmStartFailedError(
+            f"held-out accuracy is {check.accuracy:.1%} after warm_start.max_steps ="
+            f" {config.max_steps}, not {config.min_accuracy:.1%} to {config.max_accuracy:.1%};"
+            " raise max_steps, change learning_rate, or widen the window"
+        )
+
+
+def _check_after(
+    steps: int, accuracy: float, learning_rate: float, taken: Sequence[Mapping[str, float]]
+) -> WarmStartCheck:
+    """The check after the steps `taken` since the last one, given their metrics."""
+
+    def mean(name: str) -> float:
+        return fmean(metrics[name] for metrics in taken)
+
+    def total(name: str) -> int:
+        return int(sum(metrics[name] for metrics in taken))
+
+    return WarmStartCheck(
+        steps,
+        accuracy,
+        taken[-1]["loss"],
+        learning_rate,
+        fill=mean("fill"),
+        imbalance=mean("imbalance"),
+        micro_batches=mean("micro_batches"),
+        pieces_left_out=total("pieces_left_out"),
+        tokens_left_out=total("tokens_left_out"),
+    )
 
 
 async def _applied_steps(
     learner: SupervisedLearner, batches: Iterator[list[Row]], count: int, max_skipped_steps: int
 ) -> list[dict[str, float]]:
-    """The metrics of so many applied steps, each on the next batch.
+    """Take `count` applied steps, each on the next batch. Returns their metrics.
 
     Raises:
-        WarmStartFailedError: so many steps in a row were skipped.
+        WarmStartFailedError: `max_skipped_steps` steps in a row were skipped.
     """
     taken: list[dict[str, float]] = []
     skipped = 0
@@ -179,8 +197,8 @@ async def _applied_steps(
 
 
 def _batches(rows: Sequence[Row], batch_size: int, seed: int) -> Iterator[list[Row]]:
-    """Batches without end, in a new seeded order every epoch. An epoch's last short batch is left
-    out unless it is the only one."""
+    """Yield batches endlessly, in a new seeded order each epoch. An epoch's last batch is dropped
+    if it is short, unless it is the only one."""
     generator = random.Random(seed)
     order = list(range(len(rows)))
     while True:

@@ -1,12 +1,12 @@
-"""DeepSpeed ZeRO-3: process group, settings, engine, and the few things that its public interface
-does not offer."""
+"""DeepSpeed ZeRO-3: process group, settings, engine, and functions that its public interface
+lacks."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
@@ -18,6 +18,10 @@ from asyncrl.learning.optimizer import make_optimizer
 from asyncrl.models.isolation import check_isolation
 from asyncrl.models.policy import Policy, checkpoint_activations, head_settings, load_policy
 from asyncrl.models.ulysses import SequenceGroup
+from asyncrl.weights.gather import ShardedParameter
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 __all__ = [
     "discard_gradients",
@@ -35,12 +39,12 @@ __all__ = [
 RENDEZVOUS_TIMEOUT_S = 300
 COLLECTIVE_TIMEOUT_S = 3600.0
 EVERYTHING = 10**12
-"""Above any parameter count: nothing is released between its uses."""
+"""A threshold above any parameter count: no parameter is released between uses."""
 
 
 def listening_socket(address: str) -> socket.socket:
-    """A listening socket on a port that the system chose. Rank 0 holds it until the store takes it
-    over, so nobody else gets the port."""
+    """A listening socket on a port that the system chooses. Rank 0 keeps it open until the store
+    takes it over, so no other process gets the port."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((address, 0))
     listener.listen(128)
@@ -56,8 +60,8 @@ def join_process_group(
     listener: socket.socket | None,
     collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> None:
-    """Meet the other ranks at (address, port); rank 0 serves the store on its own listener. Blocks
-    until all are there.
+    """Meet the other ranks at (address, port). Rank 0 serves the store on its own listener. Blocks
+    until all ranks have joined.
 
     Args:
         collective_timeout_s: seconds that a collective waits for the slowest rank, which may be
@@ -74,7 +78,7 @@ def join_process_group(
     )
     descriptor = listener.detach() if listener is not None else None
     timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # it is there, and not in __all__
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # missing in __all__
         address,
         port,
         world_size,
@@ -91,20 +95,20 @@ def join_process_group(
         world_size=world_size,
         timeout=timedelta(seconds=collective_timeout_s),
     )
-    # Its shared-memory all-reduce needs a compiler and a minute at first use, and ZeRO-3's
-    # reduce-scatter and all-gather never call it.
+    # DeepSpeed's shared-memory all-reduce compiles for a minute at first use, and ZeRO-3 never
+    # calls it: it uses reduce-scatter and all-gather.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
 
 
-def settings(config: LearnerConfig) -> dict[str, Any]:
-    """DeepSpeed's configuration. A micro-batch is one packed row, so its own batch sizes are 1;
-    gradients are scaled by the caller.
+def settings(config: LearnerConfig) -> dict[str, object]:
+    """DeepSpeed's configuration. A micro-batch is one packed row, so its batch sizes are 1. The
+    caller scales the gradients.
 
-    One rank holds everything anyway: it releases nothing, which saves the bookkeeping of gathers.
-    More ranks, and one whose weights lie in host memory, release all but biases and norms.
-    Micro-batches and ranks add up in fp32 whatever the weights' type: in bfloat16 many small
-    gradients would be lost.
+    A single rank has all weights anyway, so it releases no parameter and saves the bookkeeping of
+    gathers. Several ranks, or one with weights in host memory, release all parameters except biases
+    and norms. Gradients are summed in fp32 for any dtype of the weights: bfloat16 would lose small
+    ones.
     """
     released = config.world_size > 1 or config.offload_param != "none"
     offload = {
@@ -145,12 +149,12 @@ def start_engine(
     entropy_gradient: bool = False,
     values: bool = False,
     sequence_group: SequenceGroup | None = None,
-) -> tuple[Any, HfDeepSpeedConfig]:
-    """The engine around the policy at `path`. Keep the second value: while it lives, transformers
-    loads sharded.
+) -> tuple[DeepSpeedEngine, HfDeepSpeedConfig]:
+    """Load the policy at `path` and build its engine (a collective). Keep the second value as long
+    as the engine: while it exists, transformers loads models sharded.
 
     Raises:
-        ValueError: packed trajectories could not be kept apart in the model.
+        ValueError: the model cannot isolate packed trajectories from each other.
     """
     chosen = settings(config)
     sharded = HfDeepSpeedConfig(chosen)
@@ -173,7 +177,7 @@ def start_engine(
     engine, _, _, _ = deepspeed.initialize(
         model=policy, optimizer=make_optimizer(policy, config), config=chosen
     )
-    engine.eval()  # where the policy is, and stays
+    engine.eval()  # no dropout: the policy is in eval mode and stays there
     check_isolation(
         engine,
         policy.model.config.get_text_config().vocab_size,
@@ -185,20 +189,20 @@ def start_engine(
     return engine, sharded
 
 
-def policy_of(engine: Any) -> Policy:
+def policy_of(engine: DeepSpeedEngine) -> Policy:
     """The policy inside an engine."""
     policy: Policy = engine.module
     return policy
 
 
-def fresh_optimizer(engine: Any) -> None:
-    """Forget AdamW's moments and step counts."""
+def fresh_optimizer(engine: DeepSpeedEngine) -> None:
+    """Reset the optimizer's state: moments and step counts."""
     engine.optimizer.optimizer.state.clear()
 
 
-def gradient_shards(engine: Any) -> Iterator[torch.Tensor]:
-    """This rank's shards of the gradients of the step in progress. With the optimizer offloaded
-    they lie beside its masters."""
+def gradient_shards(engine: DeepSpeedEngine) -> Iterator[torch.Tensor]:
+    """This rank's shards of the gradients of the current step. An offloaded optimizer keeps them
+    with its fp32 master weights."""
     if engine.optimizer.offload_optimizer:
         yield from (
             masters.grad
@@ -210,24 +214,25 @@ def gradient_shards(engine: Any) -> Iterator[torch.Tensor]:
         yield from (shard for shard in shards or () if shard is not None)
 
 
-def full_size(parameter: torch.nn.Parameter) -> int:
-    """Number of elements of a sharded parameter on all ranks together."""
-    return int(parameter.ds_numel)  # type: ignore[attr-defined]  # DeepSpeed adds it
+def full_size(parameter: ShardedParameter) -> int:
+    """Number of elements of a sharded parameter over all ranks."""
+    return int(parameter.ds_numel)
 
 
-def shard_size(parameter: torch.nn.Parameter) -> int:
-    """Number of its elements that this rank owns, padding included."""
-    return int(parameter.ds_tensor.numel())  # type: ignore[attr-defined]
+def shard_size(parameter: ShardedParameter) -> int:
+    """Number of elements of a sharded parameter that this rank owns, including padding."""
+    return int(parameter.ds_tensor.numel())
 
 
-def gradients_finite(engine: Any) -> bool:
-    """No NaN or Inf in this rank's shards, nor in their norm."""
+def gradients_finite(engine: DeepSpeedEngine) -> bool:
+    """Whether this rank's gradient shards and their norm are free of NaN and Inf."""
     shards = list(gradient_shards(engine))
     return not shards or bool(torch.isfinite(torch.nn.utils.get_total_norm(shards)))
 
 
-def parameters_finite(engine: Any) -> bool:
-    """No NaN or Inf in any parameter, nor in their norm, on any rank (a collective)."""
+def parameters_finite(engine: DeepSpeedEngine) -> bool:
+    """Whether all parameters and their norm are free of NaN and Inf on every rank (a
+    collective)."""
     norm = torch.nn.utils.get_total_norm(
         [_own_part(parameter, dist.get_rank()) for parameter in engine.module.parameters()]
     )
@@ -236,18 +241,18 @@ def parameters_finite(engine: Any) -> bool:
     return not int(bad)
 
 
-def _own_part(parameter: Any, rank: int) -> torch.Tensor:
-    """This rank's shard without its padding, which DeepSpeed leaves as it was allocated."""
-    shard: torch.Tensor = parameter.ds_tensor
+def _own_part(parameter: ShardedParameter, rank: int) -> torch.Tensor:
+    """This rank's shard without its padding, which DeepSpeed leaves uninitialized."""
+    shard = parameter.ds_tensor
     return shard.narrow(0, 0, max(0, min(shard.numel(), parameter.ds_numel - rank * shard.numel())))
 
 
-def discard_gradients(engine: Any) -> None:
-    """Drop the gradients of the step in progress, as the engine itself does on an overflow."""
+def discard_gradients(engine: DeepSpeedEngine) -> None:
+    """Drop the gradients of the current step, as the engine does on an overflow."""
     engine.optimizer._pre_step()
     engine.optimizer._partition_all_parameters()
     engine.optimizer._overflow_clean_up(1.0)
-    # Offloaded gradients keep their place, and a parameter that the next step does not reach would
-    # still find its old one there.
+    # Offloaded gradients stay allocated. Without zeroing, a parameter that the next step does not
+    # reach would get its old gradient.
     for shard in gradient_shards(engine):
         shard.zero_()

@@ -1,4 +1,4 @@
-"""The policy network on packed rows: attention, log-probs, and which families it can train."""
+"""The policy network on packed rows: attention, log-probs, and the supported model families."""
 
 from __future__ import annotations
 

@@ -1,18 +1,16 @@
-"""Attention for packed rows: each token attends within its own segment. Registered with
-transformers under one name, for any causal LM that uses its attention interface.
+"""Attention for packed rows: each token attends within its own segment. It is registered with
+transformers, for any causal LM that uses transformers' attention interface.
 
-transformers builds no mask for an attention function that has no mask function of its own, so the
-dense [T, T] mask never exists. Nor does one exist for a long segment: causal attention needs none,
-and a window is attended block by block.
+A dense [T, T] mask is never built. transformers builds none, because no mask function is registered
+for this attention. Causal attention needs no mask, and a sliding window is computed block by block.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,37 +24,36 @@ from asyncrl.models.ulysses import SequenceGroup
 __all__ = ["ATTENTION", "Segments", "register_attention", "segment_attention"]
 
 ATTENTION = "asyncrl_segments"
-"""Name under which transformers knows the attention function."""
+"""The name of the attention function in transformers."""
 
 BLOCK = 512
-"""Queries for which a mask is built at once: a segment longer than this never has a mask, or
-scores, of its own size squared."""
+"""Queries in a block. A longer segment of length L never has a mask or scores of size [L, L]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments of one packed row of T tokens, in order. Neighbors of equal length are attended
-    in one call: sort by length."""
+    """The segments of one packed row of T tokens, in order. Neighbors of equal length share one
+    attention call, so sort them by length."""
 
     lengths: tuple[int, ...]
     runs: tuple[tuple[int, int], ...]
     """(length, count) of neighbors of equal length."""
     cu_seqlens: Tensor
-    """[segments + 1] int32, starts and T, on the device of the row."""
+    """[segments + 1] int32: the start of each segment, and T, on the device of the row."""
     attended: list[int] = field(default_factory=list, compare=False)
-    """The attention modules, by `id`, that have attended within these segments. The caller of a
-    forward pass checks that none bypassed them."""
+    """The `id` of each attention module that has used these segments. After a forward pass, the
+    caller checks that no module bypassed them."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str) -> Segments:
-        """Segments of these lengths, in tokens."""
+        """Make segments of these lengths, in tokens."""
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         runs = tuple((length, len(list(same))) for length, same in groupby(lengths))
         return cls(tuple(lengths), runs, ends.to(device))
 
 
 def register_attention() -> str:
-    """Make the function known to transformers; return its name for `attn_implementation`."""
+    """Register the function with transformers. Returns its name for `attn_implementation`."""
     if ATTENTION not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, shared_attention)
     return ATTENTION
@@ -68,20 +65,23 @@ def shared_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
     segments: Segments | None = None,
     sequence_group: SequenceGroup | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> tuple[Tensor, None]:
-    """`segment_attention`. Under a sequence group query, key and value hold this rank's share of
-    the row's tokens, as the output does; in between each rank attends over the whole row with its
-    share of the heads."""
+    """Compute `segment_attention`, possibly in a sequence group.
+
+    In a sequence group, the inputs and the output contain this rank's share of the row's tokens. In
+    between, each rank attends over the whole row with its share of the heads."""
     if sequence_group is None or segments is None:
         return segment_attention(
-            module, query, key, value, attention_mask, segments=segments, **settings
+            module, query, key, value, attention_mask, scaling, sliding_window, segments, **settings
         )
     query, key, value = sequence_group.to_heads(query, key, value, sum(segments.lengths))
     attended, _ = segment_attention(
-        module, query, key, value, attention_mask, segments=segments, **settings
+        module, query, key, value, attention_mask, scaling, sliding_window, segments, **settings
     )
     return sequence_group.to_tokens(attended), None
 
@@ -95,16 +95,16 @@ def segment_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     segments: Segments | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each segment of a packed row. Dropout is not applied: the log-probs
-    must be those of the policy.
+    """Compute causal attention within each segment of a packed row. Dropout is never applied,
+    because the log-probs must be those of the policy.
 
-    query is [1, heads, T, D]; key and value [1, kv_heads, T, D]. Returns [1, T, heads, D].
+    query is [1, heads, T, D]; key and value are [1, kv_heads, T, D]. Returns [1, T, heads, D].
 
     Raises:
-        ValueError: the forward was called without `segments`, the row is not one row of their
-            length, or the model wants attention of another kind.
+        ValueError: the forward pass was called without `segments`, the input is not a single row of
+            their length, or the model needs another kind of attention.
     """
     if segments is None:
         raise ValueError(
@@ -141,15 +141,15 @@ def segment_attention(
 
 
 def _refuse_other_kinds(
-    module: torch.nn.Module, mask: Tensor | None, window: int | None, settings: dict[str, Any]
+    module: torch.nn.Module, mask: Tensor | None, window: int | None, settings: Mapping[str, object]
 ) -> None:
-    """Raise ValueError for what the model asks of its attention beyond a causal one within a
-    window: left out, it would be silently wrong."""
+    """Raise ValueError if the model needs more than causal attention with an optional window.
+    Ignoring it would give wrong results silently."""
     wanted = _window_of(module)
     reasons = {
         "soft-caps its attention scores": settings.get("softcap") is not None,
         "has attention sinks": settings.get("s_aux") is not None,
-        "brings an attention mask of its own": mask is not None,
+        "passes its own attention mask": mask is not None,
         "attends in both directions": (
             settings.get("is_causal") is False or getattr(module, "is_causal", True) is False
         ),
@@ -157,8 +157,8 @@ def _refuse_other_kinds(
             wanted is not None and window != wanted
         ),
     }
-    for reason, holds in reasons.items():
-        if holds:
+    for reason, applies in reasons.items():
+        if applies:
             raise ValueError(
                 f"{type(module).__name__} {reason}, which packed attention does not compute;"
                 f" {WAY_OUT}"
@@ -166,8 +166,8 @@ def _refuse_other_kinds(
 
 
 def _window_of(module: torch.nn.Module) -> int | None:
-    """The window, in tokens, that the model's config gives this layer: transformers' own attention
-    has it from the mask, which is not built here."""
+    """The window, in tokens, that the model's config gives this layer. transformers' own attention
+    reads it from the mask, which is not built here."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     window: int | None = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
@@ -182,19 +182,19 @@ def _window_of(module: torch.nn.Module) -> int | None:
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Causal attention of segments of one length L. query is [count, heads, L, D], key [count,
-    kv_heads, L, D], value [count, kv_heads, L, W].
+    """Compute causal attention for `count` segments of one length L.
 
-    On CPU torch's flash kernel holds a block of scores at a time, forward and backward, grouped
-    heads included; it wants D = W. On a GPU what comes here is what the flash kernels there do not
-    take: float32, or D other than W.
+    query is [count, heads, L, D], key [count, kv_heads, L, D], value [count, kv_heads, L, W].
+
+    On a CPU, torch's flash kernel needs D = W. It keeps one block of scores at a time in the
+    forward and backward pass, also for grouped heads. On a GPU, this function gets the inputs that
+    the flash kernels there do not support: float32, or D other than W.
     """
     length, grouped = query.shape[2], query.shape[1] != key.shape[1]
     windowed = window is not None and length > window
     if windowed or (length > BLOCK and (query.is_cuda or key.shape[-1] != value.shape[-1])):
         return _by_blocks(query, key, value, scaling, window)
-    # Torch would fall back on its plain implementation without a word, and that one has all L²
-    # scores.
+    # Without this, torch could silently use its plain implementation, which stores all L² scores.
     only_flash = (
         sdpa_kernel(SDPBackend.FLASH_ATTENTION) if length > BLOCK else contextlib.nullcontext()
     )
@@ -207,8 +207,8 @@ def _causal(
 def _by_blocks(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """The same, BLOCK queries at a time, each block with the keys that its window reaches: masks of
-    at most BLOCK rows."""
+    """Compute `_causal` for BLOCK queries at a time, with the keys that their windows reach. A mask
+    has at most BLOCK rows."""
     length, grouped = query.shape[2], query.shape[1] != key.shape[1]
     outputs = []
     for start in range(0, length, BLOCK):
@@ -240,7 +240,7 @@ def _varlen(
     window: int | None,
     segments: Segments,
 ) -> Tensor:
-    """The same by flash attention over variable lengths. [1, T, heads, D]."""
+    """Compute `segment_attention` by flash attention over variable lengths: [1, T, heads, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
     longest = max(segments.lengths)

@@ -1,5 +1,5 @@
-"""The last guard: the loaded model itself is asked, before its first step, in the mode that
-trains."""
+"""A last check of the loaded model before its first step: its log-probs must be right, and packed
+trajectories must not affect one another."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from asyncrl.models.supported import WAY_OUT, Packing
 __all__ = ["check_isolation"]
 
 TOKENS = 12
-"""Of each trajectory: more than any short convolution spans."""
+"""Tokens of each trajectory: more than any short convolution spans."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Rounding, in nats: of one log-prob between rows of one shape, in the mean between rows of other
-shapes. There bfloat16 may round single logits by one place otherwise, which is 0.06 for a logit of
-8, and more for larger ones."""
+"""Rounding error, in nats: the largest of single log-probs between rows of one shape, and the mean
+between rows of different shapes. Between shapes, bfloat16 may round a single logit differently in
+its last place. That is 0.06 for a logit of 8, and more for a larger one."""
 
 
 @torch.no_grad()
@@ -31,55 +31,76 @@ def check_isolation(
     model: str,
     packing: Packing = "rows",
 ) -> None:
-    """Compare the log-probs of one trajectory alone with those of transformers' own forward, and
-    with those behind each of two others in a packed row (unpacked: with those of the trajectory cut
-    short). Under ZeRO-3 all ranks take part.
+    """Compare the log-probs of one trajectory in different surroundings.
 
-    It sees what no list of names can: a recurrent state, a shifted token, a position that counts
-    on, an expert that runs full, logits changed after the head, a soft cap that an attention leaves
-    out, a model that looks ahead.
+    Alone, they must equal those of transformers' own forward. In a packed row, they must not change
+    with the trajectory before it. Unpacked, they must not change with the tokens that follow.
+
+    This finds errors that a list of model types cannot: a recurrent state, a shifted token, wrong
+    positions, or a model that looks ahead. It also finds an expert that runs full, a change of the
+    logits after the head, and a soft cap that an attention ignores. With ZeRO-3 all ranks take
+    part.
 
     Args:
-        forward: a policy, or the engine around it. It is asked at temperature 1: a lower one
+        forward: a policy, or the engine around it. It runs at temperature 1, because a lower one
             magnifies rounding.
-        vocabulary: token ids to draw from are below this.
-        dtype: that the forward computes in.
-        model: its path, for the error.
+        vocabulary: the check draws token ids below this number.
+        dtype: the type that the forward computes in.
+        model: the model's path, for the error.
 
     Raises:
-        ValueError: they differ by more than rounding.
+        ValueError: the log-probs differ by more than rounding.
     """
-    half, ids = TOKENS // 2, np.random.default_rng(0).integers(0, vocabulary, (3, TOKENS))
-    first, other, probed = (token_example((row[:half], row[half:])) for row in ids)
 
     def logprobs(*rows: Example, plain: bool = False) -> Tensor:
         return forward(micro_batch(rows, range(len(rows)), device), 1.0, False, plain)[0]
 
+    half, ids = TOKENS // 2, np.random.default_rng(0).integers(0, vocabulary, (3, TOKENS))
+    first, second, probed = (token_example((row[:half], row[half:])) for row in ids)
+    tolerance = TOLERANCE[dtype]
     alone = logprobs(probed)
-    plain = logprobs(probed, plain=True)
-    off = float((alone - plain).abs().mean())
-    # The two attend by different kernels, whose rounding grows with the logits: a guess at random
-    # costs log(vocabulary).
-    sharpness = max(1.0, float(plain.abs().mean()) / np.log(vocabulary))
-    if not off <= TOLERANCE[dtype] * sharpness:
-        raise ValueError(
-            f"model.path = {model!r}: the learner's log-probs are {off:.2g} nats from those of the"
-            " model as transformers runs it, so it would train another policy than the one that"
-            " generates; use another model, and report this one"
-        )
+    _check_arithmetic(alone, logprobs(probed, plain=True), vocabulary, tolerance, model)
     if packing == "none":
         short = plain_example(probed.tokens[:-2], probed.prompt_length, probed.loss_mask[:-2])
-        ahead = float((alone[:-2] - logprobs(short)).abs().mean())
-        if not ahead <= TOLERANCE[dtype]:
-            raise ValueError(
-                f"model.path = {model!r} looks ahead: log-probs change by {ahead:.2g} with the"
-                " tokens that follow; use a decoder that predicts the next token"
-            )
-        return
-    behind, behind_other = (logprobs(row, probed)[-probed.loss_tokens :] for row in (first, other))
-    leak = max(float((behind - behind_other).abs().max()), float((alone - behind).abs().mean()))
-    if not leak <= TOLERANCE[dtype]:
+        _check_causal(alone[:-2], logprobs(short), tolerance, model)
+    else:
+        behind_first, behind_second = (
+            logprobs(row, probed)[-probed.loss_tokens :] for row in (first, second)
+        )
+        _check_apart(alone, behind_first, behind_second, tolerance, model)
+
+
+def _check_arithmetic(
+    alone: Tensor, plain: Tensor, vocabulary: int, tolerance: float, model: str
+) -> None:
+    error = float((alone - plain).abs().mean())
+    # The two use different attention kernels, and their rounding grows with the logits. A random
+    # guess costs log(vocabulary).
+    sharpness = max(1.0, float(plain.abs().mean()) / np.log(vocabulary))
+    if not error <= tolerance * sharpness:
+        raise ValueError(
+            f"model.path = {model!r}: the learner's log-probs are {error:.2g} nats from those of"
+            " the model as transformers runs it, so learner and generators would have different"
+            " policies; use another model, and report this one"
+        )
+
+
+def _check_causal(alone: Tensor, shortened: Tensor, tolerance: float, model: str) -> None:
+    ahead = float((alone - shortened).abs().mean())
+    if not ahead <= tolerance:
+        raise ValueError(
+            f"model.path = {model!r} looks ahead: log-probs change by {ahead:.2g} with the tokens"
+            " that follow; use a decoder that predicts the next token"
+        )
+
+
+def _check_apart(
+    alone: Tensor, behind_first: Tensor, behind_second: Tensor, tolerance: float, model: str
+) -> None:
+    between_rows = float((behind_first - behind_second).abs().max())
+    leak = max(between_rows, float((alone - behind_first).abs().mean()))
+    if not leak <= tolerance:
         raise ValueError(
             f"model.path = {model!r} carries one packed trajectory into the next: log-probs change"
-            f" by {leak:.2g} with what lies before; {WAY_OUT}"
+            f" by {leak:.2g} with the trajectory before; {WAY_OUT}"
         )

@@ -1,4 +1,4 @@
-"""The tensors of one micro-batch: packed rows, no padding."""
+"""The tensors of one micro-batch: a packed row without padding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TokenRow = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What the learner needs of one trajectory: P prompt tokens and C completion tokens."""
+    """One trajectory for the learner, with P prompt tokens and C completion tokens."""
 
     tokens: np.ndarray
     """[P + C] int64."""
@@ -37,19 +37,19 @@ class Example:
     behavior_logprobs: np.ndarray
     """[C] float32, nats."""
     advantage: float | np.ndarray
-    """One for all tokens, or [C]."""
+    """One value for all tokens, or [C]."""
     versions: np.ndarray
     """[C] int32: the policy version that made each token."""
     reference_logprobs: np.ndarray | None = None
-    """[C] float32, nats: of the frozen reference policy."""
+    """[C] float32, nats, from the frozen reference policy."""
     returns: np.ndarray | None = None
-    """[C], what the values should be; at loss tokens."""
+    """[C], the targets of the value head, valid at loss tokens."""
     token_rewards: np.ndarray | None = None
-    """[C] float32: the part of the reward that comes with each token."""
+    """[C] float32: the part of the reward that each token gets."""
     group: int = -1
     """Ordinal of its group."""
     trajectory: int = 0
-    """Its place among the group's trajectories."""
+    """Its index in the group."""
 
     @property
     def loss_tokens(self) -> int:
@@ -58,8 +58,8 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One packed row of T input tokens, and its N loss tokens. The last token of a trajectory is
-    only a target, never an input."""
+    """One packed row of T input tokens with N loss tokens. The last token of a trajectory is a
+    target and not an input."""
 
     input_ids: Tensor
     """[1, T] int64."""
@@ -67,7 +67,7 @@ class MicroBatch:
     """[1, T] int64, from 0 in each segment."""
     segments: Segments
     select: Tensor
-    """[N] int64: positions in the row whose hidden state predicts a loss token."""
+    """[N] int64: the positions in the row whose hidden states predict the loss tokens."""
     targets: Tensor
     """[N] int64."""
     behavior_logprobs: Tensor
@@ -75,11 +75,11 @@ class MicroBatch:
     advantages: Tensor
     """[N] float32."""
     order: tuple[int, ...]
-    """Indices of the trajectories, in the order of their segments."""
+    """The indices of the trajectories, in the order of their segments."""
     counts: tuple[int, ...]
     """Loss tokens of each segment."""
     weights: Tensor
-    """[N] float32: of the step's loss."""
+    """[N] float32: each token's weight in the step's loss."""
     sequence: Tensor
     """[N] int64: the segment of each loss token."""
     ages: Tensor
@@ -90,23 +90,25 @@ class MicroBatch:
     """[N] float32; None without a value head."""
 
     def at_least(self, tokens: int) -> MicroBatch:
-        """The same row; a shorter one with stand-ins, which nothing looks at, in a segment of their
-        own: a model's forward takes no empty share."""
+        """Pad a row that is shorter than this. No rank may have an empty share, because a model's
+        forward pass does not take one. The padding is its own segment, and its output is unused."""
         missing = tokens - self.input_ids.shape[1]
         if missing <= 0:
             return self
-        stand_ins = self.input_ids.new_zeros(1, missing)
+        padding = self.input_ids.new_zeros(1, missing)
         return replace(
             self,
-            input_ids=torch.cat([self.input_ids, stand_ins], dim=1),
-            position_ids=torch.cat([self.position_ids, stand_ins], dim=1),
+            input_ids=torch.cat([self.input_ids, padding], dim=1),
+            position_ids=torch.cat([self.position_ids, padding], dim=1),
             segments=Segments.of([*self.segments.lengths, missing], self.input_ids.device),
         )
 
     def share(self, start: int, end: int) -> tuple[MicroBatch, int]:
-        """The same with tokens `start` to `end` of the row and the loss tokens that they predict,
-        as far as a model's forward looks at them: segments and all else stay those of the whole
-        row. And the place of the first of these loss tokens among the N.
+        """Return tokens `start` to `end` of the row with the loss tokens that they predict, and the
+        index of the first of these loss tokens.
+
+        Only the fields that a forward pass reads are cut. The segments and all other fields remain
+        those of the whole row.
         """
         first, last = torch.searchsorted(self.select, self.select.new_tensor([start, end])).tolist()
         row, chosen = slice(start, end), slice(first, last)
@@ -122,8 +124,8 @@ class MicroBatch:
         )
 
     def policy_tokens(self, logprobs: Tensor, values: Tensor | None = None) -> PolicyTokens:
-        """The loss tokens with the learner's log-probs [N], and its values [N] if there are returns
-        to compare them with."""
+        """Return the loss tokens with the learner's log-probs [N]. Its values [N] are included if
+        there are returns."""
         return PolicyTokens(
             logprobs,
             self.behavior_logprobs,
@@ -139,7 +141,8 @@ class MicroBatch:
 
 
 def token_example(row: TokenRow) -> Example:
-    """Every token after the prompt is a loss token with log-prob 0 and advantage 1.
+    """Make an example in which every token after the prompt is a loss token, with log-prob 0 and
+    advantage 1.
 
     Raises:
         ValueError: the prompt or what follows it is empty.
@@ -156,7 +159,7 @@ def token_example(row: TokenRow) -> Example:
 
 
 def plain_example(tokens: np.ndarray, prompt_length: int, loss_mask: np.ndarray) -> Example:
-    """Log-prob 0 and advantage 1 for every token after the first `prompt_length`."""
+    """Make an example with log-prob 0 and advantage 1 for every token after the prompt."""
     count = len(loss_mask)
     return Example(
         tokens,
@@ -175,58 +178,78 @@ def micro_batch(
     weights: Sequence[float] | None = None,
     version: int = 0,
 ) -> MicroBatch:
-    """Pack these trajectories into one row, longest first. An empty list gives one token without
-    loss, so that the rank still takes part in the collectives.
+    """Pack these trajectories into one row, longest first. Without any, the row is one token
+    without loss, so that the rank still takes part in the collectives.
 
     Args:
         indices: into `examples`.
-        weights: of each example's loss tokens in the step's loss, one value for each example.
-        version: the learner's.
+        weights: the weight of each example's loss tokens in the step's loss; default: 1.
+        version: the learner's policy version.
     """
     order = tuple(sorted(indices, key=lambda index: (-len(examples[index].tokens), index)))
     if not order:
         return _empty(device)
     chosen = [examples[index] for index in order]
     lengths = [len(example.tokens) - 1 for example in chosen]
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    # The loss tokens of each trajectory, as places in its completion.
-    places = [np.flatnonzero(example.loss_mask) for example in chosen]
-    counts = tuple(len(at) for at in places)
-    of_trajectory = np.array([weights[i] if weights else 1.0 for i in order], dtype=np.float32)
-
-    def joined(parts: Iterable[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(parts))).to(device)
-
-    def at_loss_tokens(values: Callable[[Example], np.ndarray]) -> Tensor:
-        return joined(values(example)[at] for example, at in zip(chosen, places, strict=True))
-
-    def optional(values: Callable[[Example], np.ndarray | None]) -> Tensor | None:
-        found = [
-            (at, array)
-            for example, at in zip(chosen, places, strict=True)
-            if (array := values(example)) is not None
-        ]
-        return joined(array[at].astype(np.float32) for at, array in found) if found else None
-
+    loss = _LossTokens(chosen, device)
+    weight = np.array([weights[i] if weights else 1.0 for i in order], dtype=np.float32)
     return MicroBatch(
-        input_ids=joined(example.tokens[:-1] for example in chosen)[None],
-        position_ids=joined(np.arange(length) for length in lengths)[None],
+        input_ids=_joined((example.tokens[:-1] for example in chosen), device)[None],
+        position_ids=_joined((np.arange(length) for length in lengths), device)[None],
         segments=Segments.of(lengths, device),
-        select=joined(
-            start + example.prompt_length - 1 + at
-            for start, example, at in zip(starts, chosen, places, strict=True)
-        ),
-        targets=at_loss_tokens(lambda example: example.tokens[example.prompt_length :]),
-        behavior_logprobs=at_loss_tokens(lambda example: example.behavior_logprobs),
-        advantages=at_loss_tokens(_per_token),
+        select=loss.positions(lengths),
+        targets=loss.values(lambda example: example.tokens[example.prompt_length :]),
+        behavior_logprobs=loss.values(lambda example: example.behavior_logprobs),
+        advantages=loss.values(_per_token),
         order=order,
-        counts=counts,
-        weights=torch.from_numpy(np.repeat(of_trajectory, counts)).to(device),
-        sequence=torch.from_numpy(np.repeat(np.arange(len(chosen)), counts)).to(device),
-        ages=at_loss_tokens(lambda example: (version - example.versions).astype(np.float32)),
-        reference_logprobs=optional(lambda example: example.reference_logprobs),
-        returns=optional(lambda example: example.returns),
+        counts=loss.counts,
+        weights=loss.repeated(weight),
+        sequence=loss.repeated(np.arange(len(chosen))),
+        ages=loss.values(lambda example: (version - example.versions).astype(np.float32)),
+        reference_logprobs=loss.optional(lambda example: example.reference_logprobs),
+        returns=loss.optional(lambda example: example.returns),
     )
+
+
+class _LossTokens:
+    """The N loss tokens of some trajectories, one trajectory after the other."""
+
+    def __init__(self, examples: Sequence[Example], device: torch.device | str) -> None:
+        self._examples, self._device = examples, device
+        # Positions of the loss tokens in each completion.
+        self._at = [np.flatnonzero(example.loss_mask) for example in examples]
+        self.counts = tuple(map(len, self._at))
+        """Loss tokens of each trajectory."""
+
+    def positions(self, lengths: Sequence[int]) -> Tensor:
+        """[N] int64: where in the packed row each loss token is predicted."""
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        return _joined(
+            (
+                start + example.prompt_length - 1 + at
+                for start, example, at in zip(starts, self._examples, self._at, strict=True)
+            ),
+            self._device,
+        )
+
+    def values(self, of: Callable[[Example], np.ndarray]) -> Tensor:
+        """[N]: `of(example)` [C] at the loss tokens."""
+        pairs = zip(self._examples, self._at, strict=True)
+        return _joined((of(example)[at] for example, at in pairs), self._device)
+
+    def optional(self, of: Callable[[Example], np.ndarray | None]) -> Tensor | None:
+        """[N] float32: the same from the examples that have the array; None if none has it."""
+        pairs = [(of(example), at) for example, at in zip(self._examples, self._at, strict=True)]
+        found = [array[at].astype(np.float32) for array, at in pairs if array is not None]
+        return _joined(found, self._device) if found else None
+
+    def repeated(self, values: np.ndarray) -> Tensor:
+        """[N]: one value of each trajectory, at each of its loss tokens."""
+        return torch.from_numpy(np.repeat(values, self.counts)).to(self._device)
+
+
+def _joined(parts: Iterable[np.ndarray], device: torch.device | str) -> Tensor:
+    return torch.from_numpy(np.concatenate(list(parts))).to(device)
 
 
 def _per_token(example: Example) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""The policy that ZeRO-3 trains: a Hugging Face causal LM whose forward gives log-probs of chosen
-tokens instead of logits of all."""
+"""The policy that ZeRO-3 trains: a Hugging Face causal LM whose forward pass returns log-probs of
+chosen tokens."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,16 @@ __all__ = ["Policy", "checkpoint_activations", "head_settings", "load_policy"]
 
 
 class Policy(nn.Module):
-    """Backbone and head of a causal LM. The head's weight is used here and not in its own module:
-    gathered once for each micro-batch, whatever the number of chunks, so that ranks never wait for
-    each other inside the head. In a sequence group each rank computes for its share of the row, and
-    all have the whole row's results, with the gradient of their own share.
+    """Backbone and head of a causal LM.
 
-    With `packing: none` a micro-batch holds one trajectory at most, and the model attends as
-    transformers made it.
+    The head's weight is used here and not in its own module. So ZeRO-3 gathers it once for each
+    micro-batch, whatever the number of chunks, and ranks never wait for each other inside the head.
+
+    In a sequence group, each rank computes its share of the row. Every rank returns the results of
+    the whole row, with the gradient of its own share.
+
+    With `packing: none`, a micro-batch has at most one trajectory, and the model uses transformers'
+    own attention.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.value_head = _value_head(model) if values else None
-        """Beside the model, so that it is neither published nor exported."""
+        """Outside the model, so that it is not published or exported."""
         self.temperature, self.entropy_gradient, self.sequence_group, self.packing = (
             temperature,
             entropy_gradient,
@@ -67,7 +70,7 @@ class Policy(nn.Module):
             packing,
         )
         self.head = head
-        # Llama 4's text model has the prefix of its multimodal sibling.
+        # Llama 4's text model has the `base_model_prefix` of the multimodal model.
         self.backbone_name = (
             model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
         )
@@ -75,9 +78,9 @@ class Policy(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> Self:
-        """Stay in eval mode, whatever `mode` is: the log-probs that are trained must be those that
-        generators and checks compute. Dropout, noise in a router and layers left out at random are
-        not part of the policy."""
+        """Stay in eval mode, whatever `mode` is. The trained log-probs must equal those that
+        generators and checks compute. Dropout, router noise and randomly skipped layers are not
+        part of the policy."""
         return super().train(False)
 
     def forward(
@@ -87,10 +90,19 @@ class Policy(nn.Module):
         greedy: bool = False,
         plain: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probs [N] with gradient, entropy [N], with gradient if `entropy_gradient`, values
-        [N] of the value head, or nothing) of the batch's targets; with `greedy`, (is the target the
-        argmax [N] bool, nothing, nothing); with `plain`, (log-probs [N] as transformers computes
-        them for a batch of one trajectory, nothing, nothing)."""
+        """Evaluate the batch's targets.
+
+        Args:
+            temperature: default: the policy's own.
+            greedy: return whether each target is the most probable token.
+            plain: return the log-probs of transformers' own forward pass, for a batch of one
+                trajectory.
+
+        Returns:
+            Log-probs [N] with gradient; entropies [N], with gradient if `entropy_gradient`; values
+            [N], or an empty tensor without a value head. With `greedy`, [N] bool and two empty
+            tensors. With `plain`, log-probs [N] and two empty tensors.
+        """
         if plain:
             logprobs = self._plain(batch, temperature or self.temperature)
             return logprobs, logprobs.new_zeros(0), logprobs.new_zeros(0)
@@ -112,17 +124,15 @@ class Policy(nn.Module):
     def _forward(
         self, batch: MicroBatch, temperature: float | None, greedy: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for the tokens that this rank has of the row."""
+        """Evaluate the targets in this rank's share of the row."""
         output = self._hidden_states(batch)
         hidden = output[0, batch.select]
         scored, weight, bias = self._of_head(hidden)
-        chosen: dict[str, Any] = {
-            "chunk_elements": self.head.chunk_elements,
-            "logit_map": self.logit_map,
-        }
+        chunk_elements = self.head.chunk_elements
         if greedy:
             return (
-                greedy_tokens(scored, weight, bias, **chosen) == batch.targets,
+                greedy_tokens(scored, weight, bias, chunk_elements, self.logit_map)
+                == batch.targets,
                 hidden.new_zeros(0),
                 hidden.new_zeros(0),
             )
@@ -132,36 +142,37 @@ class Policy(nn.Module):
             batch.targets,
             temperature or self.temperature,
             bias,
-            entropy_gradient=self.entropy_gradient,
-            **chosen,
+            chunk_elements,
+            self.entropy_gradient,
+            self.logit_map,
         )
         if not len(batch.targets):
-            # An empty micro-batch, or a share without loss tokens, must still reach every parameter
-            # in the backward pass: its gradients take part in the reductions.
+            # Without loss tokens, the backward pass must still reach every parameter, because its
+            # gradients take part in the reductions.
             logprobs = logprobs + 0.0 * output.sum()
         if self.value_head is None:
             return logprobs, entropy, hidden.new_zeros(0)
         values = self.value_head(hidden)[:, 0].float()
-        # A step that has no use for the values (a supervised one) reaches the head's parameters all
-        # the same, as every rank must.
+        # A supervised step does not use the values. Its backward pass must still reach the value
+        # head's parameters, as on every rank.
         return logprobs + 0.0 * values, entropy, values
 
     def _of_head(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states [N, H] and the head's weight and bias, in the type that the logits are
-        computed in."""
+        """Return the hidden states [N, H] and the head's weight and bias, in the dtype of the
+        logits."""
         head = self.model.get_output_embeddings()
         if not self.head.fp32:
             return hidden, head.weight, head.bias
         return hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float()
 
     def _hidden_states(self, batch: MicroBatch) -> Tensor:
-        """The last layer's output [1, T, H]."""
+        """Return the last layer's output [1, T, H]."""
         backbone = getattr(self.model, self.backbone_name)
         if self.packing == "none":
             if len(batch.segments.lengths) > 1:
                 raise ValueError(
-                    "learner.packing: none takes one trajectory a forward, not"
-                    f" {len(batch.segments.lengths)}; give each one alone"
+                    "learner.packing: none takes one trajectory in a forward pass, not"
+                    f" {len(batch.segments.lengths)}; pass them one at a time"
                 )
             hidden: Tensor = backbone(input_ids=batch.input_ids, use_cache=False).last_hidden_state
             return hidden
@@ -178,7 +189,7 @@ class Policy(nn.Module):
         return found
 
     def _plain(self, batch: MicroBatch, temperature: float) -> Tensor:
-        """Log-probs [N] by the whole model as transformers has it, in its eager attention, for a
+        """Return the log-probs [N] of transformers' own forward pass with eager attention, for a
         batch of one trajectory."""
         chosen = self.model.config._attn_implementation
         if eager := self.model._can_set_attn_implementation():
@@ -193,7 +204,7 @@ class Policy(nn.Module):
 
 
 def _value_head(model: PreTrainedModel) -> nn.Linear:
-    """A linear map from a hidden state to its value, 0 at first."""
+    """Make a linear map from a hidden state to its value. It starts at 0."""
     head = nn.Linear(model.config.get_text_config().hidden_size, 1, dtype=model.dtype)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -201,7 +212,7 @@ def _value_head(model: PreTrainedModel) -> nn.Linear:
 
 
 def head_settings(config: LearnerConfig) -> HeadSettings:
-    """How a policy of this learner computes log-probs."""
+    """Return the settings with which a policy of this learner computes log-probs."""
     return HeadSettings(chunk_elements(config.logprob_bytes), config.cast_lm_head_to_fp32)
 
 
@@ -215,13 +226,14 @@ def load_policy(
     packing: Packing | None = None,
     head: HeadSettings = PLAIN_HEAD,
 ) -> Policy:
-    """Load a checkpoint directory; sharded as it loads while an HfDeepSpeedConfig is alive.
+    """Load a checkpoint directory. The weights are sharded while they load if an HfDeepSpeedConfig
+    exists.
 
     Args:
-        packing: how it is to be trained; None = on packed rows if that is possible.
+        packing: how to train the model; None = on packed rows if possible.
 
     Raises:
-        ValueError: the model cannot be trained so, or its log-probs would be wrong.
+        ValueError: the model cannot be trained this way, or its log-probs would be wrong.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     tree = config.to_dict()
@@ -239,15 +251,15 @@ def load_policy(
     )
     if chosen == "rows" and (model._is_stateful or not model._supports_attention_backend):
         raise ValueError(
-            f"model.path = {path!r}: {type(model).__name__} carries a state or an attention of its"
-            f" own along the row; {WAY_OUT}"
+            f"model.path = {path!r}: {type(model).__name__} has a recurrent state or its own"
+            f" attention, so packed trajectories would affect one another; {WAY_OUT}"
         )
     return Policy(model, temperature, entropy_gradient, values, sequence_group, chosen, head)
 
 
 def _check_attended(model: PreTrainedModel, segments: Segments) -> None:
-    """Raise ValueError unless every layer attended once within the segments: what went another way
-    saw the whole row."""
+    """Raise ValueError unless every layer attended exactly once within the segments. Any other
+    layer attended over the whole row."""
     layers, calls = model.config.get_text_config().num_hidden_layers, segments.attended
     if not len(calls) == len(set(calls)) == layers:
         raise ValueError(
@@ -258,11 +270,12 @@ def _check_attended(model: PreTrainedModel, segments: Segments) -> None:
 
 
 def checkpoint_activations(policy: Policy) -> None:
-    """Keep only each layer's input and compute the layer again in the backward pass. transformers
-    does so in train mode alone, where a policy never is.
+    """Keep only each layer's input, and compute the layer again in the backward pass.
+
+    transformers can do this only in train mode, which a policy never uses.
 
     Raises:
-        ValueError: transformers names no layers of this model that can be computed again.
+        ValueError: transformers does not support this for the model.
     """
     found = {
         name: module
@@ -280,6 +293,6 @@ def checkpoint_activations(policy: Policy) -> None:
             f" {type(policy.model).__name__}; set it to false"
         )
     for layer in layers:
-        # The reentrant kind passes no keyword tensors, and needs an input with a gradient: the
-        # embeddings of token ids have none.
+        # The reentrant variant passes no keyword tensors. It also needs an input that requires a
+        # gradient, which the embeddings of token ids do not.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

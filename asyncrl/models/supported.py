@@ -1,17 +1,17 @@
-"""How a model can be trained, told from config.json alone: no torch, so that `asyncrl plan` says it
-before anything is allocated.
+"""Decides from config.json alone how a model can be trained. It needs no torch, so `asyncrl plan`
+can report the decision before anything is allocated.
 
-Packed rows need every layer to be causal attention that transformers' attention interface computes.
-Whatever else passes something along the row (a recurrent state, a convolution, an attention of its
-own) would carry one trajectory into the next, silently. Such a model is trained one trajectory a
-forward.
+With packed rows, each layer must be causal attention that uses transformers' attention interface.
+Any other layer that passes information along the row (a recurrent state, a convolution, its own
+attention) would silently mix trajectories. Such a model is trained with one trajectory in each
+forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 __all__ = [
     "NO_SHARES",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Packing = Literal["rows", "none"]
-"""Many trajectories in one packed row, or one trajectory a forward."""
+"""Many trajectories in a packed row, or one trajectory in each forward pass."""
 
 WAY_OUT = (
     "set learner.packing: none, or use a model with full or sliding-window attention in every"
@@ -36,12 +36,12 @@ WAY_OUT = (
 )
 
 NO_SHARES = (
-    "learner.sequence_parallel_size = {size} shares packed rows, and this model is trained one"
-    " trajectory a forward (learner.packing: none); set sequence_parallel_size: 1"
+    "learner.sequence_parallel_size = {size} splits packed rows, and this model is trained with one"
+    " trajectory in each forward pass (learner.packing: none); set sequence_parallel_size: 1"
 )
 
 LAYER_TYPES = frozenset({"attention", "full_attention", "sliding_attention"})
-"""Layers that packed attention computes; `attention` is the older name of `full_attention`."""
+"""Layers that packed attention supports. `attention` is the older name of `full_attention`."""
 
 RECURRENT = (
     "has recurrent or convolutional layers, whose state would run from one packed trajectory into"
@@ -61,8 +61,8 @@ UNPACKED = {
         "gpt_oss granite_swa granitemoe_swa mimo_v2_flash"
     ),
     "soft-caps its attention scores, which packed attention does not compute": "gemma2 vaultgemma",
-    "keeps from its layers what packed attention needs, so packed trajectories cannot be kept apart"
-    " in it": ("nemotron"),
+    "does not pass to its layers what packed attention needs, so packed trajectories cannot be kept"
+    " apart in it": ("nemotron"),
     "does not use transformers' attention interface, so packed trajectories cannot be kept apart in"
     " it": (
         """
@@ -70,7 +70,7 @@ UNPACKED = {
         xglm"""
     ),
 }
-"""Why not packed, and the `model_type`s of transformers that it holds for."""
+"""Reasons against packed rows, and the `model_type`s of transformers that each applies to."""
 
 REFUSED = {
     "is not a causal language model (an encoder, a decoder that needs one, or another input"
@@ -90,7 +90,7 @@ REFUSED = {
     ),
     "divides its own weights in eval mode": "rwkv",
 }
-"""Why not at all, and the `model_type`s."""
+"""Reasons why a model cannot be trained, and the `model_type`s that each applies to."""
 
 STATE_KEYS = (
     "mamba_",
@@ -103,15 +103,15 @@ STATE_KEYS = (
     "layers_block_type",
     "hybrid_override",
 )
-"""Beginnings of settings that only models with such layers have, for models newer than the lists.
-"""
+"""Prefixes of settings that only models with recurrent layers have. They identify models that are
+newer than the lists."""
 
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Settings by which a model multiplies, divides or soft-caps its logits after the head."""
+"""Settings with which a model multiplies, divides or soft-caps its logits after the head."""
 DIVISORS_THAT_MULTIPLY = ("hyperclovax",)
-"""Models whose `logits_scaling` is a factor."""
+"""Models that multiply by `logits_scaling`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +119,20 @@ class Support:
     """How a model can be trained."""
 
     packing: Packing | None
-    """The better way; None = the model cannot be trained."""
+    """The faster way that works; None = the model cannot be trained."""
     reason: str = ""
-    """Why not on packed rows, or not at all; empty for packed rows. It goes on after "model_type
-    'x' "."""
+    """Why the model cannot be trained on packed rows, or at all; empty for packed rows. It is the
+    end of a sentence that starts with "model_type 'x'"."""
 
     def text(self) -> str:
-        """`packed`, `unpacked, because …` or `refused, because …`."""
+        """Return `packed`, `unpacked, because …` or `refused, because …`."""
         names: dict[str | None, str] = {"rows": "packed", "none": "unpacked", None: "refused"}
         name = names[self.packing]
         return f"{name}, because it {self.reason}" if self.reason else name
 
 
-def support(config: Mapping[str, Any]) -> Support:
-    """How a model with this config.json can be trained, as far as that file tells."""
+def support(config: Mapping[str, object]) -> Support:
+    """Return how a model with this config.json can be trained, as far as the file shows."""
     parts = _parts(config)
     for part in parts:
         for reason, types in REFUSED.items():
@@ -142,85 +142,93 @@ def support(config: Mapping[str, Any]) -> Support:
     return Support("none", why) if why else Support("rows")
 
 
-def chosen_packing(config: Mapping[str, Any], asked: Packing | None) -> Packing:
-    """What `learner.packing: asked` comes to for this model; None takes the better way.
+def chosen_packing(config: Mapping[str, object], packing: Packing | None) -> Packing:
+    """Check the setting `learner.packing` for this model. None chooses the faster way that works.
 
     Raises:
-        ValueError: the model cannot be trained at all, or not as asked.
+        ValueError: the model cannot be trained, or not with this packing.
     """
     found, name = support(config), config.get("model_type")
     if found.packing is None:
         raise ValueError(
             f"model_type {name!r} {found.reason}; use a decoder that predicts the next token"
         )
-    if asked == "rows" and found.packing == "none":
+    if packing == "rows" and found.packing == "none":
         raise ValueError(
             f"model_type {name!r} {found.reason}, so learner.packing: rows is not possible;"
             f" {WAY_OUT}"
         )
-    return asked or found.packing
+    return packing or found.packing
 
 
-def keeps_state(config: Mapping[str, Any]) -> bool:
-    """Whether some layers keep something else than keys and values of each token."""
+def keeps_state(config: Mapping[str, object]) -> bool:
+    """Whether some layers keep another state than the keys and values of each token."""
     return support(config).reason.startswith((RECURRENT, RECURRENT_SETTINGS, "has layers of type"))
 
 
-def squares_scores(config: Mapping[str, Any]) -> bool:
-    """Whether the model's own attention holds scores of tokens by tokens: transformers has no other
-    for sinks, soft caps and its oldest models."""
+def squares_scores(config: Mapping[str, object]) -> bool:
+    """Whether the model's own attention stores scores of size tokens × tokens. For sinks, soft caps
+    and its oldest models, transformers has only such an attention."""
     found = support(config)
     return found.packing == "none" and (
         "attention scores" in found.reason or "sinks" in found.reason or "interface" in found.reason
     )
 
 
-def caps_attention(config: Mapping[str, Any]) -> bool:
-    """Whether the model soft-caps its attention scores: transformers' `sdpa` would leave that out
-    in silence."""
+def caps_attention(config: Mapping[str, object]) -> bool:
+    """Whether the model soft-caps its attention scores. transformers' `sdpa` silently ignores the
+    cap."""
     return any(part.get("attn_logit_softcapping") is not None for part in _parts(config))
 
 
-def logit_change(config: Mapping[str, Any]) -> tuple[float, float | None]:
-    """(factor, soft cap) that the model applies to its logits after the head, in this order; (1.0,
-    None) for most."""
+def logit_change(config: Mapping[str, object]) -> tuple[float, float | None]:
+    """Return the factor and the soft cap that the model applies to its logits after the head, in
+    this order. Most models have (1.0, None)."""
     text = _parts(config)[-1]
     factor = 1.0
     for name in MULTIPLIERS:
-        factor *= 1.0 if text.get(name) is None else text[name]
+        if text.get(name) is not None:
+            factor *= _number(text[name])
     for name in DIVISORS:
         if text.get(name) is not None:
             multiplies = str(text.get("model_type")).startswith(DIVISORS_THAT_MULTIPLY)
-            factor = factor * text[name] if multiplies else factor / text[name]
-    caps = [text[name] for name in SOFTCAPS if text.get(name) is not None]
-    return float(factor), float(caps[0]) if caps else None
+            divisor = _number(text[name])
+            factor = factor * divisor if multiplies else factor / divisor
+    caps = [_number(text[name]) for name in SOFTCAPS if text.get(name) is not None]
+    return factor, caps[0] if caps else None
 
 
-def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The config, and that of its text model if it has one."""
-    return [
-        config,
-        *([config["text_config"]] if isinstance(config.get("text_config"), Mapping) else []),
-    ]
+def _parts(config: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """Return the config, and the config of its text model if it has one."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, Mapping) else [config]
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float):
+        raise TypeError(f"config.json contains {value!r} where a number is expected")
+    return float(value)
 
 
 LONG_ROPE = ("longrope", "su")
-"""Rotary frequencies of two kinds: short ones, and long ones for a row that reaches past
+"""Types of RoPE with two sets of frequencies. The long set applies to a row that is longer than
 `original_max_position_embeddings`. `su` is the older name."""
 PHI3_ORIGINAL = 4096
-"""transformers' default where a Phi-3 config does not say it."""
+"""transformers' default if a Phi-3 config has no `original_max_position_embeddings`."""
 
 
-def uniform_rope_tokens(config: Mapping[str, Any]) -> int | None:
-    """Longest trajectory, in tokens, for which a model with LongRoPE computes every token with the
-    same frequencies; None for any other model.
+def uniform_rope_tokens(config: Mapping[str, object]) -> int | None:
+    """Return the length, in tokens, up to which a model with LongRoPE uses the same frequencies for
+    every trajectory. None for any other model.
 
-    transformers chooses the frequencies by the largest position of the whole packed row, and vLLM
-    by the engine's longest sequence: past this length one long trajectory would change all its
-    neighbors, and learner and generators would differ.
+    transformers chooses the frequencies by the largest position of the whole packed row. vLLM
+    chooses them by the engine's longest sequence. So a longer trajectory would change all its
+    neighbors in the row, and learner and generators would differ.
     """
-    text = config.get("text_config") or config
-    parameters = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    text = _parts(config)[-1] or config
+    parameters = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(parameters, Mapping):
+        return None
     # Some models have a dictionary for each kind of layer.
     kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, Mapping))]
     longs = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in LONG_ROPE]
@@ -233,14 +241,15 @@ def uniform_rope_tokens(config: Mapping[str, Any]) -> int | None:
         or default
         for kind in longs
     )
-    return min(int(original) for original in originals)
+    return min(int(_number(original)) for original in originals)
 
 
-def _unpacked(config: Mapping[str, Any]) -> str | None:
+def _unpacked(config: Mapping[str, object]) -> str | None:
     for reason, types in UNPACKED.items():
         if config.get("model_type") in types.split():
             return reason
-    if others := sorted(set(config.get("layer_types") or ()) - LAYER_TYPES):
+    layer_types = config.get("layer_types")
+    if isinstance(layer_types, Iterable) and (others := sorted({*layer_types} - LAYER_TYPES)):
         return (
             f"has layers of type {', '.join(others)}, in which packed trajectories cannot be kept"
             " apart"

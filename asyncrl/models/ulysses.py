@@ -1,10 +1,10 @@
-"""Sequence parallelism after DeepSpeed Ulysses (arXiv:2309.14509): the ranks of a group share each
-packed row by its tokens, and attend by heads.
+"""Sequence parallelism as in DeepSpeed Ulysses (arXiv:2309.14509): the ranks of a group split each
+packed row by tokens, and its attention by heads.
 
-Everything but attention looks at one token at a time, so each rank does it for its share of the
-row. Around attention an all-to-all turns [share of the tokens, all heads] into [all tokens, share
-of the heads], and back. DeepSpeed's own exchange wants equal shares, so rows would be padded; this
-one takes any.
+All layers except attention process each token independently, so each rank computes its share of the
+row. Around attention, an all-to-all turns [share of the tokens, all heads] into [all tokens, share
+of the heads], and back. DeepSpeed's own exchange needs equal shares, so rows would need padding.
+This one allows unequal shares.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 __all__ = ["SequenceGroup"]
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """This rank among the `size` neighboring ranks that share a row. Every method but `shares` and
-    `bounds` is a collective of the group."""
+    """This rank's group of `size` neighboring ranks that share a row. All methods except `shares`
+    and `bounds` are collectives of the group."""
 
-    process_group: Any
+    process_group: dist.ProcessGroup
     rank: int
     """0 to size - 1, in the order of the shares."""
     size: int
 
     @classmethod
     def join(cls, size: int) -> SequenceGroup | None:
-        """Cut the world into groups of `size` (a collective of all ranks). None for size 1, where
-        nobody shares."""
+        """Split all ranks into groups of `size` (a collective of all ranks). Returns None for size
+        1, where each rank has its own rows."""
         if size == 1:
             return None
         own, _ = dist.new_subgroups(group_size=size)
         return cls(own, dist.get_rank(own), size)
 
     def shares(self, tokens: int) -> list[int]:
-        """Tokens of each rank, in order, as even as can be."""
+        """Return the number of tokens of each rank, in order. They differ by at most 1."""
         return [tokens // self.size + (rank < tokens % self.size) for rank in range(self.size)]
 
     def bounds(self, tokens: int) -> tuple[int, int]:
-        """First token of this rank's share, and the first one after it."""
+        """Return the first token of this rank's share, and the first token after it."""
         shares = self.shares(tokens)
         start = sum(shares[: self.rank])
         return start, start + shares[self.rank]
@@ -53,12 +53,12 @@ class SequenceGroup:
     def to_heads(
         self, query: Tensor, key: Tensor, value: Tensor, tokens: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[1, heads, share, D] each → [1, heads / size, tokens, D] each, in one exchange. Key and
-        value heads are repeated if the size does not divide them.
+        """Exchange [1, heads, share, D] each for [1, heads / size, tokens, D] each. Key and value
+        heads are repeated if `size` does not divide their number.
 
         Raises:
-            ValueError: the size does not divide the query heads, or the tensors do not hold this
-                rank's share of `tokens`.
+            ValueError: `size` does not divide the number of query heads, or the tensors do not have
+                this rank's share of `tokens`.
         """
         share = self.shares(tokens)[self.rank]
         if query.shape[1] % self.size:
@@ -68,7 +68,7 @@ class SequenceGroup:
             )
         if query.shape[2] != share:
             raise ValueError(
-                f"rank {self.rank} of {self.size} holds {query.shape[2]} tokens of a row of"
+                f"rank {self.rank} of {self.size} has {query.shape[2]} tokens of a row of"
                 f" {tokens}, not its share of {share}"
             )
         repeats = self.size // gcd(self.size, key.shape[1])
@@ -91,7 +91,7 @@ class SequenceGroup:
         return heads[0], heads[1], heads[2]
 
     def to_tokens(self, attended: Tensor) -> Tensor:
-        """[1, tokens, heads / size, D] → [1, share, heads, D]."""
+        """Exchange [1, tokens, heads / size, D] for [1, share, heads, D]."""
         tokens, heads, width = attended.shape[1:]
         share = self.shares(tokens)[self.rank]
         received = _exchange(
@@ -105,12 +105,17 @@ class SequenceGroup:
         return whole
 
     def whole(self, mine: Sequence[Tensor], first: int, total: int) -> list[Tensor]:
-        """[n] values of this rank's loss tokens, each tensor's from place `first` on → [total]
-        values of the row's, the same on every rank.
+        """Combine the values [n] of each rank's loss tokens into the values [total] of the row, the
+        same on every rank.
 
-        The gradient goes to this rank's own values only, and no collective is needed for it: every
-        rank computes the same loss from the same values, so its own tokens' part is whole already,
-        and the sum over ranks counts each token once.
+        The gradient flows only to this rank's own values, and needs no collective. Every rank
+        computes the same loss from the same values. So each rank has the full gradient of its own
+        tokens, and the sum over ranks counts each token once.
+
+        Args:
+            mine: tensors [n] of this rank's values.
+            first: index in the row of this rank's first loss token.
+            total: loss tokens of the row.
         """
         if not total:
             return list(mine)
@@ -123,24 +128,39 @@ class SequenceGroup:
         ]
 
 
-def _exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> Tensor:
-    """`_Exchange`, which torch leaves untyped."""
+def _exchange(
+    rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Apply `_Exchange`. `Function.apply` has no types."""
     received: Tensor = _Exchange.apply(rows, send, receive, group)  # type: ignore[no-untyped-call]
     return received
 
 
+class _ExchangeContext(FunctionCtx):
+    """What `_Exchange.forward` keeps for its backward pass."""
+
+    way: tuple[list[int], list[int], dist.ProcessGroup]
+    """Rows sent to each rank, rows received from each rank, and the ranks."""
+
+
 class _Exchange(torch.autograd.Function):
-    """All-to-all over the first dimension: the first `send[0]` rows go to rank 0, and so on;
-    `receive[0]` rows from rank 0 come first. Its gradient is the exchange back."""
+    """All-to-all over the first dimension. The first `send[0]` rows go to rank 0, and so on. The
+    first `receive[0]` rows of the result come from rank 0. The gradient is the reverse exchange."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    def forward(
+        ctx: _ExchangeContext,
+        rows: Tensor,
+        send: list[int],
+        receive: list[int],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         ctx.way = send, receive, group
         received = rows.new_empty(sum(receive), *rows.shape[1:])
         dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
         return received
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _ExchangeContext, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         send, receive, group = ctx.way
         return _exchange(gradients[0], receive, send, group), None, None, None

@@ -1,4 +1,4 @@
-"""What a person sees of a run: live table, sinks, alarms, watchdog, memory."""
+"""Observing a run: live table, metric sinks, alarms, watchdog, memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Healthy ranges of metrics, and one line for each that is left. docs/metrics.md says more about
-each."""
+"""Healthy ranges of metrics, and an alarm line for each metric outside its range.
+
+docs/how_to/metrics.md explains each metric.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +9,26 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from asyncrl.observe.metric_values import number
 
 __all__ = ["FIRST_STEPS", "RANGES", "Alarms", "Range", "alarms"]
 
 FIRST_STEPS = 8
-"""Steps at the run's beginning whose highest entropy is what `entropy_ratio` compares with: a run
-may collapse within them."""
+"""`entropy_ratio` compares with the highest entropy of this many first steps of the run. It is the
+highest and not the mean, because a run may collapse within these steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Healthy from `low` to `high`, both included; `advice` says what to do outside."""
+    """A metric is healthy from `low` to `high`, both included. `advice` says what to do outside."""
 
     low: float
     high: float
     advice: str
     steps: int = 1
-    """Steps in a row outside that make an alarm: more than one for a share of few groups, which is
-    noisy."""
+    """Consecutive steps outside the range that raise an alarm. Shares of few groups are noisy and
+    need more than one."""
 
 
 GIBBERISH = (
@@ -34,15 +37,15 @@ GIBBERISH = (
 )
 LESS_STALE = "lower staleness.max_staleness or learner.learning_rate"
 SMALLER_STEPS = "lower learner.learning_rate"
-"""In place of LESS_STALE where the step's data is at most one version old: such data can hardly be
-fresher, so one step moves the policy too far."""
+"""Replaces LESS_STALE when a step's data is at most one version old. Such data can hardly be
+fresher, so the cause is a step that moves the policy too far."""
 COLLAPSED = (
     "the entropy has collapsed, so a group's completions hardly differ; unless the task is solved,"
-    " go on from an earlier checkpoint (checkpoint.ckpt_step) with a lower learner.learning_rate,"
+    " resume from an earlier checkpoint (checkpoint.ckpt_step) with a lower learner.learning_rate,"
     " or a higher algorithm.eps_clip_high or entropy_coef"
 )
-"""Cui et al. 2025 (arXiv 2505.22617): once 94% of the entropy is used up, so is 93% of what the
-reward gains."""
+"""Cui et al. 2025 (arXiv 2505.22617): a policy that has used up 94% of its entropy has made 93% of
+its reward gain."""
 
 RANGES = {
     "ess": Range(0.5, 1.0, LESS_STALE),
@@ -68,7 +71,7 @@ RANGES = {
     "grad_norm_ratio": Range(
         0.0,
         10.0,
-        "the gradient leapt; the kept_batch event says where its batch is"
+        "the gradient norm jumped; the kept_batch event says where its batch is"
         " (learner.grad_norm_spike)",
     ),
     "control/failed_groups": Range(
@@ -89,8 +92,8 @@ RANGES = {
     "reward/unscored_ratio": Range(
         0.0,
         0.1,
-        "a reward gives too many completions none (its judge fails?): reward/NAME/unscored_ratio"
-        " says which",
+        "a reward function returns None for too many completions (does its judge fail?):"
+        " reward/NAME/unscored_ratio says which",
     ),
     "reward/zero_variance_ratio": Range(
         0.0,
@@ -109,71 +112,77 @@ RANGES = {
 }
 """Metric of a step or an evaluation → its healthy range."""
 
-OF_RATIO = {"ess", "chi2", "ratio_mean", "kl_k3"}
-"""Those of the learner's probability over the generator's, which are of two distributions where
-rollouts sample from some tokens alone."""
+RATIO_METRICS = {"ess", "chi2", "ratio_mean", "kl_k3"}
+"""Metrics of the ratio of learner to generator probability. With restricted sampling the two sides
+have different distributions, and the ratio measures more than staleness."""
 
 
-def alarms(metrics: Mapping[str, Any], cut: bool = False) -> list[str]:
-    """One line for each metric outside its range; metrics that are missing, NaN or not numbers are
-    passed over.
+def alarms(metrics: Mapping[str, object], restricted: bool = False) -> list[str]:
+    """One line for each metric outside its range. Missing, NaN and non-numeric values are skipped.
 
     Args:
-        cut: rollouts sample from some tokens alone (top_p, top_k, min_p), so OF_RATIO says nothing
-            of staleness.
+        restricted: rollouts sample from a restricted set of tokens (top_p, top_k, min_p), so
+            RATIO_METRICS are skipped.
     """
     lines = []
     for name, healthy in RANGES.items():
-        if cut and name in OF_RATIO:
-            continue
-        value = metrics.get(name)
+        value = number(metrics, name)
         if (
-            isinstance(value, int | float)
-            and not math.isnan(value)
-            and not healthy.low <= value <= healthy.high
+            (restricted and name in RATIO_METRICS)
+            or value is None
+            or math.isnan(value)
+            or healthy.low <= value <= healthy.high
         ):
-            advice = (
-                healthy.advice.replace(LESS_STALE, SMALLER_STEPS)
-                if metrics.get("staleness/max", math.inf) <= 1
-                else healthy.advice
-            )
-            if (
-                name == "reward/zero_variance_ratio"
-                and metrics.get("entropy_ratio", 1.0) < RANGES["entropy_ratio"].low
-            ):
-                advice = COLLAPSED
-            lines.append(f"{name} = {value:.3g} is {_outside(healthy)}: {advice}")
+            continue
+        advice = _advice(name, healthy, metrics)
+        lines.append(f"{name} = {value:.3g} is {_outside(healthy)}: {advice}")
     return lines
 
 
-class Alarms:
-    """The alarms of one run, step by step."""
+def _advice(name: str, healthy: Range, metrics: Mapping[str, object]) -> str:
+    staleness = number(metrics, "staleness/max")
+    entropy_ratio = number(metrics, "entropy_ratio")
+    if (
+        name == "reward/zero_variance_ratio"
+        and entropy_ratio is not None
+        and entropy_ratio < RANGES["entropy_ratio"].low
+    ):
+        return COLLAPSED
+    if staleness is not None and staleness <= 1:
+        return healthy.advice.replace(LESS_STALE, SMALLER_STEPS)
+    return healthy.advice
 
-    def __init__(self, cut: bool = False, entropies: Iterable[float] = ()) -> None:
+
+class Alarms:
+    """Raises the alarms of one run, step by step."""
+
+    def __init__(self, restricted: bool = False, entropies: Iterable[float] = ()) -> None:
         """
         Args:
-            cut: as in `alarms`.
-            entropies: those of the run's first steps, when it goes on from a checkpoint.
+            restricted: as in `alarms`.
+            entropies: of the run's first steps, if it resumes from a checkpoint.
         """
-        self._cut = cut
-        self._first = list(entropies)[:FIRST_STEPS]
+        self._restricted = restricted
+        self._first_entropies = list(entropies)[:FIRST_STEPS]
         self._outside: Counter[str] = Counter()
-        """Steps in a row that each metric has been outside its range."""
+        """Metric → consecutive steps that it has been outside its range."""
 
-    def entropy_ratio(self, entropy: Any) -> dict[str, float]:
-        """The metric of that name, of a step's `entropy` in nats: over the highest of the run's
-        first FIRST_STEPS steps. Empty where there is no entropy."""
+    def entropy_ratio(self, entropy: object) -> dict[str, float]:
+        """The metric `entropy_ratio`: a step's `entropy` (nats) over the highest of the run's first
+        FIRST_STEPS steps. Empty if the entropy is missing."""
         if not isinstance(entropy, int | float) or math.isnan(entropy):
             return {}
-        if len(self._first) < FIRST_STEPS:
-            self._first.append(entropy)
-        highest = max(self._first)
+        if len(self._first_entropies) < FIRST_STEPS:
+            self._first_entropies.append(entropy)
+        highest = max(self._first_entropies)
         return {"entropy_ratio": entropy / highest} if highest > 0 else {}
 
-    def check(self, metrics: Mapping[str, Any]) -> dict[str, tuple[str, bool]]:
-        """Of each metric that has been outside its range for long enough: its line, and whether it
-        is so for the first time since it was inside."""
-        lines = {line.split(" ")[0]: line for line in alarms(metrics, self._cut)}
+    def check(self, metrics: Mapping[str, object]) -> dict[str, tuple[str, bool]]:
+        """Metric → its alarm line, and whether the alarm is new.
+
+        An alarm is new on the step on which the metric has been outside its range long enough.
+        """
+        lines = {line.split(" ")[0]: line for line in alarms(metrics, self._restricted)}
         for name in RANGES.keys() & metrics.keys():
             self._outside[name] = self._outside[name] + 1 if name in lines else 0
         return {

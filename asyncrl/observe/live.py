@@ -1,12 +1,11 @@
-"""What a run says while it goes on: its records to the metrics, its counters to the live table."""
+"""Feeds a run's records to the metrics, and its counters to the live table."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from asyncrl.config import Config
 from asyncrl.contracts.messages import Example
@@ -15,6 +14,7 @@ from asyncrl.contracts.protocols import TableRow
 from asyncrl.control.coordinator import Coordinator
 from asyncrl.observe.alarms import Alarms
 from asyncrl.observe.log_lines import record_line
+from asyncrl.observe.metric_values import number
 from asyncrl.observe.progress import Progress, ProgressView, time_left
 from asyncrl.observe.shared_text import SharedText
 from asyncrl.rundir.metrics import MetricsWriter
@@ -26,17 +26,17 @@ __all__ = ["Live", "RunRecorder"]
 logger = logging.getLogger(__name__)
 
 SHOW_EVERY_S = 0.5
-"""Seconds between two pictures of the live table."""
+"""Seconds between two updates of the live table."""
 
 MOST_ROWS, MOST_CHARACTERS = 16, 4096
-"""Rows of a table of completions in a sink, and characters of each of its texts."""
+"""Limits of a table of completions in a sink: its rows, and the characters of each text."""
 
 RATE_WINDOW_S = 10.0
-"""Seconds over which tokens per second are counted."""
+"""Window, in seconds, of the tokens per second."""
 
 
 class RunRecorder:
-    """`Recorder` on files."""
+    """A `Recorder` that writes to files."""
 
     def __init__(
         self,
@@ -45,13 +45,17 @@ class RunRecorder:
         live: Live,
         entropies: Sequence[float] = (),
     ) -> None:
-        """`entropies`: as in `Alarms`."""
+        """
+        Args:
+            entropies: as in `Alarms`.
+        """
         self.writer, self.outcomes_writer, self.live = writer, outcomes, live
         self._alarms = Alarms(live.config.rollout.cuts_distribution, entropies)
-        self._told: set[str] = set()
+        self._alarmed: set[str] = set()
+        """Metrics whose alarm the terminal has shown."""
 
-    def record(self, event: str, step: int, version: int, metrics: Any) -> None:
-        """Write the record, show what the table has of it, raise the alarms of a step or an
+    def record(self, event: str, step: int, version: int, metrics: Mapping[str, object]) -> None:
+        """Write the record, update the live table, and raise the alarms of a step or an
         evaluation."""
         if event == "step":
             metrics = {
@@ -73,32 +77,32 @@ class RunRecorder:
         if event == "kept_batch":
             self.live.note(f"step {step}: {metrics['note']}")
 
-    def _raise_alarms(self, step: int, version: int, metrics: Any) -> None:
-        """Every alarm goes to the metrics, to the log when it begins, and to the terminal once for
-        each metric."""
+    def _raise_alarms(self, step: int, version: int, metrics: Mapping[str, object]) -> None:
+        """Record every alarm. A new one also goes to the log, and the first of each metric to the
+        terminal."""
         for name, (line, begins) in self._alarms.check(metrics).items():
             self.writer.write("alarm", step, version, {"alarm": line})
             if begins:
                 logger.warning("step %d: %s", step, line)
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._alarmed:
+                self._alarmed.add(name)
                 self.live.note(f"step {step}: {line}")
 
     def outcomes(self, outcomes: list[Outcome], outstanding: list[int]) -> None:
-        """Write how ordinals ended, and which have not."""
+        """Write the outcomes, and the ordinals that are still outstanding."""
         self.outcomes_writer.write(outcomes, outstanding)
 
     async def flushed(self) -> None:
-        """All outcomes given so far are on the disk."""
+        """Return once all outcomes so far are on the disk."""
         await asyncio.to_thread(self.outcomes_writer.flush)
 
     def close(self) -> None:
-        """One file of outcomes in place of many."""
+        """Merge the files of outcomes into one."""
         self.outcomes_writer.compact()
 
 
 class Live:
-    """Turns the coordinator's counters into what the live table shows."""
+    """Turns the coordinator's counters into a `Progress`, which the live table shows."""
 
     def __init__(self, config: Config, started: float) -> None:
         self.config, self.started = config, started
@@ -108,16 +112,18 @@ class Live:
             max_staleness=config.staleness.max_staleness,
         )
         self.phases: dict[str, float] = {}
+        """Phase that has ended → its seconds."""
         self._phase_began = started
         self._coordinator: Coordinator | None = None
         self._lag = 0.0
         self._training_began = started
         self._counts: list[tuple[float, int, int]] = []
+        """Time, generated tokens and trained tokens of each update within RATE_WINDOW_S."""
         self._shared = SharedText()
         self._shown: Sequence[tuple[Example, int]] = ()
 
     def phase(self, name: str) -> None:
-        """The run is in this phase from now on; the one before has its seconds in `phases`."""
+        """Begin a phase, and add the seconds of the previous one to `phases`."""
         now = time.monotonic()
         previous = self.progress.phase
         self.phases[previous] = self.phases.get(previous, 0.0) + now - self._phase_began
@@ -125,31 +131,31 @@ class Live:
         logger.info("%s (%s took %.0f s)", name, previous, self.phases[previous])
 
     def note(self, text: str) -> None:
-        """One more line below the table; the last three stand."""
+        """Add a line below the table, which shows the last three."""
         self.progress.notes = (*self.progress.notes[-2:], text)
 
     def follow(self, coordinator: Coordinator) -> None:
-        """Training begins: show this coordinator's counters."""
+        """Begin training: show this coordinator's counters from now on."""
         self.phase("training")
         self._coordinator = coordinator
         self._training_began = time.monotonic()
         self.progress.notes = ()
 
-    def recorded(self, event: str, metrics: Any) -> None:
+    def recorded(self, event: str, metrics: Mapping[str, object]) -> None:
         """Take from a record what the table shows."""
         if event == "evaluation":
-            self.progress.held_out_accuracy = metrics.get("eval/accuracy")
+            self.progress.held_out_accuracy = number(metrics, "eval/accuracy")
         if event == "step":
-            self.progress.accuracy = metrics.get(f"reward/{self.config.accuracy}")
+            self.progress.accuracy = number(metrics, f"reward/{self.config.accuracy}")
             self.progress.reward_parts = {
                 name: value
                 for name in self.config.reward.functions
-                if (value := metrics.get(f"reward/{name}")) is not None
+                if (value := number(metrics, f"reward/{name}")) is not None
             }
         if event == "startup" and any(
             value for name, value in metrics.items() if name.endswith("caches_removed")
         ):
-            self.note("a damaged compile cache was removed; it is made again")
+            self.note("a damaged compile cache was removed; it is rebuilt automatically")
         if event == "logprob_check":
             self.note(
                 "generator and learner log-probs differ by at most"
@@ -158,8 +164,8 @@ class Live:
             )
 
     async def show(self, view: ProgressView) -> None:
-        """Show the table again and again, until cancelled; how late the event loop was with it is
-        measured on the way."""
+        """Update the table every SHOW_EVERY_S until cancelled, and measure how late the event loop
+        wakes this task."""
         while True:
             self._update()
             view.show(self.progress)
@@ -168,20 +174,20 @@ class Live:
             self._lag = max(self._lag, time.monotonic() - slept - SHOW_EVERY_S)
 
     def take_lag(self) -> float:
-        """Seconds by which the event loop was late at most, since the last call."""
+        """The longest delay of the event loop since the last call, in seconds."""
         lag, self._lag = self._lag, 0.0
         return lag
 
     def rewards(self) -> Sequence[float]:
-        """Those of the last batch."""
+        """The rewards of the last batch."""
         return self._coordinator.progress.rewards if self._coordinator is not None else ()
 
     def rows(self) -> list[TableRow]:
-        """Some of the last batch's trajectories, for the sinks."""
+        """Some trajectories of the last batch, for the sinks."""
         examples = self._coordinator.progress.examples if self._coordinator is not None else ()
-        return [self._row(example, stale) for example, stale in examples[:MOST_ROWS]]
+        return [self._row(example, staleness) for example, staleness in examples[:MOST_ROWS]]
 
-    def _row(self, example: Example, stale: int) -> TableRow:
+    def _row(self, example: Example, staleness: int) -> TableRow:
         parts = {
             f"reward/{name}": example.reward_parts.get(name)
             for name in self.config.reward.functions
@@ -195,18 +201,17 @@ class Live:
             "reward": example.reward,
             **parts,
             "version": example.version,
-            "staleness": stale,
+            "staleness": staleness,
         }
 
     def _show_sample(self, examples: Sequence[tuple[Example, int]]) -> None:
-        """The first trajectory of a new batch."""
+        """Show the first trajectory of a new batch."""
         if not examples or examples is self._shown:
             return
         self._shown = examples
         for example, _ in examples:
-            self._shared.add(
-                redact(example.prompt)
-            )  # before the cut: half a secret is not recognized
+            # Redacted before the shared text is cut off: half a secret is not recognized.
+            self._shared.add(redact(example.prompt))
         sample, progress = examples[0][0], self.progress
         progress.prompt, progress.completion = (
             self._shared.without(redact(sample.prompt)),
@@ -219,28 +224,30 @@ class Live:
         progress.elapsed_s = now - self.started
         if self._coordinator is None:
             return
-        seen = self._coordinator.progress
-        progress.step, progress.learner_version = seen.version, seen.version
-        progress.committed_version = seen.committed if seen.committed >= 0 else None
-        progress.reward = seen.reward
-        self._show_sample(seen.examples)
-        if seen.reward is not None:
+        counters = self._coordinator.progress
+        progress.step, progress.learner_version = counters.version, counters.version
+        progress.committed_version = counters.committed if counters.committed >= 0 else None
+        progress.reward = counters.reward
+        self._show_sample(counters.examples)
+        if counters.reward is not None:
             progress.staleness_mean, progress.staleness_max = (
-                seen.staleness_mean,
-                seen.staleness_max,
+                counters.staleness_mean,
+                counters.staleness_max,
             )
         progress.learner_waited_s, progress.generators_waited_s = (
-            seen.learner_waited_s,
-            seen.generators_waited_s,
+            counters.learner_waited_s,
+            counters.generators_waited_s,
         )
         self._counts = [count for count in self._counts if now - count[0] <= RATE_WINDOW_S] + [
-            (now, seen.generated_tokens, seen.trained_tokens)
+            (now, counters.generated_tokens, counters.trained_tokens)
         ]
         began, generated, trained = self._counts[0]
         if now > began:
-            progress.generated_tokens_per_s = (seen.generated_tokens - generated) / (now - began)
-            progress.trained_tokens_per_s = (seen.trained_tokens - trained) / (now - began)
+            progress.generated_tokens_per_s = (counters.generated_tokens - generated) / (
+                now - began
+            )
+            progress.trained_tokens_per_s = (counters.trained_tokens - trained) / (now - began)
         first = self._coordinator.first_version
         progress.left_s = time_left(
-            seen.version - first, self.config.max_steps - first, now - self._training_began
+            counters.version - first, self.config.max_steps - first, now - self._training_began
         )

@@ -1,16 +1,15 @@
-"""What driver.log says of the training: one line for each record that a person would look for."""
+"""Formats the lines of driver.log: one for each record that a person would look for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 __all__ = ["record_line"]
 
 QUIET = ("push", "gather", "commit", "memory", "error", "stall")
-"""Events without a line: several come with each version, or the log has their words already."""
+"""Events without a line: they come several times per version, or another line logs them."""
 
-OF_A_STEP = {
+STEP_METRICS = {
     "reward": "reward/mean",
     "loss": "loss",
     "gradient": "grad_norm",
@@ -24,9 +23,9 @@ OF_A_STEP = {
 
 
 def record_line(
-    event: str, step: int, version: int, metrics: Mapping[str, Any], max_steps: int = 0
+    event: str, step: int, version: int, metrics: Mapping[str, object], max_steps: int = 0
 ) -> str | None:
-    """One line for the record; None for an event that is told elsewhere or too often."""
+    """Format a record as one line; None for a QUIET event."""
     if event in QUIET:
         return None
     if event == "step":
@@ -36,12 +35,11 @@ def record_line(
             for name, value in metrics.items()
             if name.startswith("reward/") and name.count("/") == 1
         }
-        told = {word: metrics.get(name) for word, name in OF_A_STEP.items()} | {
+        values = {word: metrics.get(name) for word, name in STEP_METRICS.items()} | {
             f"reward {name}": value for name, value in parts.items() if name != "mean"
         }
-        return f"step {step}/{max_steps}{skipped}: version {version}, {_values(told)}".removesuffix(
-            ", "
-        )
+        line = f"step {step}/{max_steps}{skipped}: version {version}, {_values(values)}"
+        return line.removesuffix(", ")
     if event == "evaluation":
         return (
             f"evaluation of version {version}:"
@@ -50,8 +48,8 @@ def record_line(
     return f"{event} at step {step}, version {version}: {_values(metrics)}".removesuffix(": ")
 
 
-def _values(values: Mapping[str, Any]) -> str:
-    """`name value` of what is known, on one line."""
+def _values(values: Mapping[str, object]) -> str:
+    """`name value` of each value that is known, on one line."""
     known = {
         name: f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split())
         for name, value in values.items()

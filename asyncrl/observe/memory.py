@@ -1,9 +1,9 @@
-"""How much memory a run takes: the summed PSS of its processes, the object store apart.
+"""Measures the memory of a run: the summed PSS of its processes, plus shared memory.
 
-PSS (proportional set size, `/proc/PID/smaps_rollup`) shares a page's bytes among the processes that
-map it, so the sum counts shared libraries once. Ray's object store is mapped by many processes that
-come and go: its pages are left out of PSS (they are `Pss_Shmem`) and taken from what /dev/shm holds
-instead. Its file has no name there: only the file system's total tells.
+PSS (proportional set size, `/proc/PID/smaps_rollup`) divides the bytes of a page among the
+processes that map it, so the sum counts shared libraries once. Many short-lived processes map Ray's
+object store. Its pages (`Pss_Shmem`) are therefore subtracted, and the use of /dev/shm is added
+instead. The object store's file has no name there, so only the file system's total shows it.
 """
 
 from __future__ import annotations
@@ -31,33 +31,30 @@ __all__ = [
 ]
 
 LARGEST_SHARE = 0.02
-"""Of one core, that sampling may take."""
+"""Largest share of one core that sampling may take."""
 
 
 @dataclass(slots=True)
 class MemoryPeak:
-    """The largest total seen, in bytes, with its parts at that moment. `by_name` sums processes of
-    one name."""
+    """The largest total so far, in bytes, with its parts at that moment. `by_name` sums the
+    processes of one name."""
 
     total: int = 0
     shared: int = 0
-    """Bytes by which /dev/shm has grown: the object store and staged weights, and whatever others
-    put there meanwhile."""
+    """Growth of /dev/shm: the object store, staged weights, and files of other programs."""
     by_name: dict[str, int] = field(default_factory=dict)
     processes: int = 0
     samples: int = 0
     seconds: float = 0.0
-    """CPU seconds that sampling has taken."""
+    """CPU seconds spent on sampling."""
 
 
 class MemorySampler:
-    """A thread that samples the memory of `root` and its descendants, and of shared memory made
-    since it began.
+    """Samples, in a thread, the memory of `root` and its descendants, and the growth of shared
+    memory.
 
-    Ray starts a local cluster's raylet and workers as descendants of the driver. Processes that are
-    reparented (their parent ended) are still counted: a process once seen is followed until it
-    ends.
-    """
+    Ray starts a local cluster's raylet and workers as descendants of the driver. The sampler
+    follows each process until it ends, so a process whose parent has ended is still counted."""
 
     def __init__(self, interval_s: float = 1.0, root: int | None = None) -> None:
         self._interval_s = interval_s
@@ -99,11 +96,11 @@ class MemorySampler:
 
     @property
     def now_bytes(self) -> int:
-        """Total of the last sample, in bytes."""
+        """The total of the last sample, in bytes."""
         return self._now
 
     def sample(self) -> int:
-        """Take one sample; its total in bytes."""
+        """Take one sample and return its total in bytes."""
         began = time.thread_time()
         by_name: dict[str, int] = defaultdict(int)
         processes = self._processes()
@@ -128,13 +125,13 @@ class MemorySampler:
         return total
 
     def _run(self) -> None:
-        """A sample reads the page tables of every process, which takes longer the more memory they
-        have: it gets LARGEST_SHARE of a core at most."""
-        rest = 0.0
-        while not self._stop.wait(rest):
+        """Take samples until closed, with at most LARGEST_SHARE of a core. A sample reads the page
+        tables of every process, and takes longer the more memory they have."""
+        pause = 0.0
+        while not self._stop.wait(pause):
             before = self._peak.seconds
             self.sample()
-            rest = max(self._interval_s, (self._peak.seconds - before) / LARGEST_SHARE)
+            pause = max(self._interval_s, (self._peak.seconds - before) / LARGEST_SHARE)
 
     def _processes(self) -> list[psutil.Process]:
         for process in descendants(self._root):
@@ -146,8 +143,8 @@ class MemorySampler:
         return list(self._known.values())
 
     def _name(self, process: psutil.Process) -> str:
-        """Ray renames a worker to its actor or task once it knows it; only such final names are
-        remembered."""
+        """The name of a process. Ray renames a worker once it has an actor or a task, so only such
+        final names are cached."""
         if process.pid not in self._names:
             name = process_name(process)
             if name == "ray::IDLE" or not name.startswith("ray::"):
@@ -157,7 +154,7 @@ class MemorySampler:
 
 
 def descendants(root: psutil.Process) -> Iterable[psutil.Process]:
-    """The process and all its descendants that run now."""
+    """The process and all its running descendants; empty if it has ended."""
     try:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -165,8 +162,8 @@ def descendants(root: psutil.Process) -> Iterable[psutil.Process]:
 
 
 def process_name(process: psutil.Process) -> str:
-    """A short name that stays the same from sample to sample: `ray::LearnerRank`, `raylet`,
-    `VLLM::EngineCore`, …"""
+    """A short name, the same in every sample: `ray::LearnerRank`, `raylet`, `VLLM::EngineCore`,
+    …"""
     try:
         words = process.cmdline()
         plain = process.name()
@@ -175,9 +172,8 @@ def process_name(process: psutil.Process) -> str:
     first = words[0].strip() if words else ""
     if first.startswith(("ray::", "VLLM::")):
         name = re.split(r"[ .(]", first)[0]  # ray::Actor.method(): the actor
-        return (
-            "ray::ServeReplica" if "ServeReplica" in name else name
-        )  # Ray adds its application, deployment and id
+        # Ray adds the application, the deployment and an id to a replica's name.
+        return "ray::ServeReplica" if "ServeReplica" in name else name
     first = first or plain
     if first.rsplit("/", 1)[-1].startswith("python"):
         if "-c" in words:
@@ -191,8 +187,8 @@ def process_name(process: psutil.Process) -> str:
 
 
 def pss_bytes(pid: int) -> int:
-    """Proportional set size without shared memory files, in bytes; 0 if the process has ended or is
-    not ours."""
+    """Proportional set size without shared memory files, in bytes; 0 if the process has ended or
+    belongs to another user."""
     try:
         fields = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
@@ -206,6 +202,5 @@ def pss_bytes(pid: int) -> int:
 
 
 def shared_memory_bytes() -> int:
-    """Bytes that /dev/shm really holds, files without a name included (a sparse file's holes do not
-    count)."""
+    """Bytes in use on /dev/shm. Files without a name count, holes of sparse files do not."""
     return shutil.disk_usage("/dev/shm").used

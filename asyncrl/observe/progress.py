@@ -1,8 +1,7 @@
-"""What a person sees while a run goes on: a live table on a terminal, plain lines in a log.
+"""Displays the progress of a run: a live table on a terminal, plain lines in a log.
 
-The run fills in a `Progress` and hands it to a `ProgressView`; nothing here asks the run for
-anything. Text that a model wrote is shown without secrets and control characters, and never read as
-markup.
+The run fills in a `Progress` and passes it to a `ProgressView`. Model output is shown without
+secrets and control characters, and is never read as markup.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "ProgressView", "duration", "line", "printable", "table", "time_left"]
 BORDER, BORDER_LINES = 4, 3
-"""Columns and lines that the table's frame and the terminal's last line take."""
+"""Columns of the frame, and lines of the frame and the terminal's last line."""
 COLUMN_WIDTH, MOST_COLUMNS = 44, 3
-"""Columns of text that a column of names and values needs."""
+"""Characters that one column of names and values needs, and the most such columns."""
 MOST_NOTES = 3
 MOST_SAMPLE_LINES = 6
 
 
 @dataclass(slots=True)
 class Progress:
-    """The state of a run at one moment. None = not known yet. Times are in seconds, rates in tokens
-    per second."""
+    """The state of a run at one moment. None means not known yet. Times are in seconds, rates in
+    tokens per second."""
 
     phase: str
     """What the run is doing: `starting`, `warm start`, `evaluating`, `training`, `saving`, `done`,
@@ -55,29 +54,29 @@ class Progress:
     generated_tokens_per_s: float | None = None
     trained_tokens_per_s: float | None = None
     learner_waited_s: float | None = None
-    """Seconds so far in which the learner had no batch to train."""
+    """Total seconds in which the learner had no batch to train."""
     generators_waited_s: float | None = None
-    """Seconds so far in which no group was being generated."""
+    """Total seconds in which no group was being generated."""
     elapsed_s: float = 0.0
     left_s: float | None = None
     prompt: str = ""
-    """Of one of the last batch's trajectories, without what all prompts share."""
+    """The prompt of a trajectory of the last batch, without the text that all prompts share."""
     completion: str = ""
     sample_reward: float | None = None
-    """Of that completion."""
+    """The reward of that completion."""
     sample_parts: Mapping[str, float | None] = field(default_factory=dict)
-    """Reward function → its reward of that completion."""
+    """Reward function → its reward for that completion."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Reward function → mean over the last batch."""
     notes: tuple[str, ...] = field(default=())
-    """Short lines about things out of the ordinary, newest last."""
+    """Short lines about unusual events, newest last."""
 
 
 class ProgressView:
-    """Shows the newest `Progress`: redrawn in place on a terminal, else one line per interval and
-    one per change of phase.
+    """Shows the newest `Progress`. A terminal gets a table that is redrawn in place. A log gets one
+    line per interval and one per change of phase.
 
-    Use as a context manager; `show` is cheap and may be called as often as something changes.
+    Use it as a context manager. `show` is cheap and may be called often.
     """
 
     def __init__(
@@ -118,9 +117,8 @@ class ProgressView:
     ) -> None:
         if error is not None and self._newest is not None:
             stopped = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-            with contextlib.suppress(
-                OSError
-            ):  # a full disk may be why the run failed, and that is what must be told
+            # A full disk may be why the run failed; its own error must reach the user.
+            with contextlib.suppress(OSError):
                 self.show(replace(self._newest, phase="interrupted" if stopped else "failed"))
         if self._live is not None:
             self._live.stop()
@@ -129,8 +127,7 @@ class ProgressView:
             self._print(self._last)
 
     def show(self, progress: Progress) -> None:
-        """Show this state. In a log: now if the phase is new or the interval is over, else not at
-        all."""
+        """Show this state. A log gets it only if the phase is new or the interval is over."""
         self._newest = progress
         if self._live is not None:
             self._live.update(table(progress))
@@ -164,7 +161,7 @@ class ProgressView:
 
 
 def line(progress: Progress) -> str:
-    """One plain line; what is not known is left out."""
+    """The progress as one plain line, without values that are not known yet."""
     parts = [duration(progress.elapsed_s), printable(progress.phase)]
     if progress.max_steps:
         parts.append(f"step {progress.step}/{progress.max_steps}")
@@ -177,8 +174,8 @@ def line(progress: Progress) -> str:
 
 
 def table(progress: Progress) -> RenderableType:
-    """The live table, as wide as the terminal: progress bar, what is known in columns, notes in
-    full, and as much of a sample as fits."""
+    """The live table, as wide as the terminal: progress bar, known values in columns, full notes,
+    and as much of a sample as fits."""
     from rich.console import ConsoleOptions, RenderResult
 
     class Fitted:
@@ -210,7 +207,7 @@ def _panel(progress: Progress, console: Console, width: int) -> RenderableType:
     )
     body: list[RenderableType] = [known]
     if progress.max_steps:
-        bar = Table.grid(expand=True)  # the bar alone would not end its line
+        bar = Table.grid(expand=True)  # a bar outside a table would not end its line
         bar.add_row(
             ProgressBar(total=progress.max_steps, completed=min(progress.step, progress.max_steps))
         )
@@ -232,20 +229,19 @@ def _panel(progress: Progress, console: Console, width: int) -> RenderableType:
 
 
 def _sample(progress: Progress, console: Console, width: int, lines: int) -> list[RenderableType]:
-    """One trajectory of the last batch: its prompt, its completion and its reward, on at most so
-    many lines."""
+    """A trajectory of the last batch on at most `lines` lines: prompt, completion and reward."""
     from rich.text import Text
 
     if not progress.prompt or lines < 3:
         return []
     prompt_lines = min(MOST_SAMPLE_LINES, lines // 3)
-    told = {
+    parts = {
         "prompt": (progress.prompt, prompt_lines),
         "completion": (progress.completion, min(MOST_SAMPLE_LINES, lines - prompt_lines - 1)),
+        "its reward": (_sample_reward(progress), 1),
     }
-    told["its reward"] = (_sample_reward(progress), 1)
     shown: list[RenderableType] = []
-    for name, (value, most) in told.items():
+    for name, (value, most) in parts.items():
         wrapped = Text.assemble((f"{name:<12}", "dim"), printable(value, None)).wrap(
             console, width, overflow="fold"
         )
@@ -261,7 +257,7 @@ def _sample_reward(progress: Progress) -> str:
 
 
 def _reward(reward: float | None, parts: Mapping[str, float | None]) -> str | None:
-    """The reward, and where there are several functions, what each of them gave."""
+    """The reward, followed by the reward of each function if there are several."""
     if len(parts) < 2:
         return _number(reward, ".3f")
     each = ", ".join(
@@ -271,9 +267,9 @@ def _reward(reward: float | None, parts: Mapping[str, float | None]) -> str | No
 
 
 def printable(text: str, limit: int | None = 80) -> str:
-    """The text on one line without secrets and control characters (model text may hold escape
-    sequences), at most `limit` long."""
-    text = redact(text)  # before the cut: half a secret is not recognized
+    """The text on one line, at most `limit` characters long, without secrets and control characters
+    (model output may contain escape sequences)."""
+    text = redact(text)  # before the cut, because half a secret is not recognized
     cut = text if limit is None or len(text) <= limit else text[: limit - 1] + "…"
     return "".join(
         character if character.isprintable() else "�" for character in cut.replace("\n", "⏎")
@@ -291,7 +287,7 @@ def duration(seconds: float) -> str:
 
 
 def time_left(step: int, max_steps: int, training_s: float) -> float | None:
-    """Seconds left at the mean pace so far; None before the first step."""
+    """Seconds left at the mean pace of the steps so far; None before the first step."""
     return None if step <= 0 else training_s / step * max(0, max_steps - step)
 
 
@@ -306,7 +302,7 @@ def _pairs(rows: list[tuple[str, str]]) -> Table:
 
 
 def _rows(progress: Progress) -> dict[str, str]:
-    """Name → text of what is known, in the order in which it is shown."""
+    """Name → text of each value that is known, in the order in which they are shown."""
     rows = {
         "step": f"{progress.step} of {progress.max_steps}" if progress.max_steps else None,
         "version": _versions(progress),

@@ -1,34 +1,52 @@
-"""Whole trajectories of a run as text: for a person to read what the model writes."""
+"""Formats whole trajectories of a run as text, for a person to read what the model writes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypedDict
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from asyncrl.observe.metric_values import number
 from asyncrl.runtime.redact import shown
 
-__all__ = ["choose_samples", "samples_text"]
+__all__ = ["SampleRow", "choose_samples", "samples_text"]
 
 ORDERS = {
     "newest": ("finished_at", "descending"),
     "best": ("reward", "descending"),
     "worst": ("reward", "ascending"),
 }
-"""Which trajectories come first: by which column, in which direction. A reward that is missing
-comes last."""
+"""Name of an order → the column to sort by, and its direction. Missing rewards come last."""
+
+
+class SampleRow(TypedDict):
+    """The columns of `Run.trajectories()` that are shown. A row also has `reward/NAME` for each
+    reward function."""
+
+    ordinal: int
+    index: int
+    oldest_version: int | None
+    newest_version: int | None
+    staleness: int | None
+    tokens: int
+    finish_reason: str
+    status: str
+    outcome: str | None
+    reward: float | None
+    prompt_text: str | None
+    completion: str | None
 
 
 def choose_samples(
     trajectories: pa.Table, count: int, order: str = "newest", version: int | None = None
-) -> list[dict[str, Any]]:
-    """So many rows of `Run.trajectories()`.
+) -> list[SampleRow]:
+    """Choose `count` rows of `Run.trajectories()`.
 
     Args:
         order: one of ORDERS.
-        version: only trajectories whose oldest token is of this policy version.
+        version: choose only trajectories whose oldest token is of this policy version.
     """
     if version is not None:
         trajectories = trajectories.filter(pc.equal(trajectories["oldest_version"], version))
@@ -40,23 +58,23 @@ def choose_samples(
             ("index", "ascending", "at_end"),
         ],
     )
-    rows: list[dict[str, Any]] = trajectories.take(places[:count]).to_pylist()
+    rows: list[SampleRow] = trajectories.take(places[:count]).to_pylist()
     return rows
 
 
-def samples_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows one below the other, each prompt and completion in full and indented, without
-    anything that moves a terminal."""
+def samples_text(rows: Sequence[SampleRow]) -> str:
+    """Format the rows one below the other, with full, indented prompts and completions. Control
+    characters are replaced, so the text cannot act on a terminal."""
     return "\n\n".join(_sample_text(row) for row in rows)
 
 
-def _sample_text(row: Mapping[str, Any]) -> str:
+def _sample_text(row: SampleRow) -> str:
     parts = {
-        name.removeprefix("reward/"): value
-        for name, value in row.items()
+        name.removeprefix("reward/"): number(row, name)
+        for name in row
         if name.startswith("reward/")
     }
-    said = [
+    facts = [
         f"prompt {row['ordinal']}, completion {row['index']}",
         _named("version", row["oldest_version"], row["newest_version"]),
         f"staleness {_known(row['staleness'])}",
@@ -71,7 +89,7 @@ def _sample_text(row: Mapping[str, Any]) -> str:
     )
     return "\n".join(
         [
-            f"── {', '.join(said)}",
+            f"── {', '.join(facts)}",
             f"── {reward}",
             "prompt:",
             _indented(row["prompt_text"]),
@@ -90,5 +108,5 @@ def _known(value: float | None) -> str:
 
 
 def _indented(text: str | None) -> str:
-    """No line of what a model wrote can pass for a line of ours."""
+    """Mark each line, so that no line of model output looks like a line of asyncrl."""
     return "\n".join(f"  │ {line}" for line in shown(text or "").split("\n"))

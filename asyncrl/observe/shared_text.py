@@ -1,4 +1,4 @@
-"""What all prompts of a data set have in common, so that a person is shown what differs."""
+"""Finds the text that all prompts of a data set share, to show a person only what differs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["SharedText"]
 
 BEFORE = ">:]}|"
 AFTER = "<[{|"
-"""Beside white space, where the shared beginning may end, and the shared end begin: no word or
-number is cut in two."""
+"""The shared text ends after white space or BEFORE, and begins at white space or AFTER. So no word
+and no number is cut in two."""
 
 
 class SharedText:
-    """The longest beginning and end of all prompts seen so far."""
+    """The longest common prefix and suffix of all prompts so far."""
 
     def __init__(self) -> None:
         self._first: str | None = None
@@ -21,7 +21,7 @@ class SharedText:
         self._start = self._end = ""
 
     def add(self, prompt: str) -> None:
-        """One more prompt of the data."""
+        """Add a prompt of the data."""
         if self._first is None:
             self._first = self._start = self._end = prompt
         self._several |= prompt != self._first
@@ -29,8 +29,8 @@ class SharedText:
         self._end = _shared(self._end[::-1], prompt[::-1])[::-1]
 
     def without(self, prompt: str) -> str:
-        """The prompt without what all prompts share; whole, as long as there is one prompt
-        alone."""
+        """The prompt without the text that all prompts share. With only one prompt so far, it is
+        returned whole."""
         if not self._several:
             return prompt
         start, end = self._start, self._end
@@ -44,8 +44,7 @@ class SharedText:
         return f"{'…' if start.strip() else ''}{rest}{'…' if end.strip() else ''}"
 
 
-def _shared(one: str, other: str) -> str:
-    """The longest beginning of both."""
-    return one[
-        : sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-    ]
+def _shared(first: str, second: str) -> str:
+    """The longest common prefix."""
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return first[: sum(1 for _ in equal)]

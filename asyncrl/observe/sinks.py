@@ -1,5 +1,5 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard always; Weights & Biases, MLflow and trackio
-if asked for and installed."""
+"""Metric sinks in addition to metrics.jsonl: TensorBoard always; Weights & Biases, MLflow and
+trackio if they are configured and installed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from asyncrl.config import Config
 from asyncrl.contracts.protocols import Sink, TableRow
 from asyncrl.runtime.temporary import temporary_within
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
 __all__ = [
     "PACKAGES",
@@ -37,32 +40,34 @@ __all__ = [
 ]
 logger = logging.getLogger(__name__)
 ALWAYS_PLOTTED = ("reward/", "eval/")
-"""Groups of metrics that TensorBoard plots also while they are constant, but for their counts and
-shares:"""
+"""Groups of metrics that TensorBoard plots even while they are constant, except for COUNTS."""
 COUNTS = ("_ratio", "_prompts", "_scored", "/prompts", "/errors", "/newest_version")
+"""Endings of metrics that are counts and shares."""
 CLOSE_TIMEOUT_S = 30.0
-"""Seconds that the external sinks get at the end to bring away what they still have."""
+"""Seconds that the external sinks get at the end of a run to write what is still queued."""
 
 
 @dataclass(frozen=True, slots=True)
 class SinkRun:
-    """Which run it is, to a sink. All attempts of a run have one id; two runs of one name have
-    two."""
+    """Identifies a run to a sink. All attempts of a run share one id; two runs of the same name
+    have different ids."""
 
     project: str
     name: str
     run_id: str
     directory: Path
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
 
 
 class TensorBoardSink:
-    """Event files under a directory. Imports no torch: TensorBoard's own writer is enough. A metric
-    gets a plot once its value has changed; rewards and evaluations always have one."""
+    """Writes TensorBoard event files with TensorBoard's own writer, so torch is not needed.
+
+    A metric is plotted once its value has changed; rewards and evaluations always are.
+    """
 
     def __init__(self, directory: Path) -> None:
-        # Imported before the run: it takes half a second, in which the driver's event loop would
-        # hang.
+        # Imported here, before the run: an import takes half a second and would block the driver's
+        # event loop.
         from tensorboard.plugins.histogram.summary_v2 import histogram_pb
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -70,7 +75,7 @@ class TensorBoardSink:
         self._histogram, self._text = histogram_pb, text_pb
         self._writer = EventFileWriter(str(directory), flush_secs=5)
         self._constant: dict[str, list[tuple[int, float, float]]] = {}
-        """Metric whose value has not changed → its first and its last record: step, time, value."""
+        """Metric whose value has not changed → its first and last records (step, time, value)."""
         self._varying: set[str] = set()
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
@@ -93,7 +98,7 @@ class TensorBoardSink:
     def add_table(self, step: int, now: float, name: str, rows: Sequence[TableRow]) -> None:
         self._add_summary(step, now, self._text(name, _code_block(rows)))
 
-    def _add_summary(self, step: int, now: float, summary: Any) -> None:
+    def _add_summary(self, step: int, now: float, summary: Summary) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.add_event(Event(wall_time=now, step=step, summary=summary))
@@ -101,8 +106,8 @@ class TensorBoardSink:
     def _plotted(
         self, name: str, step: int, now: float, value: float
     ) -> list[tuple[int, float, float]]:
-        """What to write for a new value: nothing as long as it is constant, then what was held back
-        as well."""
+        """The records to write for a new value: none while the metric is constant, and then also
+        the ones that were held back."""
         new = (step, now, value)
         if name in self._varying or (name.startswith(ALWAYS_PLOTTED) and not name.endswith(COUNTS)):
             return [new]
@@ -118,22 +123,22 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases. Its own variables (WANDB_MODE=offline, WANDB_API_KEY, …) hold; files lie in
-    <run>/wandb."""
+    """Logs to Weights & Biases. Its own environment variables (WANDB_MODE=offline, WANDB_API_KEY,
+    …) apply; its files are in <run>/wandb."""
 
     def __init__(self, run: SinkRun) -> None:
         import wandb
 
         quiet = wandb.Settings(silent=True, console="off")
-        settings: dict[str, Any] = {
-            "project": run.project,
-            "name": run.name,
-            "id": run.run_id,
-            "resume": "allow",
-            "dir": str(run.directory),
-            "config": dict(run.settings),
-        }
-        self._run = wandb.init(**settings, settings=quiet)
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            dir=str(run.directory),
+            config=dict(run.settings),
+            settings=quiet,
+        )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -158,7 +163,7 @@ class WandbSink:
 
 
 class MLflowSink:
-    """MLflow. MLFLOW_TRACKING_URI holds; without it <run>/mlflow.db and <run>/mlartifacts."""
+    """Logs to MLflow: to MLFLOW_TRACKING_URI, or else to <run>/mlflow.db and <run>/mlartifacts."""
 
     def __init__(self, run: SinkRun) -> None:
         from mlflow import MlflowClient
@@ -166,7 +171,7 @@ class MLflowSink:
         server = os.environ.get("MLFLOW_TRACKING_URI")
         self._client = MlflowClient(server or f"sqlite:///{run.directory / 'mlflow.db'}")
         experiment = self._client.get_experiment_by_name(run.project)
-        # Without a server, artifacts would go to the working directory.
+        # Without a server, MLflow would write artifacts to the working directory.
         place = None if server else (run.directory / "mlartifacts").as_uri()
         number = (
             experiment.experiment_id
@@ -195,13 +200,13 @@ class MLflowSink:
         )
 
     def add_histogram(self, step: int, now: float, name: str, values: Sequence[float]) -> None:
-        """MLflow draws no histograms: an artifact holds the values."""
+        """Log the values as an artifact, because MLflow draws no histograms."""
         self._client.log_dict(
             self._run_id, {"values": list(values)}, f"{name}/step_{step:06d}.json"
         )
 
     def add_table(self, step: int, now: float, name: str, rows: Sequence[TableRow]) -> None:
-        columns = list(rows[0])  # the layout that MLflow's own tables have
+        columns = list(rows[0])  # the layout of MLflow's own tables
         self._client.log_dict(
             self._run_id,
             {"columns": columns, "data": [list(row.values()) for row in rows]},
@@ -213,8 +218,10 @@ class MLflowSink:
 
 
 class TrackioSink:
-    """trackio, on this machine (TRACKIO_DIR) or wherever its variables say. It knows runs by their
-    names alone, so the run's id is part of it."""
+    """Logs to trackio, on this machine (TRACKIO_DIR) or where its environment variables point.
+
+    trackio identifies a run by its name, so the name includes the run's id.
+    """
 
     def __init__(self, run: SinkRun) -> None:
         import trackio
@@ -261,12 +268,12 @@ PACKAGES: dict[str, Callable[[SinkRun], Sink]] = {
     "mlflow": MLflowSink,
     "trackio": TrackioSink,
 }
-"""`observe.sinks` → its class; each is a package and an extra of the same name."""
+"""Name in `observe.sinks` → its class. A package and an extra have the same name."""
 
 
 class Background:
-    """Sinks in a thread of their own, so that none of them can hold the run up. One that fails is
-    named in the log and gets nothing more."""
+    """Runs sinks in a thread, so that none of them can hold the run up. A sink that fails is logged
+    and dropped."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Sink]]) -> None:
         self._items: queue.Queue[Callable[[Sink], None] | None] = queue.Queue()
@@ -291,7 +298,7 @@ class Background:
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             logger.warning(
-                "the sinks were not done within %g s; what they still had is in metrics.jsonl",
+                "the sinks did not finish within %g s; what they lack is in metrics.jsonl",
                 CLOSE_TIMEOUT_S,
             )
 
@@ -305,14 +312,14 @@ class Background:
         for name, sink in list(sinks.items()):
             self._try(name, sinks, partial(sink.close, self._failed))
 
-    def _try(self, name: str, sinks: dict[str, Sink], call: Callable[[], Any]) -> None:
+    def _try(self, name: str, sinks: dict[str, Sink], call: Callable[[], object]) -> None:
         try:
             call()
         except Exception as error:
-            # Somebody else's server: metrics.jsonl has everything, and the run goes on.
+            # The failure of an external service must not end the run; metrics.jsonl is complete.
             sinks.pop(name, None)
             logger.warning(
-                "the sink %s failed and gets nothing more: %s: %s",
+                "the sink %s failed and gets no more metrics: %s: %s",
                 name,
                 type(error).__name__,
                 error,
@@ -320,13 +327,13 @@ class Background:
 
 
 def missing_packages(config: Config) -> list[str]:
-    """Sinks asked for whose package is not installed."""
+    """Sinks that are configured but whose package is not installed."""
     return [name for name in config.observe.sinks if importlib.util.find_spec(name) is None]
 
 
 def wandb_asks_for_a_key(config: Config, variables: Mapping[str, str]) -> str | None:
-    """The host whose key wandb would ask for on the terminal; None: it is not asked for, has a key,
-    or sends nothing."""
+    """The host whose API key wandb would ask for on the terminal. None if wandb is not configured,
+    has a key, or is offline."""
     if (
         "wandb" not in config.observe.sinks
         or variables.get("WANDB_MODE", "online") not in ("online", "run", "shared")
@@ -347,18 +354,16 @@ def wandb_asks_for_a_key(config: Config, variables: Mapping[str, str]) -> str | 
 
 
 def open_sinks(config: Config, directory: Path, run_id: str) -> list[Sink]:
-    """TensorBoard, and what `observe.sinks` asks for."""
+    """TensorBoard, and the sinks of `observe.sinks`."""
     run = SinkRun(config.observe.project, config.name, run_id, directory, config.dump())
     makers: dict[str, Callable[[], Sink]] = {
         name: partial(PACKAGES[name], run) for name in config.observe.sinks
     }
     if "wandb" in makers and "wandb" not in sys.modules:
-        # Its import makes temporary folders. Here and not in the thread: meanwhile no other part of
-        # this process asks for the temporary directory.
-        with (
-            temporary_within("wandb"),
-            contextlib.suppress(Exception),
-        ):  # the thread names the error
+        # Importing wandb creates temporary folders. It is imported here and not in the thread, so
+        # that no other code uses the temporary directory at the same time. The thread reports an
+        # error.
+        with temporary_within("wandb"), contextlib.suppress(Exception):
             importlib.import_module("wandb")
     return [TensorBoardSink(directory / "tensorboard"), *([Background(makers)] if makers else [])]
 
@@ -368,18 +373,18 @@ def _make(name: str, make: Callable[[], Sink], sinks: dict[str, Sink]) -> None:
 
 
 def _code_block(rows: Sequence[TableRow]) -> str:
-    """The rows as one code block of Markdown, in which nothing is markup. A column's lines are
-    indented, so that no text can pass for a column."""
+    """The rows as a Markdown code block, in which nothing is markup. Further lines of a value are
+    indented, so that none can look like a column."""
     lines = []
     for row in rows:
         for name, value in row.items():
-            said = (
+            text = (
                 "none"
                 if value is None
                 else f"{value:.4g}"
                 if isinstance(value, float | int)
                 else value
             )
-            lines.append(f"{name}: " + said.replace("\n", "\n  | "))
+            lines.append(f"{name}: " + text.replace("\n", "\n  | "))
         lines.append("")
     return "\n".join(f"    {line}" for line in "\n".join(lines).split("\n"))

@@ -1,25 +1,26 @@
-"""What a run changed: every evaluation set and every reward, before and after."""
+"""Summarizes what a run changed: every evaluation set and every reward, before and after."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.observe.metric_values import number
 
 __all__ = ["before_and_after"]
 
 MOST_STEPS = 10
-"""Steps at each end of a run over which its rewards are averaged; at most a quarter of the steps.
+"""Rewards are averaged over this many steps at each end of a run, at most a quarter of its steps.
 """
 
 Row = tuple[str, str, str, str]
+"""What is measured, the value before, the value after, and a remark."""
 
 
-def before_and_after(config: Config, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Aligned lines: of each evaluation set its accuracy and every reward, first and last; then the
-    rewards of the first and last steps."""
+def before_and_after(config: Config, records: Sequence[Mapping[str, object]]) -> list[str]:
+    """Aligned lines. First the accuracy and rewards of each set in the first and last evaluation,
+    then the rewards of the first and last steps."""
     evaluations = [record for record in records if record["event"] == "evaluation"]
     steps = [record for record in records if record["event"] == "step"]
     rows: list[Row] = []
@@ -38,14 +39,11 @@ def before_and_after(config: Config, records: Sequence[Mapping[str, Any]]) -> li
 
 
 def _set_rows(
-    config: Config, title: str, first: Mapping[str, Any], last: Mapping[str, Any]
+    config: Config, title: str, first: Mapping[str, object], last: Mapping[str, object]
 ) -> list[Row]:
     start = f"eval/{title}_"
-    before, after, prompts = (
-        first.get(f"{start}accuracy"),
-        last.get(f"{start}accuracy"),
-        last.get(f"{start}prompts") or 0,
-    )
+    before, after = number(first, f"{start}accuracy"), number(last, f"{start}accuracy")
+    prompts = number(last, f"{start}prompts") or 0
     change = "" if before is None or after is None else f"{after - before:+.1%} "
     rows: list[Row] = []
     if before is not None or after is not None:
@@ -65,15 +63,15 @@ def _set_rows(
             rows.append(
                 (
                     f"held-out {title} {key}",
-                    _text(first.get(name), ".3f"),
-                    _text(last[name], ".3f"),
+                    _text(number(first, name), ".3f"),
+                    _text(number(last, name), ".3f"),
                     "",
                 )
             )
     return rows
 
 
-def _step_rows(config: Config, steps: Sequence[Mapping[str, Any]]) -> list[Row]:
+def _step_rows(config: Config, steps: Sequence[Mapping[str, object]]) -> list[Row]:
     many = max(1, min(MOST_STEPS, len(steps) // 4))
     first, last = steps[:many], steps[-many:]
     where = f"(mean of steps {_span(first)} and {_span(last)})"
@@ -90,16 +88,16 @@ def _step_rows(config: Config, steps: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def _of_a_reward(config: Config, key: str) -> bool:
-    """Whether the metric is the reward of a function, or a part of it."""
+    """Whether the metric is the reward of a function, or a part of that reward."""
     return key.split("/")[0] in config.reward.functions and not key.endswith("/unscored_ratio")
 
 
-def _mean(records: Sequence[Mapping[str, Any]], name: str) -> str:
-    known = [record[name] for record in records if record.get(name) is not None]
+def _mean(records: Sequence[Mapping[str, object]], name: str) -> str:
+    known = [value for record in records if (value := number(record, name)) is not None]
     return _text(math.fsum(known) / len(known) if known else None, ".3f")
 
 
-def _span(records: Sequence[Mapping[str, Any]]) -> str:
+def _span(records: Sequence[Mapping[str, object]]) -> str:
     first, last = records[0]["step"], records[-1]["step"]
     return f"{first}-{last}" if first != last else f"{first}"
 

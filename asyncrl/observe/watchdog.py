@@ -1,10 +1,10 @@
-"""Says which stage hangs and what it waits for. It never ends anything: a run that is slow
-and healthy goes on.
+"""Reports which stage hangs and what it waits for. It never ends anything, because the run may just
+be slow.
 
-A run in training moves while any of its counters does: groups finished, scored and trained,
-versions committed, tokens generated. Before and after it the learner works alone: it moves while
-its ranks answer calls. When nothing has moved for `observe.stall_s` seconds, the stage is named
-that holds the others up, and the workers there are asked what they do.
+Training makes progress while any of its counters changes: groups finished, scored and trained,
+versions committed, tokens generated. Before and after training the learner works alone, and makes
+progress while its ranks answer calls. After `observe.stall_s` seconds without progress, the
+watchdog names the stage that holds the others up, and asks its workers what they are doing.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl.control.coordinator import Coordinator
 
 __all__ = ["Stage", "Watchdog", "current_stage", "marks"]
 
 ASK_S = 10.0
-"""Seconds that a part gets to say what it does."""
+"""Seconds that a stage's workers get to describe what they are doing."""
+
+Description = tuple[object, str]
+"""A value that changes while the stage makes progress (None: none is known), and what its workers
+are doing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage, and what it waits for."""
+    """A stage, and the thing that it waits for."""
 
-    stage: str
+    name: str
     waits_for: str
 
 
-def marks(coordinator: Coordinator) -> tuple[Any, ...]:
-    """What moves while a run does."""
+def marks(coordinator: Coordinator) -> tuple[object, ...]:
+    """Values of which at least one changes while a run makes progress."""
     progress, buffer = coordinator.progress, coordinator.buffer
     ended = sum(progress.ended.values())
     return (
@@ -49,15 +52,15 @@ def marks(coordinator: Coordinator) -> tuple[Any, ...]:
 
 
 def current_stage(coordinator: Coordinator) -> Stage:
-    """The stage that the others wait for: of a chain, the one that works and does not come to its
-    end."""
+    """The stage that all others wait for: the first in the chain of waiting that has work and does
+    not finish it."""
     progress, buffer = coordinator.progress, coordinator.buffer
     training = sum(group.training for group in buffer.groups.values())
     unscored = len(buffer) - buffer.running - buffer.ready - training
     if training:
         return Stage("learning", f"a step on {training} groups at version {progress.version}")
     evaluation = coordinator.evaluation
-    if evaluation is not None and (evaluation.holds_flips or coordinator.publishing_done):
+    if evaluation is not None and (evaluation.blocks_publishing or coordinator.publishing_done):
         return Stage(
             "evaluation", f"completions of the held-out prompts at version {evaluation.version}"
         )
@@ -87,77 +90,76 @@ def current_stage(coordinator: Coordinator) -> Stage:
 
 
 class Watchdog:
-    """Looks from time to time whether something has moved."""
+    """Checks at intervals whether a run makes progress."""
 
     def __init__(
         self,
-        moves: Callable[[], Any],
+        marks: Callable[[], object],
         stage: Callable[[], Stage],
         stall_s: float,
-        ask: Callable[[str], Awaitable[tuple[Any, str]]],
-        describe: Callable[[Stage, float, str], None],
+        describe: Callable[[str], Awaitable[Description]],
+        report: Callable[[Stage, float, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
-            moves: what changes while the run moves (`marks`).
-            stage: the stage that holds it up (`standing`).
-            stall_s: seconds without any movement until the first report, and between two reports.
-            ask: (stage) → something that changes if the stage moves after all, and what its workers
-                say of themselves.
-            say: gets the stage, the seconds without progress, and what its workers said.
+            marks: a value that changes while the run makes progress (see the function `marks`).
+            stage: the stage that holds the run up (see `current_stage`).
+            stall_s: seconds without progress until the first report, and between two reports.
+            describe: the description of a stage, by its name.
+            report: receives the stage, the seconds without progress, and what its workers are
+                doing.
         """
-        self._moves, self._standing, self._stall_s, self._ask, self._say, self._clock = (
-            moves,
-            stage,
-            stall_s,
-            ask,
-            describe,
-            clock,
-        )
-        self._seen = moves()
-        self._since = self._said = clock()
-        self._inner: dict[str, Any] = {}
+        self._marks, self._stage, self._stall_s = marks, stage, stall_s
+        self._describe, self._report, self._clock = describe, report, clock
+        self._last_marks = marks()
+        self._progress_at = self._reported_at = clock()
+        self._described: dict[str, object] = {}
+        """Stage → the value of its last description."""
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Look again and again, as long as the body runs."""
-        looking = asyncio.create_task(self._watch())
+        """Check at intervals while the body runs."""
+        watching = asyncio.create_task(self._watch())
         try:
             yield
         finally:
-            looking.cancel()
+            watching.cancel()
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(min(self._stall_s / 4, 5.0))
-            await self.look()
+            await self.check()
 
-    async def look(self) -> None:
-        """Once."""
-        now, seen = self._clock(), self._moves()
-        if seen != self._seen:
-            self._seen, self._since, self._said, self._inner = seen, now, now, {}
-        where, still_s = self._standing(), now - self._said
-        # Asked once in the middle as well, so that there is something to compare with.
-        if still_s < self._stall_s / 2 or (still_s < self._stall_s and where.stage in self._inner):
+    async def check(self) -> None:
+        """Check once, and report a stall."""
+        now, marks = self._clock(), self._marks()
+        if marks != self._last_marks:
+            self._last_marks, self._described = marks, {}
+            self._progress_at = self._reported_at = now
+        stage, quiet_s = self._stage(), now - self._reported_at
+        # Workers are described halfway too, so that the final description can be compared.
+        if quiet_s < self._stall_s / 2 or (
+            quiet_s < self._stall_s and stage.name in self._described
+        ):
             return
-        try:
-            inner, text = await asyncio.wait_for(self._ask(where.stage), ASK_S)
-        except TimeoutError:
-            inner, text = None, f"its workers did not answer within {ASK_S:g} s"
-        except Exception as error:
-            # A part that is dead or dying: what it raises is what there is to say.
-            inner, text = (
-                None,
-                f"its workers cannot be asked: {type(error).__name__}: {error}".splitlines()[0],
-            )
-        moved = inner is not None and self._inner.get(where.stage, inner) != inner
-        self._inner[where.stage] = inner
-        if still_s < self._stall_s:
+        value, workers = await self._describe_in_time(stage.name)
+        moved = value is not None and self._described.get(stage.name, value) != value
+        self._described[stage.name] = value
+        if quiet_s < self._stall_s:
             return
-        self._said = self._clock()
+        self._reported_at = self._clock()
         if moved:
-            self._since = self._said
+            self._progress_at = self._reported_at
         else:
-            self._say(where, self._said - self._since, text)
+            self._report(stage, self._reported_at - self._progress_at, workers)
+
+    async def _describe_in_time(self, stage: str) -> Description:
+        try:
+            return await asyncio.wait_for(self._describe(stage), ASK_S)
+        except TimeoutError:
+            return None, f"its workers did not answer within {ASK_S:g} s"
+        except Exception as error:
+            # The workers are dead or dying, and their exception is all that can be reported.
+            text = f"its workers cannot be asked: {type(error).__name__}: {error}"
+            return None, text.splitlines()[0]

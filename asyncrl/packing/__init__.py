@@ -1,4 +1,4 @@
-"""Rows of tokens packed into micro-batches and blocks."""
+"""Packs rows of tokens into micro-batches and Arrow tables."""
 
 from __future__ import annotations
 

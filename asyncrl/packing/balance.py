@@ -1,8 +1,8 @@
-"""What the ranks do at the same time: micro-batches in rounds of similar cost. Pure and
-deterministic, so that every rank computes the same plan.
+"""Balances micro-batches between ranks, in rounds of similar cost. Pure and deterministic, so that
+every rank computes the same plan.
 
-ZeRO-3 gathers parameters in every forward, and there the ranks wait for one another: a round takes
-as long as its costliest micro-batch.
+ZeRO-3 gathers parameters in every forward pass, where the ranks wait for one another. So a round
+takes as long as its costliest micro-batch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from math import fsum
 __all__ = ["balanced_rounds", "imbalance_of", "karmarkar_karp", "quadratic_cost"]
 
 Part = tuple[float, list[int]]
-"""Sum of costs, and the indices that make it."""
+"""The sum of some costs, and their indices."""
 
 
 def quadratic_cost(layers: int, heads: int, head_dim: int, parameters: int) -> float:
-    """What attention adds to the cost of a trajectory: l tokens cost l + quadratic_cost * l².
+    """Return the cost of attention, relative to a token: a trajectory of l tokens costs
+    l + quadratic_cost * l².
 
-    A forward takes 2 * parameters FLOPs for each token, and causal attention 2 * layers * heads *
-    head_dim * l more: scores and values take 2 * heads * head_dim for each token attended to, which
-    is half of l on average. (Kaplan et al. 2020, arXiv 2001.08361, table 1.)
+    A forward pass takes 2 * parameters FLOPs for each token. Causal attention adds
+    2 * layers * heads * head_dim * l (Kaplan et al. 2020, arXiv:2001.08361, table 1). In each
+    layer, scores and values each take 2 * heads * head_dim for every token attended to. A token
+    attends to l / 2 tokens on average.
     """
     return layers * heads * head_dim / parameters
 
@@ -34,17 +36,18 @@ def balanced_rounds(
     max_tokens: int,
     world_size: int,
 ) -> list[list[list[int]]]:
-    """Rounds of `world_size` micro-batches each: `rounds[i][rank]` holds indices, longest first.
+    """Return rounds of `world_size` micro-batches each. `rounds[i][rank]` lists the indices of
+    trajectories, longest first.
 
-    The costliest bins are split in two until the ranks share them evenly; where none can be split,
-    empty ones stand in. Bins next to each other in cost make a round, whose trajectories are then
-    dealt again by `karmarkar_karp`; that is kept if it respects the cap and makes the round's
-    costliest micro-batch cheaper.
+    The costliest bins are split in two until their number is a multiple of `world_size`. Empty bins
+    are added if no bin can be split. Bins of similar cost form a round. `karmarkar_karp` then
+    distributes the round's trajectories again. The result is used if it respects `max_tokens` and
+    makes the round's costliest micro-batch cheaper.
 
     Args:
-        bins: indices of trajectories, each in one bin, at most `max_tokens` tokens in a bin.
+        bins: indices of trajectories, each in one bin, with at most `max_tokens` tokens in a bin.
         lengths: tokens of each trajectory.
-        costs: of each trajectory, above 0.
+        costs: cost of each trajectory, above 0.
     """
     by_cost = sorted(
         _multiple_of(world_size, bins, costs), key=lambda items: (-_sum(costs, items), items)
@@ -59,24 +62,25 @@ def balanced_rounds(
 
 
 def imbalance_of(rounds: Sequence[Sequence[Sequence[int]]], costs: Sequence[float]) -> float:
-    """Sum over rounds of the largest cost / sum over rounds of the mean cost - 1. 0 without any
-    cost."""
+    """Return (sum over rounds of the largest cost) / (sum over rounds of the mean cost) - 1. This
+    is 0 if all costs are 0."""
     sums = [[_sum(costs, items) for items in group] for group in rounds]
     mean = fsum(fsum(group) / len(group) for group in sums)
-    # Rounding may take equal sums a last bit below 1.
+    # Rounding may make the ratio of equal sums slightly smaller than 1.
     return max(0.0, fsum(max(group) for group in sums) / mean - 1) if mean else 0.0
 
 
 def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Indices of the costs in so many parts of similar sums, by the largest differencing method;
-    parts may be empty. Ties by index.
+    """Split costs into `parts` parts of similar sums by the largest differencing method, and return
+    the indices of each part. Parts may be empty. Ties are broken by index.
 
-    Every number begins as a partition of its own, the other parts empty. Again and again the two
-    partitions that differ most within themselves become one: the largest part of the one joins the
-    smallest of the other, and so on. (Karmarkar and Karp 1982; for more than two parts, Michiels et
-    al. 2003.)
+    Each cost starts as its own partition, with all other parts empty. Each step merges the two
+    partitions with the largest difference between their largest and smallest parts. The largest
+    part of one joins the smallest part of the other, and so on.
+
+    Source: Karmarkar and Karp 1982; for more than two parts, Michiels et al. 2003.
     """
-    # A partition lists only the parts that are not empty, largest first: most have one.
+    # A partition lists only its non-empty parts, largest first. Most have one.
     heap: list[tuple[float, int, list[Part]]] = [
         (-cost, number, [(cost, [number])]) for number, cost in enumerate(costs)
     ]
@@ -91,13 +95,13 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _joined(left: list[Part], right: list[Part], parts: int) -> list[Part]:
-    """One partition of two: the largest part of each goes with the smallest of the other, an empty
-    one if there is any."""
+    """Merge two partitions: the largest part of each joins the smallest part of the other, which
+    may be empty."""
     pairs = max(0, len(left) + len(right) - parts)
     alone = left[: len(left) - pairs] + right[: len(right) - pairs]
     both = zip(left[len(left) - pairs :], reversed(right[len(right) - pairs :]), strict=True)
     return sorted(
-        alone + [(a + b, ones + others) for (a, ones), (b, others) in both],
+        alone + [(a + b, first + second) for (a, first), (b, second) in both],
         key=lambda part: -part[0],
     )
 
@@ -105,8 +109,8 @@ def _joined(left: list[Part], right: list[Part], parts: int) -> list[Part]:
 def _multiple_of(
     world_size: int, bins: Sequence[list[int]], costs: Sequence[float]
 ) -> list[list[int]]:
-    """The bins, the costliest split in two until their number is a multiple of `world_size`, and
-    above 0."""
+    """Split the costliest bins in two until their number is a positive multiple of
+    `world_size`."""
     wanted = max(1, -(-len(bins) // world_size)) * world_size
     done = [items for items in bins if len(items) < 2]
     divisible = [(-_sum(costs, items), items) for items in bins if len(items) > 1]
@@ -126,9 +130,9 @@ def _multiple_of(
 def _leveled(
     group: list[list[int]], lengths: Sequence[int], costs: Sequence[float], max_tokens: int
 ) -> list[list[int]]:
-    """The round's trajectories dealt again, if that lowers its largest cost within the cap.
-    Otherwise the round is unchanged."""
-    items = sorted(item for one in group for item in one)
+    """Distribute the round's trajectories again, if that lowers its largest cost and respects
+    `max_tokens`. Otherwise return the round unchanged."""
+    items = sorted(item for micro_batch in group for item in micro_batch)
     dealt = [
         [items[at] for at in part]
         for part in karmarkar_karp([costs[item] for item in items], len(group))
@@ -143,5 +147,5 @@ def _leveled(
 
 
 def _sum(costs: Sequence[float], items: Sequence[int]) -> float:
-    """Correctly rounded, so that the order of the items does not matter."""
+    # fsum rounds correctly, so that the order of the items does not matter.
     return fsum(costs[item] for item in items)

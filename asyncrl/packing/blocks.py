@@ -1,8 +1,8 @@
-"""Packing of a stream of Arrow blocks: rows of token lists in, packed rows out, in bounded memory
-and whatever the blocks' sizes. Pure. The supervised rows of a step come as one block.
+"""Packs a stream of Arrow tables with token lists into packed rows, in bounded memory. Pure. The
+supervised rows of a step come as one table.
 
-One window of rows is packed at a time. Windows are counted in rows of the stream, so that how it is
-cut into blocks changes nothing.
+One window of rows is packed at a time. A window is a fixed number of rows of the stream, so the
+sizes of the tables do not change the result.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from asyncrl.packing.packing import Pieces, Strategy, pack_rows
 __all__ = ["SEQ_LENGTHS", "WINDOW", "pack_blocks"]
 
 SEQ_LENGTHS = "seq_lengths"
-"""Column of a packed row: tokens of each of its segments, list<int32>, in order. The name is TRL's.
-"""
+"""Column of a packed row: the number of tokens of each segment, list<int32>, in order. TRL uses the
+same name."""
 
 WINDOW = 16_384
-"""Rows that are packed together: enough for best fit to find a partner for nearly every row."""
+"""Rows that are packed together. Best fit finds a partner for nearly every row among so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of several per-token columns, as one run of tokens."""
+    """Rows of several per-token columns, with their tokens concatenated."""
 
     lengths: np.ndarray
     """[B] int64."""
@@ -50,27 +50,27 @@ def pack_blocks(
     columns: Sequence[str] = ("input_ids", "loss_mask"),
     window: int = WINDOW,
 ) -> Iterator[pa.Table]:
-    """Pack the rows of a stream into rows of at most `capacity` tokens each. Strategies as in
-    `packing.pack_rows`.
+    """Pack the rows of a stream into rows of at most `capacity` tokens each. The strategies are
+    those of `packing.pack_rows`.
 
-    Rows are packed `window` at a time; `wrapped` carries an unfinished packed row on to the next
-    window, so that only the stream's last one has room left. At most a window and a packed row are
-    held. Token lists are read as one run of memory, of which pieces are copied whole.
+    Rows are packed `window` at a time. `wrapped` continues an unfinished packed row in the next
+    window, so only the last packed row of the stream has room left. At most a window and a packed
+    row are in memory. Each piece is copied as one contiguous part of the token buffer.
 
     Args:
-        columns: per-token list columns: the ids, and what else has one item for each token. Other
-            columns are left out: a packed row has several rows.
+        columns: list columns with one item for each token, such as the ids. Other columns are
+            dropped, because a packed row consists of several rows.
 
     Yields:
-        Tables of `columns` as list<the column's own type>, and `seq_lengths`: list<int32>, the
-        tokens of each segment. One table for each window.
+        One table for each window, with `columns` as list<the column's type>, and `seq_lengths` as
+        list<int32>: the tokens of each segment.
 
     Raises:
-        ValueError: a column is missing, its lists are of other lengths than the first column's, or
-            a row cannot be packed; rows are counted from the start of the stream.
+        ValueError: a column is missing, its lists differ in length from those of the first column,
+            or a row cannot be packed. Errors count rows from the start of the stream.
     """
     if window < 1:
-        raise ValueError(f"a window of {window} rows holds none; give at least 1")
+        raise ValueError(f"a window of {window} rows is empty; use at least 1")
     open_row: _Rows | None = None
     for number, table in enumerate(_windows(blocks, window)):
         rows, first_row = _rows_of(table, columns, number * window), number * window
@@ -96,53 +96,53 @@ def pack_blocks(
 
 
 def _windows(blocks: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
-    """The stream in tables of so many rows; the last may have fewer."""
-    held: list[pa.Table] = []
+    """Yield the stream in tables of `rows` rows. The last table may have fewer."""
+    window: list[pa.Table] = []
     room = rows
     for block in blocks:
         while block.num_rows:
-            held.append(block.slice(0, room))
-            block = block.slice(held[-1].num_rows)
-            room -= held[-1].num_rows
+            window.append(block.slice(0, room))
+            block = block.slice(window[-1].num_rows)
+            room -= window[-1].num_rows
             if not room:
-                yield pa.concat_tables(held)
-                held, room = [], rows
-    if held:
-        yield pa.concat_tables(held)
+                yield pa.concat_tables(window)
+                window, room = [], rows
+    if window:
+        yield pa.concat_tables(window)
 
 
 def _rows_of(table: pa.Table, columns: Sequence[str], first_row: int) -> _Rows:
-    """The per-token columns. A missing list counts as an empty one."""
+    """Read the per-token columns. A null counts as an empty list."""
     missing = [name for name in columns if name not in table.column_names]
     if missing:
         raise ValueError(
             f"per-token columns {missing} are not in the block, which has {table.column_names};"
-            " name the ones it has"
+            " name columns that it has"
         )
     lengths = {
         name: pc.list_value_length(table[name]).fill_null(0).to_numpy().astype(np.int64)
         for name in columns
     }
     tokens = lengths[columns[0]]
-    for name, others in lengths.items():
-        if (wrong := np.flatnonzero(others != tokens)).size:
+    for name, items in lengths.items():
+        if (wrong := np.flatnonzero(items != tokens)).size:
             row = wrong[0]
             raise ValueError(
-                f"row {first_row + row} has {others[row]} items of {name!r} and {tokens[row]} of"
+                f"row {first_row + row} has {items[row]} items of {name!r} and {tokens[row]} of"
                 f" {columns[0]!r}; give one for each token"
             )
     return _Rows(tokens, {name: _tokens(table[name]) for name in columns})
 
 
 def _tokens(column: pa.ChunkedArray) -> pa.Array:
-    """What the lists hold, one after the other; of a single chunk without a copy."""
-    # `flatten` respects slices; `values` is all of the memory behind them.
+    """Concatenate the lists. A column of a single chunk is not copied."""
+    # `flatten` respects slices. `values` would return the whole buffer behind them.
     parts = [chunk.flatten() for chunk in column.chunks]
     return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
 
 
 def _first(pieces: Pieces, bins: int) -> Pieces:
-    """The first so many bins."""
+    """Return the first `bins` bins."""
     end = int(pieces.offsets[bins])
     return Pieces(
         pieces.row[:end], pieces.start[:end], pieces.end[:end], pieces.offsets[: bins + 1]
@@ -150,17 +150,17 @@ def _first(pieces: Pieces, bins: int) -> Pieces:
 
 
 def _packed(rows: _Rows, pieces: Pieces) -> pa.Table:
-    """One row for each bin."""
+    """Build a table with one row for each bin."""
     starts = (np.cumsum(rows.lengths) - rows.lengths)[pieces.row] + pieces.start
     ends = np.concatenate([[0], np.cumsum(pieces.lengths)])
     offsets, sizes = pa.array(starts, pa.int32()), pa.array(pieces.lengths, pa.int32())
-    # A list view may name its parts of the tokens in any order; flattening copies each part whole.
+    # A list view may refer to parts of the tokens in any order. Flattening it copies each part.
     views = {
         name: pa.ListViewArray.from_arrays(offsets, sizes, tokens).flatten()
         for name, tokens in rows.values.items()
     }
-    # Parts that follow one another are not copied by that. Memory of its own keeps no block alive,
-    # and its bytes do not tell how blocks were cut.
+    # Flattening does not copy adjacent parts. This copy keeps no input block alive, and its bytes
+    # do not depend on how the stream was cut into blocks.
     packed = {
         name: _lists(ends[pieces.offsets], pa.concat_arrays([tokens]))
         for name, tokens in views.items()

@@ -1,5 +1,5 @@
-"""Which tokens share a packed row: best-fit decreasing, and what happens to rows that are too long
-for it. Pure and deterministic, so that every rank computes the same plan.
+"""Decides which tokens share a packed row: by best-fit decreasing, or by cutting rows. Pure and
+deterministic, so that every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ __all__ = ["Packing", "Pieces", "Strategy", "best_fit_decreasing", "pack", "pack
 Strategy = Literal["bfd", "bfd_split", "wrapped"]
 
 DIGIT = 16
-"""Bits that one pass of the radix sort orders by: numpy sorts uint16 stably by radix."""
+"""Bits in each pass of the radix sort: numpy's stable sort of uint16 is a radix sort."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Micro-batches by rank: `micro_batches[rank][i]` holds indices of trajectories, longest first.
-    All ranks have equally many; one may be empty."""
+    """Micro-batches by rank. `micro_batches[rank][i]` lists the indices of trajectories, longest
+    first. All ranks have the same number of micro-batches. A micro-batch may be empty."""
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
     fill: float
     """Tokens placed / (micro-batches x cap), in 0..1."""
     imbalance: float
-    """How much longer the rounds take than if every rank had the same cost in each: sum of the
-    largest costs / sum of the mean costs - 1; 0 = even."""
+    """The extra time that unequal costs cause: (sum of the rounds' largest costs) / (sum of their
+    mean costs) - 1. 0 = perfectly balanced."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Packed rows: bin b holds pieces `offsets[b]` to `offsets[b + 1]`. Piece p is tokens [start,
-    end) of a row, and a segment of its own."""
+    """Packed rows. Bin b contains pieces `offsets[b]` to `offsets[b + 1]`. Piece p is tokens
+    [start, end) of a row, and its own segment."""
 
     row: np.ndarray
-    """[P] int64."""
+    """[P] int64: the row of each piece."""
     start: np.ndarray
-    """[P] int64."""
+    """[P] int64: its first token."""
     end: np.ndarray
-    """[P] int64."""
+    """[P] int64: the token after its last one."""
     offsets: np.ndarray
     """[bins + 1] int64, from 0 to P."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each piece, [P] int64."""
+        """Number of tokens of each piece, [P] int64."""
         lengths: np.ndarray = self.end - self.start
         return lengths
 
@@ -62,16 +62,16 @@ def pack(
     quadratic: float = 0.0,
     one_each: bool = False,
 ) -> Packing:
-    """Place every trajectory exactly once, at most `max_tokens` tokens in a micro-batch, equally
-    many micro-batches for each rank.
+    """Pack every trajectory into one micro-batch, with at most `max_tokens` tokens in each and the
+    same number of micro-batches for each rank.
 
-    Best-fit decreasing gives the micro-batches; `balance.balanced_rounds` makes them a multiple of
-    the ranks and evens out what the ranks do at the same time.
+    Best-fit decreasing forms the micro-batches. `balance.balanced_rounds` makes their number a
+    multiple of `world_size`, and balances the costs of micro-batches that run at the same time.
 
     Args:
         lengths: tokens of each trajectory.
         quadratic: a trajectory of l tokens costs l + quadratic * l² (`balance.quadratic_cost`).
-        one_each: a micro-batch holds one trajectory, or none.
+        one_each: put at most one trajectory into a micro-batch.
 
     Raises:
         ValueError: a length is below 1 or above `max_tokens`.
@@ -110,22 +110,23 @@ def pack_rows(
     """Pack rows of these lengths into bins of at most `capacity` tokens. Every token is in exactly
     one piece.
 
-    Strategies, named as TRL names them:
-        bfd: best-fit decreasing of whole rows. A row above the capacity is refused: truncation is a
-            stage of its own, before this one.
-        bfd_split: rows above the capacity are first cut into pieces of `capacity` tokens and a
-            rest, then best-fit decreasing.
-        wrapped: the rows one after the other, cut at every multiple of the capacity, wherever in a
-            row that falls. Only the last bin has room left. Unlike TRL's, the pieces of a bin stay
-            apart: each is a segment whose positions start at 0 and which sees no other.
+    The strategies have TRL's names:
+        bfd: best-fit decreasing of whole rows. A row above the capacity is an error. Truncation is
+            an earlier stage.
+        bfd_split: a row above the capacity is first cut into pieces of `capacity` tokens and a
+            remainder. Best-fit decreasing then packs the pieces.
+        wrapped: the rows are concatenated and cut at every multiple of the capacity. Only the last
+            bin has room left. Unlike in TRL, each piece of a bin is its own segment. Its positions
+            start at 0, and it does not attend to other pieces.
 
-    The two that cut rows are for supervised rows only: a trajectory's loss needs all of it.
+    `bfd_split` and `wrapped` cut rows, so they are for supervised rows only. A trajectory's loss
+    needs the whole trajectory.
 
     Args:
         first_row: number of the first row, for errors.
 
     Raises:
-        ValueError: a row is empty, or under `bfd` longer than the capacity.
+        ValueError: a row is empty, or with `bfd` longer than the capacity.
     """
     tokens = _checked(lengths, capacity, strategy, first_row)
     if strategy == "wrapped":
@@ -138,18 +139,18 @@ def pack_rows(
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows longest first, each into the fullest bin that still has room for it, else into a new
-    one. Ties by index.
+    """Place the rows into bins, longest first. Each row goes into the fullest bin that has room for
+    it, or else into a new bin. Ties are broken by index.
 
-    Rows of one length are placed together, see `_fills`: for B rows the arrays take O(B), and
-    Python's part, O(L log L) steps for capacity L, does not grow with B.
+    Rows of one length are placed together (see `_fills`). For B rows, the numpy operations take
+    O(B). The Python loop takes O(L log L) steps for capacity L, and does not grow with B.
 
     Args:
         lengths: [B] integers in 1..capacity.
 
     Returns:
-        Rows in the order of their bins [B] int64, longest first in each, and where each bin begins
-        in it [bins + 1] int64.
+        The rows in the order of their bins [B] int64, longest first in each bin. The offset of each
+        bin in that order [bins + 1] int64.
     """
     counts = np.bincount(lengths)
     present = np.flatnonzero(counts)[::-1]
@@ -171,14 +172,15 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray,
 
 
 class _Rooms:
-    """Bins by the room they have left, as runs of consecutive bins that hold alike: (first bin,
-    bins, rows that each holds)."""
+    """Bins by the room that they have left. A run is a range of consecutive bins with equal
+    contents: (first bin, bins, rows in each bin)."""
 
     def __init__(self) -> None:
         self._runs: dict[int, list[tuple[int, int, int]]] = {}
         self._rooms: list[int] = []
 
     def put(self, room: int, first: int, bins: int, held: int) -> None:
+        """Add a run of bins with this room, unless they are full or there are none."""
         if not room or not bins:
             return
         if room not in self._runs:
@@ -187,8 +189,8 @@ class _Rooms:
         self._runs[room].append((first, bins, held))
 
     def take(self, length: int) -> tuple[int, int, int, int] | None:
-        """A run of the smallest room of at least `length`, with that room; None if there is
-        none."""
+        """Remove and return a run with the smallest room of at least `length`, preceded by its
+        room. None if there is none."""
         at = bisect_left(self._rooms, length)
         if at == len(self._rooms):
             return None
@@ -200,13 +202,13 @@ class _Rooms:
 
 
 def _fills(classes: Iterable[tuple[int, int]], capacity: int) -> list[tuple[int, int, int, int]]:
-    """Best fit of `count` rows of each `length`, longest first, as (first bin, bins, rows for each
-    of them, rows that each held before).
+    """Best fit of `count` rows of each `length`, longest first. Each result is (first bin, bins,
+    rows added to each bin, rows in each bin before).
 
-    A bin of the smallest room r that takes one row is the fullest thereafter, so it goes on to take
-    r // length rows before the next bin of that room has its turn: a run of alike bins moves as a
-    whole. Only the last run that a length meets is split. A run that is met is left with less than
-    half its room, so it is met at most log2(capacity) times.
+    A bin with the smallest sufficient room r becomes the fullest bin once it takes a row. So it
+    takes r // length rows before the next bin with the same room takes any. A run of equal bins can
+    therefore be filled at once. Only the last run that a length uses is split. Each use leaves a
+    run with less than half its room, so a run is used at most log2(capacity) times.
     """
     rooms, fills, opened = _Rooms(), list[tuple[int, int, int, int]](), 0
     for length, count in classes:
@@ -218,10 +220,10 @@ def _fills(classes: Iterable[tuple[int, int]], capacity: int) -> list[tuple[int,
             room, first, bins, held = run
             each = room // length
             full, rest = divmod(min(count, bins * each), each)
-            for at, alike, rows in ((first, full, each), (first + full, min(rest, 1), rest)):
-                if alike:
-                    fills.append((at, alike, rows, held))
-                    rooms.put(room - rows * length, at, alike, held + rows)
+            for at, equal, rows in ((first, full, each), (first + full, min(rest, 1), rest)):
+                if equal:
+                    fills.append((at, equal, rows, held))
+                    rooms.put(room - rows * length, at, equal, held + rows)
             used = full + min(rest, 1)
             rooms.put(room, first + used, bins - used, held)
             count -= full * each + rest
@@ -229,8 +231,8 @@ def _fills(classes: Iterable[tuple[int, int]], capacity: int) -> list[tuple[int,
 
 
 def _longest_first(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Indices [B] by falling length, ties by index: a radix sort, one pass for every 16 bits of the
-    capacity."""
+    """Return the indices [B] from the longest row to the shortest, ties by index. This is a radix
+    sort with one pass for every 16 bits of the capacity."""
     shorter = capacity - lengths
     order = np.arange(len(lengths))
     for shift in range(0, capacity.bit_length(), DIGIT):
@@ -242,8 +244,9 @@ def _longest_first(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def _cut(
     begin: np.ndarray, end: np.ndarray, capacity: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The ranges [begin, end) cut at the multiples of the capacity: (range, start and end in it,
-    multiple) of each piece, in order."""
+    """Cut the ranges [begin, end) at the multiples of the capacity. Returns, for each piece in
+    order, its range, its start and end in that range, and the multiple of the capacity before
+    it."""
     first = begin // capacity
     counts = (end - 1) // capacity - first + 1
     row = np.repeat(np.arange(len(begin)), counts)
@@ -256,16 +259,16 @@ def _cut(
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:
-    """Where each of so many things begins, and the end: [n + 1] int64."""
+    """Return the offset of each of n groups of these sizes, and the end: [n + 1] int64."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
 def _checked(
     lengths: Sequence[int] | np.ndarray, capacity: int, strategy: Strategy, first_row: int
 ) -> np.ndarray:
-    """The lengths [B] int64. Raises ValueError for one that cannot be packed."""
+    """Return the lengths [B] int64. Raises ValueError for a row that cannot be packed."""
     if capacity < 1:
-        raise ValueError(f"a capacity of {capacity} holds no token; give at least 1")
+        raise ValueError(f"a capacity of {capacity} tokens is too small; use at least 1")
     tokens = np.asarray(lengths, dtype=np.int64)
     if (empty := np.flatnonzero(tokens < 1)).size:
         raise ValueError(f"row {first_row + empty[0]} has {tokens[empty[0]]} tokens; leave it out")

@@ -11,5 +11,5 @@ __getattr__ = lazy_exports(
     data_spec="specs",
     learner_spec="specs",
     make_plan="plan",
-    model_context="plan",
+    model_context="model_limits",
 )

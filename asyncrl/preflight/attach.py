@@ -1,4 +1,4 @@
-"""A run that uses generators which stand already: what has to hold before it may lease them."""
+"""Checks of a run that uses standing generators, before it leases them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ["AttachError", "attached_config", "check_fits"]
 
 
 class AttachError(RuntimeError):
-    """The run cannot use the application. Nothing has been changed."""
+    """The run cannot use the application. The application is unchanged."""
 
 
 async def attached_config(config: Config, name: str, tokens: int) -> Config:
-    """The config with the standing application's own generator settings in place of the defaults.
+    """The config with the generator settings of the standing application.
 
     Args:
-        tokens: of the longest request.
+        name: of the Serve application.
+        tokens: tokens of the longest request.
 
     Raises:
-        AttachError: there is no such application on this cluster, it is none of ours, or its
+        AttachError: this cluster has no such application, asyncrl did not start it, or its
             generators do not fit the run.
-        RuntimeError: it is not up within `generator.start_timeout_s`.
+        RuntimeError: it is not ready within `generator.start_timeout_s`.
     """
     known = (await asyncio.to_thread(serve.status)).applications
     if name not in known:
         raise AttachError(
             f"generator.attach = {name!r}: this Ray cluster has no Serve application of that name"
-            f" (it has {sorted(known)}); deploy one with `serve deploy"
-            " serve_configs/generator_cpu.yaml`, and start the run with RAY_ADDRESS set to its"
-            " cluster"
+            f" (it has {sorted(known)}). Deploy one with `serve deploy"
+            " serve_configs/generator_cpu.yaml`, and set RAY_ADDRESS to its cluster"
         )
     await wait_for_generators(name, config.start_timeout_s)
     try:
@@ -54,7 +54,7 @@ async def attached_config(config: Config, name: str, tokens: int) -> Config:
         ValueError,
     ) as error:
         raise AttachError(
-            f"generator.attach = {name!r} is no generator of this version of asyncrl"
+            f"generator.attach = {name!r} is not a generator of this version of asyncrl"
             f" ({type(error).__name__}); name another"
         ) from None
     check_fits(config, name, app, status, tokens)
@@ -66,29 +66,29 @@ async def attached_config(config: Config, name: str, tokens: int) -> Config:
 def check_fits(
     config: Config, name: str, app: GeneratorApp, status: ReplicaStatus, tokens: int
 ) -> None:
-    """Raise AttachError unless replicas of such a `status` can take the run's requests, of `tokens`
-    at most, and its versions."""
+    """Raise AttachError unless replicas with this `status` accept the run's versions, and requests
+    of at most `tokens` tokens."""
     title = f"generator.attach = {name!r}"
     if app.dtype != config.model.dtype:
         raise AttachError(
-            f"{title} holds {app.dtype}, the run publishes model.dtype = {config.model.dtype!r};"
-            " make them the same"
+            f"{title} uses {app.dtype}, but the run publishes model.dtype ="
+            f" {config.model.dtype!r}; make them the same"
         )
     if status.parameters != layout_hash(expected_tensors(config.model.path, config.model.dtype)):
         raise AttachError(
-            f"{title} has other parameters than model.path = {config.model.path!r}; deploy it with"
-            " the same model"
+            f"{title} has different parameters from model.path = {config.model.path!r}; deploy it"
+            " with the same model"
         )
     if status.max_model_len < tokens:
         raise AttachError(
-            f"{title} takes {status.max_model_len} tokens, the run's longest request has"
+            f"{title} accepts {status.max_model_len} tokens, but the run's longest request has"
             f" {tokens}; raise the application's max_model_len"
         )
     tokenizer, rollout = load_tokenizer(config.model.path), config.rollout
     if status.tokenizer != tokenizer_hash(tokenizer):
         raise AttachError(
-            f"{title} has another tokenizer than model.path = {config.model.path!r}; deploy it with"
-            " the same model"
+            f"{title} has a different tokenizer from model.path = {config.model.path!r}; deploy it"
+            " with the same model"
         )
     stops = load_stops(
         config.model.path, tokenizer, rollout.rollout_stop, rollout.rollout_stop_token_ids
@@ -97,7 +97,7 @@ def check_fits(
     theirs = list(status.stop_token_ids), list(status.stop_strings)
     if ours != theirs:
         raise AttachError(
-            f"{title} ends completions at tokens {theirs[0]} and strings {theirs[1]}, the run at"
-            f" {ours[0]} and {ours[1]}; give the application the same rollout_stop and"
+            f"{title} ends completions at tokens {theirs[0]} and strings {theirs[1]}, but the run"
+            f" at {ours[0]} and {ours[1]}; give the application the same rollout_stop and"
             " rollout_stop_token_ids"
         )

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: the one that is named, or a local one of its own."""
+"""The Ray cluster of a run: the one at RAY_ADDRESS, or a local cluster."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import (
-    Iterator,
-)
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,9 @@ from ray._private import auto_init_hook
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
 from asyncrl.config import Config
-from asyncrl.generation.app import (
-    forget_controller,
-)
+from asyncrl.generation.app import forget_controller
 from asyncrl.preflight.cluster_address import answering_cluster
-from asyncrl.preflight.placement import (
-    needed,
-)
+from asyncrl.preflight.placement import needed
 from asyncrl.runtime.redact import print_shown
 from asyncrl.runtime.temporary import TemporaryPlace, remove_left_behind
 
@@ -35,19 +29,22 @@ __all__ = ["ray_cluster", "start_local_ray"]
 logger = logging.getLogger("asyncrl")
 
 END_S = 10.0
-"""Seconds that the processes of a node that did not start get to end."""
+"""Seconds for the processes of a failed node start to end."""
 
 
 @contextmanager
 def ray_cluster(config: Config) -> Iterator[Path | None]:
-    """A Ray cluster: the one that RAY_ADDRESS names (in a submitted job, the job's), else a local
-    one that ends with the run. Of that one, gives the folder of its logs.
+    """Connect to the cluster at RAY_ADDRESS (in a submitted job, that of the job), or start a local
+    cluster that ends with the run.
+
+    Yields:
+        The log folder of a local cluster; None for another one.
 
     Raises:
         ConfigError: no cluster answers at RAY_ADDRESS.
-        RuntimeError: the cluster takes work without a token.
+        RuntimeError: the cluster accepts work without a token.
     """
-    # A thread that calls Ray after its end would start a second cluster, which nobody ends.
+    # Otherwise, a thread that calls Ray after its end would start a second cluster, which leaks.
     auto_init_hook.enable_auto_connect = False
     address = answering_cluster()
     if address:
@@ -68,26 +65,35 @@ def ray_cluster(config: Config) -> Iterator[Path | None]:
 
 
 def _refuse_open_ray(allowed: bool = False) -> None:
-    """Raise RuntimeError unless this process speaks to Ray with a token: without one, anybody who
-    reaches its ports can run code. `allowed`: say so instead."""
+    """Raise RuntimeError if this process uses Ray without a token, since everyone who reaches its
+    ports could then run code. `allowed`: print a warning instead."""
     if is_token_auth_enabled():
         return
     if not allowed:
         raise RuntimeError(
-            "Ray's token authentication is off; unset RAY_AUTH_MODE, or on a standing cluster"
-            " start it with RAY_AUTH_MODE=token and a token of `ray get-auth-token --generate`;"
-            " ray_without_token: true uses it as it is, open to everyone who reaches its ports"
+            "Ray's token authentication is off; unset RAY_AUTH_MODE. Start a standing cluster"
+            " with RAY_AUTH_MODE=token and a token from `ray get-auth-token --generate`."
+            " ray_without_token: true accepts a cluster that is open to everyone who reaches its"
+            " ports"
         )
     print_shown(
         "asyncrl: ray_without_token: everyone who reaches this cluster's ports can run code on its"
-        " machines, and read or change runs",
+        " machines, and can read or change runs",
         file=sys.stderr,
     )
 
 
-def start_local_ray(num_cpus: int, tries: int = 4, **options: Any) -> None:
-    """A Ray cluster of this process's own. Ray gives a node 30 seconds to start, which a busy
-    machine may not keep: then once more, after the processes that the try has left are ended."""
+def start_local_ray(
+    num_cpus: int,
+    tries: int = 4,
+    configure_logging: bool = True,
+    object_store_memory: int | None = None,
+) -> None:
+    """Start a local Ray cluster for this process.
+
+    Ray gives a node 30 seconds to start, which can be too short on a busy machine. Then this ends
+    the processes of the failed try and tries again.
+    """
     for tries_left in reversed(range(tries)):
         before = set(psutil.Process().children(recursive=True))
         try:
@@ -96,7 +102,8 @@ def start_local_ray(num_cpus: int, tries: int = 4, **options: Any) -> None:
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 log_to_driver=False,
-                **options,
+                configure_logging=configure_logging,
+                object_store_memory=object_store_memory,
             )
             return
         except Exception as error:  # Ray raises no narrower class
@@ -112,4 +119,4 @@ def start_local_ray(num_cpus: int, tries: int = 4, **options: Any) -> None:
             psutil.wait_procs(left, END_S)
             if "timed out during startup" not in str(error) or not tries_left:
                 raise
-            logger.warning("Ray's node timed out while it started; trying once more")
+            logger.warning("the start of Ray's node timed out; trying again")

@@ -1,5 +1,5 @@
-"""Which Ray cluster a command uses, and whether it answers: Ray itself waits for many minutes on an
-address where nobody is."""
+"""Find the Ray cluster of a command and check that it answers. Ray itself waits many minutes for an
+address without a cluster."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from asyncrl.config import ConfigError
 __all__ = ["answering_cluster"]
 
 CONNECT_S = 3.0
-"""Seconds that a cluster's machine gets to take a connection."""
+"""Seconds for the machine of a cluster to accept a connection."""
 ANSWER_S = 6.0
-"""Seconds that a cluster's control service (GCS) gets to answer on it."""
+"""Seconds for the cluster's control service (GCS) to answer."""
 WAY_OUT = (
     "set it to the host and port that `ray start` printed, or unset it: `asyncrl train` then starts"
     " a local cluster"
@@ -28,12 +28,12 @@ WAY_OUT = (
 
 
 def answering_cluster(default: str | None = None) -> str | None:
-    """The `host:port` of the cluster that RAY_ADDRESS (else `default`) names, where a control
-    service has just answered. None: no cluster is named.
+    """The `host:port` of the cluster at RAY_ADDRESS, or at `default`, whose control service has
+    just answered. None: neither is set.
 
     Raises:
-        ConfigError: RAY_ADDRESS is no cluster's address, or nobody answers there within about ten
-            seconds.
+        ConfigError: RAY_ADDRESS is not the address of a cluster, or no cluster answers there within
+            about ten seconds.
     """
     named = os.environ.get("RAY_ADDRESS") or default
     if named in (None, "local"):
@@ -45,8 +45,8 @@ def answering_cluster(default: str | None = None) -> str | None:
         )
     if named.startswith("ray://"):
         raise ConfigError(
-            f"RAY_ADDRESS = {named!r} is Ray Client's address, which Serve and Ray Data do not work"
-            f" through; {WAY_OUT}"
+            f"RAY_ADDRESS = {named!r} is a Ray Client address, which does not support Serve and Ray"
+            f" Data; {WAY_OUT}"
         )
     try:
         address = canonicalize_bootstrap_address(named)
@@ -57,7 +57,7 @@ def answering_cluster(default: str | None = None) -> str | None:
         ) from None
     except (ValueError, OSError) as error:
         raise ConfigError(
-            f"RAY_ADDRESS = {named!r} is no host and port ({error}); {WAY_OUT}"
+            f"RAY_ADDRESS = {named!r} is not a host and port ({error}); {WAY_OUT}"
         ) from None
     if address is None:
         return None
@@ -69,7 +69,7 @@ def answering_cluster(default: str | None = None) -> str | None:
 
 
 def _why_silent(address: str) -> str:
-    """Why no gRPC service answers there; empty: one does."""
+    """Why no gRPC service answers there; empty if one does."""
     host, port = parse_address(address)
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
@@ -80,14 +80,13 @@ def _why_silent(address: str) -> str:
             NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=ANSWER_S)
         except grpc.RpcError as error:
             code = error.code()
-            if (
-                code is grpc.StatusCode.UNAUTHENTICATED
-            ):  # it is Ray, and wants a token: Ray says so itself
+            # Ray answered and needs a token. Its own error explains that.
+            if code is grpc.StatusCode.UNAUTHENTICATED:
                 return ""
             what = (
                 f"within {ANSWER_S:g} s"
                 if code is grpc.StatusCode.DEADLINE_EXCEEDED
                 else f"({code.name.lower()})"
             )
-            return f"something listens there, and did not answer as Ray {what}"
+            return f"a process listens there, but did not answer like Ray {what}"
     return ""

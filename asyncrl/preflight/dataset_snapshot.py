@@ -1,10 +1,9 @@
-"""Datasets of the hub, resolved once per run: a commit of each, in a folder of this node."""
+"""Datasets on the hub, resolved once per run to the folder of a commit on this node."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import yaml
 
@@ -17,13 +16,13 @@ Data = str | tuple[Source, ...] | None
 
 
 def resolve_data(config: Config) -> Config:
-    """The config with folders of this node in place of datasets of the hub.
+    """The config with local folders instead of names of datasets on the hub.
 
-    A run that goes on keeps the commits that it began with.
+    A resumed run keeps the commits of its first attempt.
 
     Raises:
-        ConfigError: a dataset cannot be fetched and is not in the cache, or has no such split; or
-            the config that the run began with cannot be read.
+        ConfigError: a dataset is neither on the hub nor in the cache, has no such split, or the
+            config of the earlier attempt cannot be read.
     """
     commits = functools.cache(functools.partial(_commits_before, config))
 
@@ -33,8 +32,8 @@ def resolve_data(config: Config) -> Config:
         return tuple(_located(source, field, commits) for source in sources_of(data))
 
     sets = {
-        name: one.model_copy(update={"data": located(one.data, f"eval.sets.{name}.data")})
-        for name, one in config.eval.sets.items()
+        name: chosen.model_copy(update={"data": located(chosen.data, f"eval.sets.{name}.data")})
+        for name, chosen in config.eval.sets.items()
     }
     evaluation = {"data": located(config.eval.data, "eval.data"), "sets": sets}
     train = {"train": located(config.data.train, "data.train")}
@@ -57,8 +56,8 @@ def _located(source: Source, field: str, commits: Callable[[], Mapping[str, str]
     return source.model_copy(update={"path": str(folder), "split": split, "revision": None})
 
 
-def config_before(config: Config) -> Any:
-    """What config.yaml of the run of this name holds, if that goes on; None: a new one begins.
+def config_before(config: Config) -> object:
+    """The content of config.yaml if a run of this name is resumed; None for a new run.
 
     Raises:
         ConfigError: it cannot be read.
@@ -67,19 +66,20 @@ def config_before(config: Config) -> Any:
     if config.resume == "never" or not known.exists():
         return None
     try:
-        return read_yaml(known)
+        tree: object = read_yaml(known)
+        return tree
     except (OSError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise ConfigError(
-            f"{known} cannot be read ({why}), and only it says which commits of the hub the run"
-            " has; put it back, or set revision"
+            f"{known} cannot be read ({why}), and it is the only record of the run's hub commits;"
+            " restore it, or set revision"
         ) from None
 
 
 def _commits_before(config: Config) -> dict[str, str]:
-    """Name → commit of the datasets that the run of this name began with, if it goes on."""
+    """Name → commit of the datasets of the earlier attempt, if the run is resumed."""
     commits: dict[str, str] = {}
-    waiting: list[Any] = [config_before(config)]
+    waiting = [config_before(config)]
     while waiting:
         item = waiting.pop()
         if isinstance(item, dict | list):

@@ -1,5 +1,5 @@
-"""Room on the disks that a run writes to, looked at before anything starts: a disk that fills up
-later ends the run."""
+"""Free space on the disks of a run, checked before the start because a full disk would end
+the run."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """What a run holds at its most on one file system."""
+    """The space that a run needs on one file system."""
 
     directories: tuple[Path, ...]
-    """Of the run, on this file system."""
+    """The run's directories on this file system."""
     needed: int
-    """Bytes that are still to be written: checkpoints and models, without the trajectories and
-    metrics, which are small beside them."""
+    """Bytes still to be written for checkpoints and models. Trajectories and metrics are small and
+    not counted."""
     free: int
-    """Bytes that are free."""
+    """Free bytes."""
 
 
 def checkpoint_bytes(config: Config, version_bytes: int) -> int:
-    """Bytes of one checkpoint: weights in float32, and AdamW's two moments.
+    """Bytes of one checkpoint: float32 weights and AdamW's two moments.
 
     Args:
         version_bytes: bytes of one published version.
@@ -44,14 +44,14 @@ def checkpoint_bytes(config: Config, version_bytes: int) -> int:
 
 
 def disks(config: Config, version_bytes: int) -> tuple[Disk, ...]:
-    """The file systems of the run directory and of `checkpoint.save`. Every node of the learner
-    sees the same ones: a probe at the start proves it.
+    """The file systems of the run directory and of `checkpoint.save`. All nodes of the learner
+    share them, which a probe at the start verifies.
 
     Args:
         version_bytes: bytes of one published version.
 
     Raises:
-        ConfigError: as `Config.run_directory`.
+        ConfigError: see `Config.run_directory`.
     """
     models = version_bytes * (2 if config.warm_start.data is not None else 1)
     places = (
@@ -76,20 +76,20 @@ def disks(config: Config, version_bytes: int) -> tuple[Disk, ...]:
 
 
 def refuse_full(config: Config, found: Sequence[Disk]) -> None:
-    """Raises ConfigError, which names directory, need and free bytes, if a disk has less than the
-    run will need."""
+    """Raise ConfigError if a disk has less free space than the run needs."""
     for disk in found:
         if disk.needed > disk.free:
             raise ConfigError(
-                f"{disk.directories[0]} has {disk.free // MIB:,} MiB free on its file system, and"
-                f" up to {_checkpoints_at_most(config)} checkpoints and the exported model need"
-                f" {disk.needed / MIB:,.1f} MiB; free some room, lower checkpoint.keep ="
+                f"{disk.directories[0]} has {disk.free // MIB:,} MiB free, but up to"
+                f" {_checkpoints_at_most(config)} checkpoints and the exported model need"
+                f" {disk.needed / MIB:,.1f} MiB; free some space, lower checkpoint.keep ="
                 f" {config.checkpoint.keep}, or set runs_root to a larger disk"
             )
 
 
 def _checkpoints_at_most(config: Config) -> int:
-    """One more than are kept, while the next is written; never more than the run makes."""
+    """One more than are kept, because the next one is written first; never more than the run
+    creates."""
     every = config.checkpoint.every_steps
     made = -(-config.max_steps // every) if every else 1
     return min(made, config.checkpoint.keep + 1)
@@ -100,7 +100,7 @@ def _nearest(directory: Path) -> Path:
 
 
 def _bytes_below(directory: Path) -> int:
-    """Of a run that goes on: its older checkpoints go as new ones come."""
+    """Bytes of existing files. In a resumed run, new checkpoints replace the older ones."""
     return sum(
         _bytes_of(os.path.join(place, name))
         for place, _, names in os.walk(directory)
@@ -111,5 +111,5 @@ def _bytes_below(directory: Path) -> int:
 def _bytes_of(path: str) -> int:
     try:
         return os.lstat(path).st_size
-    except FileNotFoundError:  # the run may still go on, which is found out later
+    except FileNotFoundError:  # the run may still be active, which a later check finds
         return 0

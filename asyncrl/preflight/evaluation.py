@@ -1,5 +1,5 @@
-"""What an evaluation asks for, and how long training could wait for it: an estimate from lengths
-and sizes, before anything runs."""
+"""What an evaluation will cost, and how long training may wait for it. An estimate from lengths and
+sizes, before anything runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Speed", "evaluation_seconds", "evaluation_text"]
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What one engine step costs: `step_s` seconds, `token_s` for each sequence in it, and reading
+    """Cost of one engine step: `step_s` seconds, plus `token_s` seconds per sequence, plus reading
     the weights at `bytes_per_s`."""
 
     step_s: float
@@ -22,17 +22,17 @@ class Speed:
 
 
 SPEEDS = {"cpu": Speed(0.005, 2.4e-4, 1e10), "cuda": Speed(0.01, 1e-5, 2e12)}
-"""On CPU as measured with the quickstart's model (4,200 tokens/s on one core); on a GPU of a usual
+"""On CPU as measured with the quickstart's model (4,200 tokens/s on one core). On a GPU, a typical
 order of magnitude."""
 
 
 def evaluation_seconds(config: Config, prompts: Mapping[str, int], weights_bytes: int) -> float:
-    """Seconds that one replica needs for all sets if every completion is as long as it may be; its
-    engine runs max_num_seqs of them at once.
+    """Seconds for one replica to evaluate all sets, if every completion has its maximum length. The
+    engine runs max_num_seqs completions at once.
 
     Args:
-        prompts: set → prompts of its file that are used.
-        weights_bytes: of one version.
+        prompts: set → number of prompts used from its file.
+        weights_bytes: bytes of one version.
     """
     speed, at_once = SPEEDS[config.generator.device], config.max_num_seqs
     seconds = 0.0
@@ -48,7 +48,7 @@ def evaluation_seconds(config: Config, prompts: Mapping[str, int], weights_bytes
 
 
 def evaluation_text(config: Config, prompts: Mapping[str, int], weights_bytes: int) -> str:
-    """The sets, and what an evaluation does to training."""
+    """The sets, and how an evaluation affects training."""
     if not config.eval.evaluates:
         return "# evaluation\n  none (eval.data)"
     lines = []
@@ -66,7 +66,7 @@ def evaluation_text(config: Config, prompts: Mapping[str, int], weights_bytes: i
     )
     seconds = evaluation_seconds(config, prompts, weights_bytes)
     estimate = (
-        f"about {seconds:.0f} s on one replica if every completion is as long as it may be"
+        f"about {seconds:.0f} s on one replica if every completion has its maximum length"
         if seconds >= 1
         else "under a second"
     )
@@ -77,16 +77,16 @@ def _effect(config: Config) -> str:
     replicas = config.generator.num_replicas
     if config.eval.in_flight:
         return (
-            "eval.in_flight: updates go on meanwhile, and a completion may have tokens of several"
-            " versions"
+            "eval.in_flight: updates continue during an evaluation, and a completion may have"
+            " tokens of several versions"
         )
-    held = "one replica keeps its version meanwhile, and training goes on with the others"
+    reserved = "an evaluation reserves one replica, and training continues with the others"
     alone = (
-        "with one replica updates wait meanwhile, and so does the learner once it is max_staleness"
-        " versions ahead"
+        "with one replica, updates wait for the evaluation, and so does the learner once it is"
+        " max_staleness versions ahead"
     )
     if not config.generator.own:
-        return f"generator.attach: if the application has several replicas, {held}; {alone}"
+        return f"generator.attach: if the application has several replicas, {reserved}; {alone}"
     if replicas > 1:
-        return f"of generator.num_replicas = {replicas}, {held}"
-    return f"{alone}; set generator.num_replicas: 2, or eval.in_flight: true, if that is too long"
+        return f"generator.num_replicas = {replicas}: {reserved}"
+    return f"{alone}; if that is too long, set generator.num_replicas: 2 or eval.in_flight: true"

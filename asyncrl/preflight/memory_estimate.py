@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from asyncrl.config import Config
 from asyncrl.models.supported import squares_scores
+from asyncrl.preflight.served import text_config
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.published import outline
 
@@ -27,6 +27,7 @@ chunk, and their sum in float32."""
 KEPT_SCORES, LIVE_SCORES = 2, 3
 """Tensors of tokens by tokens that the model's own eager attention keeps for the backward pass of a
 layer, and further ones while it computes."""
+VOCABULARY = ("vocab_size",)
 HEADS, LAYERS, WIDTH = (
     ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -89,9 +90,9 @@ def estimate(config: Config) -> Needs:
         total, largest, num_gpus_per_node=learner.world_size, num_nodes=1, **offload
     )
     bucket = max(config.weights.bucket_bytes, version.largest * ITEM_BYTES[config.model.dtype])
-    tree = json.loads((Path(config.model.path) / "config.json").read_text())
-    text = tree.get("text_config", tree)
-    vocabulary = int(text["vocab_size"])
+    tree: dict[str, object] = json.loads((Path(config.model.path) / "config.json").read_text())
+    text = text_config(tree)
+    vocabulary = _size_of(text, VOCABULARY)
     width = _size_of(text, WIDTH)
     chunk = min(
         max(chunk_elements(learner.logprob_bytes), vocabulary),
@@ -111,7 +112,7 @@ def estimate(config: Config) -> Needs:
     )
 
 
-def _scores(config: Config, tree: dict[str, Any], text: dict[str, Any]) -> int:
+def _scores(config: Config, tree: Mapping[str, object], text: Mapping[str, object]) -> int:
     """Bytes of the scores that grow with the longest trajectory squared; gradient_checkpointing
     keeps those of one layer."""
     if not squares_scores(tree):
@@ -125,9 +126,10 @@ def _scores(config: Config, tree: dict[str, Any], text: dict[str, Any]) -> int:
     )
 
 
-def _size_of(text: dict[str, Any], names: tuple[str, ...]) -> int:
+def _size_of(text: Mapping[str, object], names: tuple[str, ...]) -> int:
     """The first of these settings that the config has; 0 without any."""
-    return next((int(text[name]) for name in names if text.get(name)), 0)
+    values = (text.get(name) for name in names)
+    return next((int(value) for value in values if isinstance(value, int | float) and value), 0)
 
 
 def memory_text(config: Config) -> str:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import filelock
 import httpx2
@@ -132,12 +131,15 @@ def download(
 
 
 def _download(name: str, revision: str | None, cache: Path, local_files_only: bool = False) -> Path:
-    patterns: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": NOT_FILES}
-    return Path(
-        snapshot_download(
-            name, revision=revision, cache_dir=cache, local_files_only=local_files_only, **patterns
-        )
+    folder = snapshot_download(
+        name,
+        revision=revision,
+        cache_dir=cache,
+        local_files_only=local_files_only,
+        allow_patterns=FILES,
+        ignore_patterns=NOT_FILES,
     )
+    return Path(folder)
 
 
 def _commit_before(config: Config) -> str | None:

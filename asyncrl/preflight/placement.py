@@ -1,5 +1,5 @@
-"""Room on the live cluster for a whole run: looked for before anything starts, waited for where
-others hold it, and again when it is lost meanwhile."""
+"""Room for a run on the live cluster: checked before the start, waited for, and watched during the
+run."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.preflight.model_snapshot import Snapshot, difference, in_cache, look, read_snapshot
 from asyncrl.preflight.resource_usage import users_by_node
 from asyncrl.preflight.resources import (
+    Amounts,
     Node,
     cluster_text,
     logical_cpus,
@@ -54,15 +55,15 @@ logger = logging.getLogger("asyncrl")
 LOOK_EVERY_S = 0.5
 TELL_EVERY_S = 5.0
 GIVEN_BACK_S = 5.0
-"""Seconds in which Ray shows what a placement group held as free."""
+"""Seconds until Ray reports the resources of a removed placement group as free."""
 GENERATORS_EVERY_S = 5.0
 REPLICA = "ServeReplica"
-"""How the class names of Serve's replicas begin."""
+"""Prefix of the class names of Serve replicas."""
 MACHINE_S = 20.0
-"""Seconds that another node gets to say how much memory it has."""
+"""Seconds in which another node must report its memory."""
 LOOK_S = 120.0
-"""Seconds that another node gets to read a model's small files; fetching one from the hub takes as
-long as it takes."""
+"""Seconds in which another node must read a model's small files. Downloads from the hub have no
+limit."""
 
 
 def needed(config: Config) -> dict[str, float]:
@@ -77,23 +78,26 @@ def needed(config: Config) -> dict[str, float]:
 async def wait_for_resources(
     config: Config, version_bytes: int = 0, tell: Callable[[str], None] = lambda line: None
 ) -> tuple[Config, str]:
-    """Return the config with the replicas that have room, and the cluster's table, when nothing
-    speaks against the run's parts being placed. While it waits on a cluster that may grow, Ray's
-    autoscaler sees what is needed.
+    """Wait until the cluster has room for every part of the run.
+
+    While a cluster that may grow lacks room, Ray's autoscaler sees what the run needs.
 
     Args:
-        version_bytes: bytes of one published version; 0 = memory is not looked at.
-        tell: gets a line while room is waited for.
+        version_bytes: bytes of one published version; 0 = memory is not checked.
+        tell: called with a line of progress while this waits.
+
+    Returns:
+        The config with as many replicas as have room, and the table of the cluster.
 
     Raises:
-        PlacementError: no room for `generator.min_replicas` after `placement_timeout_s`, or at once
-            on a cluster of this process's own, which no node joins. The message ends with the
-            table.
+        PlacementError: no room for `generator.min_replicas` after `placement_timeout_s`. Raised at
+            once on a cluster that this process started, since no node joins it. The message ends
+            with the table.
     """
     limit, clock = config.placement_wait_s, asyncio.get_running_loop().time
     demand: _Demand | None = None
     nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
-    deadline, given_back, told = clock() + limit, clock(), clock() - TELL_EVERY_S
+    deadline, settled, told = clock() + limit, clock(), clock() - TELL_EVERY_S
     try:
         while True:
             wanted = run_needs(config, version_bytes)
@@ -103,36 +107,23 @@ async def wait_for_resources(
                 return config, await _tables(config, version_bytes, nodes)
             if demand is not None and await asyncio.to_thread(demand.placed):
                 demand.remove()
-                demand, given_back = None, clock() + GIVEN_BACK_S
-            late = clock() > max(deadline, given_back)
+                demand, settled = None, clock() + GIVEN_BACK_S
+            late = clock() > max(deadline, settled)
             if late or (never and own_cluster()):
-                fewer = with_fewer_replicas(
-                    config, version_bytes, nodes, "free" if late else "registered"
-                )
+                which: Amounts = "free" if late else "registered"
+                fewer = with_fewer_replicas(config, version_bytes, nodes, which)
                 if fewer is None:
-                    refusal = _refusal(limit, never, short, late)
-                    raise PlacementError(
-                        f"{refusal}\n{await _tables(config, version_bytes, nodes)}"
-                    )
-                tell(
-                    f"only {fewer.generator.num_replicas} of generator.num_replicas ="
-                    f" {config.generator.num_replicas} have room: {short[0]}"
-                )
+                    tables = await _tables(config, version_bytes, nodes)
+                    raise PlacementError(f"{_refusal(limit, never, short, late)}\n{tables}")
+                tell(_reduced_text(config, fewer, short[0]))
                 config = fewer
                 continue
-            if (
-                demand is None
-                and given_back < clock() < deadline
-                and not own_cluster()
-                and shortages(run_needs(config), nodes, "free")
-            ):
+            may_grow = settled < clock() < deadline and not own_cluster()
+            if demand is None and may_grow and shortages(run_needs(config), nodes, "free"):
                 demand = _Demand(config)
             if clock() - told >= TELL_EVERY_S:
                 told = clock()
-                tell(
-                    f"waiting up to {deadline - told:.0f} s for room on the cluster:"
-                    f" {short[0]}{await asyncio.to_thread(_largest_users)}"
-                )
+                tell(await _waiting_text(deadline - told, short[0]))
             await asyncio.sleep(LOOK_EVERY_S)
             nodes = await asyncio.to_thread(cluster_nodes, bool(version_bytes))
     finally:
@@ -140,37 +131,46 @@ async def wait_for_resources(
             demand.remove()
 
 
+def _reduced_text(config: Config, fewer: Config, short: str) -> str:
+    return (
+        f"only {fewer.generator.num_replicas} of generator.num_replicas ="
+        f" {config.generator.num_replicas} have room: {short}"
+    )
+
+
+async def _waiting_text(left_s: float, short: str) -> str:
+    users = await asyncio.to_thread(_largest_users)
+    return f"waiting up to {left_s:.0f} s for room on the cluster: {short}{users}"
+
+
 def _refusal(limit: float, never: list[str], short: list[str], late: bool) -> str:
     if not never:
         return (
             f"no room on the cluster after placement_timeout_s = {limit:g} s ({'; '.join(short)});"
-            " free some, or wait longer"
+            " free some, or raise placement_timeout_s"
         )
     waited = f" after placement_timeout_s = {limit:g} s" if late else ""
     fix = "lower generator.num_replicas, learner.world_size or their num_cpus, or add nodes"
-    fix += (
-        "; start Ray with a larger --object-store-memory"
-        if any("object store" in line for line in never)
-        else ""
-    )
-    fix += (
-        "; without GPUs, set learner.device and generator.device to cpu"
-        if any(line.startswith("GPU:") for line in never)
-        else ""
-    )
+    if any("object store" in line for line in never):
+        fix += "; start Ray with a larger --object-store-memory"
+    if any(line.startswith("GPU:") for line in never):
+        fix += "; without GPUs, set learner.device and generator.device to cpu"
     return f"the cluster is too small for this run{waited} ({'; '.join(never)}); {fix}"
 
 
 def own_cluster() -> bool:
-    """Whether this process started the cluster: it ends with this process, and no node joins it."""
+    """Whether this process started the cluster. Such a cluster ends with the process, and no node
+    joins it."""
     node: Any = ray._private.worker._global_node
     return bool(node.is_head())
 
 
 class _Demand:
-    """What the run declares to Ray, as a placement group that waits: Ray's autoscaler adds nodes
-    for it, beside what others use. It ends with this job, where
-    `ray.autoscaler.sdk.request_resources` would overwrite other jobs' requests and outlive ours.
+    """The run's resources as a pending placement group, for which Ray's autoscaler adds nodes.
+
+    It counts in addition to what others use, and it ends with this job.
+    `ray.autoscaler.sdk.request_resources` would overwrite the requests of other jobs and outlive
+    this one.
     """
 
     def __init__(self, config: Config) -> None:
@@ -183,21 +183,22 @@ class _Demand:
         )
 
     def placed(self) -> bool:
-        """Whether all of it has a place, which it holds until it is removed."""
+        """Whether the whole group is placed. It then occupies its resources until it is removed."""
         return bool(placement_group_table(self._group)["state"] == "CREATED")
 
     def remove(self) -> None:
-        """Give the place to the run's parts."""
+        """Free the resources for the parts of the run."""
         remove_placement_group(self._group)
 
 
 async def check_models(config: Config) -> None:
-    """Have every other node that has CPUs or GPUs look at the models, before any part of the run is
-    placed there: it reads the same directory, or fetches the same commit of the hub into the same
-    place.
+    """Compare the models on every other node that has CPUs or GPUs, before any part of the run is
+    placed there.
+
+    Each node reads the same directory, or downloads the same commit from the hub to the same path.
 
     Raises:
-        ConfigError: a node cannot read one, or reads another.
+        ConfigError: a node cannot read a model, or has a different one.
     """
     here = ray.get_runtime_context().get_node_id()
     able = [
@@ -234,12 +235,15 @@ async def _look_at(path: str, node: str) -> Snapshot | str:
     except TimeoutError:
         return f"was not read within {LOOK_S:g} s"
     except ray.exceptions.RayError as error:
-        return f"cannot be looked at ({str(error).strip().splitlines()[-1]})"
+        return f"cannot be checked ({str(error).strip().splitlines()[-1]})"
 
 
 def plan_on_cluster(config: Config, version_bytes: int) -> int:
-    """`asyncrl plan --cluster`: print the table of the cluster that RAY_ADDRESS names, or that runs
-    here, and what `train` would do. Exit code: 1 if the run does not fit into what is registered.
+    """`asyncrl plan --cluster`: print the table of the cluster at RAY_ADDRESS, or of the one on
+    this machine, and what `train` would do.
+
+    Returns:
+        The exit code: 1 if the run does not fit the registered resources.
 
     Raises:
         ConfigError: no cluster answers.
@@ -249,14 +253,14 @@ def plan_on_cluster(config: Config, version_bytes: int) -> int:
         print_shown(asyncio.run(_tables(config, version_bytes, nodes)))
     if short := shortages(wanted, nodes, "registered"):
         fewer = with_fewer_replicas(config, version_bytes, nodes, "registered")
-        begin = (
-            f", and then begin with generator.num_replicas = {fewer.generator.num_replicas}"
+        start = (
+            f", and then start with generator.num_replicas = {fewer.generator.num_replicas}"
             if fewer
             else ""
         )
         wait = (
             f"`asyncrl train` would wait placement_timeout_s = {config.placement_wait_s:g} s for"
-            f" more nodes{begin}"
+            f" more nodes{start}"
         )
         print_shown(f"  this run does not fit here: {'; '.join(short)}; {wait}")
         return 0 if fewer else 1
@@ -265,7 +269,7 @@ def plan_on_cluster(config: Config, version_bytes: int) -> int:
         f"  not now: {'; '.join(short)}; `asyncrl train` would wait up to placement_timeout_s ="
         f" {config.placement_wait_s:g} s"
     )
-    print_shown(wait if short else "  nothing speaks against placing this run now")
+    print_shown(wait if short else "  this run fits now")
     return 0
 
 
@@ -279,9 +283,9 @@ def _connected() -> Iterator[None]:
 
 
 async def _tables(config: Config, version_bytes: int, nodes: list[Node]) -> str:
-    """slime's arithmetic and the cluster's table, with who holds what."""
-    held, unknown = await asyncio.to_thread(users_by_node)
-    known = [replace(node, users=held.get(node.name, ())) for node in nodes]
+    """slime's arithmetic and the table of the cluster, with the users of its resources."""
+    users, unknown = await asyncio.to_thread(users_by_node)
+    known = [replace(node, users=users.get(node.name, ())) for node in nodes]
     return (
         placement_text(config, nodes)
         + "\n\n"
@@ -290,16 +294,16 @@ async def _tables(config: Config, version_bytes: int, nodes: list[Node]) -> str:
 
 
 def _largest_users() -> str:
-    found = [holder.name for users in users_by_node()[0].values() for holder in users[:2]]
-    return f"; held by {', '.join(found[:3])}" if found else ""
+    found = [user.name for users in users_by_node()[0].values() for user in users[:2]]
+    return f"; used by {', '.join(found[:3])}" if found else ""
 
 
 def cluster_nodes(with_memory: bool) -> list[Node]:
-    """The nodes that live, by what they have registered and free.
+    """The live nodes with their registered and free resources.
 
     Args:
-        with_memory: ask each for its memory and shared memory as well; one that does not answer in
-            MACHINE_S seconds is left without.
+        with_memory: also ask each node for its memory and shared memory. A node that does not
+            answer within MACHINE_S seconds has no such entries.
     """
     here = ray.get_runtime_context().get_node_id()
     free = available_resources_per_node()
@@ -332,7 +336,7 @@ def cluster_nodes(with_memory: bool) -> list[Node]:
 
 
 def _machine() -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes of memory and shared memory of this machine: in all, and free."""
+    """(Total, free) bytes of memory and shared memory of this machine."""
     memory, shared = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")
     return {"memory": memory.total, "shared memory": shared.total}, {
         "memory": memory.available,
@@ -356,20 +360,22 @@ def _machines(node_ids: list[str]) -> dict[str, tuple[dict[str, float], dict[str
         try:
             machines[calls[call]] = ray.get(call)
         except ray.exceptions.RayError:
-            continue  # as one that does not answer
+            continue  # same as a node that does not answer
     return machines
 
 
 async def wait_for_placement(
     config: Config, application: str, streams: Mapping[str, Callable[[], Awaitable[bool]]]
 ) -> None:
-    """Return when every generator replica of the Serve application and every actor of this job has
-    a process, and every stream has begun: someone else may have taken the room that
-    `wait_for_resources` saw. An actor whose constructor runs is placed; so is a part whose process
-    is being started.
+    """Wait until every generator replica and every actor of this job has a process, and every
+    stream has started.
+
+    Other jobs may have taken the room that `wait_for_resources` saw. An actor counts as placed
+    while its constructor runs; so does a part whose process is starting.
 
     Args:
-        streams: by name, whether the stream's task runs.
+        application: the Serve application of the generators.
+        streams: name → whether the stream's task runs.
 
     Raises:
         PlacementLostError: a part still waits for resources after `placement_timeout_s`.
@@ -379,8 +385,8 @@ async def wait_for_placement(
     while True:
         replicas, waiting = _survey(f"SERVE_REPLICA::{application}#")
         if replicas >= config.generator.num_replicas and not waiting:
-            # Asked last: a stream's answer may need an actor that has a process.
-            waiting = [name for name, begun in streams.items() if not await begun()]
+            # Last, because a stream's answer may need an actor that has a process.
+            waiting = [name for name, started in streams.items() if not await started()]
             if not waiting:
                 return
         if waiting and asyncio.get_running_loop().time() > deadline and _unmet_demand(config):
@@ -393,11 +399,12 @@ async def wait_for_placement(
 
 
 async def generators_lost(config: Config, application: str) -> None:
-    """Raise PlacementLostError once all generators of the run, or another actor of it, have had no
-    process and no room for one, for as long as a part may wait. Else go on for ever.
+    """Watch the run's generators and other actors until one of them stays without room.
 
-    Their nodes are gone then. As long as one replica runs, the run goes on with it, while Serve
-    waits for room for the others. What Ray does not say is no loss.
+    Raises PlacementLostError after all generators, or another actor of the run, have had no process
+    and no room for `placement_timeout_s`: their nodes are gone. The run continues with a single
+    replica while Serve waits for room for the others. Errors of Ray's state queries do not count as
+    a loss.
     """
     limit, clock = config.placement_wait_s, asyncio.get_running_loop().time
     placed = clock()
@@ -405,18 +412,20 @@ async def generators_lost(config: Config, application: str) -> None:
         try:
             replicas, waiting = await asyncio.to_thread(_survey, f"SERVE_REPLICA::{application}#")
             others = sorted({name for name in waiting if not name.startswith(REPLICA)})
-            there = (
+            has_room = (
                 not waiting
                 or bool(replicas and not others)
                 or not await asyncio.to_thread(_unmet_demand, config)
             )
-        # Ray's control service may be away for a while, and its functions raise no narrower class
+        # Ray's control service may be away for a while, and its functions raise no narrower class.
         except Exception as error:
             logger.warning(
-                "nobody says whether the run's parts have room: %s: %s", type(error).__name__, error
+                "Ray does not report whether the run's parts have room: %s: %s",
+                type(error).__name__,
+                error,
             )
-            there = True
-        if there:
+            has_room = True
+        if has_room:
             placed = clock()
         elif clock() - placed > limit:
             table = resource_table(needed(config))
@@ -433,8 +442,8 @@ async def generators_lost(config: Config, application: str) -> None:
 
 
 def _survey(prefix: str) -> tuple[int, list[str]]:
-    """Placed replicas, by the prefix of their names, and the class names of actors of the run that
-    have no process yet. Ray Data's own actors, whose names begin with _, need no resources."""
+    """(Placed replicas, by the prefix of their names; class names of the run's actors without a
+    process). Ray Data's own actors, whose names start with _, need no resources."""
     job = ray.get_runtime_context().get_job_id()
     ours = [
         actor
@@ -450,8 +459,8 @@ def _survey(prefix: str) -> tuple[int, list[str]]:
 
 
 def _unmet_demand(config: Config) -> bool:
-    """Whether a task or actor with the CPUs of one of ours waits for resources, rather than for its
-    process to start."""
+    """Whether a task or actor with the CPUs of one of our parts waits for resources, instead of for
+    its process to start."""
     ours = {round(part.cpus, 4) for part in logical_cpus(config)}
     demands = get_cluster_status(
         ray.get_runtime_context().gcs_address

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypedDict
 
 import ray
 from ray._private.worker import get_dashboard_url
 from ray.util.state import list_actors, list_nodes, list_placement_groups, list_tasks
+from ray.util.state.common import ActorState, PlacementGroupState, TaskState
 
 from asyncrl.preflight.resources import ResourceUser
 
@@ -19,6 +20,15 @@ SHOWN = ("CPU", "GPU")
 LIST_TIMEOUT_S = 10
 MOST = 1000
 REPLICA = "SERVE_REPLICA::"
+
+
+class _ListOptions(TypedDict):
+    """Arguments that every `list_…` function of Ray's state API takes."""
+
+    address: str
+    limit: int
+    timeout: int
+    raise_on_missing_output: bool
 
 
 def users_by_node() -> tuple[dict[str, tuple[ResourceUser, ...]], str]:
@@ -34,7 +44,7 @@ def users_by_node() -> tuple[dict[str, tuple[ResourceUser, ...]], str]:
             ),
         )
     address = url if url.startswith("http") else f"http://{url}"
-    options: dict[str, Any] = {
+    options: _ListOptions = {
         "address": address,
         "limit": MOST,
         "timeout": LIST_TIMEOUT_S,
@@ -87,7 +97,9 @@ def _weight(holder: ResourceUser) -> tuple[float, float, str]:
 
 
 def _claims(
-    groups: Iterable[Any], living: Iterable[Any], running: Iterable[Any]
+    groups: Iterable[PlacementGroupState],
+    living: Iterable[ActorState],
+    running: Iterable[TaskState],
 ) -> Iterable[tuple[str, str, dict[str, float]]]:
     """What lies in a placement group is counted with the group, which holds its bundles whether
     they are used or not."""
@@ -97,7 +109,7 @@ def _claims(
             inside[actor.placement_group_id].append(_title(actor.name, actor.class_name))
         else:
             yield (
-                actor.node_id,
+                actor.node_id or "",
                 f"{_title(actor.name, actor.class_name)} of job {actor.job_id}",
                 actor.required_resources or {},
             )
@@ -116,7 +128,7 @@ def _claims(
     for task in running:
         if task.type == "NORMAL_TASK" and not task.placement_group_id:
             yield (
-                task.node_id,
+                task.node_id or "",
                 f"task {task.func_or_class_name} of job {task.job_id}",
                 task.required_resources or {},
             )

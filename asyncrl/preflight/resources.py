@@ -1,8 +1,8 @@
-"""Room for a run, as arithmetic: what each process needs of ONE node, what nodes have registered
-and free, who holds the rest. Pure; no Ray.
+"""Arithmetic over resources: what each process needs from one node, and what nodes have registered
+and free. Pure, without Ray.
 
-A run that passes may still not fit (which processes share a node is the cluster's choice); one that
-does not pass cannot.
+A run that passes may still not fit, because the cluster decides which processes share a node. A run
+that does not pass cannot fit.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ __all__ = [
 ]
 
 COUNTED = ("CPU", "GPU")
-"""What processes declare to Ray: a node that does not register it has none."""
+"""Resources that processes declare to Ray. A node that does not register one has none of it."""
 BYTES = ("memory", "shared memory", "object store")
-"""What they take anyway, in bytes. A node that could not be asked may have any amount."""
+"""Resources that processes use without declaring them, in bytes. A node that did not answer may
+have any amount."""
 ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One row of the logical CPU table: `count` processes of `cpus` each."""
+    """A row of the logical CPU table: `count` processes with `cpus` each."""
 
     name: str
     count: int
@@ -48,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """`count` processes, each of which needs these amounts of one node."""
+    """`count` processes, each of which needs these amounts from a single node."""
 
     part: str
     count: int
@@ -57,7 +58,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class ResourceUser:
-    """Who holds what on a node."""
+    """A user of resources on a node, and the amounts."""
 
     name: str
     amounts: Mapping[str, float]
@@ -65,7 +66,7 @@ class ResourceUser:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine of the cluster."""
+    """A machine of the cluster."""
 
     name: str
     registered: Mapping[str, float]
@@ -77,7 +78,7 @@ Amounts = Literal["registered", "free"]
 
 
 def logical_cpus(config: Config) -> tuple[Part, ...]:
-    """What each part declares to Ray."""
+    """The logical CPUs that each part declares to Ray."""
     return (
         Part("learner ranks", config.learner.world_size, config.learner.num_cpus),
         *(
@@ -102,11 +103,11 @@ def logical_cpus(config: Config) -> tuple[Part, ...]:
 
 
 def run_needs(config: Config, version_bytes: int = 0) -> tuple[Need, ...]:
-    """What a run needs, part by part.
+    """The resources that a run needs, part by part.
 
     Args:
-        version_bytes: bytes of one published version; 0 = not known, and memory is left out. What
-            is counted is the least: weights, gradients, optimizer states and KV cache, without
+        version_bytes: bytes of one published version; 0 = unknown, and memory is left out. Memory
+            counts the minimum: weights, gradients, optimizer states and KV cache, without
             activations, libraries and Ray.
     """
     learner, generator = config.learner, config.generator
@@ -157,8 +158,11 @@ def _bytes_of(part: str, config: Config, version_bytes: int) -> dict[str, float]
 
 
 def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> list[str]:
-    """Why the run cannot fit into what is registered, or free: a line for each resource that is
-    short in all, and for each part that has too few places."""
+    """Why the run does not fit into the registered or free resources.
+
+    Returns:
+        A line for each resource whose total is too small, and for each part with too few places.
+    """
     lines = []
     for resource in (*COUNTED, *BYTES):
         wanted = sum(need.count * need.amounts.get(resource, 0) for need in needs)
@@ -171,7 +175,7 @@ def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> l
     for need in needs:
         places = [
             (node.name, _places(need, node, which)) for node in nodes
-        ]  # two nodes may have one name
+        ]  # two nodes may have the same name
         if sum(count for _, count in places) < need.count:
             each = ", ".join(
                 f"{resource} {_amount(resource, amount)}"
@@ -179,10 +183,11 @@ def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> l
                 if amount
             )
             lines.append(
-                f"{need.part}: {need.count} x ({each}), each on one node, and {which} is room for "
+                f"{need.part}: {need.count} x ({each}), each on one node, but {which} resources"
+                " fit "
                 + (
                     ", ".join(f"{count:g} on {name}" for name, count in places if count)
-                    or "none on any"
+                    or "none on any node"
                 )
             )
     return lines
@@ -191,8 +196,8 @@ def shortages(needs: Sequence[Need], nodes: Sequence[Node], which: Amounts) -> l
 def with_fewer_replicas(
     config: Config, version_bytes: int, nodes: Sequence[Node], which: Amounts
 ) -> Config | None:
-    """The config with as many replicas as have room, fewer than asked for and not below
-    `generator.min_replicas`. None: not even those."""
+    """The config with the most replicas that fit, fewer than requested and at least
+    `generator.min_replicas`. None: that many do not fit either."""
     for replicas in range(
         config.generator.num_replicas - 1, config.generator.least_replicas - 1, -1
     ):
@@ -205,7 +210,7 @@ def with_fewer_replicas(
 
 
 def placement_text(config: Config, nodes: Sequence[Node] | None = None) -> str:
-    """slime's arithmetic for both placements, in GPUs; with the cluster's numbers, where they are
+    """slime's arithmetic for both placements, in GPUs, with the cluster's numbers if they are
     known."""
     learner, generator = config.learner, config.generator
     actors = learner.world_size * (learner.device == "cuda")
@@ -232,17 +237,17 @@ def _range(config: Config) -> str:
         return ""
     return (
         f"\n  generator.min_replicas = {generator.min_replicas}: after placement_timeout_s ="
-        f" {config.placement_wait_s:g} s an attempt begins with as many replicas as have room,"
-        f" {generator.replicas_text};\n  the batch arithmetic stays the same, and fewer replicas"
-        " take longer for a batch"
+        f" {config.placement_wait_s:g} s an attempt starts with the replicas that fit,"
+        f" {generator.replicas_text}.\n  The batch stays the same, and fewer replicas take longer"
+        " for it"
     )
 
 
 def cluster_text(needs: Sequence[Need], nodes: Sequence[Node], unknown_users: str = "") -> str:
-    """Needed, registered and free, in all and node by node, with who holds what is not free.
+    """Needed, registered and free resources of the cluster and of each node, and who uses them.
 
     Args:
-        unknown_holders: why nobody knows who holds what; "" = it is known.
+        unknown_users: why the users are unknown; "" = they are known.
     """
     shown = [name for name in (*COUNTED, *BYTES) if any(need.amounts.get(name) for need in needs)]
     rows = [
@@ -270,8 +275,8 @@ def cluster_text(needs: Sequence[Need], nodes: Sequence[Node], unknown_users: st
                 for need in needs
             )
         )
-        rows += [f"    held by {holder.name}: " + _amounts(holder.amounts) for holder in node.users]
-    held = any(
+        rows += [f"    used by {user.name}: " + _amounts(user.amounts) for user in node.users]
+    in_use = any(
         _has(node, name, "free") + ROUNDING < _has(node, name, "registered")
         for node in nodes
         for name in COUNTED
@@ -280,8 +285,8 @@ def cluster_text(needs: Sequence[Need], nodes: Sequence[Node], unknown_users: st
         [
             *rows,
             *(
-                [f"  who holds the rest is not known: {unknown_users}"]
-                if unknown_users and held
+                [f"  the users of the rest are not known: {unknown_users}"]
+                if unknown_users and in_use
                 else []
             ),
         ]
@@ -298,7 +303,7 @@ def _gpus(nodes: Sequence[Node] | None) -> str:
 
 
 def _places(need: Need, node: Node, which: Amounts) -> float:
-    """How many of these processes the node has room for, if nothing else comes to it."""
+    """How many of these processes fit on the node, if it gets nothing else."""
     quotients = [
         _has(node, name, which) / amount for name, amount in need.amounts.items() if amount
     ]

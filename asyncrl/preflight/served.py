@@ -1,17 +1,16 @@
-"""Models that vLLM does not serve as transformers computes them: a run with one would end at its
-first log-prob check, or before.
+"""Models for which vLLM does not compute the same log-probs as transformers. A run with such a
+model would fail at its first log-prob check, or earlier.
 
-What was tried, and how far each differs, is in docs/models.md.
+docs/reference/models.md lists what was tried and how large the differences are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from asyncrl.config import Config
 
-__all__ = ["NOT_SERVED_ON_CPU", "SERVED_IN_PART", "WHY", "refusal", "unusable"]
+__all__ = ["NOT_SERVED_ON_CPU", "SERVED_IN_PART", "WHY", "refusal", "text_config", "unusable"]
 
 COUNTS = (
     "hidden_size",
@@ -21,58 +20,63 @@ COUNTS = (
     "num_key_value_heads",
     "vocab_size",
 )
-"""Settings of config.json that are whole numbers wherever they are."""
+"""Settings of config.json that must be whole numbers, if present."""
 OTHER_TASKS = ("Classification", "QuestionAnswering", "MaskedLM", "RewardModel")
-"""In the names of classes that predict something else than the next token."""
+"""Parts of class names of models that do not predict the next token."""
 
 NOT_SERVED_ON_CPU: Mapping[str, str] = {
-    "bamba": "has no code for its recurrent layers",
+    "bamba": "does not support its recurrent layers",
     "deepseek_v2": (
-        "gives other log-probs for it than transformers (0.7 nats apart at published head sizes;"
-        " why is not known)"
+        "computes log-probs that differ from transformers (by 0.7 nats at published head sizes;"
+        " the cause is unknown)"
     ),
     "deepseek_v3": (
-        "gives other log-probs for it than transformers (0.7 nats apart at published head sizes;"
-        " why is not known)"
+        "computes log-probs that differ from transformers (by 0.7 nats at published head sizes;"
+        " the cause is unknown)"
     ),
-    "ernie4_5": "turns other pairs of dimensions in its rotary embedding than transformers",
-    "ernie4_5_moe": "leaves the correction bias out of its choice of experts",
+    "ernie4_5": "rotates different pairs of dimensions than transformers in its rotary embedding",
+    "ernie4_5_moe": "ignores the correction bias when it chooses experts",
     "jamba": "has no selective scan",
-    "lfm2": "turns its queries by the positions of other tokens",
-    "lfm2_moe": "turns its queries by the positions of other tokens",
+    "lfm2": "rotates its queries by the positions of other tokens",
+    "lfm2_moe": "rotates its queries by the positions of other tokens",
     "minimax_m2": "fails in its normalization of queries and keys",
     "qwen3_5_text": "cannot load its class",
 }
-"""`model_type` → what vLLM 0.32.0 does on CPU, after "vLLM on CPU". On a GPU none of them has been
-tried."""
+"""`model_type` → what vLLM 0.32.0 does wrong on CPU, continuing "vLLM on CPU". None of these models
+was tried on a GPU."""
 
 SERVED_IN_PART: Mapping[str, str] = {
     "apertus": "keeps the parameters of its activation (xIELU) in bfloat16",
-    "cohere2": "attends to one token more than transformers in its sliding window",
-    "nemotron_h": "has no experts without a gate",
-    "phimoe": "leaves out the bias of its head",
-    "qwen3_next": "computes its linear attention in bfloat16 alone",
+    "cohere2": "attends to one more token than transformers in its sliding window",
+    "nemotron_h": "does not support experts without a gate",
+    "phimoe": "ignores the bias of its head",
+    "qwen3_next": "computes its linear attention only in bfloat16",
 }
-"""The same for models that some settings of theirs or of the run let through: `refusal` knows
-which."""
+"""The same for models that work with some settings: `refusal` decides."""
 
 WHY: Mapping[str, str] = {**NOT_SERVED_ON_CPU, **SERVED_IN_PART}
-"""All of them."""
+"""Both tables."""
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Elements of an attention head for which vLLM 0.32.0 has code on CPU. With another number its
-engine dies at the first token."""
+"""Attention head sizes that vLLM 0.32.0 supports on CPU. With any other size its engine dies at the
+first token."""
 
-OTHER = "use generator.device: cuda, where nobody has tried it yet, or another model"
+OTHER = "use generator.device: cuda (not tried yet), or another model"
 
 
-def unusable(tree: Any) -> str | None:
-    """What is wrong with a config.json whatever the run, after "config.json"; None: nothing that
-    shows."""
+def text_config(tree: Mapping[str, object]) -> Mapping[str, object]:
+    """The settings of the text model in a config.json: a multimodal model nests them."""
+    nested = tree.get("text_config")
+    return nested if isinstance(nested, Mapping) else tree
+
+
+def unusable(tree: object) -> str | None:
+    """What makes this config.json unusable for every run, continuing "config.json"; None: no known
+    problem."""
     if not isinstance(tree, dict):
-        return f"holds {type(tree).__name__}, not an object of settings; download it again"
+        return f"contains {type(tree).__name__}, not an object of settings; download it again"
     if not isinstance(tree.get("model_type"), str):
-        return "has no model_type, by which transformers knows the model; add it"
+        return "has no model_type, which transformers needs to load the model; add it"
     parts = [tree, *(part for part in [tree.get("text_config")] if isinstance(part, dict))]
     for name in COUNTS:
         if wrong := [
@@ -82,7 +86,7 @@ def unusable(tree: Any) -> str | None:
     named = tree.get("architectures")
     if not isinstance(named, list) or not named or not all(isinstance(one, str) for one in named):
         return (
-            "names no architectures, by which vLLM knows the model; add them, such as"
+            "has no architectures, which vLLM needs to load the model; add them, such as"
             ' "architectures": ["LlamaForCausalLM"]'
         )
     if other := next((one for one in named if any(task in one for task in OTHER_TASKS)), None):
@@ -93,22 +97,22 @@ def unusable(tree: Any) -> str | None:
     return None
 
 
-def _is_count(value: Any) -> bool:
-    """A number, or one for each layer."""
+def _is_count(value: object) -> bool:
+    """Whether this is a positive whole number, or a list of them with one per layer."""
     return all(
         type(one) is int and one > 0
         for one in (value if isinstance(value, list) and value else [value])
     )
 
 
-def refusal(tree: Mapping[str, Any], config: Config) -> str | None:
-    """Why the generators of a run would not agree with its learner, and the way out, in a sentence;
-    None: nothing is known against it.
+def refusal(tree: Mapping[str, object], config: Config) -> str | None:
+    """Why the generators of a run would not agree with its learner, with a fix, in one sentence.
+    None: no known problem.
 
     Args:
         tree: the model's config.json.
     """
-    text = tree.get("text_config", tree)
+    text = text_config(tree)
     kind, on_cpu = text.get("model_type"), config.generator.device == "cpu"
     why = WHY.get(str(kind))
     if on_cpu and kind in NOT_SERVED_ON_CPU:
@@ -129,11 +133,11 @@ def refusal(tree: Mapping[str, Any], config: Config) -> str | None:
     if on_cpu and (size := _head_size(text)) is not None and size not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         return (
-            f"vLLM on CPU has attention for heads of {sizes} elements, and this model's have"
+            f"vLLM on CPU supports attention heads of {sizes} elements, and this model's have"
             f" {size}; use generator.device: cuda, or another model"
         )
     window = text.get("sliding_window")
-    if kind == "cohere2" and window and config.longest_trajectory > window:
+    if kind == "cohere2" and isinstance(window, int) and 0 < window < config.longest_trajectory:
         return (
             f"vLLM {why} of {window} tokens, and a trajectory may have {config.longest_trajectory};"
             f" set data.max_length: {window} or less"
@@ -141,8 +145,8 @@ def refusal(tree: Mapping[str, Any], config: Config) -> str | None:
     return None
 
 
-def _head_size(text: Mapping[str, Any]) -> int | None:
-    """Elements of one attention head; None where the settings do not tell."""
+def _head_size(text: Mapping[str, object]) -> int | None:
+    """Elements of one attention head; None if the settings do not determine it."""
     heads, hidden = (
         next((text[name] for name in names if name in text), None)
         for names in (("num_attention_heads", "n_head"), ("hidden_size", "n_embd"))
@@ -155,8 +159,10 @@ def _head_size(text: Mapping[str, Any]) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _has_experts(text: Mapping[str, Any]) -> bool:
-    """Whether a Nemotron-H has mixtures among its layers: by transformers' list, or by the pattern
-    of published checkpoints. Its default has one."""
+def _has_experts(text: Mapping[str, object]) -> bool:
+    """Whether a Nemotron-H has mixture-of-experts layers, by transformers' list or by the pattern
+    of published checkpoints. The default pattern has one."""
     layers, pattern = text.get("layers_block_type"), text.get("hybrid_override_pattern")
-    return "moe" in layers if layers else "E" in (pattern or "E")
+    if layers:
+        return isinstance(layers, Collection) and "moe" in layers
+    return not isinstance(pattern, str) or not pattern or "E" in pattern

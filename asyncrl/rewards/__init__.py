@@ -1,4 +1,4 @@
-"""Scoring: reward functions in processes of their own, streamed by Ray Data."""
+"""Scoring: reward functions in separate processes, fed by a Ray Data stream."""
 
 from __future__ import annotations
 

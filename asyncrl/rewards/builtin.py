@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 __all__ = [
     "check_builtin",
@@ -21,11 +20,11 @@ SLOW_IMPORTS = {
     "math_verify": "mathematics",
     "llm_judge": "judge",
 }
-"""Functions whose packages take long to import → their module: paid when a reward process starts,
-and only if they are named."""
+"""Functions whose packages take long to import → their module. A reward process imports a module
+only if the config names its function."""
 
 
-def exact_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+def exact_match(completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
     """1.0 where the completion, stripped, equals column `answer`, else 0.0."""
     return [
         float(completion.strip() == str(expected).strip())
@@ -33,8 +32,8 @@ def exact_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> 
     ]
 
 
-def check_builtin(function: str, arguments: Mapping[str, Any], deadline_s: float) -> None:
-    """Raise ValueError if `function` is one of these and could not run with its arguments."""
+def check_builtin(function: str, arguments: Mapping[str, object], deadline_s: float) -> None:
+    """Raise ValueError if `function` is a built-in reward that cannot run with its arguments."""
     module, _, name = function.partition(":")
     if module != __name__:
         return
@@ -50,11 +49,14 @@ def check_builtin(function: str, arguments: Mapping[str, Any], deadline_s: float
         if settings.timeout_s >= deadline_s:
             raise ValueError(
                 f"judge.timeout_s = {settings.timeout_s:g} is not below reward.deadline_s ="
-                f" {deadline_s:g}; raise the deadline, or lower it"
+                f" {deadline_s:g}; raise the deadline, or lower the timeout"
             )
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in SLOW_IMPORTS:
-        return getattr(importlib.import_module(f"asyncrl.rewards.{SLOW_IMPORTS[name]}"), name)
+        found: object = getattr(
+            importlib.import_module(f"asyncrl.rewards.{SLOW_IMPORTS[name]}"), name
+        )
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Reward for code: the completion's code block against the tests of a column, in a sandbox.
+"""Reward for code: runs the completion's code block against the tests of a column, in a sandbox.
 
-Name it in the config as `asyncrl.rewards.builtin:code_tests`, and set `reward.sandbox.level`. A
-reward of your own gets the same sandbox from `configured_sandbox`.
+Name it in the config as `asyncrl.rewards.builtin:code_tests`, and set `reward.sandbox.level`. Your
+own reward gets the same sandbox from `configured_sandbox`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 import secrets
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from asyncrl.config import SandboxConfig
 from asyncrl.sandbox import Limits, Program, Result, Sandbox, open_sandbox
@@ -29,7 +28,7 @@ __all__ = [
 ]
 
 SETTINGS = "ASYNCRL_SANDBOX"
-"""Variable that carries the settings from the process that has the config to reward processes."""
+"""Environment variable that passes the sandbox settings to reward processes."""
 
 FENCE = "```"
 LANGUAGE = re.compile(r"[\w+-]*")
@@ -50,7 +49,7 @@ sys.stdout.flush()
 os.write(1, f"\\n{passed}".encode())
 os._exit(0)
 """
-"""Code that ends the process before its tests are done does not print the word."""
+"""Prints a secret word last. Code that ends the process before its tests are done never prints it."""
 
 CASES = """
 import json, subprocess, sys
@@ -61,28 +60,29 @@ for case in json.load(sys.stdin):
     outputs.append([done.returncode, done.stdout.decode(errors="replace")])
 print(json.dumps(outputs))
 """
-"""Expected outputs stay outside: there is nothing to find, and nothing to rewrite."""
+"""Prints the outputs. The expected ones stay outside, where the code cannot find or rewrite them."""
 
 
 async def code_tests(
-    completions: Sequence[str], tests: Sequence[Any], **_: Any
+    completions: Sequence[str], tests: Sequence[object], **_: object
 ) -> list[float | None]:
     """1.0 where the completion's last Python block passes all its tests, else 0.0.
 
-    Column `tests` holds, as it is or as JSON text,
+    Column `tests` contains one of these, as a value or as JSON text:
 
-    - Python source, or a list of it: run after the code, among its names, such as `"assert add(1,
-      2) == 3"`;
-    - or a list of `{"input": text, "output": text}`: what the program prints for that standard
+    - Python source, or a list of it. It runs after the code, in the code's namespace, such as
+      `"assert add(1, 2) == 3"`.
+    - A list of `{"input": text, "output": text}`: what the program must print for that standard
       input. White space at the end of lines and of the output does not count.
 
     Raises:
-        SandboxError: no sandbox as `reward.sandbox` asks for it. ValueError: tests of another form.
+        SandboxError: The sandbox that `reward.sandbox` asks for is not available.
+        ValueError: The tests have another form.
     """
     sandbox, limits = await asyncio.to_thread(configured_sandbox)
     slots = asyncio.Semaphore(os.cpu_count() or 1)
 
-    async def score(completion: str, given: Any) -> float:
+    async def score(completion: str, given: object) -> float:
         code, checked = code_block(completion), read_tests(given)
         if code is None:
             return 0.0
@@ -93,14 +93,14 @@ async def code_tests(
 
 
 def code_block(completion: str) -> str | None:
-    """The last fenced block that is Python or names no language; None: there is none."""
+    """The last fenced block that is Python or names no language; None if there is none."""
     blocks = [code for language, code in _fenced(completion) if language.lower() in PYTHON]
     return textwrap.dedent(blocks[-1]) if blocks else None
 
 
 def _fenced(text: str) -> Iterator[tuple[str, str]]:
-    """(Language, code) of each closed block. Line by line: a regular expression over all of a
-    degenerate text takes minutes."""
+    """Yield (language, code) of each closed block. Goes line by line: on a degenerate text, one
+    regular expression would take minutes."""
     language: str | None = None
     code: list[str] = []
     for line in text.split("\n"):
@@ -109,17 +109,17 @@ def _fenced(text: str) -> Iterator[tuple[str, str]]:
             if bare.startswith(FENCE):
                 language, code = LANGUAGE.match(bare[len(FENCE) :].lstrip(" \t"))[0], []  # type: ignore[index]
         elif bare == FENCE:
-            yield language, "".join(f"{one}\n" for one in code)
+            yield language, "".join(f"{code_line}\n" for code_line in code)
             language = None
         else:
             code.append(line)
 
 
-def read_tests(tests: Any) -> list[str] | list[tuple[str, str]]:
-    """Assertions, or (input, output) pairs; at least one.
+def read_tests(tests: object) -> list[str] | list[tuple[str, str]]:
+    """The tests as assertions or as (input, output) pairs; at least one.
 
     Raises:
-        ValueError: neither.
+        ValueError: They have another form.
     """
     found = _from_json(tests) if isinstance(tests, str) else tests
     if isinstance(found, str):
@@ -132,14 +132,14 @@ def read_tests(tests: Any) -> list[str] | list[tuple[str, str]]:
             if all(isinstance(text, str) for pair in pairs for text in pair):
                 return pairs
     raise ValueError(
-        f"column tests holds {str(tests)[:80]!r}; give Python source, a list of it, or a list of"
+        f"column tests contains {str(tests)[:80]!r}; give Python source, a list of it, or a list of"
         " {'input': text, 'output': text}"
     )
 
 
-def _from_json(text: str) -> Any:
+def _from_json(text: str) -> str | list[object]:
     try:
-        found = json.loads(text)
+        found: object = json.loads(text)
     except ValueError:
         return text
     return found if isinstance(found, list) else text
@@ -148,17 +148,17 @@ def _from_json(text: str) -> Any:
 async def passes(
     sandbox: Sandbox, limits: Limits, code: str, tests: Sequence[str] | Sequence[tuple[str, str]]
 ) -> bool:
-    """Whether the code passes all tests within the limits, which hold for them together.
+    """Whether the code passes all tests. The limits apply to all of them together.
 
     Raises:
-        SandboxError: it was not run.
+        SandboxError: The program did not run.
     """
     if isinstance(tests[0], str):
-        word = secrets.token_hex(16)
+        secret = secrets.token_hex(16)
         program = Program.python(
-            ASSERTIONS, word, {"solution.py": code, "tests.json": json.dumps(tests)}
+            ASSERTIONS, secret, {"solution.py": code, "tests.json": json.dumps(tests)}
         )
-        return _printed(await sandbox.run_async(program, limits)).endswith(f"\n{word}")
+        return _printed(await sandbox.run_async(program, limits)).endswith(f"\n{secret}")
     inputs, expected = zip(*tests, strict=True)
     program = Program.python(CASES, json.dumps(inputs), {"solution.py": code})
     outputs = _outputs(_printed(await sandbox.run_async(program, limits)))
@@ -166,8 +166,8 @@ async def passes(
 
 
 def _outputs(printed: str) -> list[str] | None:
-    """What each run of a program printed; None unless all exited with code 0. Programs may have
-    written this text."""
+    """What each run of a program printed; None unless all exited with code 0. The text is not
+    trusted: a program may have written it."""
     try:
         runs = json.loads(printed)
     except (ValueError, RecursionError):
@@ -184,7 +184,7 @@ def _outputs(printed: str) -> list[str] | None:
 
 
 def _printed(result: Result) -> str:
-    """What a program printed that exited with code 0; of any other nothing."""
+    """The standard output of a program that exited with code 0, else an empty string."""
     return result.stdout if result.ok else ""
 
 
@@ -193,8 +193,8 @@ def _lines(text: str) -> list[str]:
 
 
 def share_settings(config: SandboxConfig) -> None:
-    """Reward processes that this process starts from now on find `reward.sandbox` in their
-    environment."""
+    """Put `reward.sandbox` into the environment, for reward processes that this process starts
+    later."""
     os.environ[SETTINGS] = config.model_dump_json()
 
 
@@ -215,7 +215,8 @@ def configured_sandbox() -> tuple[Sandbox, Limits]:
     thread.
 
     Raises:
-        SandboxError: its level is not reached. ValueError: it asks for none.
+        SandboxError: The level is not available here.
+        ValueError: `reward.sandbox.level` is not set.
     """
     return _opened(os.environ.get(SETTINGS, "{}"))
 
@@ -225,7 +226,7 @@ def _opened(settings: str) -> tuple[Sandbox, Limits]:
     config = SandboxConfig.model_validate_json(settings)
     if config.level is None:
         raise ValueError(
-            "no code is run without a sandbox: set reward.sandbox.level (docs/sandbox.md)"
+            "code runs only in a sandbox: set reward.sandbox.level (docs/how_to/sandbox.md)"
         )
     return open_sandbox(
         config.level, service=config.service, python=config.python, paths=config.paths

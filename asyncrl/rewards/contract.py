@@ -1,9 +1,9 @@
-"""The reward contract, and the call that enforces it. Runs in a reward process: imports nothing
-heavy.
+"""The reward contract, and the call that enforces it. Runs in a reward process, so it imports
+nothing heavy.
 
     def reward(prompts, completions, completion_ids, finish_reason, truncated, **columns)
 
-is called once per group. Every argument is a list of one length n, one item per trajectory:
+is called once per group. Every argument is a list of n items, one per trajectory:
 
 prompts          the prompt as the model saw it, n times
 completions      the texts
@@ -12,19 +12,19 @@ finish_reason    "stop", "length", "repetition" or "abort"
 truncated        whether the completion was cut off (finish_reason length or repetition)
 messages         the chat messages that the template rendered, as the dataset has them; only where
                  a template was applied
-anything else    a column of the dataset, n times, or an entry of the function's `arguments`, as it
-                 is
+anything else    a column of the dataset, n times, or an entry of the function's `arguments`,
+                 unchanged
 
-A function without `**columns` gets those arguments that its parameters name. It may be `async`.
+A function without `**columns` gets only the arguments that its parameters name. It may be `async`.
 
 It returns one of
-- a list of n rewards: a finite number each, or None where the trajectory cannot be scored;
-- a dict of named parts, each such a list. The entry `reward` is the reward and the others are only
-  reported. Without that entry the reward is the sum of the parts, and None where a part is None.
+- a list of n rewards: a finite number each, or None for a trajectory that cannot be scored;
+- a dict of named parts, each such a list. The entry `reward` is the reward, and the others are only
+  reported. Without that entry, the reward is the sum of the parts, and None where a part is None.
 
-- with `per_token: true` in the config, and only then: a list of n lists, each with a finite number
-  per completion token, or None where the trajectory cannot be scored. Its reward is their sum;
-  under `algorithm.advantage: gae` each comes with its token.
+- only with `per_token: true` in the config: a list of n lists with a finite number per completion
+  token. None replaces the list of a trajectory that cannot be scored. A trajectory's reward is the
+  sum. Under `algorithm.advantage: gae`, each token has its own reward.
 
 Anything else breaks the contract.
 """
@@ -38,10 +38,9 @@ import math
 import numbers
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from asyncrl.runtime import functions
 from asyncrl.runtime.functions import (
@@ -70,15 +69,15 @@ __all__ = [
 ]
 
 CALLERS = {str(Path(__file__)), str(Path(__file__).with_name("process.py")), functions.__file__}
-"""Files whose frames come before those of a reward."""
+"""Files whose frames precede those of the reward in a traceback."""
 MOST_FRAMES = 12
-"""Frames of a traceback that are kept, the innermost."""
+"""Frames of a traceback that are kept, from the innermost."""
 TOTAL = "reward"
-"""The part that is the reward, where a function returns a dict."""
+"""Key of the reward in a dict that a function returns."""
 
 
 class RewardError(Exception):
-    """A reward function failed: it raised, hung, died or broke its contract. The message names it
+    """A reward function raised, hung, died or broke its contract. The message names the function
     and the cause."""
 
 
@@ -88,37 +87,37 @@ class ContractError(RewardError):
 
 @dataclass(frozen=True, slots=True)
 class GroupCall:
-    """What reward functions are asked: one group of n trajectories."""
+    """The input of reward functions: one group of n trajectories."""
 
     prompts: Sequence[str]
     completions: Sequence[str]
     completion_ids: Sequence[Sequence[int]]
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, object] = field(default_factory=dict)
     """Dataset columns of the group's prompt, one value each."""
     finish_reasons: Sequence[str] = ()
-    """Why each completion ended; empty = nobody knows (texts that no generator of ours made)."""
+    """Why each completion ended; empty = unknown, for texts from another source."""
     truncated: Sequence[bool] = ()
-    """Whether it was cut off; empty with them."""
+    """Whether each completion was cut off; empty if `finish_reasons` is empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionRewards:
-    """What one function gave for one group of n trajectories."""
+    """The rewards of one function for one group of n trajectories."""
 
     rewards: list[float | None]
     parts: dict[str, list[float | None]] = field(default_factory=dict)
-    """The parts of which it told, n values each."""
+    """The named parts that the function returned, n values each."""
     tokens: list[list[float] | None] | None = None
-    """Of a function with per_token: one list for each trajectory, whose sum is its reward; None
-    where that is None."""
+    """For a function with per_token: one list per trajectory, whose sum is its reward. None for an
+    unscored trajectory."""
 
 
 def find_reward(function: str) -> None:
-    """Look for the package of `package.module:function` without running it. A module in it could be
-    found only by running the package.
+    """Look for the package of `package.module:function`, without running it. Looking for a module
+    in the package would run the package.
 
     Raises:
-        RewardError: there is none.
+        RewardError: There is no such package.
     """
     module = re.split("[.:]", function)[0]
     try:
@@ -134,16 +133,16 @@ def find_reward(function: str) -> None:
         ) from None
     if missing:
         raise RewardError(
-            f"reward function {function!r}: there is no module {module!r}; start where it lies, or"
+            f"reward function {function!r}: there is no module {module!r}; start in its folder, or"
             " install its package"
         )
 
 
-def import_reward(function: str) -> Callable[..., Any]:
+def import_reward(function: str) -> Callable[..., object]:
     """The function that `package.module:function` names.
 
     Raises:
-        RewardError: it cannot be imported, or is not callable.
+        RewardError: The function cannot be imported, or is not callable.
     """
     try:
         return import_function("reward function", function)
@@ -154,13 +153,14 @@ def import_reward(function: str) -> Callable[..., Any]:
 def call_reward(
     function: str,
     call: GroupCall,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, object] | None = None,
     per_token: bool = False,
 ) -> FunctionRewards:
-    """Call one reward for one group, in this process and without a deadline.
+    """Call one reward function for one group, in this process and without a deadline.
 
     Raises:
-        RewardError: it raised. ContractError: it returned what it must not.
+        RewardError: The function raised.
+        ContractError: It returned something that the contract does not allow.
     """
     reward = import_reward(function)
     try:
@@ -172,38 +172,38 @@ def call_reward(
     return check_rewards(function, values, call, per_token)
 
 
-async def _wait_for(values: Any) -> Any:
+async def _wait_for(values: Awaitable[object]) -> object:
     return await values
 
 
 def keyword_arguments(
-    reward: Callable[..., Any], call: GroupCall, arguments: Mapping[str, Any]
-) -> dict[str, Any]:
-    """All that the function can be told of a group, as far as its parameters take it. The dataset's
-    columns win over `truncated` and `finish_reason`, and `arguments` over both.
+    reward: Callable[..., object], call: GroupCall, arguments: Mapping[str, object]
+) -> dict[str, object]:
+    """The available arguments for a group that the function's parameters accept. Dataset columns
+    override `truncated` and `finish_reason`, and `arguments` overrides both.
 
     Raises:
-        TypeError: it needs something that nothing tells it.
+        TypeError: The function requires an argument that is not available.
     """
     n = len(call.completions)
-    told: dict[str, Any] = {}
+    available: dict[str, object] = {}
     if call.finish_reasons:
-        told |= {"finish_reason": list(call.finish_reasons), "truncated": list(call.truncated)}
-    told |= {name: [value] * n for name, value in call.columns.items()}
-    told |= arguments
-    told |= {
+        available |= {"finish_reason": list(call.finish_reasons), "truncated": list(call.truncated)}
+    available |= {name: [value] * n for name, value in call.columns.items()}
+    available |= arguments
+    available |= {
         "prompts": list(call.prompts),
         "completions": list(call.completions),
         "completion_ids": [list(ids) for ids in call.completion_ids],
     }
     return chosen_arguments(
-        reward, told, "neither a column of the data nor an entry of its arguments is"
+        reward, available, "no column of the data and no entry of its arguments provides"
     )
 
 
 def failed(function: str, error: BaseException) -> RewardError:
-    """Whatever a reward raised, under its name and with the line that raised it. The traceback from
-    the function on is a note."""
+    """The RewardError for an exception of a reward function, with the function's name and the line
+    that raised. Its note is the traceback, from the function on."""
     if isinstance(error, MemoryError):
         return RewardError(
             f"reward function {function!r} asked for more memory than reward.memory_bytes leaves"
@@ -226,7 +226,7 @@ def failed(function: str, error: BaseException) -> RewardError:
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """What was called, from the reward on."""
+    """The frames of the traceback, from the reward function on."""
     frames = list(traceback.extract_tb(error.__traceback__))
     ours = [index for index, frame in enumerate(frames) if frame.filename in CALLERS]
     return frames[ours[-1] + 1 :] if ours else frames
@@ -238,16 +238,19 @@ def with_notes(error: BaseException) -> str:
 
 
 def check_rewards(
-    function: str, values: Any, call: GroupCall, per_token: bool = False
+    function: str, values: object, call: GroupCall, per_token: bool = False
 ) -> FunctionRewards:
-    """The rewards as floats and None. Raises ContractError unless `values` is what the contract
-    allows for this group."""
+    """The rewards that a function returned for this group, as floats and None.
+
+    Raises:
+        ContractError: The contract does not allow `values`.
+    """
     try:
         return _checked(function, values, call, per_token)
     except ContractError:
         raise
     except Exception as error:
-        # Whatever an object of the reward's raises while it is read.
+        # Reading the user's own objects can raise any exception.
         why = f"{type(error).__name__}: {text_of(str, error)}"
         raise ContractError(
             f"reward function {function!r} returned a {type(values).__name__} that cannot be read"
@@ -255,7 +258,7 @@ def check_rewards(
         ) from None
 
 
-def _checked(function: str, values: Any, call: GroupCall, per_token: bool) -> FunctionRewards:
+def _checked(function: str, values: object, call: GroupCall, per_token: bool) -> FunctionRewards:
     n = len(call.completions)
     if per_token:
         return _check_tokens(function, values, call)
@@ -269,7 +272,7 @@ def _checked(function: str, values: Any, call: GroupCall, per_token: bool) -> Fu
     ):
         raise ContractError(
             f"reward function {function!r} returned a dict with the keys"
-            f" {short(repr(list(values)))}; name its parts by short strings without '/'"
+            f" {short(repr(list(values)))}; name its parts with short strings without '/'"
         )
     parts = {
         name: _check_list(f"{function}, part {name}", some, n) for name, some in values.items()
@@ -284,19 +287,21 @@ def _checked(function: str, values: Any, call: GroupCall, per_token: bool) -> Fu
     return FunctionRewards(total, parts)
 
 
-def _check_tokens(function: str, values: Any, call: GroupCall) -> FunctionRewards:
-    _check_length(
-        function, values, len(call.completions), "lists of floats, or None, as per_token: true says"
+def _check_tokens(function: str, values: object, call: GroupCall) -> FunctionRewards:
+    trajectories = _check_length(
+        function, values, len(call.completions), "lists of floats, or None (per_token: true)"
     )
     tokens: list[list[float] | None] = []
-    for index, (given, ids) in enumerate(zip(values, call.completion_ids, strict=True)):
+    for index, (given, ids) in enumerate(zip(trajectories, call.completion_ids, strict=True)):
         if given is None:
             tokens.append(None)
             continue
-        _check_length(f"{function}, trajectory {index}", given, len(ids), "floats, one per token")
+        per_token = _check_length(
+            f"{function}, trajectory {index}", given, len(ids), "floats, one per token"
+        )
         checked = [
-            _check_one(f"{function}, trajectory {index}", value, place)
-            for place, value in enumerate(given)
+            _check_value(f"{function}, trajectory {index}", value, place)
+            for place, value in enumerate(per_token)
         ]
         if None in checked:
             raise ContractError(
@@ -315,23 +320,24 @@ def _check_tokens(function: str, values: Any, call: GroupCall) -> FunctionReward
 
 
 def finite_sum(values: Iterable[float]) -> float:
-    """The exact sum; infinity if no float holds it."""
+    """The exact sum; infinity if it does not fit a float."""
     try:
         return math.fsum(values)
-    except (OverflowError, ValueError):  # ValueError: of both infinities
+    except (OverflowError, ValueError):  # ValueError: inf plus -inf
         return math.inf
 
 
-def _check_list(function: str, values: Any, n: int) -> list[float | None]:
-    _check_length(function, values, n, "floats or None")
-    return [_check_one(function, value, index) for index, value in enumerate(values)]
+def _check_list(function: str, values: object, n: int) -> list[float | None]:
+    checked = _check_length(function, values, n, "floats or None")
+    return [_check_value(function, value, index) for index, value in enumerate(checked)]
 
 
-def _check_length(function: str, values: Any, n: int, wanted: str) -> None:
+def _check_length(function: str, values: object, n: int, wanted: str) -> Iterable[object]:
+    """Return `values`. Raises ContractError if it is not an ordered collection of n items."""
     if (
         isinstance(values, str | bytes | Mapping | Set)
-        or not hasattr(values, "__len__")
-        or not hasattr(values, "__iter__")
+        or not isinstance(values, Sized)
+        or not isinstance(values, Iterable)
     ):
         raise ContractError(
             f"reward function {function!r} returned {type(values).__name__}; return a list of {n}"
@@ -343,10 +349,11 @@ def _check_length(function: str, values: Any, n: int, wanted: str) -> None:
             f"reward function {function!r} returned {len(values)} rewards for {n} {what}; return"
             " one for each"
         )
+    return values
 
 
-def _check_one(function: str, value: Any, index: int) -> float | None:
-    if getattr(value, "ndim", None) == 0:  # a number of numpy or torch
+def _check_value(function: str, value: object, index: int) -> float | None:
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a number from numpy or torch
         value = value.item()
     if value is None:
         return None

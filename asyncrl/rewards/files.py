@@ -1,5 +1,5 @@
-"""groups/*.parquet: one complete file per flush, merged later. Readers drop what has the same
-(attempt, ordinal) twice."""
+"""groups/*.parquet: one complete file per flush, merged later. Readers drop duplicates, which have
+the same (attempt, ordinal)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ __all__ = ["FlushFiles", "compact", "write_groups"]
 
 
 def write_groups(path: Path, tables: Sequence[pa.Table]) -> None:
-    """Write one complete Parquet file: under a temporary name in the same directory, then
-    renamed."""
+    """Write one complete Parquet file: write to a temporary name in the same directory, then
+    rename."""
     parquet.write_table(_concat(tables), path)
 
 
 class FlushFiles:
-    """The files of one attempt's flushes; they are merged as the run goes on. One thread uses
-    it."""
+    """The files of one attempt's flushes, merged as the run continues. Use it from one thread."""
 
     def __init__(self, directory: Path, attempt: int) -> None:
         self._directory, self._attempt = directory, attempt
@@ -32,7 +31,7 @@ class FlushFiles:
         self._merging = Merging(_merge)
 
     def write(self, tables: Sequence[pa.Table]) -> Path:
-        """Write one flush. Names sort by attempt and time."""
+        """Write one flush, and return its path. File names sort by attempt and time."""
         path = self._directory / f"attempt_{self._attempt:04d}-{self._next:08d}.parquet"
         write_groups(path, tables)
         self._next += 1
@@ -41,11 +40,11 @@ class FlushFiles:
 
 
 def compact(directory: Path) -> int:
-    """Merge files of each attempt into files of about 64 MiB; return how many files are left. Safe
-    while new flushes are written.
+    """Merge the files of each attempt into files of about 64 MiB; return how many files are left.
+    Safe while new flushes are written.
 
-    A merged file has the name of its last part and takes its place; earlier parts go afterwards. A
-    crash between leaves rows twice, and readers drop one of the two.
+    A merged file replaces its last part, under the same name. Then the earlier parts are deleted. A
+    crash in between leaves duplicate rows, which readers drop.
     """
     for attempt in sorted({_attempt(path) for path in _files(directory)}):
         batch: list[Path] = []
@@ -62,12 +61,14 @@ def compact(directory: Path) -> int:
 
 def _merge(files: Sequence[Path]) -> None:
     if len(files) > 1:
-        write_groups(files[-1], [_once(_concat([parquet.read_table(path) for path in files]))])
+        write_groups(
+            files[-1], [_without_duplicates(_concat([parquet.read_table(path) for path in files]))]
+        )
         for path in files[:-1]:
             path.unlink()
 
 
-def _once(table: pa.Table) -> pa.Table:
+def _without_duplicates(table: pa.Table) -> pa.Table:
     keys = list(zip(table["attempt"].to_pylist(), table["ordinal"].to_pylist(), strict=True))
     first: dict[tuple[int, int], int] = {}
     for row, key in enumerate(keys):

@@ -1,7 +1,7 @@
-"""A language model as a judge, behind any URL that speaks OpenAI's chat completions.
+"""A language model as a judge, at any URL that serves OpenAI's chat completions API.
 
-What a judge reads was written by the policy in training: it may learn to talk to the judge. Compare
-its scores with people's.
+The policy in training writes what the judge reads, and may learn to manipulate the judge. Compare
+the judge's scores with those of people.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -38,7 +37,7 @@ Give one sentence of reasons. Then write, on a line of its own, Score: N with N 
 10 (right)."""
 FIELD = re.compile(r"\{(\w+)\}")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-AGAIN = (408, 409, 425, 429)
+RETRIED = (408, 409, 425, 429)
 """Statuses below 500 after which the same request may succeed."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 
@@ -51,53 +50,53 @@ class JudgeSettings(BaseModel):
     )
 
     url: str = Field(pattern=r"^https?://[^\s]+$")
-    """Base URL of the server, such as http://127.0.0.1:8000/v1; /chat/completions is added."""
+    """Base URL of the server, such as http://127.0.0.1:8000/v1. `/chat/completions` is added."""
     model: str
-    """Model name that the server is asked for."""
+    """Model name in the requests."""
     template: str = TEMPLATE
-    """The question, in which {prompt}, {completion} and {NAME} of any dataset column are filled in.
-    Other braces stay."""
+    """The question to the judge. {prompt}, {completion} and {NAME} of any dataset column are filled
+    in. Other braces stay."""
     score: str = r"(?i)score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose one group is the score. The last match in the reply counts."""
+    """Regular expression with one group, the score. The last match in the reply counts."""
     lowest: float = 0.0
-    """Score that is the reward 0."""
+    """Score that gives the reward 0."""
     highest: float = 10.0
-    """Score that is the reward 1. A score outside the two is no answer."""
+    """Score that gives the reward 1. A score outside `lowest` to `highest` is ignored."""
     key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_]\w*$")
-    """Environment variable with the API key, in every process that computes rewards. None = no key
-    is sent."""
+    """Environment variable with the API key, set for every process that computes rewards. None = no
+    key is sent."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of the judge."""
     max_tokens: int = Field(default=512, gt=0)
     """Longest reply, in tokens."""
     retries: int = Field(default=2, ge=0)
-    """Further tries after a server error, a lost connection or a reply without a score."""
+    """Retries after a server error, a lost connection or a reply without a score."""
     timeout_s: float = Field(default=25.0, gt=0)
-    """Seconds for one completion, all tries included. After that it is unscored. Must be below
-    reward.deadline_s."""
+    """Seconds for one completion, including retries. After that, the completion is unscored. Must
+    be below reward.deadline_s."""
     at_once: int = Field(default=64, gt=0)
-    """Requests that one reward process has open at once."""
+    """Concurrent requests of one reward process."""
 
     @model_validator(mode="after")
-    def can_be_used(self) -> JudgeSettings:
-        """Refuse what could never give a score, and a key that would travel in the clear."""
+    def check_usable(self) -> JudgeSettings:
+        """Refuse settings that can never give a score, and a key that would be sent unencrypted."""
         try:
             groups = re.compile(self.score).groups
         except re.error as error:
             raise ValueError(
-                f"score = {self.score!r} is no regular expression ({error}); repair it"
+                f"score = {self.score!r} is not a regular expression ({error}); correct it"
             ) from None
         if groups != 1:
             raise ValueError(
-                f"score = {self.score!r} has {groups} groups; mark the number with the one pair of"
-                " parentheses, others as (?:...)"
+                f"score = {self.score!r} has {groups} groups; put one group around the number,"
+                " and write others as (?:...)"
             )
         if self.lowest >= self.highest:
             raise ValueError(
                 f"lowest = {self.lowest:g} is not below highest = {self.highest:g}; swap them"
             )
         if "completion" not in FIELD.findall(self.template):
-            raise ValueError("template does not show the judge {completion}; put it in")
+            raise ValueError("template has no {completion}; add it")
         parts = urlsplit(self.url)
         if self.key_env is not None and parts.scheme == "http" and parts.hostname not in LOOPBACK:
             raise ValueError(
@@ -108,27 +107,30 @@ class JudgeSettings(BaseModel):
 
 
 async def llm_judge(
-    prompts: Sequence[str], completions: Sequence[str], judge: Mapping[str, Any], **columns: Any
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    judge: Mapping[str, object],
+    **columns: object,
 ) -> list[float | None]:
-    """A judge's score of each completion, in [0, 1]; None where it gave none in time.
+    """The judge's score of each completion, in [0, 1]; None where it gave none in time.
 
     Args:
-        judge: a `JudgeSettings`.
+        judge: The fields of a `JudgeSettings`.
 
     Raises:
-        ValueError: the settings cannot be used. RuntimeError: the server refuses the requests
-            themselves, so that no other would succeed.
+        ValueError: The settings cannot be used.
+        RuntimeError: The server refuses the requests themselves, so a retry cannot succeed.
     """
     settings = JudgeSettings.model_validate(dict(judge))
     server = _server(asyncio.get_running_loop(), settings.url, settings.key_env, settings.at_once)
-    values = {
+    per_completion = {
         name: value
         for name, value in columns.items()
         if isinstance(value, list) and len(value) == len(completions)
     }
     fields = [
         {
-            **{name: value[index] for name, value in values.items()},
+            **{name: value[index] for name, value in per_completion.items()},
             "prompt": prompt,
             "completion": completion,
         }
@@ -137,17 +139,16 @@ async def llm_judge(
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(server.score(settings, _fill(settings.template, one)))
-                for one in fields
+                group.create_task(server.score(settings, _fill(settings.template, values)))
+                for values in fields
             ]
     except* RuntimeError as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-def _fill(template: str, fields: Mapping[str, Any]) -> str:
-    """The template with its fields, in one pass: what a completion says in braces stays as it
-    is."""
+def _fill(template: str, fields: Mapping[str, object]) -> str:
+    """The template with its fields, filled in one pass, so that braces in a completion stay."""
     return FIELD.sub(
         lambda match: str(fields[match[1]]) if match[1] in fields else match[0], template
     )
@@ -157,7 +158,7 @@ def _fill(template: str, fields: Mapping[str, Any]) -> str:
 def _server(
     loop: asyncio.AbstractEventLoop, url: str, key_env: str | None, at_once: int
 ) -> _Server:
-    """One per event loop: its connections are kept from call to call."""
+    """One per event loop, so that its connections are kept between calls."""
     return _Server(url, key_env, at_once)
 
 
@@ -173,14 +174,14 @@ class _Server:
             headers["Authorization"] = f"Bearer {key}"
         limits = httpx2.Limits(max_connections=at_once, max_keepalive_connections=at_once)
         self._url = url.rstrip("/") + "/chat/completions"
-        # Proxies of the environment and redirects could take the key elsewhere.
+        # A proxy from the environment, or a redirect, could send the key elsewhere.
         self._client = httpx2.AsyncClient(
             headers=headers, limits=limits, timeout=None, trust_env=False, follow_redirects=False
         )
         self._room = asyncio.Semaphore(at_once)
 
     async def score(self, settings: JudgeSettings, question: str) -> float | None:
-        """The reward of one completion; None if there is none after every try, or in time."""
+        """The reward of one completion; None if no try gives a score in time."""
         reason = "no answer"
         try:
             async with asyncio.timeout(settings.timeout_s):
@@ -220,7 +221,7 @@ class _Server:
         }
         async with self._room:
             response = await self._client.post(self._url, json=body)
-        if response.status_code >= 500 or response.status_code in AGAIN:
+        if response.status_code >= 500 or response.status_code in RETRIED:
             raise _BusyError(f"status {response.status_code}")
         if response.status_code != 200:
             raise RuntimeError(
@@ -231,7 +232,7 @@ class _Server:
 
 
 class _BusyError(Exception):
-    """The server cannot answer now."""
+    """The server cannot answer now; the request may be sent again."""
 
 
 def _parse(settings: JudgeSettings, reply: str) -> float | None:

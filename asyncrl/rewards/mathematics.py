@@ -1,9 +1,9 @@
 """math-verify as a reward: whether a completion's final answer is mathematically equal to the
-wanted one.
+expected one.
 
-Expressions that a model wrote may take sympy minutes. A forked child judges each completion under a
-limit of CPU time that the kernel keeps: math-verify's own limit is a signal handler, which a long
-call in C does not run, and works in the main thread only.
+Sympy may take minutes for an expression that a model wrote. So a forked child judges each
+completion under a CPU time limit that the kernel enforces. math-verify's own limit is a signal
+handler: it works only in the main thread, and not during a long call in C.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import re
 import signal
 import threading
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from math_verify import parse, verify
 
 __all__ = ["math_verify"]
 
-# It warns once that nobody limits its time; here the kernel does.
+# math-verify warns that its own time limit is off. Here the kernel limits the time.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
-"""What says where in a text the LaTeX is. An answer without it is LaTeX as a whole."""
+"""Marks where LaTeX begins in a text. An answer without such a mark is LaTeX as a whole."""
 
 RIGHT, WRONG, UNKNOWN = "1", "0", "?"
 
@@ -35,24 +35,24 @@ _of_thread = threading.local()
 
 
 def math_verify(
-    completions: Sequence[str], answer: Sequence[Any], seconds: float = 3.0, **_: Any
+    completions: Sequence[str], answer: Sequence[object], seconds: float = 3.0, **_: object
 ) -> list[float | None]:
     """1.0 where a completion's last boxed or final expression equals column `answer`, else 0.0.
     None where the answer itself cannot be parsed.
 
     Args:
         answer: LaTeX or plain mathematics, with or without delimiters.
-        seconds: CPU time for one completion. One that takes longer gets 0.0.
+        seconds: CPU time per completion. A completion that takes longer gets 0.0.
     """
     verdicts = [
-        _within(seconds, str(wanted), completion)
-        for wanted, completion in zip(answer, completions, strict=True)
+        _verdict(seconds, str(expected), completion)
+        for expected, completion in zip(answer, completions, strict=True)
     ]
     return [None if verdict == UNKNOWN else float(verdict == RIGHT) for verdict in verdicts]
 
 
-def _within(seconds: float, answer: str, completion: str) -> str:
-    """The verdict of this thread's child; WRONG if that was its end."""
+def _verdict(seconds: float, answer: str, completion: str) -> str:
+    """The verdict of this thread's child; WRONG if judging this completion ended the child."""
     child = getattr(_of_thread, "child", None) or _Child()
     _of_thread.child = child
     verdict = child.ask(answer, completion, seconds)
@@ -74,16 +74,16 @@ def _judge(answer: str, completion: str) -> str:
 
 
 class _Child:
-    """A forked child that judges one answer after the other, so that parsers stay warm, until one
-    takes too long."""
+    """A forked child that judges one answer after another, until one takes too long. Keeping the
+    child keeps its parsers warm."""
 
     def __init__(self) -> None:
-        with _forking:  # no other child may inherit the ends that are this one's alone
+        with _forking:  # no other child may inherit this child's pipe ends
             requests, self._requests = os.pipe()
             self._verdicts, verdicts = os.pipe()
             self._process = os.fork()
             if self._process == 0:
-                # Its own copies would keep it from ever reading the end.
+                # With these copies open, the child would never see the end of its input.
                 os.close(self._requests)
                 os.close(self._verdicts)
                 _serve(requests, verdicts)
@@ -91,7 +91,7 @@ class _Child:
             os.close(verdicts)
 
     def ask(self, answer: str, completion: str, seconds: float) -> str:
-        """A verdict, or "" if the child has ended."""
+        """The verdict, or "" if the child has ended."""
         payload = json.dumps([answer, completion, seconds]).encode() + b"\n"
         verdict = b""
         with contextlib.suppress(BrokenPipeError):

@@ -26,12 +26,11 @@ import socket
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
-from typing import Any
 
 import psutil
 
@@ -43,7 +42,7 @@ from asyncrl.rewards.contract import (
     RewardError,
     finite_sum,
 )
-from asyncrl.rewards.process import CANCEL_S, HEADER, Call, Cancel, Named, Setup
+from asyncrl.rewards.process import CANCEL_S, HEADER, Answer, Call, Cancel, Named, Setup
 from asyncrl.rewards.supervisor import command
 
 __all__ = ["GroupRewards", "RewardPool", "no_rewards", "total_rewards"]
@@ -118,7 +117,7 @@ class RewardPool:
         self._waiting: deque[_Waiting] = deque()
         self._numbers = itertools.count()
         self._processes = [_Process() for _ in range(config.processes)]
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._closing = False
         self._ready: Future[Mapping[str, str]] = Future()
         """Of the first process that has imported the functions: name → why it could not."""
@@ -177,7 +176,7 @@ class RewardPool:
         for process in self._processes:
             process.kill()
 
-    async def _tracked(self, work: Coroutine[Any, Any, GroupRewards]) -> GroupRewards:
+    async def _tracked(self, work: Awaitable[GroupRewards]) -> GroupRewards:
         """The pool ends its groups' tasks with itself."""
         task = asyncio.current_task()
         assert task is not None
@@ -334,7 +333,7 @@ class RewardPool:
     def _functions(self) -> list[str]:
         return [reward.function for reward in self._config.functions.values()]
 
-    def _answered(self, process: _Process, message: Mapping[str, Any]) -> None:
+    def _answered(self, process: _Process, message: Answer) -> None:
         waiting = process.running.get(message["number"])
         if waiting is None:
             return
@@ -455,11 +454,11 @@ class _Process:
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._send(setup)
 
-    async def read(self) -> dict[str, Any]:
+    async def read(self) -> Answer:
         """The next message. Raises EOFError or OSError at the process's end."""
         assert self._reader is not None
         size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
-        message: dict[str, Any] = json.loads(await self._reader.readexactly(size))
+        message: Answer = json.loads(await self._reader.readexactly(size))
         return message
 
     def give(self, waiting: _Waiting, limit_s: float) -> None:
@@ -521,7 +520,7 @@ class _Process:
         self.blamed, self.ready, self._killed = set(), False, False
         return lost, blamed, killed
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: Setup | Call | Cancel) -> None:
         assert self._writer is not None
         payload = ForkingPickler.dumps(message)
         if not self._writer.is_closing():

@@ -20,11 +20,11 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import TypedDict, TypeGuard, TypeVar
 
 from asyncrl.rewards.contract import (
     FunctionRewards,
@@ -36,7 +36,9 @@ from asyncrl.rewards.contract import (
     keyword_arguments,
 )
 
-__all__ = ["CANCEL_S", "HEADER", "Call", "Cancel", "Named", "Setup", "serve"]
+__all__ = ["CANCEL_S", "HEADER", "Answer", "Call", "Cancel", "Named", "Setup", "serve"]
+
+T = TypeVar("T")
 
 HEADER = struct.Struct("!Q")
 """Before each message: its length in bytes. The pool sends what multiprocessing would and gets
@@ -50,7 +52,7 @@ class Named:
     """A function of the config."""
 
     function: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     per_token: bool
 
 
@@ -80,9 +82,35 @@ class Cancel:
     number: int
 
 
+class Rewards(TypedDict):
+    """The fields of a `FunctionRewards`."""
+
+    rewards: list[float | None]
+    parts: dict[str, list[float | None]]
+    tokens: list[list[float] | None] | None
+
+
+class Answer(TypedDict, total=False):
+    """A message of a reward process: `ready` first, then `number` and the outcome of each call."""
+
+    ready: dict[str, str]
+    """Functions that could not be imported → why."""
+    number: int
+    rewards: Rewards
+    late: bool
+    """The call ended, but only after its deadline."""
+    stuck: bool
+    """The call can be ended only by ending the process."""
+    error: str
+    """Name of the exception's class."""
+    message: str
+    notes: list[str]
+
+
 def serve(connection: socket.socket) -> None:
     """Serve calls until the pool closes the connection."""
-    setup: Setup = _receive(connection)
+    setup = _receive(connection)
+    assert isinstance(setup, Setup)
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
     _Process(connection, setup).run()
@@ -92,7 +120,7 @@ class _Process:
     def __init__(self, connection: socket.socket, setup: Setup) -> None:
         self._connection, self._setup = connection, setup
         self._sending = threading.Lock()
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[str, Callable[..., object]] = {}
         self._failed_imports: dict[str, str] = {}
         self._main: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._threads = (
@@ -101,7 +129,7 @@ class _Process:
             else None
         )
         self._loop = asyncio.new_event_loop()
-        self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def run(self) -> None:
         """Import the functions, say so, and be the thread of plain functions."""
@@ -133,7 +161,7 @@ class _Process:
                 os._exit(0)
             if isinstance(message, Cancel):
                 self._loop.call_soon_threadsafe(self._cancel, message.number)
-            else:
+            elif isinstance(message, Call):
                 self._loop.call_soon_threadsafe(self._begin, message)
 
     def _begin(self, call: Call) -> None:
@@ -159,7 +187,7 @@ class _Process:
             }
         self._send({"number": call.number, **given})
 
-    async def _within_deadline(self, call: Call) -> dict[str, Any]:
+    async def _within_deadline(self, call: Call) -> Answer:
         if call.name in self._failed_imports:
             raise RewardError(self._failed_imports[call.name])
         reward, named = self._functions[call.name], self._setup.functions[call.name]
@@ -180,11 +208,21 @@ class _Process:
             work.cancel()
             done, _ = await asyncio.wait({work}, timeout=CANCEL_S)
             return {"late": True} if done else {"stuck": True}
-        return {"rewards": asdict(work.result())} if done else {"stuck": True}
+        if not done:
+            return {"stuck": True}
+        rewards = work.result()
+        return {
+            "rewards": {
+                "rewards": rewards.rewards,
+                "parts": rewards.parts,
+                "tokens": rewards.tokens,
+            }
+        }
 
     async def _work(
-        self, reward: Callable[..., Any], named: Named, group: GroupCall, stage: _Stage
+        self, reward: Callable[..., object], named: Named, group: GroupCall, stage: _Stage
     ) -> FunctionRewards:
+        values: object
         try:
             arguments = keyword_arguments(reward, group, named.arguments)
             if _is_async(reward):
@@ -207,14 +245,14 @@ class _Process:
             raise failed(named.function, error) from None
         return check_rewards(named.function, values, group, named.per_token)
 
-    def _in_thread(self, work: Callable[[], Any]) -> Future[Any]:
+    def _in_thread(self, work: Callable[[], T]) -> Future[T]:
         if self._threads is not None:
             return self._threads.submit(work)
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
         self._main.put(lambda: _fulfil(future, work))
         return future
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Answer) -> None:
         payload = json.dumps(message, allow_nan=False).encode()
         with self._sending:
             self._connection.sendall(HEADER.pack(len(payload)) + payload)
@@ -227,12 +265,12 @@ class _Stage:
     in_thread: bool = False
 
 
-def _is_async(reward: Callable[..., Any]) -> bool:
+def _is_async(reward: Callable[..., object]) -> TypeGuard[Callable[..., Awaitable[object]]]:
     method = getattr(reward, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(method)
 
 
-def _caught(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def _caught(work: Callable[[], object]) -> tuple[object, BaseException | None]:
     """What the work gave or raised: no future takes a StopIteration, and one that never ends would
     look like a hang."""
     try:
@@ -243,7 +281,7 @@ def _caught(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def _fulfil(future: Future[Any], work: Callable[[], Any]) -> None:
+def _fulfil(future: Future[T], work: Callable[[], T]) -> None:
     try:
         future.set_result(work())
     except SystemExit:
@@ -253,9 +291,10 @@ def _fulfil(future: Future[Any], work: Callable[[], Any]) -> None:
         future.set_exception(error)
 
 
-def _receive(connection: socket.socket) -> Any:
+def _receive(connection: socket.socket) -> Setup | Call | Cancel:
     size = HEADER.unpack(_exactly(connection, HEADER.size))[0]
-    return ForkingPickler.loads(_exactly(connection, size))
+    message: Setup | Call | Cancel = ForkingPickler.loads(_exactly(connection, size))
+    return message
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -1,4 +1,4 @@
-"""reasoning-gym's own scorers as a reward; named `asyncrl.rewards.builtin:reasoning_gym_score` in a
+"""reasoning-gym's own scorers as a reward: `asyncrl.rewards.builtin:reasoning_gym_score` in a
 config."""
 
 from __future__ import annotations
@@ -7,11 +7,14 @@ import functools
 import json
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
+    warnings.simplefilter("ignore", SyntaxWarning)  # from a package that reasoning_gym imports
     import reasoning_gym
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
 
 __all__ = ["reasoning_gym_score"]
 
@@ -22,25 +25,25 @@ def reasoning_gym_score(
     question: Sequence[str],
     task: Sequence[str],
     metadata: Sequence[str],
-    **_: Any,
+    **_: object,
 ) -> list[float]:
-    """Score of reasoning-gym's own scorer, in [0, 1], for the task named in column `task` (such as
-    "chain_sum").
+    """The score of reasoning-gym's own scorer, in [0, 1], for the task that column `task` names
+    (such as "chain_sum").
 
-    Columns `question` and `answer` are those of the task's entry, `metadata` its metadata as JSON.
+    Columns `question` and `answer` come from the task's entry. `metadata` is its metadata as JSON.
     """
     entries = zip(completions, answer, question, task, metadata, strict=True)
     return [
         float(
             _task(name).score_answer(
                 completion.strip(),
-                {"question": asked, "answer": expected, "metadata": json.loads(extra)},
+                {"question": asked, "answer": expected, "metadata": json.loads(details)},
             )
         )
-        for completion, expected, asked, name, extra in entries
+        for completion, expected, asked, name, details in entries
     ]
 
 
 @functools.lru_cache(maxsize=64)
-def _task(name: str) -> Any:
+def _task(name: str) -> ProceduralDataset:
     return reasoning_gym.create_dataset(name, size=1, seed=0)

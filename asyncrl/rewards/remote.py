@@ -1,9 +1,10 @@
-"""Reward processes on the node that has their GPUs: a pool in a Ray actor."""
+"""A reward pool in a Ray actor, on the node that has the GPUs of its processes."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Awaitable
+from typing import TypeVar
 
 import ray
 import ray.exceptions
@@ -12,15 +13,18 @@ from asyncrl.config import RewardConfig
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import GroupCall, RewardError
 from asyncrl.rewards.pool import GroupRewards, RewardPool
+from asyncrl.runtime.ray_objects import Actor
 
 __all__ = ["RemoteRewardPool"]
 
+T = TypeVar("T")
+
 CALLS_AT_ONCE = 10_000
-"""What limits the groups that are scored at once is the pool."""
+"""Calls that the actor accepts at once. The pool limits how many run."""
 
 
 class RewardActor:
-    """The actor around the pool."""
+    """The actor that contains the pool."""
 
     def __init__(self, config: RewardConfig) -> None:
         share_settings(config.sandbox)
@@ -34,8 +38,8 @@ class RewardActor:
 
 
 class RemoteRewardPool:
-    """As `RewardPool`, with config.num_cpus and config.num_gpus of a node. Ray starts it again if
-    it dies, and the call that it took is asked again."""
+    """A `RewardPool` with config.num_cpus and config.num_gpus of a node. If its actor dies, Ray
+    restarts it and repeats the calls that were running, once."""
 
     def __init__(self, config: RewardConfig) -> None:
         resources = {
@@ -44,26 +48,34 @@ class RemoteRewardPool:
             "max_restarts": -1,
             "max_task_retries": 1,
         }
-        remote: Any = ray.remote(RewardActor)
+        remote: Actor = ray.remote(RewardActor)
         self._actor = remote.options(**resources, max_concurrency=CALLS_AT_ONCE).remote(config)
 
     async def check(self) -> None:
-        """Wait until a reward process has imported every function. Raises RewardError."""
+        """Wait until a reward process has imported every function.
+
+        Raises:
+            RewardError: A function cannot be imported, or the import takes too long.
+        """
         await self._ask(self._actor.check.remote())
 
     async def score(self, call: GroupCall) -> GroupRewards:
-        """Rewards of one group, under the policy. Raises RewardError under policy `fail`."""
+        """Rewards of one group, under the policy on failures.
+
+        Raises:
+            RewardError: A reward failed under policy `fail`.
+        """
         scored: GroupRewards = await self._ask(self._actor.score.remote(call))
         return scored
 
     def close(self) -> None:
-        """Kill the actor; its reward processes, and what they have started, end with it."""
+        """Kill the actor. Its reward processes, and what they have started, end with it."""
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(self._actor)
 
-    async def _ask(self, answer: Any) -> Any:
+    async def _ask(self, answer: Awaitable[T]) -> T:
         try:
             return await answer
         except RewardError as error:
-            # Its own words, without the traceback that Ray puts around them.
+            # The original message, without the traceback that Ray adds.
             raise RewardError(str(getattr(error, "cause", None) or error)) from None

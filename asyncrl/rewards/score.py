@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import NotRequired, Protocol, TypeAlias, TypedDict
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from asyncrl.algorithms.advantages import group_advantages, soft_overlong_penalty
 from asyncrl.algorithms.kl import reward_kl
 from asyncrl.algorithms.own import own_verdict
 from asyncrl.config import AlgorithmConfig, RewardConfig
+from asyncrl.contracts.columns import column_values
 from asyncrl.contracts.outcomes import FILTERED
 from asyncrl.contracts.rows import (
+    COLUMNS,
     REFERENCE_COLUMN,
     REFERENCE_LOGPROBS,
     SCORED_COLUMNS,
@@ -23,6 +27,7 @@ from asyncrl.contracts.rows import (
     TOKEN_REWARDS_COLUMN,
     TRUNCATED,
     Completion,
+    GroupRow,
     Prompt,
     reward_parts_type,
 )
@@ -33,6 +38,7 @@ from asyncrl.runtime.failures import unforeseen
 from asyncrl.runtime.functions import FunctionError
 
 __all__ = [
+    "Logprobs",
     "attach_reference",
     "attach_rewards",
     "group_call",
@@ -41,16 +47,40 @@ __all__ = [
     "score_table",
 ]
 
+Logprobs: TypeAlias = "NDArray[np.float32] | NDArray[np.float64]"
+"""[T], of one trajectory's tokens."""
 
-def group_call(row: Mapping[str, Any], columns: Sequence[str]) -> GroupCall:
-    """What reward functions are asked about a group's row; `columns` are the dataset's own."""
+COMPLETIONS = ["prompt_text", "completion_text", "completion_ids", "finish_reason"]
+"""Columns that reward functions get."""
+
+
+class _RewardedRow(TypedDict):
+    """What the map stage reads of a group's row. Lists have one item per trajectory."""
+
+    prompt_ids: list[int]
+    completion_ids: list[list[int]]
+    loss_mask: list[list[int]]
+    logprobs: list[list[float]]
+    finish_reason: list[str]
+    reward_parts: list[dict[str, float | None]]
+    failure: str | None
+    reference_logprobs: NotRequired[list[list[float]]]
+
+
+def group_call(group: pa.Table) -> GroupCall:
+    """What reward functions get for one group's one-row table, dataset columns included."""
+    row: GroupRow = group.select(COMPLETIONS).to_pylist()[0]
+    dataset = {
+        field.name: column_values(group[field.name], field)[0]
+        for field in group.schema
+        if field.name not in COLUMNS
+    }
     n, reasons = len(row["completion_ids"]), row["finish_reason"]
-    mine = {name: row[name] for name in columns}
     return GroupCall(
         [row["prompt_text"]] * n,
         row["completion_text"],
         row["completion_ids"],
-        mine,
+        dataset,
         reasons,
         [reason in TRUNCATED for reason in reasons],
     )
@@ -76,7 +106,7 @@ def group_rows(group: pa.Table) -> list[tuple[list[int], list[int]]]:
     return [(prompt, ids) for ids in group["completion_ids"][0].as_py()]
 
 
-def attach_reference(group: pa.Table, logprobs: Sequence[Any]) -> pa.Table:
+def attach_reference(group: pa.Table, logprobs: Sequence[Logprobs]) -> pa.Table:
     """One group's one-row table with the reference policy's log-probs: one array for each
     trajectory."""
     return group.append_column(
@@ -89,7 +119,7 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
     scoring."""
     failures: list[str | None] = []
     weights = {name: reward.weight for name, reward in spec.reward.functions.items()}
-    scored: dict[str, list[Any]] = {"reward": [], "advantage": [], "status": [], "scored_at": []}
+    scored: dict[str, list[object]] = {"reward": [], "advantage": [], "status": [], "scored_at": []}
     columns = [
         "prompt_ids",
         "completion_ids",
@@ -100,7 +130,8 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
         "failure",
         *([REFERENCE_COLUMN] if spec.algorithm.has_reference else []),
     ]
-    for row in table.select(columns).to_pylist():
+    rows: list[_RewardedRow] = table.select(columns).to_pylist()
+    for row in rows:
         parts = {name: [part[name] for part in row["reward_parts"]] for name in weights}
         longest = spec.completion_room(len(row["prompt_ids"]))
         lengths = [
@@ -139,7 +170,7 @@ def score_table(table: pa.Table, spec: ScoringSpec) -> pa.Table:
 
 
 def _judged(
-    row: Mapping[str, Any],
+    row: _RewardedRow,
     rewards: Sequence[float | None],
     statuses: Sequence[str],
     algorithm: AlgorithmConfig,

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import pyarrow as pa
 import ray
@@ -29,10 +29,10 @@ import ray.exceptions
 from asyncrl.contracts.columns import SOURCE_COLUMN
 from asyncrl.contracts.content_hash import content_hashes
 from asyncrl.contracts.errors import RolloutFailedError
-from asyncrl.contracts.messages import Example, Scored
+from asyncrl.contracts.messages import Example, RowRef, Scored
 from asyncrl.contracts.outcomes import FILTERED, UNFORESEEN
 from asyncrl.contracts.protocols import Rollouts
-from asyncrl.contracts.rows import TRUNCATED, table_to_ipc
+from asyncrl.contracts.rows import TRUNCATED, SpanRow, table_to_ipc
 from asyncrl.rewards.contract import RewardError
 from asyncrl.rewards.files import FlushFiles, compact, write_groups
 from asyncrl.rewards.score import score_table
@@ -41,7 +41,7 @@ from asyncrl.rewards.spec import ScoringSpec
 from asyncrl.rewards.text_quality import has_loop, unprintable
 from asyncrl.runtime import parquet
 from asyncrl.runtime.files import make_directory
-from asyncrl.runtime.ray_objects import broken_stream, groups_at
+from asyncrl.runtime.ray_objects import Actor, broken_stream, groups_at
 from asyncrl.runtime.ray_stream import Deaths, Tasks, stream_blocks
 from asyncrl.runtime.redact import redact
 
@@ -66,7 +66,25 @@ SUMMARIZED = (
     "reward_parts",
     "failure",
 )
-"""Columns that control needs to know of."""
+"""Columns of `_ScoredRow`."""
+
+
+class _ScoredRow(TypedDict):
+    """What control needs of a scored group's row. Lists have one item per trajectory."""
+
+    ordinal: int
+    prompt_text: str
+    completion_text: list[str]
+    versions: list[list[SpanRow]]
+    completion_ids: list[list[int]]
+    logprobs: list[list[float]]
+    finish_reason: list[str]
+    status: list[str]
+    reward: list[float | None]
+    reward_parts: list[dict[str, float | None]]
+    failure: str | None
+
+
 FLUSH_LINGER_S = 0.1
 """Seconds from the first row of a flush to the flush: each costs a file, an object and an
 acknowledgement, however many rows it has."""
@@ -80,10 +98,10 @@ class RayScores:
         self,
         spec: ScoringSpec,
         attempt: int,
-        workers: Sequence[Any],
+        workers: Sequence[Actor],
         rollouts: Rollouts,
         groups_directory: Path,
-        reference: Any = None,
+        reference: Actor | None = None,
         stacks: Path | None = None,
     ) -> None:
         """Start the execution. Call it on the event loop.
@@ -300,9 +318,9 @@ def _whatever_waits(
             return tables, None
 
 
-def scored_summary(row: pa.Table, reference: Any, content: str = "") -> Scored:
+def scored_summary(row: pa.Table, reference: RowRef, content: str = "") -> Scored:
     """What control needs to know of a scored group's one-row table."""
-    group = row.select(list(SUMMARIZED)).to_pylist()[0]
+    group: _ScoredRow = row.select(list(SUMMARIZED)).to_pylist()[0]
     versions = [span["version"] for spans in group["versions"] for span in spans] or [0]
     usable = [index for index, status in enumerate(group["status"]) if status == "ok"]
     return Scored(
@@ -313,7 +331,11 @@ def scored_summary(row: pa.Table, reference: Any, content: str = "") -> Scored:
         masked=Counter(status for status in group["status"] if status != "ok"),
         ref=reference,
         tokens=sum(len(ids) for ids in group["completion_ids"]),
-        rewards=tuple(group["reward"][index] for index in usable),
+        rewards=tuple(
+            reward
+            for reward, status in zip(group["reward"], group["status"], strict=True)
+            if status == "ok" and reward is not None
+        ),
         reward_parts=_part_means([group["reward_parts"][index] for index in usable]),
         usable=len(usable),
         truncated=sum(reason in TRUNCATED for reason in group["finish_reason"]),

@@ -3,6 +3,7 @@ each as its rewards are done."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -18,15 +19,20 @@ import ray
 import ray.exceptions
 
 from asyncrl.config import RewardConfig
-from asyncrl.contracts.columns import row_values
 from asyncrl.contracts.errors import OutboxClosedError
-from asyncrl.contracts.rows import COLUMNS, SCORED_COLUMNS, table_from_ipc
+from asyncrl.contracts.rows import SCORED_COLUMNS, table_from_ipc
 from asyncrl.rewards.code import share_settings
 from asyncrl.rewards.contract import RewardError, with_notes
 from asyncrl.rewards.pool import GroupRewards, RewardPool, no_rewards
-from asyncrl.rewards.score import attach_reference, attach_rewards, group_call, group_rows
+from asyncrl.rewards.score import (
+    Logprobs,
+    attach_reference,
+    attach_rewards,
+    group_call,
+    group_rows,
+)
 from asyncrl.runtime.failures import unforeseen
-from asyncrl.runtime.ray_objects import DEATHS
+from asyncrl.runtime.ray_objects import DEATHS, Actor
 
 __all__ = ["rewarded_groups"]
 
@@ -36,120 +42,132 @@ TAKEN_AHEAD = 2
 """Groups that a task takes for each that its processes run at once."""
 
 
-def rewarded_groups(
-    config: RewardConfig,
-    reader: str,
-    workers: Sequence[Any],
-    reference: Any = None,
-    least: float | None = None,
-) -> Iterator[pa.Table]:
-    """One-row tables with raw rewards, in the order in which rewards are done; ends when every
-    worker has closed its outbox.
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A group that a worker handed over."""
 
-    A slow group holds back no other. The task takes as many groups as its reward processes run at
-    once, and as many again, so that none of them waits for a take. Under policy `fail` the group
-    that failed comes with its failure; the consumer ends the run. Runs in each read task of the
-    execution.
-
-    Args:
-        reader: name of the execution. Its tasks are one reader to the workers, and each group is
-            taken by one of them; another name takes over all that has not been acknowledged.
-        reference: the actor of the reference policy, whose log-probs are added; None = there is
-            none.
-        least: as of `RewardPool`.
-    """
-    # A taken group; what is known of one; an error; None at the end.
-    events: queue.Queue[Any] = queue.Queue()
-    places = TAKEN_AHEAD * config.processes * config.concurrency
-    room = threading.Semaphore(places)
-    stop = threading.Event()
-    share_settings(config.sandbox)
-    with RewardPool(config, least) as pool:
-        threading.Thread(
-            target=_take,
-            args=(workers, reader, places, room, stop, events),
-            daemon=True,
-            name="takes",
-        ).start()
-        try:
-            while (event := events.get()) is not None:
-                if isinstance(event, BaseException):
-                    raise event
-                if isinstance(event, _Rewarded):
-                    room.release()
-                if isinstance(event, _Rewarded) and reference is not None:
-                    asked = reference.logprobs.remote(group_rows(event.group))
-                    asked.future().add_done_callback(
-                        partial(
-                            _referred, events, attach_rewards(event.group, _result(config, event))
-                        )
-                    )
-                    continue
-                if isinstance(event, _Rewarded | _Referred):
-                    yield (
-                        attach_rewards(event.group, _result(config, event))
-                        if isinstance(event, _Rewarded)
-                        else _with_reference(event)
-                    )
-                    continue
-                _submit(pool, event).add_done_callback(partial(_done, events, event))
-        finally:
-            stop.set()
-            room.release(places)
-
-
-def _submit(pool: RewardPool, group: pa.Table) -> Future[GroupRewards]:
-    """Start the rewards of a group. A value that no function can take fails this group only."""
-    columns = [name for name in group.column_names if name not in COLUMNS]
-    try:
-        return pool.submit(group_call(row_values(group)[0], columns))
-    except Exception as error:
-        failed: Future[GroupRewards] = Future()
-        failed.set_exception(error)
-        return failed
+    group: pa.Table
 
 
 @dataclass(frozen=True, slots=True)
 class _Rewarded:
+    """A group whose rewards are done, or have failed."""
+
     group: pa.Table
     rewards: Future[GroupRewards]
 
 
 @dataclass(frozen=True, slots=True)
 class _Referred:
+    """A group with raw rewards whose reference log-probs are done, or have failed."""
+
     group: pa.Table
-    logprobs: Future[list[Any]]
+    logprobs: Future[list[Logprobs]]
 
 
-def _done(events: queue.Queue[Any], group: pa.Table, future: Future[GroupRewards]) -> None:
-    events.put(_Rewarded(group, future))
+_Events: TypeAlias = "queue.Queue[_Taken | _Rewarded | _Referred | BaseException | None]"
+"""What happened to a group; an exception to raise; None once every outbox is closed."""
 
 
-def _referred(events: queue.Queue[Any], group: pa.Table, future: Future[list[Any]]) -> None:
-    events.put(_Referred(group, future))
+def rewarded_groups(
+    config: RewardConfig,
+    reader: str,
+    workers: Sequence[Actor],
+    reference: Actor | None = None,
+    least: float | None = None,
+) -> Iterator[pa.Table]:
+    """Yield one-row tables with raw rewards, each as soon as its rewards are done, until every
+    worker has closed its outbox. Runs in each read task of the execution.
+
+    A slow group does not delay others. The task takes twice as many groups as its reward processes
+    run at once, so that no process waits for a take. Under policy `fail`, a group that failed
+    carries its failure, and the consumer ends the run.
+
+    Args:
+        reader: Name of the execution. The workers give each group to one task of this reader. A new
+            reader gets every group that was not acknowledged.
+        reference: Actor of the reference policy, whose log-probs are added; None = there is none.
+        least: See `RewardPool`.
+    """
+    share_settings(config.sandbox)
+    with RewardPool(config, least) as pool:
+        places = TAKEN_AHEAD * config.processes * config.concurrency
+        with _taking(workers, reader, places) as (events, room):
+            while (event := events.get()) is not None:
+                match event:
+                    case BaseException():
+                        raise event
+                    case _Taken(group):
+                        _submit(pool, group).add_done_callback(partial(_done, events, group))
+                    case _Rewarded(group, rewards):
+                        room.release()
+                        group = attach_rewards(group, _result(config, group, rewards))
+                        if reference is None:
+                            yield group
+                        else:
+                            logprobs = reference.logprobs.remote(group_rows(group)).future()
+                            logprobs.add_done_callback(partial(_referred, events, group))
+                    case _Referred(group, logprobs):
+                        yield _with_reference(group, logprobs)
 
 
-def _result(config: RewardConfig, event: _Rewarded) -> GroupRewards:
-    n = len(event.group["completion_ids"][0])
+@contextlib.contextmanager
+def _taking(
+    workers: Sequence[Actor], reader: str, places: int
+) -> Iterator[tuple[_Events, threading.Semaphore]]:
+    """Take groups in a thread: their events, and the semaphore to release for each scored one."""
+    events: _Events = queue.Queue()
+    room = threading.Semaphore(places)
+    stop = threading.Event()
+    threading.Thread(
+        target=_take, args=(workers, reader, places, room, stop, events), daemon=True, name="takes"
+    ).start()
     try:
-        return event.rewards.result()
+        yield events, room
+    finally:
+        stop.set()
+        room.release(places)
+
+
+def _submit(pool: RewardPool, group: pa.Table) -> Future[GroupRewards]:
+    """Start the rewards of a group. A value that no function can take fails only this group."""
+    try:
+        return pool.submit(group_call(group))
+    except Exception as error:
+        failed: Future[GroupRewards] = Future()
+        failed.set_exception(error)
+        return failed
+
+
+def _done(events: _Events, group: pa.Table, rewards: Future[GroupRewards]) -> None:
+    events.put(_Rewarded(group, rewards))
+
+
+def _referred(events: _Events, group: pa.Table, logprobs: Future[list[Logprobs]]) -> None:
+    events.put(_Referred(group, logprobs))
+
+
+def _result(config: RewardConfig, group: pa.Table, rewards: Future[GroupRewards]) -> GroupRewards:
+    n = len(group["completion_ids"][0])
+    try:
+        return rewards.result()
     except RewardError as error:
         return no_rewards(config, n, with_notes(error))
     except Exception as error:
         return no_rewards(config, n, unforeseen("the group could not be scored", error))
 
 
-def _with_reference(event: _Referred) -> pa.Table:
-    """The group with the reference policy's log-probs. Where the reference fails at this group, it
-    is given up; where it died, the stream breaks."""
+def _with_reference(group: pa.Table, logprobs: Future[list[Logprobs]]) -> pa.Table:
+    """The group with the reference policy's log-probs. If the reference raised, the group has
+    failed; if its process died, the stream breaks."""
     try:
-        return attach_reference(event.group, event.logprobs.result())
+        return attach_reference(group, logprobs.result())
     except DEATHS:
         raise
     except Exception as error:
         failure = unforeseen("the reference policy failed", error)
-        group = event.group.set_column(
-            event.group.column_names.index("failure"),
+        group = group.set_column(
+            group.column_names.index("failure"),
             "failure",
             pa.array([failure], SCORED_COLUMNS["failure"]),
         )
@@ -159,26 +177,25 @@ def _with_reference(event: _Referred) -> pa.Table:
 
 
 def _take(
-    workers: Sequence[Any],
+    workers: Sequence[Actor],
     reader: str,
     places: int,
     room: threading.Semaphore,
     stop: threading.Event,
-    events: queue.Queue[Any],
+    events: _Events,
 ) -> None:
     """Long-poll every worker; put one-row tables on the queue, and None when no worker is left."""
     try:
         left = list(workers)
-        asked: dict[Any, Any] = {}
+        takes: dict[ray.ObjectRef[pa.Buffer | None], Actor] = {}
         while left and not stop.is_set():
             for worker in left:
-                if worker not in asked.values():
-                    asked[
-                        worker.take.remote(reader, max(1, places // len(workers)), TAKE_WAIT_S)
-                    ] = worker
-            done, _ = ray.wait(list(asked), num_returns=1, timeout=TAKE_WAIT_S)
+                if worker not in takes.values():
+                    take = worker.take.remote(reader, max(1, places // len(workers)), TAKE_WAIT_S)
+                    takes[take] = worker
+            done, _ = ray.wait(list(takes), num_returns=1, timeout=TAKE_WAIT_S)
             for reference in done:
-                worker = asked.pop(reference)
+                worker = takes.pop(reference)
                 try:
                     stream = ray.get(reference)
                 except OutboxClosedError:
@@ -190,7 +207,7 @@ def _take(
                 else:
                     for group in _rows(stream):
                         room.acquire()
-                        events.put(group)
+                        events.put(_Taken(group))
         events.put(None)
     except Exception as error:
         # The generator raises it: this thread cannot.

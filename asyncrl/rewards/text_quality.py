@@ -1,5 +1,5 @@
 """Signs of gibberish in one completion: a loop of one n-gram, characters that no text has. Pure;
-docs/metrics.md has the healthy ranges."""
+docs/how_to/metrics.md has the healthy ranges."""
 
 from __future__ import annotations
 

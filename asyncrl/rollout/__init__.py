@@ -1,1 +1,1 @@
-"""Rollout workers: one group per prompt, kept until it is acknowledged."""
+"""Rollout workers: they make one group per prompt and keep it until it is acknowledged."""

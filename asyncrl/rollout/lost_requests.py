@@ -1,5 +1,5 @@
-"""The last requests of an engine that died, to find out why it died. The groups
-themselves are made again."""
+"""Records the requests that were in flight when an engine died, to help find the cause. Their
+groups are generated again."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from asyncrl.runtime.files import append_to
 __all__ = ["LostRequests"]
 
 MOST = 256
-"""Requests that one process keeps: an engine that dies again and again must not fill the disk."""
+"""Requests that one process records. An engine that dies repeatedly must not fill the disk."""
 
 
 class LostRequests:
-    """Appends each request that was lost with its engine to
-    `lost_requests_<attempt>_<process>.jsonl`, once, with what ended it."""
+    """Appends each request that was lost with its engine, and the error, to
+    `lost_requests_<attempt>_<process>.jsonl`. A repeated request is recorded once."""
 
     def __init__(self, directory: Path, attempt: int) -> None:
         """
         Args:
-            directory: <run>/kept; made when there is something to keep.
+            directory: <run>/kept; created with the first record.
         """
         self._path = directory / f"lost_requests_{attempt}_{os.getpid()}.jsonl"
         self._kept: set[tuple[tuple[int, ...], int | None]] = set()
 
     def __call__(self, request: GenerateRequest, error: BaseException) -> None:
-        """Never raises for a disk that is full: a diagnosis must not end a run."""
+        """Record a request. A file that cannot be written raises nothing: a diagnosis must not end
+        a run."""
         key = (tuple(request.prompt_ids), request.seed)
         if key in self._kept or len(self._kept) >= MOST:
             return
         self._kept.add(key)
-        said = (str(error).strip().splitlines() or [""])[
-            -1
-        ]  # of an error that comes from another process, the cause
+        # The last line of an error from another process is its cause.
+        cause = (str(error).strip().splitlines() or [""])[-1]
         row = {
             "time": time.time(),
-            "error": f"{type(error).__name__}: {said}",
+            "error": f"{type(error).__name__}: {cause}",
             "prompt_ids": list(request.prompt_ids),
             "n": request.n,
             "max_tokens": request.max_tokens,

@@ -1,5 +1,5 @@
-"""Finished groups that wait in a rollout worker: taken by the scoring reader, kept until
-acknowledged."""
+"""Finished groups in a rollout worker. The scoring reader takes them, and the worker keeps them
+until they are acknowledged."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Generic, TypeVar
 
 from asyncrl.contracts.errors import OutboxClosedError
 
-__all__ = [
-    "Outbox",
-]
+__all__ = ["Outbox"]
+
 Item = TypeVar("Item")
 
 
 class Outbox(Generic[Item]):
-    """Per ordinal: waiting → taken → acknowledged (forgotten). A new reader's first take frees
-    what the old reader held.
+    """Items by ordinal, each waiting, then taken, then acknowledged and forgotten. A new reader's
+    first take returns the old reader's items to the waiting ones.
 
-    So a group is offered until its scored row is safe, at least once to each reader; the consumer
-    drops what comes twice.
+    So a group is offered until its scored row is safe, and may be taken more than once. The
+    consumer drops duplicates.
     """
 
     def __init__(self) -> None:
@@ -37,22 +36,22 @@ class Outbox(Generic[Item]):
 
     @property
     def has_reader(self) -> bool:
-        """Whether anyone has asked for groups yet."""
+        """Whether a reader has asked for groups yet."""
         return self._reader is not None
 
     async def put(self, ordinal: int, item: Item) -> None:
-        """Offer a finished group. A group of the same ordinal that is still here is replaced."""
+        """Offer a finished group. It replaces a group of the same ordinal."""
         async with self._changed:
             self._taken.pop(ordinal, None)
             self._waiting[ordinal] = item
             self._changed.notify_all()
 
     async def take(self, reader: str, most: int, wait_s: float) -> list[Item]:
-        """Up to `most` groups, in the order in which they finished; an empty list if none comes
+        """Up to `most` groups, in the order in which they finished; an empty list if none finishes
         within `wait_s` seconds.
 
         Raises:
-            OutboxClosedError: this reader has nothing more to expect.
+            OutboxClosedError: the outbox is closed, or another reader has replaced this one.
         """
         async with self._changed:
             self._announce(reader)
@@ -73,8 +72,8 @@ class Outbox(Generic[Item]):
             return [self._taken[ordinal] for ordinal in ordinals]
 
     async def ack(self, ordinals: Iterable[int]) -> None:
-        """Forget these groups, taken or not; unknown ordinals are no error (an acknowledgement may
-        come twice)."""
+        """Forget these groups, taken or not. Unknown ordinals are ignored, since an acknowledgment
+        may come twice."""
         async with self._changed:
             for ordinal in ordinals:
                 self._taken.pop(ordinal, None)

@@ -1,4 +1,4 @@
-"""A rollout worker: makes groups through a generator and keeps each until its scored row is
+"""A rollout worker: it makes groups through a generator, and keeps each until its scored row is
 safe."""
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["RETRIED", "RolloutWorker", "WorkerSpec", "rollout_seed"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 RETRIED = (StaleReplicaError, *DEATHS, ConnectionError)
-"""What another replica, or the same one a little later, may do better: it is behind, it died, it
-restarts."""
+"""Errors after which a request is tried again: the replica is behind, has died or restarts, and
+another replica, or the same one later, may answer."""
 
 
 def rollout_seed(seed: int, ordinal: int) -> int:
-    """Sampling seed of a group, below 2**48 (room for the engine to add a trajectory's index). The
-    same in every process and attempt."""
+    """Sampling seed of a group, the same in every process and attempt. It is below 2**48, so that
+    the engine can add a trajectory's index."""
     return int.from_bytes(
         hashlib.blake2b(f"{seed}:{ordinal}".encode(), digest_size=6).digest(), "big"
     )
@@ -38,23 +38,23 @@ def rollout_seed(seed: int, ordinal: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a worker needs to know: the run, and how to get a generator there."""
+    """The settings of one run that its rollout workers need."""
 
     rollout: RolloutConfig
     max_length: int | None
-    """Tokens of prompt and completion together; None = no bound of their sum."""
+    """Most tokens of prompt plus completion; None = no limit."""
     deadline_s: float
     """Seconds after which a group's generation fails."""
     seed: int
     run_id: str
     attempt: int
     generate: Callable[[], Generate]
-    """Makes the generator, in the worker."""
+    """Makes the generator's client; called in the worker."""
 
 
 class RolloutWorker:
-    """Plain asyncio; `asyncrl.rollout.group` runs it as a Ray actor. All groups of one worker share
-    its event loop."""
+    """A plain asyncio class, which `asyncrl.rollout.group` runs as a Ray actor. All groups of one
+    worker share its event loop."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec, self._run_id, self._attempt = spec, spec.run_id, spec.attempt
@@ -65,22 +65,22 @@ class RolloutWorker:
         self._never = asyncio.Event()
 
     async def ready(self) -> None:
-        """Answers once the constructor is done."""
+        """Return once the constructor is done."""
 
     async def until_dead(self) -> None:
-        """Never returns; its caller learns of this process's death by the call's error."""
+        """Never return. The caller learns of this process's death from the call's error."""
         await self._never.wait()
 
     async def committed(self, version: int) -> None:
         self._committed = max(self._committed, version)
 
     async def rollout(self, prompt: Prompt, committed: int) -> Finished:
-        """Make the group of one prompt and keep it for scoring. Cancelled: the generator is told to
-        stop.
+        """Make the group of one prompt and keep it for scoring. Cancelling the call aborts the
+        generator's request.
 
         Raises:
-            RolloutFailedError: not done within rollout.deadline_s, retries included, or an
-                exception that nobody foresaw, whose stack the message holds.
+            RolloutFailedError: not done within rollout.deadline_s, including retries, or an
+                unexpected exception, whose stack the message contains.
         """
         await self.committed(committed)
         self._under_way += 1
@@ -89,7 +89,8 @@ class RolloutWorker:
             group = self._group(prompt, generated)
         except RolloutFailedError:
             raise
-        except Exception as error:  # whatever an engine, a replica or Ray raises: one group of many
+        # Every other error of an engine, a replica or Ray fails only this group.
+        except Exception as error:
             raise RolloutFailedError(unforeseen(f"group {prompt.ordinal}", error)) from None
         finally:
             self._under_way -= 1
@@ -103,10 +104,8 @@ class RolloutWorker:
         )
 
     async def take(self, reader: str, most: int, wait_s: float) -> pa.Buffer | None:
-        """Up to `most` finished groups as one table (an IPC stream), one row each; None if there
-        are none within `wait_s` seconds.
-
-        Raises OutboxClosedError.
+        """Up to `most` finished groups as one table (an IPC stream), one row each; None if none
+        finishes within `wait_s` seconds. Raises OutboxClosedError.
         """
         tables = await self._outbox.take(reader, most, wait_s)
         return (
@@ -124,7 +123,7 @@ class RolloutWorker:
         return len(self._outbox)
 
     async def under_way(self) -> int:
-        """Groups being generated."""
+        """The number of groups that are being generated."""
         return self._under_way
 
     async def close_outbox(self) -> None:
@@ -143,7 +142,7 @@ class RolloutWorker:
                             self._request(prompt, ends - time.monotonic())
                         )
                     except RETRIED as error:
-                        reason = f"{type(error).__name__}: {_first_line(error)}"
+                        reason = f"{type(error).__name__}: {_last_line(error)}"
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE_S)
         except (TimeoutError, GenerationTimeoutError):
@@ -173,7 +172,7 @@ class RolloutWorker:
         wanted = self._spec.rollout.n_samples_per_prompt
         if len(generated.completions) != wanted:
             raise RuntimeError(
-                f"replica {generated.replica} gave {len(generated.completions)} completions for"
+                f"replica {generated.replica} returned {len(generated.completions)} completions for"
                 f" group {prompt.ordinal}, not {wanted}"
             )
         trajectories = tuple(
@@ -190,6 +189,6 @@ class RolloutWorker:
         )
 
 
-def _first_line(error: BaseException) -> str:
+def _last_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else ""

@@ -1,4 +1,4 @@
-"""Whole runs: train, launch, evaluate, export, audit."""
+"""Whole runs: training, launching, evaluation, export and audit."""
 
 from __future__ import annotations
 

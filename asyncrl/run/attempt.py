@@ -1,4 +1,4 @@
-"""One attempt of a run, from its stations' start to the finished model."""
+"""One attempt of a run, from the start of its stations to the finished model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncrl.observe.progress import ProgressView
 from asyncrl.observe.sinks import open_sinks
 from asyncrl.observe.watchdog import Stage, Watchdog, current_stage, marks
 from asyncrl.preflight.placement import check_models, wait_for_resources
-from asyncrl.preflight.plan import Plan
+from asyncrl.preflight.plan_text import Plan
 from asyncrl.preflight.specs import data_spec
 from asyncrl.run.attempts import AcrossAttempts
 from asyncrl.run.evaluation import Evaluator
@@ -37,13 +37,13 @@ from asyncrl.weights.check import ProbeCheck
 __all__ = ["Attempt", "concurrency_of", "make_coordinator", "open_writer"]
 
 NOTE_LENGTH = 160
-"""Characters of a stack trace that the live table shows."""
+"""Characters of a stall's stacks that the live table shows."""
 
 logger = logging.getLogger("asyncrl")
 
 
 class Attempt:
-    """One attempt: `run()` trains to the last step, and raises what ended the attempt earlier."""
+    """One attempt. `run()` trains to the last step, or raises the error that ended the attempt."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Attempt:
 
     async def run(self, view: ProgressView) -> None:
         """Wait for resources, start the stations, train, and export the model to `hf/`. The view
-        shows the progress meanwhile."""
+        shows the progress."""
         showing = asyncio.create_task(self.live.show(view))
         try:
             await self._wait_for_resources()
@@ -101,8 +101,8 @@ class Attempt:
         await check_models(self.config)
 
     async def _prepare_learner(self, learner: LearnerGroup) -> None:
-        """Bring the learner to the first version: that of the checkpoint, or the model's own
-        weights, after a warm start if the config asks for one."""
+        """Bring the learner to the first version: the checkpoint's, or the model's own weights,
+        with a warm start if one is configured."""
         if self.directory.checkpoint is not None:
             self.live.phase("loading the checkpoint")
             async with self.watched(learner):
@@ -163,13 +163,13 @@ class Attempt:
         replace_directory(path / ".hf", path / "hf")
 
     def _position(self) -> tuple[int, int]:
-        """(steps attempted, version), for records."""
+        """(steps attempted, version) of a record that is written now."""
         if self.coordinator is None:
             return self.directory.state.steps_attempted, self.directory.state.version
         return self.coordinator.progress.attempted, self.coordinator.progress.version
 
     def watched(self, learner: LearnerGroup) -> AbstractAsyncContextManager[None]:
-        """Watch calls of the learner that no coordinator makes, before training and after it."""
+        """Watch calls of the learner before and after training, which no coordinator makes."""
 
         def stage() -> Stage:
             return Stage(
@@ -190,17 +190,16 @@ class Attempt:
         ).watching()
 
     def _report_stall(self, stage: Stage, seconds: float, workers: str) -> None:
-        """Record that the watchdog saw no progress for so many seconds.
+        """Record that a stage made no progress for this long.
 
         Args:
-            workers: what the processes of the stage do.
+            workers: what the processes of the stage are doing.
         """
         line = (
-            f"{stage.stage} has made no progress for {seconds:.0f} s; it waits for"
-            f" {stage.waits_for}"
+            f"{stage.name} has made no progress for {seconds:.0f} s; it waits for {stage.waits_for}"
         )
         record = {
-            "stage": stage.stage,
+            "stage": stage.name,
             "waits_for": stage.waits_for,
             "stall_s": seconds,
             "workers": workers,
@@ -211,7 +210,7 @@ class Attempt:
 
 
 def open_writer(config: Config, directory: RunDirectory) -> MetricsWriter:
-    """The metrics of one attempt: `metrics.jsonl`, and the trackers that the config names."""
+    """The metrics writer of one attempt: `metrics.jsonl`, and the sinks of the config."""
     state = directory.state
     sinks = open_sinks(config, directory.path, state.run_id)
     return MetricsWriter(
@@ -226,8 +225,11 @@ def make_coordinator(
     stations: Stations,
     recorder: RunRecorder,
 ) -> Coordinator:
-    """Make the coordinator of the stations. `restored` are the groups of the checkpoint's
-    buffer."""
+    """Make the coordinator of the stations.
+
+    Args:
+        restored: the groups of the checkpoint's buffer.
+    """
     state = directory.state
     parts = Parts(
         prompts=stations.prompts,
@@ -290,10 +292,10 @@ def _probe_check(config: Config, state: State, stations: Stations) -> ProbeCheck
 
 
 def concurrency_of(config: Config, kv_cache_tokens: int, found: float | None = None) -> Concurrency:
-    """The limit on groups that run at once.
+    """The limit on the number of groups that are generated at once.
 
     Args:
-        kv_cache_tokens: that the KV cache of one replica holds.
+        kv_cache_tokens: capacity of one replica's KV cache, in tokens.
         found: the limit that an earlier attempt had reached.
     """
     rollout, generator = config.rollout, config.generator

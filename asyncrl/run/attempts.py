@@ -1,4 +1,4 @@
-"""What the attempts of one run share: the Ray cluster, and the run's own generators."""
+"""Resources that the attempts of a run share: the Ray cluster, and the run's own generators."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from asyncrl.runtime.redact import redact
 __all__ = ["AcrossAttempts"]
 
 THREADS_END_S = 10.0
-"""Seconds that calls in threads get to return."""
+"""Seconds that calls in threads get to return at the end of an attempt."""
 LARGEST_LOG = 10 << 20
 """Bytes. Larger log files of a Ray session are not kept."""
 
 
 class AcrossAttempts:
-    """What the attempts of a run share: the Ray cluster, and the generators that the run
-    started."""
+    """Holds the Ray cluster and the run's own generators across the attempts of a run."""
 
     def __init__(self) -> None:
         self.generators: OwnGenerators | None = None
         self.placed: Config | None = None
-        """The config by which `generators` were placed."""
+        """The config with which `generators` were placed."""
         self.failed: list[str] = []
-        """Stations of the attempt that did not close in time: only the end of the cluster frees
-        what they hold."""
+        """Stations of the attempt that did not close in time. What they hold is freed only when the
+        cluster ends."""
         self._cluster: ExitStack | None = None
         self._session_logs: Path | None = None
 
@@ -43,14 +42,16 @@ class AcrossAttempts:
     async def attempt(
         self, config: Config, state: State, logs: Path, restarts_left: Callable[[], int]
     ) -> AsyncIterator[None]:
-        """The cluster is there inside. On the way out it ends, and the generators before it, unless
-        a part died that is none of them, and all others closed.
+        """Provide the cluster while the body runs.
+
+        On exit the generators and then the cluster end. They are kept for a further attempt if
+        another part died and all others closed.
 
         Args:
-            restarts_left: attempts that may begin by themselves after this one.
+            restarts_left: automatic restarts that are left after this attempt.
 
         Raises:
-            Whatever `ray_cluster` does.
+            Whatever `ray_cluster` raises.
         """
         keep = False
         self.failed.clear()
@@ -72,7 +73,7 @@ class AcrossAttempts:
             )
             if not keep:
                 await self._end_generators()
-            # A thread that asks Ray after its end takes the process with it.
+            # A thread that calls Ray after the end of the cluster would kill this process.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(
                     asyncio.get_running_loop().shutdown_default_executor(), THREADS_END_S
@@ -83,13 +84,13 @@ class AcrossAttempts:
                 _keep_logs(self._session_logs, logs / "ray")
 
     def end(self) -> None:
-        """End what an attempt has left for one that did not begin."""
+        """End what an attempt kept for a further attempt that did not start."""
         if self._cluster is not None:
             asyncio.run(self._end_generators())
             self._end_cluster()
 
     def config(self, config: Config) -> Config:
-        """An attempt's config: it attaches to the generators that an earlier one has left."""
+        """The config of an attempt, which attaches to generators that an earlier attempt kept."""
         return (
             config
             if self.generators is None

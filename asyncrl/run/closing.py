@@ -1,4 +1,4 @@
-"""Closing the parts of an attempt: each gets some seconds, and what fails is named."""
+"""Closes the parts of an attempt, each within a time limit, and logs those that fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Closing", "cancel", "close_part"]
 logger = logging.getLogger("asyncrl")
 
 CLOSE_TIMEOUT_S = 10.0
-"""Seconds that one part gets to close. After them, the end of the cluster frees what it holds."""
+"""Seconds that one part gets to close. What it still holds is freed when the cluster ends."""
 
 
 class Closing(AsyncExitStack):
@@ -26,16 +26,12 @@ class Closing(AsyncExitStack):
         self._failed = failed
 
     def add(self, name: str, close: Callable[[], Awaitable[object]]) -> None:
-        """Close a part at the end of this block.
-
-        Args:
-            name: of the part, for the log.
-        """
+        """Close a part at the end of this block. `name` is its name in the log."""
         self.push_async_callback(close_part, name, close, self._failed)
 
 
 async def close_part(name: str, close: Callable[[], Awaitable[object]], failed: list[str]) -> None:
-    """Close one part within its seconds, so that a part that hangs does not stop the others."""
+    """Close one part within CLOSE_TIMEOUT_S, so that a part that hangs does not stop the others."""
     try:
         await asyncio.wait_for(close(), CLOSE_TIMEOUT_S)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`asyncrl.train`: a run from Python, in a script or in Jupyter."""
+"""`asyncrl.train`: starts a run from Python, in a script or in Jupyter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -16,29 +15,29 @@ from asyncrl.rundir.reader import Run, open_run
 __all__ = ["RunFailedError", "train"]
 
 INTERRUPTED = 130
-"""Exit code of a run that was stopped."""
+"""Exit code of an interrupted run."""
 
 
 class RunFailedError(RuntimeError):
-    """The run ended before its last step. What went wrong was printed, and is in the run's
-    driver.log."""
+    """The run ended before its last step. The cause was printed, and is in the run's driver.log."""
 
 
 def train(
-    config: Config | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()
+    config: Config | Mapping[str, object] | str | Path, overrides: Sequence[str] = ()
 ) -> Run | Awaitable[Run]:
-    """Train as the config says, and return the finished run as `asyncrl.open_run` does.
+    """Train according to the config, and return the finished run as `asyncrl.open_run` does.
 
-    Called as a plain function it blocks. Where an event loop runs, as in Jupyter, it returns at
-    once something to await: `run = await asyncrl.train(config)`. The run then works in a thread of
-    its own, and cancelling the call (the interrupt button) stops it as Ctrl-C does.
+    A plain call blocks. If an event loop is running, as in Jupyter, the call returns an awaitable:
+    `run = await asyncrl.train(config)`. The run is then in its own thread, and cancelling the call
+    (the interrupt button) stops it as Ctrl-C does.
 
     Args:
         config: a `Config`, the same settings as nested mappings, or the path of a YAML file.
-        overrides: of a YAML file, as on the command line: `["--rollout.temperature", "0.8"]`.
+        overrides: overrides for a YAML file, as on the command line:
+            `["--rollout.temperature", "0.8"]`.
 
     Raises:
-        ConfigError: something cannot be used; nothing was started, and nothing is left behind.
+        ConfigError: a setting cannot be used. Nothing was started, and nothing is left behind.
         RunFailedError: the run ended before its last step.
         KeyboardInterrupt: a plain call was interrupted.
     """
@@ -50,10 +49,12 @@ def train(
     return _in_thread(settings)
 
 
-def _settings(config: Config | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> Config:
+def _settings(
+    config: Config | Mapping[str, object] | str | Path, overrides: Sequence[str]
+) -> Config:
     if isinstance(overrides, str):
         raise ConfigError(
-            f"overrides = {overrides!r} is one text; give a list of words, such as"
+            f"overrides = {overrides!r} is a string; give a list of words, such as"
             ' ["--rollout.temperature", "0.8"]'
         )
     if isinstance(config, (str, Path)):
@@ -65,8 +66,8 @@ def _settings(config: Config | Mapping[str, Any] | str | Path, overrides: Sequen
         )
     if overrides:
         raise ConfigError(
-            f"overrides = {list(overrides)} go with the path of a YAML file; change the settings of"
-            " the config itself"
+            f"overrides = {list(overrides)} work only with the path of a YAML file; change the"
+            " settings of the config itself"
         )
     try:
         return config if isinstance(config, Config) else Config.model_validate(dict(config))
@@ -91,15 +92,15 @@ def _finished(config: Config, began: Callable[[Callable[[], None]], None] | None
 
 
 async def _in_thread(config: Config) -> Run:
-    """The run in a thread; cancelling this waits until it has stopped."""
+    """Run in a thread. Cancelling this coroutine stops the run and waits for its end."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Run] = loop.create_future()
     stops: list[Callable[[], None]] = []
-    unwanted = threading.Event()
+    cancelled = threading.Event()
 
     def began(stop: Callable[[], None]) -> None:
         stops.append(stop)
-        if unwanted.is_set():
+        if cancelled.is_set():
             stop()
 
     def settle(result: Run | None, error: BaseException | None) -> None:
@@ -126,7 +127,7 @@ async def _in_thread(config: Config) -> Run:
     try:
         return await asyncio.shield(done)
     except asyncio.CancelledError:
-        unwanted.set()
+        cancelled.set()
         if stops:
             stops[-1]()
         await asyncio.wait({done})

@@ -1,5 +1,5 @@
-"""Evaluation: sets of held-out prompts, completed at one committed version, scored by the isolated
-reward and kept as Parquet."""
+"""Evaluation: completes sets of held-out prompts at one committed version, scores them in the
+isolated reward processes, and keeps them as Parquet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -40,44 +40,44 @@ logger = logging.getLogger("asyncrl")
 Result = TypeVar("Result")
 
 Score = Callable[[Prompt, Sequence[Completion]], Awaitable[Mapping[str, Sequence[float | None]]]]
-"""Raw rewards of completions of one prompt: name of the reward function → one for each completion.
-"""
+"""Scores completions of one prompt: reward function → the raw reward of each completion."""
 
 STATUSES = ("ok", "unscored", "late", "failed")
-"""`ok`: the reward that is called accuracy scored it. `unscored`: that reward returned None.
-`late`: no answer by rollout.deadline_s. `failed`: the request failed otherwise."""
+"""`ok`: the reward named by `eval.accuracy` scored it. `unscored`: that reward returned None.
+`late`: no answer within rollout.deadline_s. `failed`: the request failed otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion asked for: what came of it."""
+    """The result of one completion request."""
 
     completion: Completion | None
-    """None: late or failed."""
+    """None if it was late or failed."""
     status: str
+    """One of STATUSES."""
     reason: str = ""
-    """Why nothing came."""
+    """Why the completion is missing."""
     replica: str | None = None
     parts: Mapping[str, float | None] = field(default_factory=dict)
-    """Name of the reward function → reward, None where it gave none."""
+    """Reward function → its reward, or None if it returned None."""
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Which versions made it."""
+        """The versions that sampled the completion."""
         return () if self.completion is None else self.completion.versions
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What answers: a version, on one replica that is held at it (None: on all)."""
+    """What answers: a version, on the one replica that is held at it (None: on all replicas)."""
 
     version: int
     replica: str | None
 
 
 class Evaluator:
-    """Completes every prompt of every set, n times each. A completion that is late or fails counts
-    and is reported; it ends nothing."""
+    """Completes every prompt of every set, n times each. A late or failed completion is counted and
+    reported, and does not end the evaluation."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Evaluator:
     ) -> None:
         """
         Args:
-            prompts: of each file that a set of `config.evaluation_sets` names.
+            prompts: data file of a set in `config.evaluation_sets` → its prompts.
             directory: where the completions are kept.
         """
         self.config, self.generate, self.score = config, generate, score
@@ -102,20 +102,23 @@ class Evaluator:
             directory,
         )
         self.errors = 0
-        """Exceptions of the evaluation under way that nobody foresaw."""
+        """Unexpected exceptions of the current evaluation."""
 
     async def __call__(self, version: int, replica: str | None = None) -> dict[str, float]:
-        """Evaluate the version on the replica that is held at it; without one, on all replicas,
-        which stay at the version or (eval.in_flight) move on.
+        """Evaluate a version.
+
+        Args:
+            replica: the replica that is held at the version. None: all replicas, which stay at the
+                version or, with `eval.in_flight`, continue to newer ones.
 
         Returns:
-            Metrics of all sets as `eval/<set>_<name>` (see `measure`); `eval/accuracy` and
-            `eval/prompts` of the first set; over all `eval/failed_ratio` (late ones included),
-            `eval/errors` (exceptions that nobody foresaw), `eval/newest_version` of their tokens,
+            Metrics of each set as `eval/<set>_<name>` (see `measure`), and `eval/accuracy` and
+            `eval/prompts` of the first set. Over all sets: `eval/failed_ratio` (late ones
+            included), `eval/errors` (unexpected exceptions), `eval/newest_version` of the tokens,
             and `eval/seconds`.
 
         Raises:
-            EvaluationLostError: the replica is gone. Nothing of the set under way is kept.
+            EvaluationLostError: the replica is gone. Nothing of the current set is kept.
             RewardError: a reward failed under policy `fail`.
         """
         clock = asyncio.get_running_loop().time
@@ -155,8 +158,8 @@ class Evaluator:
         return self.prompts[settings.data][: settings.max_prompts]
 
     async def _answers(self, settings: EvalSet, place: _Place) -> list[list[Answer]]:
-        """Of each prompt in order, n answers. As many requests are under way as the engines that
-        answer run at once."""
+        """The n answers of each prompt, in order. As many requests are in flight as the engines
+        that answer can run at once."""
         generator = self.config.generator
         room = asyncio.Semaphore(
             self.config.max_num_seqs * (generator.num_replicas if place.replica is None else 1)
@@ -167,7 +170,8 @@ class Evaluator:
             for index in range(len(prompts))
         ]
         return await _together(
-            self._siblings(settings, place, *one, room) for one in zip(prompts, seeds, strict=True)
+            self._siblings(settings, place, prompt, prompt_seeds, room)
+            for prompt, prompt_seeds in zip(prompts, seeds, strict=True)
         )
 
     async def _siblings(
@@ -178,7 +182,7 @@ class Evaluator:
         seeds: Sequence[int],
         room: asyncio.Semaphore,
     ) -> list[Answer]:
-        """An answer for each seed, scored together as one group."""
+        """One answer per seed; the answers are scored together, as a group is."""
         answers = await _together(
             self._answer(self._request(settings, place, prompt, seed), place.version, room)
             for seed in seeds
@@ -199,7 +203,7 @@ class Evaluator:
     async def _parts(
         self, prompt: Prompt, completions: Sequence[Completion]
     ) -> Mapping[str, Sequence[float | None]]:
-        """The rewards; none of them after an error that is not the reward's own."""
+        """The rewards of one prompt's completions; all None after an unexpected error."""
         try:
             return await self.score(prompt, completions)
         except RewardError:
@@ -216,7 +220,7 @@ class Evaluator:
     def _request(
         self, settings: EvalSet, place: _Place, prompt: Prompt, seed: int
     ) -> GenerateRequest:
-        """What ends a completion is the same as in rollouts."""
+        """The request for one completion, which ends in the same ways as in rollouts."""
         config, rollout = self.config, self.config.rollout
         assert (
             settings.temperature is not None
@@ -249,14 +253,12 @@ class Evaluator:
                 generated = await self.generate.generate(request)
         except GenerationTimeoutError as error:
             return Answer(None, "late", _one_line(error))
-        except (
-            Exception
-        ) as error:  # whatever an engine, a replica or Ray raises: one completion of many
+        # An error of an engine, a replica or Ray costs one completion, not the evaluation.
+        except Exception as error:
             if request.replica is not None and isinstance(error, StaleReplicaError):
                 raise EvaluationLostError(_one_line(error)) from None
-            from asyncrl.rollout.worker import (
-                RETRIED,
-            )  # it imports Ray, and who reads evaluations need not
+            # Imported here because it imports Ray, which readers of evaluations do not need.
+            from asyncrl.rollout.worker import RETRIED
 
             if not isinstance(error, RETRIED):
                 self._count_error("a completion of an evaluation failed", error)
@@ -268,8 +270,8 @@ class Evaluator:
             return Answer(
                 None,
                 "failed",
-                f"made by versions {[span.version for span in completion.versions]}, not {version}"
-                " alone",
+                f"made by versions {[span.version for span in completion.versions]}, not only by"
+                f" {version}",
                 generated.replica,
             )
         return Answer(completion, "ok", replica=generated.replica)
@@ -281,7 +283,7 @@ class Evaluator:
     def _keep(
         self, name: str, settings: EvalSet, version: int, answers: Sequence[Sequence[Answer]]
     ) -> None:
-        """Write the completions, and name the first that did not come in the log."""
+        """Write the completions, and log how many were lost and why the first was."""
         lost = [answer for siblings in answers for answer in siblings if answer.completion is None]
         if lost:
             logger.warning(
@@ -311,8 +313,8 @@ class Evaluator:
         )
 
 
-async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All results in order. The first error ends the others."""
+async def _together(works: Iterable[Coroutine[object, None, Result]]) -> list[Result]:
+    """All results, in order. The first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
@@ -324,39 +326,41 @@ async def _together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result
 def measure(
     answers: Sequence[Sequence[Answer]], accuracy: str, pass_threshold: float
 ) -> dict[str, float]:
-    """What the answers to a set's prompts come to; `answers` has n of each prompt.
+    """The metrics of one evaluation set, from n answers to each of its prompts.
 
     Returns:
-        prompts: how many.
-        accuracy: mean of the reward named `accuracy` over the completions that it scored; one that
-            was late or failed counts as 0. NAME of each reward part: mean over the completions that
-            it scored.
+        prompts: number of prompts.
+        accuracy: mean of the reward named `accuracy` over the completions that it scored. A late or
+            failed completion counts as 0.
+        NAME of each reward part: mean over the completions that it scored.
         scored, unscored_ratio, late_ratio, failed_ratio: completions that `accuracy` scored, and
-            shares of all that were asked for.
-        completion_tokens, truncated_ratio: over the completions that came.
+            shares of all requested completions.
+        completion_tokens, truncated_ratio: over the completions that arrived.
         avg_at_N, pass_at_K: with n above 1, means over prompts; k = 1, 2, 4, … and n. A completion
-            without a score is left out, and so is a prompt that has fewer than k left; one that was
-            late or failed does not pass.
-        NaN: there is nothing to average.
+            without a score is left out, and so is a prompt with fewer than k of them. A late or
+            failed completion does not pass.
+        NaN where there is nothing to average.
     """
-    asked = [answer for siblings in answers for answer in siblings]
-    came = [answer for answer in asked if answer.completion is not None]
-    statuses = Counter(answer.status for answer in asked)
+    requested = [answer for siblings in answers for answer in siblings]
+    arrived = [answer for answer in requested if answer.completion is not None]
+    statuses = Counter(answer.status for answer in requested)
     judged = [_judged(siblings, accuracy) for siblings in answers]
     found = {
         **{
-            name: _mean(value for answer in came if (value := answer.parts.get(name)) is not None)
-            for name in _part_names(asked)
+            name: _mean(
+                value for answer in arrived if (value := answer.parts.get(name)) is not None
+            )
+            for name in _part_names(requested)
         },
         "prompts": float(len(answers)),
         "accuracy": _mean(value for values in judged for value in values),
         "scored": float(statuses["ok"]),
-        **{f"{status}_ratio": statuses[status] / len(asked) for status in STATUSES[1:]},
+        **{f"{status}_ratio": statuses[status] / len(requested) for status in STATUSES[1:]},
         "completion_tokens": _mean(
-            len(answer.completion.token_ids) for answer in came if answer.completion
+            len(answer.completion.token_ids) for answer in arrived if answer.completion
         ),
         "truncated_ratio": _mean(
-            answer.completion.finish_reason in TRUNCATED for answer in came if answer.completion
+            answer.completion.finish_reason in TRUNCATED for answer in arrived if answer.completion
         ),
     }
     n = max(len(siblings) for siblings in answers)
@@ -372,8 +376,8 @@ def measure(
 
 
 def _judged(siblings: Sequence[Answer], accuracy: str) -> list[float]:
-    """The accuracy of one prompt's completions; what did not come is 0, what has no score is left
-    out."""
+    """The accuracy of one prompt's completions: 0 for late and failed ones, and without those that
+    have no score."""
     values = [0.0 if answer.completion is None else answer.parts[accuracy] for answer in siblings]
     return [value for value in values if value is not None]
 
@@ -397,14 +401,18 @@ def answers_table(
     weights: Mapping[str, float],
     accuracy: str,
 ) -> pa.Table:
-    """The rows of evaluations/*.parquet: `answers` has n of each prompt, in order; `weights` are
-    those of the reward functions."""
+    """The rows of evaluations/*.parquet.
+
+    Args:
+        answers: n of each prompt, in order.
+        weights: reward function → its weight.
+    """
     places = [
         (prompt, index, answer)
         for prompt, siblings in zip(prompts, answers, strict=True)
         for index, answer in enumerate(siblings)
     ]
-    came = [answer.completion for _, _, answer in places]
+    completions = [answer.completion for _, _, answer in places]
     columns = {
         "set": [name] * len(places),
         "attempt": [attempt] * len(places),
@@ -417,14 +425,14 @@ def answers_table(
         "reward": [_reward(answer, weights) for _, _, answer in places],
         "prompt_text": [prompt.text for prompt, _, _ in places],
         "prompt_ids": [prompt.token_ids for prompt, _, _ in places],
-        "completion": [one and one.text for one in came],
-        "completion_ids": [one and one.token_ids for one in came],
-        "logprobs": [one and one.logprobs for one in came],
+        "completion": [each and each.text for each in completions],
+        "completion_ids": [each and each.token_ids for each in completions],
+        "logprobs": [each and each.logprobs for each in completions],
         "versions": [
-            one and [{"version": s.version, "start": s.start, "end": s.end} for s in one.versions]
-            for one in came
+            each and [{"version": s.version, "start": s.start, "end": s.end} for s in each.versions]
+            for each in completions
         ],
-        "finish_reason": [one and one.finish_reason for one in came],
+        "finish_reason": [each and each.finish_reason for each in completions],
         "replica": [answer.replica for _, _, answer in places],
     }
     arrays = {column: pa.array(columns[column], kind) for column, kind in ANSWER_COLUMNS.items()}
@@ -442,7 +450,7 @@ def _part_names(answers: Iterable[Answer]) -> list[str]:
 
 
 def _reward(answer: Answer, weights: Mapping[str, float]) -> float | None:
-    """The weighted sum of the parts; None if one of them that counts is."""
+    """The weighted sum of the parts; None if a part with a weight is None."""
     parts = [(weight, answer.parts.get(name)) for name, weight in weights.items() if weight]
     values = [weight * part for weight, part in parts if part is not None]
     return sum(values) if answer.completion is not None and len(values) == len(parts) else None

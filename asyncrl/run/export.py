@@ -1,4 +1,4 @@
-"""A Hugging Face directory from a checkpoint, without the run: no Ray, no engine, one process."""
+"""Exports a checkpoint as a Hugging Face directory, in one process without Ray or an engine."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ from asyncrl.weights.published import PublishedTensor, version_table
 __all__ = ["export_checkpoint", "find_checkpoint"]
 
 PREFIX = "model."
-"""Of the model's parameters in the learner's module, which may have a value head beside the model.
-"""
+"""Prefix of the model's parameters in the learner's module, which may also have a value head."""
 
 
 def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
-    """A committed checkpoint, every file of it checked against the manifest; prints what was passed
-    over.
+    """Find a committed checkpoint whose files all match its manifest. Prints which checkpoints were
+    passed over.
 
     Args:
         checkpoints: directory of a run's checkpoints.
-        step: which one; None = the newest.
+        step: policy version of the checkpoint; None for the newest.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is damaged.
@@ -49,13 +48,14 @@ def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
 
 
 def export_checkpoint(path: Path, target: Path) -> None:
-    """Write the weights of a checkpoint that `find_checkpoint` found as a Hugging Face directory,
-    under the names of the model that the run began from. The whole model is in memory once, in
-    float32. The learner's shards are pickles: to export a checkpoint is to trust its author.
+    """Write the weights of a checkpoint from `find_checkpoint` as a Hugging Face directory, under
+    the names of the model that the run began from.
+
+    The whole model is in memory once, in float32. The learner's shards are pickles, so only export
+    checkpoints whose author you trust.
 
     Raises:
-        ConfigError: the model's config is gone or does not fit, or something is at `target`
-            already.
+        ConfigError: the model's config is missing or does not fit, or `target` exists.
     """
     if target.exists():
         raise ConfigError(f"{target} exists; name another directory with --out")
@@ -67,25 +67,26 @@ def export_checkpoint(path: Path, target: Path) -> None:
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"model.path = {config.model.path!r}, which the run began from, cannot be read"
-            f" ({reason}); put it back"
+            f" ({reason}); restore it"
         ) from None
     weights = get_fp32_state_dict_from_zero_checkpoint(str(path / "learner"), tag=TAG)
-    own = {
+    parameters = {
         name: weights[PREFIX + name].contiguous().reshape(-1)
         for name in table.parameters
         if PREFIX + name in weights
     }
-    if strange := next(
+    unmatched = next(
         (
             name
             for name, shape in table.parameters.items()
-            if name not in own or own[name].numel() != math.prod(shape)
+            if name not in parameters or parameters[name].numel() != math.prod(shape)
         ),
         None,
-    ):
+    )
+    if unmatched:
         raise ConfigError(
-            f"{path} does not fit model.path = {config.model.path!r}: {strange} has no counterpart;"
-            " put the model back as it was"
+            f"{path} does not fit model.path = {config.model.path!r}: {unmatched} is missing or has"
+            " another size; restore the model that the run began from"
         )
     temporary = target.with_name(f".{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -94,7 +95,7 @@ def export_checkpoint(path: Path, target: Path) -> None:
 
     def parts_of(tensor: PublishedTensor) -> Iterator[tuple[Piece, torch.Tensor]]:
         for piece in tensor.pieces:
-            yield piece, own[piece.parameter][piece.start : piece.start + piece.span]
+            yield piece, parameters[piece.parameter][piece.start : piece.start + piece.span]
 
     fill_buckets(table, directory.entries, directory.sizes, parts_of, directory.write)
     directory.finish(config.model.path, config.model.path)

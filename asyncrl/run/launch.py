@@ -1,7 +1,6 @@
-"""The one place that joins the stations of an attempt: it starts generators, learner and streams,
-and ends them.
+"""Starts the stations of an attempt, connects them, and ends them.
 
-The cluster and the run's own generators outlast an attempt: see `asyncrl.run.attempts`.
+The cluster and the run's own generators may outlive an attempt: see `asyncrl.run.attempts`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collections.abc import (
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -30,7 +28,9 @@ from asyncrl.config import Config
 from asyncrl.contracts.messages import ReplicaStatus
 from asyncrl.contracts.rows import Completion, Prompt
 from asyncrl.contracts.state import State
-from asyncrl.data.prompts import Data, PromptReport, RayPromptSource, read_prompts
+from asyncrl.data.prompt_stream import RayPromptSource
+from asyncrl.data.prompts import PromptReport, read_prompts
+from asyncrl.data.rendering import Data
 from asyncrl.frozen.reference import start_reference
 from asyncrl.generation.app import (
     ServeGenerate,
@@ -40,6 +40,7 @@ from asyncrl.generation.app import (
 from asyncrl.generation.orphans import application_name
 from asyncrl.generation.owned import OwnGenerators, end_lease, lease_generators
 from asyncrl.learning.group import LearnerGroup
+from asyncrl.observe.watchdog import Description
 from asyncrl.preflight.attach import attached_config
 from asyncrl.preflight.placement import (
     generators_lost,
@@ -67,6 +68,7 @@ from asyncrl.run.closing import Closing, cancel
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.runtime.files import make_directory
 from asyncrl.runtime.ray_objects import Actor
+from asyncrl.runtime.serve_calls import Handle
 from asyncrl.runtime.stacks import stacks_as
 from asyncrl.text.tokenizer import refuse_another_tokenizer
 from asyncrl.weights.push import ServeWeightSync
@@ -78,7 +80,7 @@ logger = logging.getLogger("asyncrl")
 
 @dataclass(slots=True)
 class Stations:
-    """The running parts of one run."""
+    """The running stations of an attempt."""
 
     config: Config
     context: int
@@ -90,21 +92,24 @@ class Stations:
     scores: RayScores
     pool: RewardPool | RemoteRewardPool
     evaluation_prompts: dict[Data, list[Prompt]]
-    """Of each file that an evaluation set names."""
+    """Data file of an evaluation set → its prompts."""
     kv_cache_tokens: int
-    """Tokens that one replica's KV cache holds."""
-    startup: dict[str, Any]
-    """Seconds that the parts took to start."""
+    """Capacity of one replica's KV cache, in tokens."""
+    startup: dict[str, float | str]
+    """Seconds that the stations took to start, and the locations of the package."""
     stacks: Path
-    """Where processes say what they do when they are asked."""
+    """Folder where processes write their stacks on request."""
     application: str
     """Name of the generators' Serve application."""
     placed: Config | None
-    """The config by which the run placed generators of its own."""
+    """The config with which the run placed its own generators; None: it attached to others."""
 
-    async def while_placed(self, work: Coroutine[Any, Any, object]) -> None:
-        """Do the work. Raises PlacementLostError, and cancels it, when the room for all generators
-        of the run's own is lost meanwhile."""
+    async def while_placed(self, work: Coroutine[object, None, object]) -> None:
+        """Run a coroutine for as long as the run's own generators have room on the cluster.
+
+        Raises:
+            PlacementLostError: the last of them lost its room. The coroutine was cancelled.
+        """
         if self.placed is None:
             await work
             return
@@ -118,13 +123,12 @@ class Stations:
 
     @property
     def probe_tokens(self) -> int:
-        """Tokens sampled for each probe: what the config asks for, as far as the model's context
-        goes."""
+        """Tokens sampled for each probe: as configured, limited by the model's context."""
         return max(1, min(self.config.probe_tokens, self.context - self.config.longest_prompt - 1))
 
     @property
     def probe_prompts(self) -> list[Sequence[int]]:
-        """Prompts of the log-prob check, the same ones in every attempt."""
+        """Prompts of the log-prob check, the same in every attempt."""
         held_out = next(iter(self.evaluation_prompts.values()), None)
         prompts = held_out or read_prompts(
             self.config.data.train,
@@ -134,49 +138,50 @@ class Stations:
         )
         return [prompt.token_ids for prompt in prompts[: self.config.weights.probe_prompts]]
 
-    async def describe(self, stage: str) -> tuple[Any, str]:
-        """For the watchdog: what moves inside a stage that does not come to its end (None: nothing
-        that could be seen), and what its workers say."""
+    async def describe(self, stage: str) -> Description:
+        """Describe a stage for the watchdog."""
         if stage == "learning":
             return await self.learner.describe()
         if stage in ("generation", "publishing", "evaluation"):
-            found, stacks, scoring = await asyncio.gather(
-                self.generate.statuses(), self.generate.stacks(), stacks_as(self.stacks, "scoring")
-            )
-            versions = [one.weights.version if one.weights else None for one in found]
-            said = [
-                f"replica {one.replica} has version {version}, {one.tokens_generated} tokens"
-                for one, version in zip(found, versions, strict=True)
-            ]
-            said += [
-                f"engine of {replica}: {stack}"
-                for replica, found_there in stacks
-                for stack in found_there
-            ]
-            said += scoring if stage == "generation" else []
-            return (
-                tuple(one.tokens_generated for one in found),
-                "; ".join(said) or "no replica answers",
-            )
+            return await self._describe_generators(stage)
+        stacks = await stacks_as(self.stacks, stage)
         return (
             None,
-            "; ".join(await stacks_as(self.stacks, stage))
+            "; ".join(stacks)
             or f"no process of the {stage} stream is left; see {self.stacks.parent}",
+        )
+
+    async def _describe_generators(self, stage: str) -> Description:
+        statuses, stacks, scoring = await asyncio.gather(
+            self.generate.statuses(), self.generate.stacks(), stacks_as(self.stacks, "scoring")
+        )
+        lines = [
+            f"replica {status.replica} has version"
+            f" {status.weights.version if status.weights else None},"
+            f" {status.tokens_generated} tokens"
+            for status in statuses
+        ]
+        lines += [f"engine of {replica}: {stack}" for replica, engine in stacks for stack in engine]
+        lines += scoring if stage == "generation" else []
+        return (
+            tuple(status.tokens_generated for status in statuses),
+            "; ".join(lines) or "no replica answers",
         )
 
     async def score(
         self, prompt: Prompt, completions: Sequence[Completion]
     ) -> dict[str, list[float | None]]:
-        """Raw rewards of completions of one prompt, name by name."""
+        """Raw rewards of the completions of one prompt, by reward function."""
         return await score_completions(self.pool, prompt, completions)
 
 
 def _evaluation_prompts(config: Config) -> dict[Data, list[Prompt]]:
-    """The prompts of all data that is evaluated on, as many as any of its sets takes."""
+    """The prompts of each data file of the evaluation sets: as many as the largest of its sets
+    needs."""
     most: dict[Data, int] = {}
-    for one in config.evaluation_sets.values():
-        assert one.data is not None and one.max_prompts is not None
-        most[one.data] = max(most.get(one.data, 0), one.max_prompts)
+    for settings in config.evaluation_sets.values():
+        assert settings.data is not None and settings.max_prompts is not None
+        most[settings.data] = max(most.get(settings.data, 0), settings.max_prompts)
     return {path: read_prompts(path, data_spec(config), limit) for path, limit in most.items()}
 
 
@@ -189,13 +194,15 @@ async def launch_stations(
     prepare: Callable[[LearnerGroup], Awaitable[None]],
     across: AcrossAttempts,
 ) -> AsyncIterator[Stations]:
-    """Start every station; end them all on the way out, whatever happened. `prepare` has the
-    learner while the generators still start. Generators of the run's own end with `across`.
+    """Start every station, and end all of them on exit. The run's own generators end with `across`.
+
+    Args:
+        prepare: brings the learner to its first version while the generators start.
 
     Raises:
-        PlacementError: no room on the cluster.
-        AttachError, LeaseHeldError: the standing generators do not fit, or another run has them.
-        RuntimeError: a part failed to start; the message names it.
+        PlacementError: the cluster has no room.
+        AttachError, LeaseHeldError: the standing generators do not fit, or another run uses them.
+        RuntimeError: a station failed to start; the message names it.
     """
     state = directory.state
     config, _ = await wait_for_resources(config)
@@ -204,39 +211,29 @@ async def launch_stations(
         app_name = config.generator.attach or own_name
         longest = _longest_request(config, context)
         config, registry = await _lease(config, app_name, longest, state.run_id, across, stack)
-        # The learner's placement group comes first. The generators come next, because an engine
-        # takes longest to start.
+        # The learner's placement group comes first, then the generators, whose start takes longest.
         learner_start = asyncio.create_task(_start_learner(config, state, stack, prepare))
         stack.add("start of the learner", functools.partial(cancel, learner_start))
         handle, watcher = await _generator_handle(config, app_name, across)
         kept = directory.path / "kept"
         generate = functools.partial(_keeping_generate, handle, kept, state.attempt)
         streams = _start_streams(config, directory, report, generate, stack)
-        generators_s, (learner, learner_s), pool, *_ = await _together(
-            _timed(wait_for_generators(app_name, config.start_timeout_s)),
-            learner_start,
-            _start_rewards(config, stack),
-            streams.rollouts.ready(),
-            _ready(streams.reference),
-            _ready(watcher),
-            wait_for_placement(config, app_name, streams.started),
+        started = await _wait_until_started(
+            config, app_name, handle, watcher, learner_start, streams, stack
         )
-        status = await handle.status.remote()
-        refuse_another_tokenizer(config.model.path, status.tokenizer)
-        startup = await _startup_facts(handle, status, generators_s, learner, learner_s)
         yield Stations(
             config,
             context,
-            learner,
+            started.learner,
             generate(),
             _start_weight_sync(config, handle, registry, stack),
             streams.prompts,
             streams.rollouts,
             streams.scores,
-            pool,
+            started.pool,
             _evaluation_prompts(config),
-            status.kv_cache_tokens,
-            startup,
+            started.status.kv_cache_tokens,
+            started.startup,
             directory.logs / "stacks",
             app_name,
             across.placed,
@@ -254,7 +251,7 @@ class _Streams:
 
     @property
     def started(self) -> dict[str, Callable[[], Awaitable[bool]]]:
-        """Waits for the start of each stream, by name."""
+        """Name of a stream → a call that returns once it has started."""
         return {"prompt stream": self.prompts.started, "scoring stream": self.scores.started}
 
 
@@ -286,10 +283,52 @@ def _start_streams(
     return _Streams(rollouts, scores, prompts, reference)
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """What is known once every station has started."""
+
+    learner: LearnerGroup
+    pool: RewardPool | RemoteRewardPool
+    status: ReplicaStatus
+    """The status of one replica."""
+    startup: dict[str, float | str]
+
+
+async def _wait_until_started(
+    config: Config,
+    app_name: str,
+    handle: Handle,
+    watcher: Actor | None,
+    learner_start: asyncio.Task[tuple[LearnerGroup, float]],
+    streams: _Streams,
+    stack: Closing,
+) -> _Started:
+    """Wait until every station has started. The first failure cancels the other starts."""
+    generators_start = asyncio.ensure_future(
+        _timed(wait_for_generators(app_name, config.start_timeout_s))
+    )
+    rewards_start = asyncio.ensure_future(_start_rewards(config, stack))
+    await _together(
+        generators_start,
+        learner_start,
+        rewards_start,
+        streams.rollouts.ready(),
+        _ready(streams.reference),
+        _ready(watcher),
+        wait_for_placement(config, app_name, streams.started),
+    )
+    learner, learner_s = learner_start.result()
+    status: ReplicaStatus = await handle.status.remote()
+    refuse_another_tokenizer(config.model.path, status.tokenizer)
+    startup = await _startup_facts(handle, status, generators_start.result(), learner, learner_s)
+    return _Started(learner, rewards_start.result(), status, startup)
+
+
 async def _generator_handle(
     config: Config, app_name: str, across: AcrossAttempts
-) -> tuple[Any, Actor | None]:
-    """The handle of the generators, and the watcher that ends the run's own after a crash."""
+) -> tuple[Handle, Actor | None]:
+    """The handle of the generators, and the watcher that ends the run's own generators after a
+    crash."""
     if config.generator.own and across.generators is not None:
         handle = await across.generators.begin(not own_cluster())
         return handle, across.generators.watcher
@@ -297,7 +336,7 @@ async def _generator_handle(
 
 
 def _start_weight_sync(
-    config: Config, handle: Any, registry: Actor, stack: Closing
+    config: Config, handle: Handle, registry: Actor, stack: Closing
 ) -> ServeWeightSync:
     drains = config.generator.in_flight == "drain"
     weights = ServeWeightSync(
@@ -310,9 +349,9 @@ def _start_weight_sync(
 
 async def _lease(
     config: Config, name: str, tokens: int, run_id: str, across: AcrossAttempts, stack: Closing
-) -> tuple[Config, Any]:
-    """The config with the generators' settings, and the lease on them: generators that an earlier
-    attempt has left, that stand already, or that are about to begin."""
+) -> tuple[Config, Actor]:
+    """The config with the generators' settings, and the actor of the lease on them. The generators
+    were left by an earlier attempt, belong to a standing endpoint, or are about to start."""
     if across.generators is not None:
         return config, across.generators.registry
     if not config.generator.own:
@@ -326,19 +365,19 @@ async def _lease(
     return config, registry
 
 
-def _keeping_generate(handle: Any, kept: Path, attempt: int) -> ServeGenerate:
-    """Made in the process that asks, a rollout worker or the driver: the file of lost requests is
-    named after it."""
+def _keeping_generate(handle: Handle, kept: Path, attempt: int) -> ServeGenerate:
+    """Called in the process that sends the requests, a rollout worker or the driver, because the
+    file of lost requests is named after the process."""
     return ServeGenerate(handle, LostRequests(kept, attempt))
 
 
 def _longest_request(config: Config, context: int) -> int:
-    """Tokens that an engine must take: vLLM always generates one more than it is asked to score."""
+    """Tokens that an engine must accept. To score tokens, vLLM always generates one more."""
     return min(config.longest_request + 1, context)
 
 
 def _start_reference(config: Config, stack: Closing) -> Actor | None:
-    """The actor of the reference policy, or None: it is asked only for a KL term."""
+    """The actor of the reference policy; None without a KL term, which is all that uses it."""
     if not config.algorithm.has_reference:
         return None
     reference = start_reference(reference_spec(config))
@@ -356,7 +395,7 @@ async def _ready(actor: Actor | None) -> None:
 
 
 async def _start_rewards(config: Config, stack: Closing) -> RewardPool | RemoteRewardPool:
-    """Evaluation's reward processes, every function imported."""
+    """The reward processes of evaluation, after they have imported every function."""
     share_settings(config.reward.sandbox)
     pool = (
         RemoteRewardPool(config.reward)
@@ -368,21 +407,22 @@ async def _start_rewards(config: Config, stack: Closing) -> RewardPool | RemoteR
     return pool
 
 
-async def _timed(work: Awaitable[Any]) -> float:
+async def _timed(work: Awaitable[object]) -> float:
+    """The seconds that a call takes."""
     started = time.monotonic()
     await work
     return time.monotonic() - started
 
 
 async def _startup_facts(
-    handle: Any,
+    handle: Handle,
     status: ReplicaStatus,
     generators_s: float,
     learner: LearnerGroup,
     learner_s: float,
-) -> dict[str, Any]:
-    """Seconds that the parts took to start, the least cost of a pause, and the location of the
-    asyncrl package on both sides."""
+) -> dict[str, float | str]:
+    """The record `startup`: seconds that the stations took to start, seconds of an empty pause, and
+    the location of the asyncrl package on both sides."""
     pauses = [(await handle.pause_empty.remote())["pause_s"] for _ in range(5)]
     return {
         "startup/generators_s": generators_s,
@@ -412,11 +452,11 @@ async def _start_learner(
     return learner, seconds
 
 
-async def _together(*works: Awaitable[Any]) -> list[Any]:
-    """All results; if one fails or we are cancelled, the others are cancelled."""
+async def _together(*works: Awaitable[object]) -> None:
+    """Wait for all; if one fails or the caller is cancelled, cancel the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        return await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()

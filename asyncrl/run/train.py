@@ -1,5 +1,4 @@
-"""One run from config to summary: directory, cluster, stations, warm start, training, what is left
-behind.
+"""A run from config to summary.
 
 preflight → run directory → Ray → learner and generators (in parallel) → [warm start] → coordinator
 → hf/ → summary
@@ -17,11 +16,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from asyncrl.config import Config
 from asyncrl.contracts.errors import PartDiedError
@@ -30,7 +29,9 @@ from asyncrl.observe.summary import before_and_after
 from asyncrl.preflight.cluster_address import answering_cluster
 from asyncrl.preflight.model_snapshot import resolve_models
 from asyncrl.preflight.own_functions import try_own
-from asyncrl.preflight.plan import Plan, arithmetic, make_plan
+from asyncrl.preflight.plan import make_plan
+from asyncrl.preflight.plan_sections import arithmetic
+from asyncrl.preflight.plan_text import Plan
 from asyncrl.preflight.rewards import try_rewards
 from asyncrl.run.attempt import Attempt, open_writer
 from asyncrl.run.attempts import AcrossAttempts
@@ -42,7 +43,7 @@ from asyncrl.runtime.redact import RedactingFormatter, print_shown, shown
 __all__ = ["Summary", "command_name", "run_training"]
 
 REPLACED = ("--resume", "--name")
-"""Options that the resume command does not repeat: it says its own."""
+"""Options that the resume command sets itself, and so does not repeat."""
 CKPT_STEP = "--checkpoint.ckpt_step"
 
 logger = logging.getLogger("asyncrl")
@@ -50,17 +51,18 @@ logger = logging.getLogger("asyncrl")
 
 @dataclass(slots=True)
 class Summary:
-    """What a finished run is worth knowing by. Accuracies are held-out shares, 0..1, before and
-    after; None without evaluation."""
+    """The result of a finished run."""
 
     directory: Path
     seconds: float
     before: dict[str, float] | None = None
+    """Metrics of the first evaluation; None without evaluation."""
     after: dict[str, float] | None = None
+    """Metrics of the last evaluation; None without evaluation."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase."""
+    """Phase → seconds."""
     changes: list[str] = field(default_factory=list)
-    """Lines of `before_and_after`."""
+    """The lines of `before_and_after`."""
 
 
 def run_training(
@@ -69,18 +71,19 @@ def run_training(
     after: Callable[[Config, Summary], None] | None = None,
     began: Callable[[Callable[[], None]], None] | None = None,
 ) -> int:
-    """Train as the config says and return the exit code: 0 done, 1 failed, 130 interrupted. When a
-    part of the run has died, a new attempt begins from the last committed checkpoint, at most
-    `max_restarts` times without a checkpoint between. The generators go on meanwhile.
+    """Train according to the config and return the exit code: 0 done, 1 failed, 130 interrupted.
+
+    When a part of the run dies, a new attempt starts from the last committed checkpoint, at most
+    `max_restarts` times between checkpoints. The generators keep running between attempts.
 
     Args:
-        resume_command: the command that was given, from which the resume command is made.
-        after: called with the summary of a finished run, to print more.
-        began: called with a function that interrupts the run, from any thread.
+        resume_command: the user's command, from which the resume command is derived.
+        after: called with the summary of a finished run, for example to print more.
+        began: called with a function that interrupts the run, which any thread may call.
 
     Raises:
-        ConfigError: something in the config cannot be used, or no cluster answers at RAY_ADDRESS;
-            nothing was started.
+        ConfigError: a setting cannot be used, or no cluster answers at RAY_ADDRESS. Nothing was
+            started.
     """
     answering_cluster()
     config = resolve_models(config)
@@ -110,7 +113,7 @@ def _attempts(
     across: AcrossAttempts,
     began: Callable[[Callable[[], None]], None] | None,
 ) -> Summary | int:
-    """One attempt after another, until one is the last: its summary, or the exit code."""
+    """Run attempts until one finishes, or ends the run: its summary, or the exit code."""
     restarts_left = config.max_restarts
     while True:
         with RunDirectory(config) as directory:
@@ -141,14 +144,14 @@ def _attempts(
             file=sys.stderr,
         )
         config = config.model_copy(update={"resume": "auto"})
-        if config.checkpoint.load is None:  # with it, the step is that of the beginning
+        if config.checkpoint.load is None:  # with load, the step is of the loaded run
             config = config.model_copy(
                 update={"checkpoint": config.checkpoint.model_copy(update={"ckpt_step": None})}
             )
 
 
 def _restarts_left(config: Config, directory: RunDirectory, before: int) -> int:
-    """Attempts that may still begin by themselves: all of them once the attempt has written a
+    """Automatic restarts that are left: `max_restarts` again once the attempt has written a
     checkpoint."""
     return (
         before
@@ -157,10 +160,12 @@ def _restarts_left(config: Config, directory: RunDirectory, before: int) -> int:
     )
 
 
-async def _interruptible(work: Any, began: Callable[[Callable[[], None]], None] | None) -> Summary:
-    """Ctrl-C and SIGTERM cancel the work once; its clean-up then has time. Ray replaces SIGTERM's
-    handler, so `_train` sets ours again."""
-    task = asyncio.ensure_future(work)
+async def _interruptible(
+    work: Coroutine[object, None, Summary], began: Callable[[Callable[[], None]], None] | None
+) -> Summary:
+    """Await the work. Ctrl-C and SIGTERM cancel it once, so that its clean-up can finish. Ray
+    replaces the handler of SIGTERM, so `_train` sets it again."""
+    task = asyncio.create_task(work)
     _catch_signals(task)
     if began is not None:
         loop = asyncio.get_running_loop()
@@ -169,23 +174,22 @@ async def _interruptible(work: Any, began: Callable[[Callable[[], None]], None] 
             loop.call_soon_threadsafe(_stop, task)
 
         began(stop)
-    summary: Summary = await task
-    return summary
+    return await task
 
 
-def _catch_signals(task: asyncio.Future[Any]) -> None:
+def _catch_signals(task: asyncio.Task[Summary]) -> None:
     if threading.current_thread() is not threading.main_thread():
-        return  # signals come to the main thread alone, and are its owner's
+        return  # only the main thread receives signals, and here it belongs to the caller
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _stop, task)
 
 
-def _stop(task: asyncio.Future[Any]) -> None:
-    """A second signal does not cut short the clean-up that the first has begun."""
-    if isinstance(task, asyncio.Task) and task.cancelling():
+def _stop(task: asyncio.Task[Summary]) -> None:
+    """Cancel the task once. A second signal does not interrupt the clean-up after the first."""
+    if task.cancelling():
         print_shown(
-            "\nasyncrl: already stopping; the parts get a few seconds each to end", file=sys.stderr
+            "\nasyncrl: already stopping; each part gets a few seconds to end", file=sys.stderr
         )
     else:
         task.cancel()
@@ -202,7 +206,7 @@ async def _train(
     task = asyncio.current_task()
     assert task is not None
     _log_to_file(directory.logs / "driver.log")
-    for line in [_beginning(config, directory), *directory.said]:
+    for line in [_beginning(config, directory), *directory.notes]:
         logger.info("%s", line)
     with ProgressView() as view, open_writer(config, directory) as writer:
         attempt = Attempt(config, plan, directory, across, writer)
@@ -232,7 +236,7 @@ def _summary(
 
 def _announce(plan: Plan, directory: RunDirectory, resume: str) -> None:
     print_shown(
-        "\n".join([_beginning(plan.config, directory), *(f"  {line}" for line in directory.said)])
+        "\n".join([_beginning(plan.config, directory), *(f"  {line}" for line in directory.notes)])
     )
     print_shown(arithmetic(plan.config))
     print_shown(plan.prompts_text())
@@ -274,28 +278,28 @@ def _print_summary(summary: Summary, resume: str) -> None:
 
 def _way_on(directory: RunDirectory, resume: str) -> str:
     if directory.checkpoints.newest_first():
-        return f"go on with: {resume}"
+        return f"resume with: {resume}"
     return f"no checkpoint was written yet; start again with: {resume.removesuffix(' must')} auto"
 
 
 def command_name() -> str:
-    """How the `asyncrl` of this interpreter is called from here: `asyncrl` if the shell finds
-    it."""
+    """The command that runs this interpreter's `asyncrl`: its name if the shell finds it, or else
+    its path."""
     path = Path(sys.executable).with_name("asyncrl")
     return "asyncrl" if shutil.which("asyncrl") == str(path) else os.path.relpath(path)
 
 
 def _variables() -> str:
-    """What the command needs of this environment."""
+    """The environment variables that the resume command needs, as a prefix."""
     runs = os.environ.get("ASYNCRL_RUNS")
     return f"ASYNCRL_RUNS={shlex.quote(runs)} " if runs else ""
 
 
 def _without_resume(command: Sequence[str], config: Config) -> list[str]:
-    """The command without how it began: it goes on from the newest checkpoint, also where the YAML
-    file names another. A step of `checkpoint.load` stays."""
-    goes_back = config.checkpoint.ckpt_step is not None and config.checkpoint.load is None
-    left_out = (*REPLACED, CKPT_STEP) if goes_back else REPLACED
+    """The command without options about its own start. It resumes from the newest checkpoint, even
+    if the YAML file names another one. A step of `checkpoint.load` stays."""
+    restarts_earlier = config.checkpoint.ckpt_step is not None and config.checkpoint.load is None
+    left_out = (*REPLACED, CKPT_STEP) if restarts_earlier else REPLACED
     kept: list[str] = []
     words = iter(command)
     for word in words:
@@ -303,7 +307,7 @@ def _without_resume(command: Sequence[str], config: Config) -> list[str]:
             next(words, None)
         elif not word.startswith(tuple(f"{option}=" for option in left_out)):
             kept.append(word)
-    return [*kept, CKPT_STEP, "None"] if goes_back else kept
+    return [*kept, CKPT_STEP, "None"] if restarts_earlier else kept
 
 
 def _one_line(error: BaseException) -> str:
@@ -318,21 +322,19 @@ def _one_line(error: BaseException) -> str:
 
 
 class _LogHandler(logging.StreamHandler[IO[str]]):
-    """Drops what cannot be written. The standard library would print a traceback for each line when
-    the disk is full."""
+    """Drops lines that cannot be written. With a full disk, the standard library would print a
+    traceback for each of them."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # the standard library's name
         pass
 
 
 def _log_to_file(path: Path) -> None:
-    """Everything that libraries log in this process goes to the file, and nothing to the
-    terminal."""
+    """Send all log lines of this process to the file, and none to the terminal."""
     handler = _LogHandler(append_to(path))
     handler.setFormatter(RedactingFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for name in ("ray", "ray.serve"):
-        # Ray gives these handlers of their own, which write to the terminal, when they are
-        # imported.
+        # On import, Ray gives these loggers handlers that write to the terminal.
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True

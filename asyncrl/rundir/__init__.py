@@ -1,4 +1,4 @@
-"""The run directory: who may use it, what lies in it, and reading it."""
+"""The run directory: its lock, its files, and reading it."""
 
 from __future__ import annotations
 

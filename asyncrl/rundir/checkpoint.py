@@ -1,4 +1,4 @@
-"""Checkpoints: a directory that is either committed and checked, or does not count.
+"""Checkpoints. Only a directory that is committed and passes its checksums counts.
 
 checkpoints/step_000120/{learner/…, buffer.parquet, config.yaml, state.json, MANIFEST, COMMITTED},
 checkpoints/LATEST
@@ -39,16 +39,16 @@ __all__ = [
 ]
 
 STEP = re.compile(r"step_[0-9]+")
-"""Names of checkpoints. Whatever else lies beside them is somebody else's."""
+"""Names of checkpoints. Other entries of the folder do not belong to asyncrl."""
 UNFINISHED = re.compile(r"\.step_[0-9]+\.[0-9]+|\.replaced\.step_[0-9]+")
 READ_AT_ONCE = 16
-"""Files of a checkpoint that are checked at once."""
+"""Files of a checkpoint that are verified in parallel."""
 ABANDONED = "ABANDONED"
-"""Marks a committed checkpoint of an attempt that was gone back from."""
+"""Name of the file that marks a committed checkpoint the run has gone back from."""
 
 
 class CheckpointStore:
-    """The checkpoints of one run; the last `keep` stay."""
+    """The checkpoints of one run. Keeps the newest `keep`."""
 
     def __init__(
         self, directory: Path, keep: int, config: str = "", guard: Callable[[], None] = lambda: None
@@ -56,8 +56,8 @@ class CheckpointStore:
         """
         Args:
             config: text of config.yaml, the resolved config.
-            guard: called before anything is written or deleted; it raises if the directory is no
-                longer this process's alone.
+            guard: called before each write and deletion. Raises if this process has lost its lock
+                on the directory.
         """
         self.directory = directory
         self.keep = keep
@@ -65,7 +65,7 @@ class CheckpointStore:
         self._guard = guard
 
     def remove_unfinished(self) -> None:
-        """Delete what an attempt that was killed while it wrote has left."""
+        """Delete unfinished checkpoints of killed attempts."""
         for path in self.directory.glob(".*"):
             if UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -74,11 +74,11 @@ class CheckpointStore:
         self, state: State, waiting: Sequence[Scored], learner: Learner, scores: Scores
     ) -> Path:
         """Write a checkpoint under a temporary name, mark it committed, rename it, and point LATEST
-        at it. The event loop stays free meanwhile.
+        at it. Does not block the event loop.
 
         Args:
             waiting: the groups of `state.waiting`, in its order.
-            learner, scores: save their parts of it.
+            learner, scores: save their parts of the checkpoint.
         """
         final = self.directory / f"step_{state.version:06d}"
         temporary = self.directory / f".{final.name}.{os.getpid()}"
@@ -94,9 +94,8 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         written = {f"learner/{name}": file for name, file in saved.items()}
-        await asyncio.to_thread(
-            self._commit, temporary, final, state, written
-        )  # a thread ends on its own if this is cancelled
+        # If this is cancelled, the thread still finishes the checkpoint.
+        await asyncio.to_thread(self._commit, temporary, final, state, written)
         return final
 
     def _commit(
@@ -112,11 +111,11 @@ class CheckpointStore:
             raise
 
     def _seal(self, temporary: Path, state: State, written: Mapping[str, Written]) -> None:
-        """Write what says that the checkpoint is whole, and bring every file to the disk.
+        """Write MANIFEST and COMMITTED, after every file is flushed to the disk.
 
         Args:
-            written: the learner's files, whose ranks have made the checksums. Each is seen here
-                before anything counts.
+            written: the learner's files, with checksums from its ranks. Each must become visible
+                on this node first.
         """
         wait_until_seen(
             temporary,
@@ -130,13 +129,13 @@ class CheckpointStore:
             sync_file(temporary / name)
             manifest[name] = size_and_checksum(temporary / name)
         for folder in [path for path in temporary.rglob("*") if path.is_dir()]:
-            sync_file(folder)  # the names of the ranks' files
+            sync_file(folder)  # the directory entries of the ranks' files
         replace_text(temporary / "MANIFEST", text := json.dumps(manifest, indent=0))
         replace_text(temporary / "COMMITTED", f"{_checksum_of_text(text)}")
 
     def _put(self, temporary: Path, final: Path) -> None:
-        """Give the checkpoint its name, point LATEST at it, and delete the oldest ones."""
-        if final.exists():  # of an attempt that went back to an older one
+        """Rename the checkpoint, point LATEST at it, and delete the oldest ones."""
+        if final.exists():  # from before the run went back to an older one
             self._set_aside(final)
         os.replace(temporary, final)
         self.point_at(final.name)
@@ -145,39 +144,43 @@ class CheckpointStore:
         self.remove_unfinished()
 
     def _set_aside(self, path: Path) -> None:
-        """The checkpoint no longer counts. If it cannot be deleted now, as somebody reads it, it
-        goes before the next one is written."""
+        """Rename a checkpoint so that it no longer counts. `remove_unfinished` deletes it, now or
+        before the next write if another process still reads it."""
         replaced = self.directory / f".replaced.{path.name}"
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(path, replaced)
 
     def point_at(self, name: str) -> None:
-        """LATEST names this checkpoint from now on."""
+        """Point LATEST at this checkpoint."""
         replace_text(self.directory / "LATEST", f"{name} {_checksum_of_text(name)}")
 
     def mark_line(self, line: Mapping[int, int]) -> None:
-        """From now on the committed ones that do not lead to the run's current step come last.
+        """Mark the committed checkpoints outside the run's current line, so that they come last.
 
         Args:
-            line: attempt → version up to which the run's way went through it.
+            line: attempt → last version of that attempt in the current line.
         """
         for path in self.newest_first():
             try:
                 made_in = int(json.loads(read_text(path / "state.json"))["attempt"])
             except (OSError, ValueError, TypeError, KeyError):
-                continue  # damaged: it is passed over, and said
+                continue  # damaged: `find` passes it over and reports it
             if _version(path) <= line.get(made_in, -1):
                 (path / ABANDONED).unlink(missing_ok=True)
             else:
                 append_to(path / ABANDONED).close()
 
     def find(self, version: int | None = None) -> tuple[Path, State, list[str]]:
-        """The checkpoint to go on from, every file of it checked against its manifest: that of
-        `version`, else the one that LATEST names, else, if that cannot be read, the next older one.
-        The third value says in one line each what was passed over.
+        """Find the checkpoint to resume from and verify its files against its manifest.
+
+        It is the one of `version`, else the one that LATEST names, else the next older one that can
+        be read.
+
+        Returns:
+            The directory, its state, and a line about each checkpoint that was passed over.
 
         Raises:
-            NoCheckpointError: there is none, or none of `version`.
+            NoCheckpointError: no checkpoint exists, or none of `version`.
             UnreadableCheckpointError: none can be read.
         """
         committed = self.newest_first()
@@ -206,7 +209,7 @@ class CheckpointStore:
 
     @staticmethod
     def read(path: Path) -> State:
-        """The state of one checkpoint.
+        """Verify one checkpoint and return its state.
 
         Raises:
             UnreadableCheckpointError: a file does not match the manifest, or the state cannot be
@@ -218,7 +221,7 @@ class CheckpointStore:
             marked = read_text(path / "COMMITTED")
             if marked != str(_checksum_of_text(text)):
                 raise UnreadableCheckpointError(
-                    f"checkpoint {path} is damaged: MANIFEST is not what was committed"
+                    f"checkpoint {path} is damaged: MANIFEST does not match COMMITTED"
                 )
             manifest = json.loads(text)
             listed = {name: _inside(path, name) for name in manifest}
@@ -227,17 +230,16 @@ class CheckpointStore:
             ):
                 raise UnreadableCheckpointError(
                     f"checkpoint {path} has files that its MANIFEST does not list, first"
-                    f" {unlisted[0]}; remove what we did not write"
+                    f" {unlisted[0]}; remove what asyncrl did not write"
                 )
-            with ThreadPoolExecutor(
-                READ_AT_ONCE
-            ) as threads:  # zlib and the disk work without the interpreter's lock
+            # Reading and zlib release the interpreter's lock.
+            with ThreadPoolExecutor(READ_AT_ONCE) as threads:
                 for name, found in zip(
                     listed, threads.map(size_and_checksum, listed.values()), strict=True
                 ):
                     if list(found) != manifest[name]:
                         raise UnreadableCheckpointError(
-                            f"checkpoint {path} is damaged: {name} is not what its MANIFEST says"
+                            f"checkpoint {path} is damaged: {name} does not match its MANIFEST"
                         )
             return TypeAdapter(State).validate_json(read_text(path / "state.json"), strict=True)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -246,8 +248,8 @@ class CheckpointStore:
             ) from error
 
     def newest_first(self) -> list[Path]:
-        """The committed ones: what LATEST names, then the older ones on the way to it, then those
-        that were gone back from."""
+        """The committed checkpoints: the one that LATEST names, then older ones of the same line,
+        then those that the run went back from."""
         committed = sorted(
             (
                 path.parent
@@ -265,11 +267,11 @@ class CheckpointStore:
         )
 
     def versions(self) -> list[int]:
-        """Versions of the committed ones, in the order of `newest_first`."""
+        """Versions of the committed checkpoints, in the order of `newest_first`."""
         return [_version(path) for path in self.newest_first()]
 
     def _named(self) -> Path | None:
-        """What LATEST names, if it says so unharmed."""
+        """The checkpoint that LATEST names; None if LATEST is missing or damaged."""
         latest = self.directory / "LATEST"
         name, _, checksum = (
             read_text(latest).strip().partition(" ") if latest.is_file() else ("", "", "")
@@ -280,14 +282,14 @@ class CheckpointStore:
         named = self._named()
         if named is not None and (named / "COMMITTED").exists():
             return []
-        says = (
+        problem = (
             "is missing or damaged"
             if named is None
-            else f"names {named.name!r}, which is no committed checkpoint"
+            else f"names {named.name!r}, which is not a committed checkpoint"
         )
         return [
-            f"{self.directory / 'LATEST'} {says}; the newest committed one is taken, also if the"
-            " run had gone back to an older"
+            f"{self.directory / 'LATEST'} {problem}; using the newest committed checkpoint, even if"
+            " the run had gone back to an older one"
         ]
 
 
@@ -296,11 +298,11 @@ def _version(path: Path) -> int:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """A manifest may name only what lies in its own directory."""
+    """The path of a file in the checkpoint. A manifest must not name files outside of it."""
     path = directory / name
     if not path.resolve().is_relative_to(directory.resolve()):
         raise UnreadableCheckpointError(
-            f"checkpoint {directory} is damaged: its MANIFEST names {name!r}, which lies outside"
+            f"checkpoint {directory} is damaged: its MANIFEST names {name!r}, which is outside"
         )
     return path
 

@@ -1,4 +1,4 @@
-"""The run directory: who may write to it, and which attempt this is."""
+"""The run directory: locking it, and starting an attempt in it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from asyncrl.config import Config, ConfigError
 from asyncrl.contracts.errors import EscapesDirectoryError
@@ -41,7 +42,14 @@ from asyncrl.runtime.files import (
 )
 from asyncrl.runtime.links import refuse_links
 
-__all__ = ["LockLostError", "RunDirectory", "read_record", "replace_directory"]
+__all__ = [
+    "AttemptRecord",
+    "LockLostError",
+    "RunDirectory",
+    "RunRecord",
+    "read_record",
+    "replace_directory",
+]
 
 OURS = (
     "groups",
@@ -54,31 +62,58 @@ OURS = (
     ".hf",
     ".replaced.hf",
 )
-"""Folders of a run that only asyncrl writes to: no link is allowed in them at any depth."""
+"""Folders that only asyncrl writes to. Links are refused in them at every depth."""
 LEFTOVERS = (".hf", ".replaced.hf", ".snapshot_*", ".probe_*")
-"""Folders in the run directory that an attempt removes unless it is killed."""
+"""Folders that an attempt removes from the run directory, unless it is killed."""
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 RECORD = "run.json"
-"""The run's id, and of each attempt where it began."""
+"""File with the run's id and the start of each attempt (`RunRecord`)."""
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
+@with_config(ConfigDict(strict=True, extra="allow"))
+class AttemptRecord(TypedDict):
+    """Where one attempt began, and its limits."""
+
+    attempt: Count
+    from_attempt: Count | None
+    checkpoint: str | None
+    trained_tokens: Count
+    version: Count
+    frontier: Count
+    finished_above: list[Count]
+    waiting: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+    """[attempt, ordinal] of each group."""
+    max_staleness: Count
+    n_samples_per_prompt: Count
+    groups_per_step: Count
+    data_hash: str
+    model_hash: str
+
+
+class RunRecord(TypedDict):
+    """The content of run.json, without its checksum."""
+
+    run_id: str
+    attempts: list[AttemptRecord]
+
+
 class LockLostError(RuntimeError):
-    """Somebody removed or replaced the lock file of a run that goes on."""
+    """The lock file of a running run was removed or replaced."""
 
 
 class RunDirectory:
     """`<runs_root>/<name>` under an exclusive lock, for one attempt. A context manager.
 
     Attributes:
-        path: absolute directory.
-        state: where control begins: version 0, or the checkpoint's.
-        checkpoint: the checkpoint's directory, or None for a new start.
-        said: lines on what was looked for, what was found, and what has changed since.
+        path: absolute path of the directory.
+        state: initial state of control: version 0, or that of the checkpoint.
+        checkpoint: directory of the checkpoint; None for a new start.
+        notes: lines about the search for a checkpoint and what has changed since it was written.
 
     Raises:
-        ConfigError: the directory is in use, exists under `resume: never`, or there is no
-            checkpoint that this config can go on from.
+        ConfigError: the directory is in use, or exists under `resume: never`, or has no checkpoint
+            that this config can resume from.
     """
 
     def __init__(self, config: Config) -> None:
@@ -92,11 +127,11 @@ class RunDirectory:
         if self.path.exists() and config.resume == "never" and any(self.path.iterdir()):
             self._refuse_in_use()
             raise ConfigError(
-                f"run directory {self.path} exists; go on with it (--resume auto), or choose"
-                " another --name"
+                f"run directory {self.path} exists; resume it (--resume auto), or choose another"
+                " --name"
             )
-        # A directory that is there is locked before it is read. Another is made only when there is
-        # something to begin.
+        # An existing directory is locked before it is read. A new one is created only after the
+        # checks have passed.
         self._locks: list[_Lock] = []
         try:
             self._locks += [self._acquire()] if self.path.exists() else []
@@ -116,21 +151,17 @@ class RunDirectory:
             raise
 
     def _begin(self, config: Config) -> None:
-        known = (
-            read_record(self.path)
-            if (self.path / RECORD).exists()
-            else {"run_id": None, "attempts": []}
-        )
+        known = read_record(self.path) if (self.path / RECORD).exists() else None
         refuse_old_folder(self.path)
-        beginning = find_beginning(config, known["run_id"], _has_saved(self.path))
-        self.checkpoint, self.said = beginning.checkpoint, beginning.said
+        beginning = find_beginning(config, known and known["run_id"], _has_saved(self.path))
+        self.checkpoint, self.notes = beginning.checkpoint, beginning.notes
         if not self._locks:
             make_directory(self.path)
             self._locks.append(self._acquire())
             if (self.path / RECORD).exists():
                 raise ConfigError(
-                    f"run directory {self.path}: another driver has begun a run there meanwhile; go"
-                    " on with it (--resume auto), or choose another --name"
+                    f"run directory {self.path}: another driver has started a run there just now;"
+                    " resume it (--resume auto), or choose another --name"
                 )
         text = config_text(config)
         self.checkpoints = CheckpointStore(
@@ -178,8 +209,8 @@ class RunDirectory:
         self._locks = []
 
     def _remove_leftovers(self) -> None:
-        """What an attempt that was killed has left: the last export comes back, and what was only
-        half made goes."""
+        """Clean up after a killed attempt: restore the last export, and delete unfinished
+        folders."""
         restore_replaced(self.path / "hf")
         found = [path for pattern in LEFTOVERS for path in self.path.glob(pattern)]
         for path in [*found, *self.checkpoints.directory.glob(".probe_*")]:
@@ -198,11 +229,11 @@ class RunDirectory:
             self._acquire().release()
 
     def _begin_attempt(
-        self, beginning: Beginning, known: dict[str, Any], config: Config, config_hash: str
+        self, beginning: Beginning, known: RunRecord | None, config: Config, config_hash: str
     ) -> State:
-        """The state to begin with; run.json then says of this attempt where it began and what its
-        bounds are."""
-        run_id, attempt = known["run_id"] or uuid.uuid4().hex, len(known["attempts"])
+        """Record this attempt in run.json and return its initial state."""
+        attempts = known["attempts"] if known else []
+        run_id, attempt = (known and known["run_id"]) or uuid.uuid4().hex, len(attempts)
         state = beginning.state or State(run_id, attempt, 0, 0, 0, (), config.seed)
         state = replace(
             state,
@@ -212,22 +243,22 @@ class RunDirectory:
             data_hash=data_hash(config),
             model_hash=model_hash(config),
         )
-        begun = {
-            "attempt": attempt,
-            "from_attempt": beginning.from_attempt,
-            "checkpoint": str(beginning.checkpoint) if beginning.checkpoint else None,
-            "trained_tokens": beginning.trained_tokens,
-            "version": state.version,
-            "frontier": state.frontier,
-            "finished_above": state.finished_above,
-            "waiting": state.waiting,
-            "max_staleness": config.staleness.max_staleness,
-            "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
-            "groups_per_step": config.groups_per_step,
-            "data_hash": state.data_hash,
-            "model_hash": state.model_hash,
-        }
-        record = {"run_id": run_id, "attempts": [*known["attempts"], begun]}
+        started = AttemptRecord(
+            attempt=attempt,
+            from_attempt=beginning.from_attempt,
+            checkpoint=str(beginning.checkpoint) if beginning.checkpoint else None,
+            trained_tokens=beginning.trained_tokens,
+            version=state.version,
+            frontier=state.frontier,
+            finished_above=list(state.finished_above),
+            waiting=[list(group) for group in state.waiting],
+            max_staleness=config.staleness.max_staleness,
+            n_samples_per_prompt=config.rollout.n_samples_per_prompt,
+            groups_per_step=config.groups_per_step,
+            data_hash=state.data_hash,
+            model_hash=state.model_hash,
+        )
+        record = RunRecord(run_id=run_id, attempts=[*attempts, started])
         replace_text(
             self.path / RECORD, json.dumps({**record, "checksum": _checksum(record)}, indent=1)
         )
@@ -237,8 +268,8 @@ class RunDirectory:
 
 @dataclass(frozen=True, slots=True)
 class _Lock:
-    """An exclusive lock on a directory: on the file `.lock` in it, and on the directory itself,
-    which holds when somebody removes the file."""
+    """An exclusive lock on a directory: on its file `.lock`, and on the directory itself in case a
+    user removes the file."""
 
     path: Path
     file: int
@@ -246,7 +277,7 @@ class _Lock:
 
     @classmethod
     def acquire(cls, directory: Path, title: str, way_out: str) -> _Lock:
-        """Raises ConfigError if another process has it, or the file is no regular file."""
+        """Raises ConfigError if another process has the lock, or `.lock` is not a regular file."""
         path = directory / ".lock"
         try:
             append_to(path).close()  # refuses links, pipes and devices
@@ -276,8 +307,8 @@ class _Lock:
             there = None
         if there is None or not os.path.samestat(there, os.fstat(self.file)):
             raise LockLostError(
-                f"{self.path} was removed or replaced while this run held it, so another run may"
-                " write here; this one stops"
+                f"{self.path} was removed or replaced while this run used it, so another run may"
+                " write here; this run stops"
             )
 
     def release(self) -> None:
@@ -286,10 +317,10 @@ class _Lock:
 
 
 def _has_saved(directory: Path) -> bool:
-    """Whether the run has told of a checkpoint.
+    """Whether the run's metrics record a checkpoint.
 
     Raises:
-        ConfigError: its metrics cannot be read.
+        ConfigError: the metrics cannot be read.
     """
     try:
         return any(record["event"] == "checkpoint" for record in read_metrics(directory))
@@ -297,9 +328,8 @@ def _has_saved(directory: Path) -> bool:
         raise ConfigError(str(error)) from None
 
 
-def _line(attempts: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """The way to the last attempt: each attempt that it goes back to, and the version at which it
-    was left."""
+def _line(attempts: Sequence[AttemptRecord]) -> dict[int, int]:
+    """The attempts that lead to the last one: attempt → version at which the next one started."""
     line, at = {}, len(attempts) - 1
     while (before := attempts[at]["from_attempt"]) is not None:
         line[before] = attempts[at]["version"]
@@ -307,79 +337,62 @@ def _line(attempts: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     return line
 
 
-def read_record(directory: Path) -> dict[str, Any]:
-    """run.json: `run_id`, and `attempts`, one mapping each.
+def read_record(directory: Path) -> RunRecord:
+    """Read run.json.
 
     Raises:
-        ConfigError: it is missing, damaged, changed by hand, or of an asyncrl that kept no record
-            of its attempts.
+        ConfigError: the file is missing, damaged, edited, or from an asyncrl without a record of
+            attempts.
     """
     try:
-        record: Any = json.loads(read_text(directory / RECORD))
+        record = json.loads(read_text(directory / RECORD))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{directory / RECORD} cannot be read ({error}); without it nothing says where the"
-            " attempts began"
+            f"{directory / RECORD} cannot be read ({error}); restore it, since only it records"
+            " where the attempts began"
         ) from None
     checksum = record.pop("checksum", None) if isinstance(record, dict) else None
     if not isinstance(record, dict) or not isinstance(record.get("attempts"), list):
         raise ConfigError(
-            f"{directory / RECORD} is of an older asyncrl, which kept no record of its attempts;"
-            " start a new run with checkpoint.load"
+            f"{directory / RECORD} is from an older asyncrl without a record of attempts; start a"
+            " new run with checkpoint.load"
         )
     if checksum != _checksum(record):
         raise ConfigError(
-            f"{directory / RECORD} is damaged or was changed by hand: it does not fit its checksum;"
-            " put back what asyncrl wrote"
+            f"{directory / RECORD} is damaged or was edited: it does not match its checksum;"
+            " restore what asyncrl wrote"
         )
     try:
-        begun = TypeAdapter(Annotated[list[_Begun], Field(min_length=1)]).validate_python(
+        attempts = TypeAdapter(Annotated[list[AttemptRecord], Field(min_length=1)]).validate_python(
             record["attempts"]
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = " ".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{directory / RECORD} is damaged: attempts, {where}: {first['msg'].lower()}; put back"
+            f"{directory / RECORD} is damaged: attempts, {where}: {first['msg'].lower()}; restore"
             " what asyncrl wrote"
         ) from None
-    for number, one in enumerate(begun):
-        if one.attempt != number or (one.from_attempt is not None and one.from_attempt >= number):
+    for number, attempt in enumerate(attempts):
+        name, before = attempt["attempt"], attempt["from_attempt"]
+        if name != number or (before is not None and before >= number):
             raise ConfigError(
-                f"{directory / RECORD} is damaged: attempt {number} is called {one.attempt} and"
-                f" goes on from {one.from_attempt}"
+                f"{directory / RECORD} is damaged: attempt {number} is called {name} and continues"
+                f" from {before}; restore what asyncrl wrote"
             )
-    return record
+    return RunRecord(run_id=record["run_id"], attempts=attempts)
 
 
-class _Begun(BaseModel):
-    """What run.json says of one attempt, as far as somebody counts with it."""
-
-    model_config = ConfigDict(strict=True)
-
-    attempt: Count
-    from_attempt: Count | None
-    checkpoint: str | None
-    trained_tokens: Count
-    version: Count
-    frontier: Count
-    finished_above: list[Count]
-    waiting: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
-    max_staleness: Count
-    n_samples_per_prompt: Count
-    groups_per_step: Count
-    data_hash: str
-    model_hash: str
-
-
-def _checksum(record: Mapping[str, Any]) -> str:
+def _checksum(record: Mapping[str, object]) -> str:
     return hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def replace_directory(finished: Path, final: Path) -> None:
-    """Give a directory that was written whole its final name. What had the name before is deleted
-    after that; a process that is killed between leaves it as `.replaced.<name>`, which
-    `restore_replaced` puts back."""
+    """Give a complete directory its final name, then delete the directory that had the name.
+
+    If the process is killed in between, the old one is left as `.replaced.<name>`, and
+    `restore_replaced` restores it.
+    """
     replaced = _replaced(final)
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
@@ -389,7 +402,7 @@ def replace_directory(finished: Path, final: Path) -> None:
 
 
 def restore_replaced(final: Path) -> None:
-    """Put back what `replace_directory` was replacing when it was killed."""
+    """Restore the directory that an interrupted `replace_directory` was replacing."""
     replaced = _replaced(final)
     if replaced.exists() and not final.exists():
         os.replace(replaced, final)

@@ -1,6 +1,6 @@
-"""metrics.jsonl and the sinks beside it: one record per step or event, with stable names.
+"""metrics.jsonl and the metric sinks: one record per step or event, with stable names.
 
-Made by the run's driver, read by `asyncrl.open_run` and the report.
+The run's driver writes them. `asyncrl.open_run` and the report read metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 from asyncrl.contracts.protocols import Sink, TableRow
 from asyncrl.runtime.clock import steady_time
@@ -21,33 +21,35 @@ from asyncrl.runtime.redact import redact
 __all__ = ["METRICS_FILE", "RESERVED", "SCHEMA", "MetricsWriter", "first_entropies", "read_metrics"]
 
 SCHEMA = 1
-"""Version of the record's layout. It rises when a name changes its meaning."""
+"""Version of the record layout. It increases when a name changes its meaning."""
 
 METRICS_FILE = "metrics.jsonl"
 
 GROUPS = {"step": "train", "evaluation": "eval"}
-"""Event → the group, in a sink, of those of its metrics that name none. Other events are groups of
-their own name."""
+"""Event → sink group of its metrics that name no group. For other events the group is the event's
+name."""
 
 REPEATED = ("eval/accuracy", "eval/prompts")
-"""Metrics that repeat those of the first evaluation set."""
+"""Metrics that duplicate those of the first evaluation set."""
 
 ONCE = ("startup", "truncation")
-"""Events of one record in an attempt: nothing to plot."""
+"""Events with one record per attempt, which are not plotted."""
 
 RESERVED = ("schema", "event", "attempt", "step", "version", "time")
-"""Fields that every record has: layout, kind of record, attempt, steps attempted (in a warm start,
-supervised ones), policy version, Unix seconds."""
+"""Fields of every record: layout version, kind of record, attempt, steps attempted (supervised ones
+in a warm start), policy version, Unix seconds."""
 
 
 class MetricsWriter:
-    """Appends records to `<run>/metrics.jsonl`, and gives their numbers to the sinks, in groups:
-    what is named `<group>/<name>` keeps that name, the rest of a step goes under `train/`, that of
-    other events under `<event>/`. An evaluation is plotted at the step that made its version.
+    """Appends records to `<run>/metrics.jsonl` and passes their numbers to the sinks.
 
-    A record is one line, written whole and flushed, so a reader of a live run sees complete lines
-    only (but for the last). Numbers that JSON does not know (NaN, Inf) are written as null. A new
-    attempt appends to the same file.
+    In a sink, a metric named `<group>/<name>` keeps its name. Other metrics get the prefix `train/`
+    for steps and `<event>/` for other events. An evaluation is plotted at the step that made its
+    version.
+
+    Each record is one line, written at once and flushed, so a reader of a live run sees complete
+    lines, except perhaps the last. NaN and Inf, which JSON lacks, become null. A new attempt
+    appends to the same file.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class MetricsWriter:
     ) -> None:
         """
         Args:
-            made_at: version → the step that made it, of the version that the attempt begins with.
+            made_at: version → the step that made it, for the initial version of the attempt.
         """
         path = directory / METRICS_FILE
         self._attempt = attempt
@@ -67,31 +69,31 @@ class MetricsWriter:
         _end_last_line(path, self._file)
         self._sinks = sinks
         self._made_at = dict(made_at or {})
-        """Version → the step that made it: a skipped step makes none."""
+        """Version → the step that made it. A skipped step makes none."""
 
     def write(
-        self, event: str, step: int, version: int, values: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Write one record and return it. `values` are numbers, strings, None or lists and mappings
+        self, event: str, step: int, version: int, values: Mapping[str, object]
+    ) -> dict[str, object]:
+        """Write one record and return it. Values are numbers, strings, None, or lists and mappings
         of these.
 
         Raises:
-            ValueError: a value has the name of a field that every record has.
+            ValueError: a value has the name of a reserved field.
         """
         taken = sorted(set(values) & set(RESERVED))
         if taken:
             raise ValueError(
-                f"metrics named {taken} would hide the record's own fields; rename them"
+                f"metrics named {taken} would replace fields of the record; rename them"
             )
         now = steady_time()
-        record = {
+        record: dict[str, object] = {
             "schema": SCHEMA,
             "event": event,
             "attempt": self._attempt,
             "step": step,
             "version": version,
             "time": now,
-            **_plain(values),
+            **{str(name): _plain(value) for name, value in values.items()},
         }
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
@@ -113,8 +115,7 @@ class MetricsWriter:
         return record
 
     def show_batch(self, step: int, rewards: Sequence[float], rows: Sequence[TableRow]) -> None:
-        """Give the sinks what numbers do not tell: how a batch's rewards are spread, and some of
-        its trajectories."""
+        """Pass a batch's reward distribution and sample trajectories to the sinks."""
         for sink in self._sinks:
             if rewards:
                 sink.add_histogram(step, steady_time(), "rewards", rewards)
@@ -139,11 +140,10 @@ class MetricsWriter:
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
-    """The records of a run directory, oldest first; none before the first. A last line still being
-    written is left out.
+    """The records of a run directory, oldest first. Skips a last line that is still being written.
 
     Raises:
-        ValueError: a finished line is no record; the message names file and line.
+        ValueError: a complete line is not a record. The message names the file and the line.
     """
     path = directory / METRICS_FILE
     if not path.exists():
@@ -157,7 +157,7 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError) as error:
                 why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                 raise ValueError(
-                    f"{path}, line {number} is no JSON record ({why}); remove that line"
+                    f"{path}, line {number} is not a JSON record ({why}); remove that line"
                 ) from None
             if not isinstance(record, dict) or "event" not in record:
                 raise ValueError(
@@ -167,8 +167,7 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def first_entropies(directory: Path, steps: int) -> list[float]:
-    """The entropies of a run's first steps, as many as it has; none of a file that is damaged
-    there."""
+    """The entropies of a run's first steps, at most `steps`. Stops at a damaged line."""
     found: list[float] = []
     with contextlib.suppress(ValueError):
         for record in read_metrics(directory):
@@ -180,13 +179,13 @@ def first_entropies(directory: Path, steps: int) -> list[float]:
 
 
 def _end_last_line(path: Path, appending: IO[str]) -> None:
-    """Cut off a line that a killed attempt left half-written."""
+    """Remove an incomplete last line, which a killed attempt left."""
     with open_regular(path) as file:
         appending.truncate(file.read().rfind(b"\n") + 1)
 
 
-def _items(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The record's own values, and each item of a list under `<name>/<index>`."""
+def _items(record: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """The record's metrics, with the items of a list as `<name>/<index>`."""
     for name, value in record.items():
         if name in RESERVED:
             continue
@@ -197,17 +196,17 @@ def _items(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _plotted(event: str, name: str) -> str:
-    """A metric's name in a sink: all are in groups, and no group is named twice."""
+    """A metric's name in a sink, which always has a group."""
     return name if "/" in name else f"{GROUPS.get(event, event)}/{name}"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _plain(value: Any) -> Any:
-    """The value as JSON knows it: numpy scalars become numbers, NaN and Inf become None, secrets
-    go."""
+def _plain(value: object) -> object:
+    """The value for JSON: numpy scalars become numbers, NaN and Inf become None, and secrets are
+    redacted."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

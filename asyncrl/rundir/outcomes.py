@@ -1,4 +1,4 @@
-"""How each admitted group ended: `outcomes/*.parquet`, one row per group."""
+"""`outcomes/*.parquet`: how each admitted group ended, one row per group."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ OUTCOME_COLUMNS = pa.schema(
     ]
 )
 OUTSTANDING = b"asyncrl.outstanding"
-"""Key of a file's metadata: the ordinals that were admitted and had no outcome when it was written,
-as JSON."""
+"""Key of file metadata: JSON list of the admitted ordinals without an outcome at the time of
+writing."""
 CHECKSUM = b"asyncrl.checksum"
-"""Key of a file's metadata: a hash of its rows and of the outstanding ordinals. Page checksums do
-not cover a file's footer."""
+"""Key of file metadata: hash of the rows and the outstanding ordinals. Page checksums do not cover
+the footer."""
 
 
 def refuse_old_folder(directory: Path) -> None:
-    """Raise ConfigError if a run directory has the folder of outcomes under its older name."""
+    """Raise ConfigError if a run directory has the folder of outcomes under its old name."""
     old = directory / "fates"
     if old.is_dir():
         raise ConfigError(
-            f"{old} is what an older asyncrl called outcomes; rename it to {directory / 'outcomes'}"
+            f"{old} has the old name of the outcomes folder; rename it to {directory / 'outcomes'}"
         )
 
 
 def read_outcomes(path: Path) -> tuple[pa.Table, list[int]]:
-    """The rows of one file, and the ordinals outstanding when it was written.
+    """The rows of one file, and the ordinals that were outstanding when it was written.
 
     Raises:
-        ValueError: the file is damaged, or was changed.
-        OSError: it cannot be read.
+        ValueError: the file is damaged or was changed.
+        OSError: the file cannot be read.
     """
     table = parquet.read_table(path)
     for field in OUTCOME_COLUMNS:
@@ -70,14 +70,14 @@ def read_outcomes(path: Path) -> tuple[pa.Table, list[int]]:
             or table.schema.field(field.name).type != field.type
         ):
             raise ValueError(
-                f"{path} is damaged, or of an older asyncrl: it has no column {field.name!r} of"
+                f"{path} is damaged, or from an older asyncrl: it has no column {field.name!r} of"
                 f" type {field.type}"
             )
     metadata = table.schema.metadata or {}
     outstanding = metadata.get(OUTSTANDING, b"[]")
     if metadata.get(CHECKSUM) != _checksum(table, outstanding):
         raise ValueError(
-            f"{path} does not hold what was written: its rows and its checksum disagree"
+            f"{path} was changed after it was written: its rows do not match its checksum"
         )
     return table, _ordinals(outstanding, path)
 
@@ -91,7 +91,7 @@ def _ordinals(text: bytes, path: Path) -> list[int]:
         type(ordinal) is int and ordinal >= 0 for ordinal in found
     ):
         raise ValueError(
-            f"{path} is damaged: its outstanding ordinals are no list of whole numbers"
+            f"{path} is damaged: its outstanding ordinals are not a list of whole numbers"
         )
     return found
 
@@ -110,8 +110,8 @@ def _checksum(table: pa.Table, outstanding: bytes) -> bytes:
 
 
 class OutcomesWriter:
-    """Appends complete Parquet files, in a thread of its own: each is written under a temporary
-    name, then renamed. They are merged as the run goes on."""
+    """Writes outcomes to Parquet files in its own thread, and merges small files. Each file is
+    written under a temporary name, then renamed."""
 
     def __init__(self, directory: Path, attempt: int) -> None:
         self.directory = directory
@@ -124,13 +124,13 @@ class OutcomesWriter:
         make_directory(directory)
 
     def write(self, outcomes: Sequence[Outcome], outstanding: Sequence[int] = ()) -> None:
-        """One file of these outcomes, soon; none for no outcomes.
+        """Queue one file with these outcomes. Does nothing without outcomes.
 
         Args:
             outstanding: ordinals admitted in this attempt that have no outcome yet.
 
         Raises:
-            OSError: an earlier file could not be written. Nothing was written after it.
+            OSError: an earlier file could not be written, nor any after it.
         """
         if self._failure is not None:
             raise self._failure
@@ -138,10 +138,10 @@ class OutcomesWriter:
             self._last = self._thread.submit(self._write, list(outcomes), list(outstanding))
 
     def flush(self) -> None:
-        """Wait until all of them are on the disk.
+        """Wait until all queued files are on the disk.
 
         Raises:
-            OSError: one could not be written.
+            OSError: a file could not be written.
         """
         if self._last is not None:
             self._last.result()
@@ -149,8 +149,8 @@ class OutcomesWriter:
             raise self._failure
 
     def compact(self) -> None:
-        """Merge this attempt's files into one. The last file's name is kept, so that numbering goes
-        on."""
+        """Merge this attempt's files into one. It keeps the last file's name, so numbering
+        continues."""
         self.flush()
         _merge(sorted(self.directory.glob(f"attempt_{self.attempt:04d}-*.parquet")))
 
@@ -174,8 +174,8 @@ class OutcomesWriter:
 
 
 def _merge(files: Sequence[Path]) -> None:
-    """One file in place of several, under the last one's name. Killed in between, it leaves rows
-    twice, and readers drop one of the two."""
+    """Merge files into one with the name of the last. If the process is killed in between, rows are
+    duplicated, and readers drop the duplicates."""
     if len(files) < 2:
         return
     tables = [parquet.read_table(file) for file in files]

@@ -1,13 +1,13 @@
-"""Reading a run's directory, while it runs or long after: files only, no cluster, no torch.
+"""Reading a run's directory, during the run or later. It needs only the files: no cluster, no
+torch.
 
-`groups/*.parquet` and `outcomes/*.parquet` are written by a rename, so every file that is there is
-complete; names that start with a dot are still being written and left out. A group that was flushed
-again after a failure is taken once.
+Files in `groups/` and `outcomes/` are renamed once complete. A name with a leading dot is still
+being written and is skipped. A group that was written again after a failure appears once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -48,25 +48,24 @@ PER_TRAJECTORY = (
 """List columns of a group with one item per trajectory."""
 
 SINGULAR = {"completion_text": "completion"}
-"""Group column → its name in a table of trajectories, where they differ."""
+"""Group column → its name in a table of trajectories, if different."""
 
 
 class RunNotFoundError(FileNotFoundError):
-    """The path is no run directory."""
+    """The path is not a run directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where a run stood when its directory was last written to."""
+    """Progress of a run when its directory was last written to."""
 
     phase: str
-    """Event of the newest record (`step`, `commit`, `evaluation`, …); `starting` before the first.
-    """
+    """Event of the newest record (`step`, `commit`, `evaluation`, …), or `starting`."""
     step: int
     max_steps: int
     version: int
     committed: int | None
-    """Newest version that the replicas have applied; None before the first."""
+    """The committed version; None before the first."""
     time: float | None
     """Unix seconds of the newest record."""
     last: dict[str, Any]
@@ -74,7 +73,7 @@ class Status:
 
 
 class Run:
-    """A run's directory. Every call reads the files as they are now."""
+    """A run's directory. Each call reads the current files."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -84,30 +83,29 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        """The resolved config that the run was started with."""
+        """The resolved config of the run."""
         return load_config(self.directory / "config.yaml")
 
     @property
     def checkpoints_directory(self) -> Path:
-        """Where its checkpoints lie: here, wherever `runs_root` points now, or in
-        `checkpoint.save`."""
+        """Directory of the checkpoints: `checkpoint.save`, or `checkpoints` in this directory, even
+        if the run was moved."""
         save = self.config.checkpoint.save
         return Path(save) if save else self.directory / "checkpoints"
 
     @property
     def metrics(self) -> pa.Table:
-        """All records of metrics.jsonl, one row each; a metric that a record does not have is
-        null."""
+        """All records of metrics.jsonl, one row each. Metrics that a record lacks are null."""
         return _records_table(read_metrics(self.directory))
 
     def records(self, event: str | None = None) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl (of one event), oldest first."""
+        """The records of metrics.jsonl, oldest first, optionally only those of one event."""
         return [
             record for record in read_metrics(self.directory) if event in (None, record["event"])
         ]
 
     def status(self) -> Status:
-        """Phase, step and versions of the newest attempt's records."""
+        """Phase, step and versions, from the records of the newest attempt."""
         records = self.records()
         last = records[-1] if records else {}
         records = [
@@ -133,7 +131,7 @@ class Run:
         )
 
     def groups(self) -> pa.Table:
-        """One row per group, ordered by attempt and ordinal; no rows before the first flush."""
+        """One row per group, ordered by attempt and ordinal. Empty before the first flush."""
         return _distinct(
             _read_parquet(
                 self.directory / "groups", pa.schema([*COLUMNS.items(), *SCORED_COLUMNS.items()])
@@ -141,41 +139,44 @@ class Run:
         )
 
     def outcomes(self) -> pa.Table:
-        """One row per group that has come to its end: `outcome`, `reason`, `step`,
-        `trained_at_version`, `staleness`, `completion_tokens` (of the whole group, null if it was
-        not generated to its end)."""
+        """One row per group with an outcome.
+
+        Columns: `outcome`, `reason`, `step`, `trained_at_version`, `staleness` and
+        `completion_tokens` (of the whole group; null if it was not generated to its end).
+        """
         return _distinct(self.every_outcome())
 
     def every_outcome(self) -> pa.Table:
-        """The rows of `outcomes` as they were written. A group has several if it waited in a
-        checkpoint that more than one attempt went on from."""
+        """The outcomes with duplicates. A group has several rows if it waited in a checkpoint from
+        which several attempts resumed."""
         return _read_parquet(self.directory / "outcomes", OUTCOME_COLUMNS)
 
     def evaluations(self) -> pa.Table:
-        """One row for each completion that an evaluation asked for: `set`, `version`, `ordinal`
-        (row of the set's file), `index` (among its n completions), `status` (ok, unscored, late,
-        failed), `reason`, `accuracy`, `reward`, `reward_parts`, the completion's text, tokens,
-        log-probs and version spans.
+        """One row per completion that an evaluation requested.
+
+        Columns: `set`, `version`, `ordinal` (row of the set's file), `index` (among its n
+        completions), `status` (ok, unscored, late, failed), `reason`, `accuracy`, `reward` and
+        `reward_parts`. Also the completion's text, tokens, log-probs and version spans.
         """
         return _read_parquet(self.directory / "evaluations", pa.schema([*ANSWER_COLUMNS.items()]))
 
     def trajectories(self) -> pa.Table:
         """One row per trajectory, with its group's columns and outcome.
 
-        Beside the columns of `groups`: `index` (place in its group), `completion` (text), `tokens`
-        (of the completion), `oldest_version` and `newest_version` (of its tokens), `reward/NAME`
-        per reward function. A group without a outcome yet has null `outcome`, and null `staleness`
-        unless it was trained.
+        Additional columns: `index` (place in its group), `completion` (text), `tokens` (of the
+        completion), `oldest_version` and `newest_version` (of its tokens), and `reward/NAME` per
+        reward function. `outcome` is null until the group has one, and `staleness` is null unless
+        the group was trained.
         """
         return _with_outcomes(_explode(self.groups()), self.outcomes())
 
 
 def open_run(path: str | Path) -> Run:
-    """The run in this directory, for reading.
+    """Open a run's directory for reading.
 
     Raises:
-        RunNotFoundError: there is no such directory, or it holds no config.yaml.
-        ConfigError: an older asyncrl wrote it; the message names what to rename.
+        RunNotFoundError: the directory does not exist, or contains no config.yaml.
+        ConfigError: an older asyncrl wrote it. The message names what to rename.
     """
     directory = Path(path).expanduser().resolve()
     if not directory.is_dir():
@@ -186,7 +187,7 @@ def open_run(path: str | Path) -> Run:
     refuse_old_folder(directory)
     if not (directory / "config.yaml").exists():
         raise RunNotFoundError(
-            f"run {str(path)!r} holds no config.yaml, so it is no run directory;"
+            f"run {str(path)!r} contains no config.yaml, so it is not a run directory;"
             f" {_nearby(directory)}"
         )
     return Run(directory)
@@ -202,20 +203,20 @@ def _nearby(directory: Path) -> str:
 
 
 def _read_parquet(directory: Path, empty: pa.Schema) -> pa.Table:
-    """All complete files of a folder as one table; `empty` is the schema of no files."""
+    """All complete files of a folder as one table, or an empty table with the schema `empty`."""
     tables = []
     for path in sorted(directory.glob("*.parquet")):
         if path.name.startswith("."):
             continue
         try:
             tables.append(parquet.read_table(path))
-        except FileNotFoundError:  # merged into a larger file since we listed the folder
+        except FileNotFoundError:  # merged into a larger file since the folder was listed
             return _read_parquet(directory, empty)
     return pa.concat_tables(tables, promote_options="permissive") if tables else empty.empty_table()
 
 
 def _distinct(table: pa.Table) -> pa.Table:
-    """One row per (attempt, ordinal), the last one written, in order of attempt and ordinal."""
+    """The last written row per (attempt, ordinal), ordered by attempt and ordinal."""
     numbered = table.append_column("row", pa.array(range(len(table)), pa.int64()))
     last = (
         numbered.group_by(["attempt", "ordinal"])
@@ -226,14 +227,13 @@ def _distinct(table: pa.Table) -> pa.Table:
 
 
 def _explode(groups: pa.Table) -> pa.Table:
-    """Groups' rows → trajectories' rows."""
+    """The table of trajectories for a table of groups."""
     groups = groups.combine_chunks()
     parents = pc.list_parent_indices(groups["completion_ids"])
     for name in (REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN):
         if name in groups.column_names and groups[name].null_count:
-            groups = groups.drop_columns(
-                [name]
-            )  # an attempt had no reference policy, or no reward per token
+            # Some attempt had no reference policy, or no per-token rewards.
+            groups = groups.drop_columns([name])
     lists = [name for name in PER_TRAJECTORY if name in groups.column_names]
     table = groups.drop_columns(lists).take(parents)
     counts = pc.list_value_length(groups["completion_ids"]).to_pylist()
@@ -253,7 +253,7 @@ def _explode(groups: pa.Table) -> pa.Table:
 
 
 def _with_versions(table: pa.Table) -> pa.Table:
-    """Add `tokens`, `oldest_version` and `newest_version`; the versions of an empty completion are
+    """Add `tokens`, `oldest_version` and `newest_version`. Versions of an empty completion are
     null."""
     spans = table["versions"].combine_chunks() if len(table) else pa.array([], pa.list_(SPAN))
     oldest = [spans_of[0]["version"] if spans_of else None for spans_of in spans.to_pylist()]
@@ -264,8 +264,7 @@ def _with_versions(table: pa.Table) -> pa.Table:
 
 
 def _with_outcomes(table: pa.Table, outcomes: pa.Table) -> pa.Table:
-    """Add the columns of the outcomes, null where there is none yet. (Arrow's own join takes no
-    list columns.)"""
+    """Add the columns of the outcomes, or nulls. Arrow's own join does not support list columns."""
     rows = {
         key: row
         for row, key in enumerate(
@@ -279,16 +278,16 @@ def _with_outcomes(table: pa.Table, outcomes: pa.Table) -> pa.Table:
     return table
 
 
-def _records_table(records: Iterable[dict[str, Any]]) -> pa.Table:
-    """Records with different keys as one table: the union of their columns, in order of
+def _records_table(records: Iterable[Mapping[str, object]]) -> pa.Table:
+    """A table of records with different keys: the union of their columns, in order of first
     appearance."""
     rows = list(records)
     names = list(dict.fromkeys(name for row in rows for name in row))
     return pa.table({name: _column([row.get(name) for row in rows]) for name in names})
 
 
-def _column(values: list[Any]) -> pa.Array:
-    """Integers and floats mixed become floats; anything else mixed becomes text."""
+def _column(values: list[object]) -> pa.Array:
+    """Mixed integers and floats become floats; other mixed types become text."""
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError):

@@ -1,5 +1,5 @@
-"""Where an attempt begins: the checkpoint that it goes on from, what has changed since that was
-written, and a line about each."""
+"""Finding the checkpoint that an attempt resumes from, and what has changed since it was
+written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -32,36 +31,36 @@ MODEL_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""Files of a checkpoint directory that say which model it is, weights left out."""
+"""Files that identify a model, without its weights."""
 FIXED = {
-    "seed": "data order and sampling follow from it",
-    "data.prompt_column": "ordinals stand for the prompts that were read",
-    "data.apply_chat_template": "ordinals stand for the prompts that were read",
-    "data.chat_template_kwargs": "ordinals stand for the prompts that were read",
-    "data.system_prompt": "ordinals stand for the prompts that were read",
-    "data.tools": "ordinals stand for the prompts that were read",
-    "data.tools_column": "ordinals stand for the prompts that were read",
-    "data.shuffle": "data order follows from it",
-    "data.max_prompt_length": "it decides which prompts are used, and ordinals count those",
-    "data.prompt_policy": "it decides which prompts are used, and ordinals count those",
-    "data.max_length": "it decides which prompts are used, and ordinals count those",
-    "data.length_policy": "it decides which prompts are used, and ordinals count those",
-    "rollout.temperature": "groups that wait in the checkpoint were sampled at the other one",
-    "learner.bf16": "the optimizer's state is of the other precision",
-    "learner.optimizer": "the checkpoint holds the other one's state",
-    "learner.world_size": "the checkpoint holds the shards of that many ranks",
+    "seed": "data order and sampling depend on it",
+    "data.prompt_column": "ordinals identify the prompts that were read",
+    "data.apply_chat_template": "ordinals identify the prompts that were read",
+    "data.chat_template_kwargs": "ordinals identify the prompts that were read",
+    "data.system_prompt": "ordinals identify the prompts that were read",
+    "data.tools": "ordinals identify the prompts that were read",
+    "data.tools_column": "ordinals identify the prompts that were read",
+    "data.shuffle": "data order depends on it",
+    "data.max_prompt_length": "it decides which prompts are used, and ordinals count only those",
+    "data.prompt_policy": "it decides which prompts are used, and ordinals count only those",
+    "data.max_length": "it decides which prompts are used, and ordinals count only those",
+    "data.length_policy": "it decides which prompts are used, and ordinals count only those",
+    "rollout.temperature": "the waiting groups in the checkpoint were sampled at that temperature",
+    "learner.bf16": "the optimizer's state has that precision",
+    "learner.optimizer": "the checkpoint contains the state of that optimizer",
+    "learner.world_size": "the checkpoint contains the shards of that many ranks",
 }
-"""Settings that a resumed run keeps, and why."""
+"""Settings that must not change on a resume → why."""
 
 LONGEST = (
     "rollout.max_completion_length",
     "learner.max_tokens_per_gpu",
     "learner.sequence_parallel_size",
 )
-"""What bounds a trajectory's length, beside FIXED."""
+"""Settings not in `FIXED` that bound a trajectory's length."""
 
 FREE = ("resume", "name", "runs_root", "checkpoint.load", "checkpoint.ckpt_step", "checkpoint.save")
-"""Settings whose change is not worth a line: they say where, not what."""
+"""Settings whose changes are not reported: they only name places."""
 
 SCORED_WITH = (
     "reward.functions",
@@ -74,25 +73,27 @@ SCORED_WITH = (
     "algorithm.ref_load",
     *LONGEST,
 )
-"""Beginnings of the settings that a scored group depends on. When one changes, the groups that wait
-in the checkpoint are made again."""
+"""Prefixes of the settings that a scored group depends on. If one changes, the waiting groups in
+the checkpoint are generated again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """`state` and `checkpoint` (its directory) are None for a new start. `said` tells what was
-    looked for, found and changed."""
+    """Where an attempt begins: a checkpoint, or a new start."""
 
     checkpoint: Path | None
+    """Directory of the checkpoint; None for a new start."""
     state: State | None
-    said: tuple[str, ...]
+    """State of the checkpoint; None for a new start."""
+    notes: tuple[str, ...]
+    """Lines about what was searched, found and changed."""
     from_attempt: int | None = None
-    """The attempt of this run that wrote the checkpoint; None for a new start, or another run's
+    """The attempt of this run that wrote the checkpoint. None for a new start or another run's
     checkpoint."""
 
     @property
     def trained_tokens(self) -> int:
-        """Loss tokens that the learner had trained by then, by its own count."""
+        """Loss tokens trained before the checkpoint, as counted by the learner."""
         if self.checkpoint is None:
             return 0
         counters = self.checkpoint / "learner" / "counters.json"
@@ -100,44 +101,49 @@ class Beginning:
 
 
 def find_beginning(config: Config, run_id: str | None, saved: bool = False) -> Beginning:
-    """Look where the config says. The run's own checkpoints come first; `checkpoint.load` is for a
-    run that has none.
+    """Find where the attempt begins. The run's own checkpoints take precedence over
+    `checkpoint.load`.
 
     Args:
-        run_id: of the run directory, None if it is new.
-        saved: the run has saved checkpoints before.
+        run_id: id of the run; None if its directory is new.
+        saved: whether the run has saved checkpoints before.
 
     Raises:
-        ConfigError: the run has no checkpoint of its own under `resume: must`, or lacks
-            `ckpt_step`; it had some, and they are gone; there is none at `checkpoint.load`; none
-            can be read; or a setting, the data or the model changed in a way that would falsify the
-            run.
+        ConfigError: `resume: must`, `ckpt_step` or `checkpoint.load` names a checkpoint that does
+            not exist. Or the run's saved checkpoints are gone, or none can be read. Or a setting,
+            the data or the model changed in a way that would falsify the run.
     """
     own, load, step = (
         config.checkpoints_directory,
         config.checkpoint.load,
         config.checkpoint.ckpt_step,
     )
-    looked: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if config.resume != "never":
         versions = CheckpointStore(own, keep=1).versions()
         if versions or config.resume == "must":
-            # With `load`, a step that the run itself does not have was meant for its beginning.
+            # With `load`, a `ckpt_step` that this run lacks refers to the run at `load`.
             return _own(config, own, step if step in versions or load is None else None, run_id)
         if saved or (own / "LATEST").exists():
             raise ConfigError(
-                "resume: auto would begin at version 0 again: this run has saved checkpoints, and"
-                f" {own} holds none that is committed; put them back, set checkpoint.save to where"
-                " they are, or start a new run under another --name"
+                "resume: auto would start at version 0 again: this run has saved checkpoints, but"
+                f" {own} has no committed one; restore them, set checkpoint.save, or choose another"
+                " --name"
             )
-        looked = (f"resume {config.resume}: no checkpoint in {own}",)
+        notes = (f"resume {config.resume}: no checkpoint in {own}",)
     elif next(iter(own.glob("step_*/COMMITTED")), None) is not None:
         raise ConfigError(
-            f"checkpoint.save = {str(own)!r} holds checkpoints of another run; name an empty"
-            " directory, or go on with it (--resume must)"
+            f"checkpoint.save = {str(own)!r} has checkpoints of another run; name an empty"
+            " directory, or resume from them (--resume must)"
         )
     if load is None:
-        return Beginning(None, None, looked)
+        return Beginning(None, None, notes)
+    found = _loaded(config, load, step)
+    return replace(found, notes=(*notes, *found.notes))
+
+
+def _loaded(config: Config, load: str, step: int | None) -> Beginning:
+    """The checkpoint of another run, as the beginning of this one."""
     directory = Path(load) / "checkpoints" if (Path(load) / "checkpoints").is_dir() else Path(load)
     try:
         found = _found(config, directory, step)
@@ -149,12 +155,12 @@ def find_beginning(config: Config, run_id: str | None, saved: bool = False) -> B
             )
         ) from None
     assert found.state is not None
-    # Its rows are another run's; ordinals without an outcome are made again here.
+    # The waiting rows belong to another run. This run generates their ordinals again.
     state = replace(found.state, waiting=())
     return Beginning(
         found.checkpoint,
         state,
-        (*looked, *found.said, "another run's: groups that waited there are made again"),
+        (*found.notes, "from another run: its waiting groups are generated again"),
     )
 
 
@@ -166,21 +172,21 @@ def _own(config: Config, own: Path, step: int | None, run_id: str | None) -> Beg
     assert found.state is not None
     if found.state.run_id != run_id:
         raise ConfigError(
-            f"{found.checkpoint} is of another run (run_id {found.state.run_id}, not"
-            f" {run_id or 'this new one'}); to go on from it set checkpoint.load = {own}, and a"
-            " checkpoint.save of your own"
+            f"{found.checkpoint} belongs to another run (run_id {found.state.run_id}, not"
+            f" {run_id or 'this new one'}); to start from it, set checkpoint.load = {own} and"
+            " another checkpoint.save"
         )
     return found
 
 
 def _found(config: Config, directory: Path, step: int | None) -> Beginning:
-    """Raises NoCheckpointError; ConfigError as `find_beginning`."""
+    """The checkpoint in a directory, with notes. Raises NoCheckpointError, or ConfigError like
+    `find_beginning`."""
     try:
         path, state, passed_over = CheckpointStore(directory, keep=1).find(step)
     except UnreadableCheckpointError as error:
         raise ConfigError(str(error)) from None
-    before = read_yaml(path / "config.yaml") if (path / "config.yaml").exists() else {}
-    changes = config_changes(before, parse_yaml(config_text(config))) if before else {}
+    changes = _changes_since(path, config)
     _refuse_falsifying(path, changes, state, config)
     lines = [f"passed over: {reason}" for reason in passed_over]
     lines += [f"found {path} (version {state.version}, {len(state.waiting)} groups waiting)"]
@@ -190,19 +196,29 @@ def _found(config: Config, directory: Path, step: int | None) -> Beginning:
     ]
     if state.waiting and (why := [name for name in changes if name.startswith(SCORED_WITH)]):
         lines.append(
-            f"the {len(state.waiting)} groups that waited are made again: their scores, or their"
-            f" lengths, go with the old {why[0]}"
+            f"the {len(state.waiting)} waiting groups are generated again: their scores or lengths"
+            f" depend on the old {why[0]}"
         )
         state = replace(state, waiting=())
     return Beginning(path, state, tuple(lines), state.attempt)
 
 
+def _changes_since(checkpoint: Path, config: Config) -> dict[str, tuple[object, object]]:
+    """`config_changes` since the checkpoint. Empty if the checkpoint has no config.yaml."""
+    path = checkpoint / "config.yaml"
+    before = read_yaml(path) if path.exists() else None
+    if not before:
+        return {}
+    after = parse_yaml(config_text(config))
+    assert isinstance(before, dict) and isinstance(after, dict)
+    return config_changes(before, after)
+
+
 def config_changes(
-    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
-) -> dict[str, tuple[Any, Any]]:
-    """Dotted name → (before, after) of the settings that differ, but for those that only say where
-    things lie."""
-    changes: dict[str, tuple[Any, Any]] = {}
+    before: Mapping[str, object], after: Mapping[str, object], prefix: str = ""
+) -> dict[str, tuple[object, object]]:
+    """Dotted name → (before, after) for each setting that differs, except those in `FREE`."""
+    changes: dict[str, tuple[object, object]] = {}
     for name in [*after, *(name for name in before if name not in after)]:
         old, new = before.get(name), after.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -213,16 +229,16 @@ def config_changes(
 
 
 def _refuse_falsifying(
-    path: Path, changes: Mapping[str, tuple[Any, Any]], state: State, config: Config
+    path: Path, changes: Mapping[str, tuple[object, object]], state: State, config: Config
 ) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError if a change since the checkpoint would falsify the run."""
     fix = (
-        "set it back, or start a new run under another --name (asyncrl export gives it these"
+        "set it back, or start a new run under another --name (asyncrl export provides these"
         " weights)"
     )
     for name, (old, new) in changes.items():
         if (
-            fixed := next((one for one in FIXED if name == one or name.startswith(f"{one}.")), None)
+            fixed := next((key for key in FIXED if name == key or name.startswith(f"{key}.")), None)
         ) is not None:
             raise ConfigError(
                 f"{name} = {_short(new)}, but {path} was made with {_short(old)}, and"
@@ -244,13 +260,13 @@ def _refuse_falsifying(
     ):
         if known and now and known != now:
             what = (
-                "ordinals stand for its rows"
+                "ordinals identify its rows"
                 if field == "data.train"
-                else "config or tokenizer differ from those that the checkpoint's weights go with"
+                else "its config or tokenizer does not match the checkpoint's weights"
             )
             raise ConfigError(
-                f"{field}: its content is no longer what {path} was made with, and {what};"
-                f" {fix.replace('set it', 'put it')}"
+                f"{field}: its content has changed since {path} was written, and {what};"
+                f" {fix.replace('set it back', 'restore it')}"
             )
 
 
@@ -260,13 +276,13 @@ def config_text(config: Config) -> str:
 
 
 def hash_of(text: str) -> str:
-    """SHA-256, in hex."""
+    """SHA-256 of the text, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def data_hash(config: Config) -> str:
-    """Of the training files, and of what else says which row an ordinal is; "" if a file is not
-    there."""
+    """Hash of the training files and of the settings that map ordinals to rows; "" if a file is
+    missing."""
     sources = sources_of(config.data.train)
     try:
         hashes = [_hash_files(files_of(source, "data.train")) for source in sources]
@@ -282,7 +298,7 @@ def data_hash(config: Config) -> str:
 
 
 def model_hash(config: Config) -> str:
-    """Of the model's config and tokenizer; "" if they are not there."""
+    """Hash of the model's config and tokenizer; "" if they are missing."""
     return _hash_files([Path(config.model.path) / name for name in MODEL_FILES])
 
 
@@ -295,6 +311,6 @@ def _hash_files(paths: Sequence[Path]) -> str:
     return digest.hexdigest() if there else ""
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

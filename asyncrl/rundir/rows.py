@@ -1,5 +1,4 @@
-"""What an audit needs of each row of groups/*.parquet, and what is impossible about it by
-itself."""
+"""Reading the rows of groups/*.parquet for an audit, with the faults of each row."""
 
 from __future__ import annotations
 
@@ -12,21 +11,33 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from asyncrl.contracts.content_hash import content_hashes
-from asyncrl.contracts.rows import COLUMNS, FINISH_REASONS, SCORED_COLUMNS, STATUSES
+from asyncrl.contracts.rows import COLUMNS, FINISH_REASONS, SCORED_COLUMNS, STATUSES, GroupRow
 from asyncrl.runtime import parquet
 
 __all__ = ["FAULTS", "Row", "read_rows"]
 
 ROUNDING = 1e-3
-"""Nats above 0 that rounding may give the log-prob of a certain token."""
+"""Tolerance above 0 for a log-prob in nats: rounding may exceed 0 for a certain token."""
 UNEVEN = "lists of different lengths, or missing values"
+READ = (
+    "attempt",
+    "ordinal",
+    "replica",
+    "started_at",
+    "finished_at",
+    "versions",
+    "status",
+    "prompt_ids",
+    "reward",
+)
+"""Columns whose values `Row` needs as Python objects."""
 GENERATION = ("replica", "started_at", "finished_at", "completion_ids", "logprobs")
-"""Columns that no two generations have in common: where, when, and what was sampled."""
+"""Columns that identify a generation: where, when, and what was sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the audit needs of a group's row. Lists have one item for each trajectory."""
+    """The data of a group's row that an audit needs."""
 
     attempt: int
     ordinal: int
@@ -34,150 +45,134 @@ class Row:
     started_at: float
     finished_at: float
     lengths: tuple[int, ...]
-    """Completion tokens."""
+    """Completion tokens of each trajectory."""
     loss_tokens: int
-    """Of the trajectories with status ok."""
+    """Tokens with loss, in the trajectories with status ok."""
     oldest: int | None
+    """Oldest token version; None without tokens."""
     newest: int | None
-    """Token versions."""
+    """Newest token version; None without tokens."""
     whole: bool
-    """Every trajectory has a loss mask, log-probs and versions for each of its tokens."""
+    """Whether every trajectory has a loss mask, log-probs and versions for each of its tokens."""
     content: str
-    """Hash of the whole row, as its outcome should have it."""
+    """Hash of the whole row, to compare with its outcome's."""
     generation: str
-    """Hash of where, when and what was sampled."""
+    """Hash of the columns `GENERATION`."""
     prompt_ids: tuple[int, ...]
     rewards: tuple[float, ...]
-    """Of the trajectories with status ok."""
+    """Rewards of the trajectories with status ok."""
     faults: tuple[str, ...]
-    """Names of FAULTS that it has."""
+    """The row's faults: keys of `FAULTS`, or `UNEVEN`."""
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of one file.
+    """Read the rows of one file.
 
     Raises:
-        ValueError: a column is missing, or of another type than asyncrl writes.
+        ValueError: a column is missing or has the wrong type.
         OSError, pa.ArrowException: the file cannot be read.
     """
     table = parquet.read_table(path)
     for name, kind in {**COLUMNS, **SCORED_COLUMNS}.items():
         if name not in table.column_names:
             raise ValueError(
-                f"{path} is of an older asyncrl, or damaged: it has no column {name!r}"
+                f"{path} is from an older asyncrl, or damaged: it has no column {name!r}"
             )
         if not table.schema.field(name).type.equals(kind):
             raise ValueError(
-                f"{path} is damaged: column {name!r} is of type {table.schema.field(name).type},"
+                f"{path} is damaged: column {name!r} has type {table.schema.field(name).type},"
                 f" not {kind}"
             )
     if not table.num_rows:
         return []
     try:
         return list(_rows(table.combine_chunks()))
-    except (
-        ValueError,
-        IndexError,
-        TypeError,
-    ):  # lists of one row have different lengths, or a value is missing
+    except (ValueError, IndexError, TypeError):
+        # Some row has lists of different lengths, or a missing value: read the rows singly.
         return [
-            one
+            _row_or_uneven(table.slice(number, 1).combine_chunks())
             for number in range(table.num_rows)
-            for one in _rows_or_none(table.slice(number, 1).combine_chunks())
         ]
 
 
-def _rows_or_none(table: pa.Table) -> list[Row]:
-    """The row of a one-row table; one that cannot be worked out has the fault UNEVEN and nothing
-    else."""
+def _row_or_uneven(table: pa.Table) -> Row:
+    """The row of a one-row table. A malformed row is empty and has the fault `UNEVEN`."""
     try:
-        return list(_rows(table))
+        (row,) = _rows(table)
+        return row
     except (ValueError, IndexError, TypeError):
         attempt, ordinal = (table[name][0].as_py() for name in ("attempt", "ordinal"))
         (content,) = content_hashes(table)
-        return [
-            Row(
-                attempt,
-                ordinal,
-                "",
-                0.0,
-                0.0,
-                (),
-                0,
-                None,
-                None,
-                False,
-                content,
-                content,
-                (),
-                (),
-                (UNEVEN,),
-            )
-        ]
+        return Row(
+            attempt=attempt,
+            ordinal=ordinal,
+            replica="",
+            started_at=0.0,
+            finished_at=0.0,
+            lengths=(),
+            loss_tokens=0,
+            oldest=None,
+            newest=None,
+            whole=False,
+            content=content,
+            generation=content,
+            prompt_ids=(),
+            rewards=(),
+            faults=(UNEVEN,),
+        )
 
 
 def _rows(table: pa.Table) -> Iterator[Row]:
     lengths = _token_counts(table, "completion_ids")
     bounds = np.concatenate([[0], np.cumsum(_trajectories(table))])
     _refuse_uneven(table)
+    loss = _loss_tokens(table, lengths)
     alike = (lengths == _token_counts(table, "loss_mask")) & (
         lengths == _token_counts(table, "logprobs")
     )
-    ends = np.cumsum(lengths)
-    masks = np.concatenate([[0], np.cumsum(_flat(table, "loss_mask"))])
-    loss = masks[ends] - masks[ends - lengths]
     bad = {name: find(table, lengths) for name, find in FAULTS.items()}
+    groups: list[GroupRow] = table.select(list(READ)).to_pylist()
     hashes = zip(content_hashes(table), content_hashes(table.select(list(GENERATION))), strict=True)
-    names = (
-        "attempt",
-        "ordinal",
-        "replica",
-        "started_at",
-        "finished_at",
-        "versions",
-        "status",
-        "prompt_ids",
-        "reward",
-    )
-    columns = zip(*(table[name].to_pylist() for name in names), strict=True)
-    for number, (
-        (attempt, ordinal, replica, started_at, finished_at, versions, status, prompt, rewards),
-        (content, generation),
-    ) in enumerate(zip(columns, hashes, strict=True)):
+    for number, (group, (content, generation)) in enumerate(zip(groups, hashes, strict=True)):
         mine = slice(bounds[number], bounds[number + 1])
+        tokens, versions, status = lengths[mine].tolist(), group["versions"], group["status"]
         spanned = [sum(span["end"] - span["start"] for span in spans) for spans in versions]
         seen = [span["version"] for spans in versions for span in spans]
-        usable = sum(
-            int(tokens) for tokens, how in zip(loss[mine], status, strict=False) if how == "ok"
-        )
         yield Row(
-            attempt,
-            ordinal,
-            replica,
-            started_at,
-            finished_at,
-            tuple(lengths[mine].tolist()),
-            usable,
-            min(seen, default=None),
-            max(seen, default=None),
-            bool(alike[mine].all())
-            and spanned == lengths[mine].tolist()
-            and len(status) == len(versions),
-            content,
-            generation,
-            tuple(prompt),
-            tuple(
+            attempt=group["attempt"],
+            ordinal=group["ordinal"],
+            replica=group["replica"],
+            started_at=group["started_at"],
+            finished_at=group["finished_at"],
+            lengths=tuple(tokens),
+            loss_tokens=sum(
+                int(count) for count, how in zip(loss[mine], status, strict=False) if how == "ok"
+            ),
+            oldest=min(seen, default=None),
+            newest=max(seen, default=None),
+            whole=bool(alike[mine].all()) and spanned == tokens and len(status) == len(versions),
+            content=content,
+            generation=generation,
+            prompt_ids=tuple(group["prompt_ids"]),
+            rewards=tuple(
                 reward
-                for reward, how in zip(rewards, status, strict=True)
+                for reward, how in zip(group["reward"], status, strict=True)
                 if how == "ok" and reward is not None
             ),
-            tuple(name for name, found in bad.items() if found[mine].any()),
+            faults=tuple(name for name, found in bad.items() if found[mine].any()),
         )
+
+
+def _loss_tokens(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
+    """Tokens of each trajectory that its loss mask keeps."""
+    ends = np.cumsum(lengths)
+    masks = np.concatenate([[0], np.cumsum(_flat(table, "loss_mask"))])
+    return np.asarray(masks[ends] - masks[ends - lengths])
 
 
 def _refuse_uneven(table: pa.Table) -> None:
-    """Raise ValueError unless the lists of each row have one item for each of its trajectories, and
-    no value is missing."""
+    """Raise ValueError unless the lists of each row have one item per trajectory and no value is
+    missing."""
     n = _trajectories(table)
     for name in (
         "loss_mask",
@@ -192,7 +187,7 @@ def _refuse_uneven(table: pa.Table) -> None:
         if not np.array_equal(
             _column(table, name).value_lengths().to_numpy(zero_copy_only=False), n
         ):
-            raise ValueError(f"{name} has not one item for each trajectory")
+            raise ValueError(f"{name} does not have one item per trajectory")
     if any(
         table[name].null_count
         for name in ("attempt", "ordinal", "replica", "started_at", "finished_at", "prompt_ids")
@@ -209,7 +204,7 @@ def _masks_other_than_0_and_1(table: pa.Table, lengths: np.ndarray) -> np.ndarra
 
 
 def _impossible_spans(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
-    """Spans that leave gaps, overlap, go beyond the tokens, or whose versions do not rise."""
+    """Spans with gaps or overlaps, beyond the tokens, or with versions that do not increase."""
     spans = _column(table, "versions").flatten()
     counts = spans.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     version, start, end = (
@@ -244,7 +239,7 @@ def _times_that_go_back(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
 
 
 def _not_finite_or_positive_logprobs(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
-    """Of the trajectories with status ok; the others may have been masked for it."""
+    """Checks trajectories with status ok. Others may be masked for this very fault."""
     logprobs = _flat(table, "logprobs")
     owner = np.repeat(np.arange(len(lengths)), _token_counts(table, "logprobs"))
     found = np.zeros(len(lengths), bool)
@@ -253,8 +248,8 @@ def _not_finite_or_positive_logprobs(table: pa.Table, lengths: np.ndarray) -> np
 
 
 def _impossible_rewards(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
-    """A trajectory with status ok has a reward and an advantage, unless its whole group was given
-    up; no value is NaN or infinite."""
+    """Rewards and advantages that are NaN or infinite, and missing rewards of trajectories with
+    status ok."""
     found = np.zeros(len(lengths), bool)
     for name in ("reward", "advantage"):
         values = _column(table, name).flatten()
@@ -292,13 +287,13 @@ FAULTS: Mapping[str, Callable[[pa.Table, np.ndarray], np.ndarray]] = {
     "masks other than 0 and 1": _masks_other_than_0_and_1,
     "overlapping or impossible version spans": _impossible_spans,
     "times that go back": _times_that_go_back,
-    "log-probs that are no log-probs": _not_finite_or_positive_logprobs,
-    "rewards or advantages that are no numbers": _impossible_rewards,
+    "invalid log-probs": _not_finite_or_positive_logprobs,
+    "rewards or advantages that are not numbers": _impossible_rewards,
     "an unknown status or finish reason": _unknown_words,
     "negative or missing token ids": _negative_tokens,
 }
-"""What no row of asyncrl's can have: name → (table, completion tokens [T trajectories]) → whether
-each trajectory has it."""
+"""Faults that a row written by asyncrl cannot have: name → check. A check takes the table and the
+completion tokens of each trajectory, and returns whether each trajectory has the fault."""
 
 
 def _column(table: pa.Table, name: str) -> pa.Array:
@@ -307,12 +302,12 @@ def _column(table: pa.Table, name: str) -> pa.Array:
 
 
 def _trajectories(table: pa.Table) -> np.ndarray:
-    """Trajectories of each row."""
+    """Number of trajectories of each row."""
     return _numbers(_column(table, "completion_ids").value_lengths())
 
 
 def _token_counts(table: pa.Table, name: str) -> np.ndarray:
-    """Items of each trajectory's list."""
+    """Length of each trajectory's list in a column."""
     return _numbers(_column(table, name).flatten().value_lengths())
 
 

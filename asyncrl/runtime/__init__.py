@@ -1,1 +1,1 @@
-"""Small tools over the system, Ray and Serve."""
+"""Small tools for files, processes, Ray and Serve."""

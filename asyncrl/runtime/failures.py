@@ -1,4 +1,4 @@
-"""What to record of an exception that nobody foresaw."""
+"""The recorded text of an unexpected exception."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = [
 ]
 
 CAUSE_LENGTH = 300
-"""Characters of an error's message that a reason repeats."""
+"""Characters of an error's message that a reason quotes, at most."""
 STACK_LENGTH = 20_000
-"""Characters of a stack that are kept: an error's message may be of any length."""
+"""Characters of a traceback that are kept, at most. It repeats the message, which has no limit."""
 
 
 def unforeseen(what: str, error: BaseException) -> str:
-    """What to say of an exception that nobody foresaw: a line that begins with UNFORESEEN, then the
-    stack."""
+    """The record of an unexpected exception: one line with the prefix `UNFORESEEN`, then the
+    traceback."""
     cause = short(" ".join(str(error).split()), CAUSE_LENGTH)
     return (
         f"{UNFORESEEN}{what}: {type(error).__name__}:"

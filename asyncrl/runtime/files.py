@@ -1,4 +1,5 @@
-"""The one way to open a run's files: no link is followed, and only regular files are opened."""
+"""Opening the files of a run. Writers follow no symbolic link, and only regular files are
+opened."""
 
 from __future__ import annotations
 
@@ -31,16 +32,16 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NotAFileError(OSError):
-    """A directory, pipe, socket or device is where a file should be, or a file where a directory
-    should be. The message names it."""
+    """A path is not a regular file where one is needed, or is a file where a directory is needed.
+    The message names it."""
 
 
 class DiskFullError(OSError):
-    """The file system of a file has no room left. The message names the file and the free bytes."""
+    """The file system is full. The message names the file and the free bytes."""
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its parents; those that exist stay.
+    """Create a directory and its missing parents.
 
     Raises:
         EscapesDirectoryError: a component of the path is a symbolic link.
@@ -50,13 +51,13 @@ def make_directory(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new binary file that takes the place of `path` when the block ends without an error. Both
-    the content and the name are then on the disk.
+    """A new binary file that replaces `path` when the block ends without an error. Content and name
+    are then on the disk (fsync).
 
     Raises:
         EscapesDirectoryError: a component of the path's directory is a symbolic link.
         NotAFileError: a directory or a device has this name.
-        DiskFullError: no room is left. Nothing of the new file stays.
+        DiskFullError: no room is left. The new file is removed.
     """
     parent = _directory(path.parent)
     temporary = f".{path.name}.{os.getpid()}"
@@ -64,7 +65,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         _refuse_other_kinds(path, parent)
         with explain_disk_full(path):
             try:
-                with suppress(FileNotFoundError):  # of an earlier process with this number
+                with suppress(FileNotFoundError):  # left by an earlier process with this id
                     os.unlink(temporary, dir_fd=parent)
                 descriptor = os.open(
                     temporary,
@@ -87,17 +88,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give a file this content, as `replacing` does."""
+    """Replace a file's content, by `replacing`."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 def append_to(path: Path) -> IO[str]:
-    """A text file opened for appending, and made if it is missing.
+    """Open a text file for appending. Creates it if it is missing.
 
     Raises:
         EscapesDirectoryError: the file, or a component of its path, is a symbolic link.
-        NotAFileError: something else than a regular file has this name.
+        NotAFileError: the path exists and is not a regular file.
     """
     parent = _directory(path.parent)
     try:
@@ -110,11 +111,11 @@ def append_to(path: Path) -> IO[str]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file opened for reading.
+    """Open a regular file for reading. Links are followed.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        NotAFileError: something else has this name. Opening a pipe would wait for a writer.
+        FileNotFoundError: the path does not exist.
+        NotAFileError: the path is not a regular file. Opening a pipe would wait for a writer.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -124,14 +125,13 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a regular file; bytes that are not UTF-8 become U+FFFD. Raises as
-    `open_regular`."""
+    """The UTF-8 text of a regular file. Invalid bytes become U+FFFD. Raises like `open_regular`."""
     with open_regular(path) as file:
         return file.read().decode(errors="replace")
 
 
 def sync_file(path: Path) -> None:
-    """Bring a file, or a directory's names, to the disk."""
+    """Flush a file's content, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -141,7 +141,7 @@ def sync_file(path: Path) -> None:
 
 @contextmanager
 def explain_disk_full(path: Path) -> Iterator[None]:
-    """Raise DiskFullError in place of the system's error when no room is left."""
+    """Turn the system's error for a full disk into DiskFullError."""
     try:
         yield
     except DiskFullError:
@@ -159,8 +159,8 @@ def explain_disk_full(path: Path) -> Iterator[None]:
 
 
 def _directory(path: Path) -> int:
-    """A descriptor of the directory, reached without following a link. Missing directories are
-    made."""
+    """A descriptor of the directory, opened without following a link. Creates missing
+    directories."""
     at = os.open("/", DIRECTORY)
     reached = Path("/")
     for part in Path(os.path.abspath(path)).parts[1:]:
@@ -178,7 +178,8 @@ def _below(at: int, part: str, reached: Path) -> int:
         try:
             return os.open(part, DIRECTORY, dir_fd=at)
         except FileNotFoundError:
-            with explain_disk_full(reached), suppress(FileExistsError):  # another process made it
+            # Another process may have created it.
+            with explain_disk_full(reached), suppress(FileExistsError):
                 os.mkdir(part, dir_fd=at)
             return os.open(part, DIRECTORY, dir_fd=at)
     except NotADirectoryError:
@@ -199,7 +200,7 @@ def _open(path: Path, flags: int, parent: int) -> int:
 
 
 def _refuse_other_kinds(path: Path, parent: int) -> None:
-    """Raise for anything but a regular file, or nothing, under this name."""
+    """Raise if the path exists and is not a regular file."""
     with suppress(FileNotFoundError):
         mode = os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_mode
         if stat.S_ISLNK(mode):
@@ -210,8 +211,8 @@ def _refuse_other_kinds(path: Path, parent: int) -> None:
 
 def _a_link(path: Path) -> EscapesDirectoryError:
     return EscapesDirectoryError(
-        f"{path} is a symbolic link, so what is written there would go elsewhere; put a real file"
-        " or directory in its place"
+        f"{path} is a symbolic link, so writing to it would write elsewhere; replace it with a real"
+        " file or directory"
     )
 
 

@@ -1,5 +1,5 @@
-"""Functions of the user's own, named as `package.module:function`: found, called with what their
-parameters name, and named in errors with file and line."""
+"""The user's functions, named as `package.module:function`. They are imported, called with the
+arguments that their parameters name, and reported in errors with file and line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 __all__ = [
     "FUNCTION",
@@ -23,45 +22,45 @@ __all__ = [
 ]
 
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-"""What the name of a function looks like."""
+"""Pattern of a function's name."""
 MOST_CHARACTERS = 500
-"""Of what a function raised, in a message."""
+"""Characters of an exception's text that a message quotes, at most."""
 
 
 class FunctionError(ValueError):
-    """A function of the user's own cannot be imported, raised, or broke its contract. The message
-    names it, its file and its line."""
+    """A user's function cannot be imported, raised an exception, or broke its contract. The message
+    names the function, its file and its line."""
 
 
-def import_function(kind: str, function: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names; `kind` is what the message calls it.
+def import_function(kind: str, function: str) -> Callable[..., object]:
+    """Import the function `package.module:function`. Messages call it `kind`.
 
     Raises:
-        FunctionError: it cannot be imported, or is not callable.
+        FunctionError: the function cannot be imported, or is not callable.
     """
     module, _, name = function.partition(":")
     refuse_main(kind, function)
     try:
-        found = getattr(importlib.import_module(module), name)
+        found: object = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise FunctionError(
             f"{kind} {function!r} cannot be imported ({error}{_place_in_module(error)}); check its"
             " name and that its package is installed"
         ) from None
     except Exception as error:
-        # Whatever a module raises while it is imported is reported under the function's name.
-        said = f"{type(error).__name__}: {text_of(str, error)}{_place_in_module(error)}"
+        # A module may raise anything while it is imported.
+        cause = f"{type(error).__name__}: {text_of(str, error)}{_place_in_module(error)}"
         raise FunctionError(
-            f"{kind} {function!r} cannot be imported ({said}); repair its module"
+            f"{kind} {function!r} cannot be imported ({cause}); repair its module"
         ) from None
     if not callable(found):
         raise FunctionError(f"{kind} {function!r} is a {type(found).__name__}; name a function")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _place_in_module(error: BaseException) -> str:
-    """Where in a module's own code its import failed; nothing where that did not begin, as for a
-    syntax error."""
+    """The line of the module where its import failed; "" if no code ran, as after a syntax
+    error."""
     ours = (__file__, importlib.__file__)
     return place_of(
         [
@@ -73,52 +72,57 @@ def _place_in_module(error: BaseException) -> str:
 
 
 def refuse_main(kind: str, function: str) -> None:
-    """Raise FunctionError for a function of the script or notebook that runs: in every other
-    process `__main__` is something else."""
+    """Raise FunctionError for a function of the running script or notebook. Other processes have
+    another `__main__`."""
     if function.startswith("__main__:"):
         raise FunctionError(
-            f"{kind} {function!r} is in a script or notebook, which other processes do not"
-            " have; put it into a module of its own"
+            f"{kind} {function!r} is in a script or notebook, which other processes cannot"
+            " import; move it to a module"
         )
 
 
 def chosen_arguments(
-    function: Callable[..., Any], told: Mapping[str, Any], sources: str
-) -> dict[str, Any]:
-    """As much of `told` as the function's parameters take.
+    function: Callable[..., object], available: Mapping[str, object], sources: str
+) -> dict[str, object]:
+    """The available arguments that the function's parameters name.
+
+    Args:
+        sources: end of the message about a missing argument, after "which".
 
     Raises:
-        TypeError: it needs something that is not there. `sources` says what nothing of it is.
+        TypeError: a required argument is not available.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C: nobody knows
-        return dict(told)
+    except (TypeError, ValueError):  # written in C, without a signature
+        return dict(available)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(told)
+        return dict(available)
     named = {parameter.name for parameter in parameters}
     needed = {
         parameter.name
         for parameter in parameters
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
     }
-    if missing := sorted(needed - told.keys()):
-        there = ", ".join(sorted(told)) or "nothing"
-        raise TypeError(f"it takes {', '.join(missing)}, which {sources}; there are {there}")
-    return {name: value for name, value in told.items() if name in named}
+    if missing := sorted(needed - available.keys()):
+        names = ", ".join(sorted(available)) or "nothing"
+        raise TypeError(f"it takes {', '.join(missing)}, which {sources}; available: {names}")
+    return {name: value for name, value in available.items() if name in named}
 
 
-def call_function(field: str, function: str, told: Mapping[str, Any]) -> tuple[Any, str]:
-    """What the function that the setting `field` names gives for these arguments, as far as it
-    takes them; and how an error calls it.
+def call_function(field: str, function: str, available: Mapping[str, object]) -> tuple[object, str]:
+    """Call the function that the setting `field` names, with the available arguments that it takes.
+
+    Returns:
+        The result, and the function's name for error messages.
 
     Raises:
-        FunctionError: it cannot be imported, or raised.
+        FunctionError: the function cannot be imported, or raised an exception.
     """
     found = import_function(f"{field} =", function)
     name = f"{field} = {function!r} ({where(found)})"
     try:
-        return found(**chosen_arguments(found, told, "it is not told")), name
+        return found(**chosen_arguments(found, available, "asyncrl does not provide")), name
     except Exception as error:
         frames = [
             frame
@@ -131,8 +135,8 @@ def call_function(field: str, function: str, told: Mapping[str, Any]) -> tuple[A
         ) from error
 
 
-def where(function: Callable[..., Any]) -> str:
-    """FILE:LINE of its definition."""
+def where(function: Callable[..., object]) -> str:
+    """FILE:LINE of the function's definition, or its module."""
     try:
         code = inspect.unwrap(function).__code__
         return f"{code.co_filename}:{code.co_firstlineno}"
@@ -141,19 +145,19 @@ def where(function: Callable[..., Any]) -> str:
 
 
 def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Where the innermost of these frames is; nothing without any."""
+    """The location of the innermost frame; "" if there are no frames."""
     return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
 def short(text: str, most: int = MOST_CHARACTERS) -> str:
-    """What fits a message and a column of text: no half characters, and not a megabyte."""
+    """The text, cut to `most` characters and valid as UTF-8."""
     text = text if len(text) <= most else f"{text[:most]}…"
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def text_of(of: Callable[[Any], str], value: Any) -> str:
-    """`str` or `repr` of what a function gave or raised, whose own code may raise."""
+def text_of(of: Callable[[object], str], value: object) -> str:
+    """`str` or `repr` of a user's value or exception. Its own code may raise in turn."""
     try:
         return short(of(value))
     except Exception as error:
-        return f"(a {type(value).__name__} whose text cannot be had: {type(error).__name__})"
+        return f"(a {type(value).__name__} without a text: {type(error).__name__})"

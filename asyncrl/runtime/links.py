@@ -1,4 +1,4 @@
-"""A run stays in its directory: no link in it leads elsewhere."""
+"""Refusing symbolic links in a run's directory, so that its files stay there."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = [
 
 
 def refuse_links(directory: Path, whole: bool = False) -> None:
-    """Raise EscapesDirectoryError if the directory, or an entry of it, is a symbolic link; it need
-    not exist.
+    """Raise EscapesDirectoryError if the directory or an entry of it is a symbolic link. The
+    directory may be missing.
 
     Args:
-        whole: entries at every depth count. (Otherwise those right below it: a sink's own folder
-            may hold links.)
+        whole: check entries at every depth. By default only direct entries are checked, because a
+            sink's folder may contain links.
     """
     for path in (directory, *(directory.rglob("*") if whole else directory.glob("*"))):
         if path.is_symlink():
             raise EscapesDirectoryError(
-                f"{path} is a symbolic link, so what is written there would leave {directory}; put"
-                " a real file or directory in its place"
+                f"{path} is a symbolic link, so writing to it would leave {directory}; replace it"
+                " with a real file or directory"
             )

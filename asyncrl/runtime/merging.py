@@ -1,4 +1,4 @@
-"""Few files in place of many, while they are still being written."""
+"""Merging the small files of a growing folder into few large ones."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from pathlib import Path
 __all__ = ["MERGED_BYTES", "Merging"]
 
 MERGE_EVERY = 64
-"""Files that become one."""
+"""Files merged into one."""
 MERGED_BYTES = 64 << 20
-"""A file of this size is not merged again."""
+"""A file of this many bytes is not merged again."""
 
 
 class Merging:
-    """Merges every 64 files into one, and every 64 of those again, up to about 64 MiB: their number
-    stays small however long a run is, and each row is written again a few times at most. One thread
-    uses it."""
+    """Merges every 64 files into one, and every 64 of those again, up to about 64 MiB.
+
+    The number of files stays small in a long run, and each row is rewritten only a few times. Not
+    thread-safe.
+    """
 
     def __init__(self, merge: Callable[[Sequence[Path]], None]) -> None:
         """
         Args:
-            merge: makes one file of several, under the last one's name, and deletes the others.
+            merge: merges files into one with the name of the last, and deletes the others.
         """
         self._merge = merge
         self._levels: list[list[Path]] = []
 
     def add(self, path: Path) -> None:
-        """A complete file is there."""
+        """Register a complete file, and merge files where enough have come together."""
         level = 0
         while True:
             if level == len(self._levels):

@@ -1,8 +1,7 @@
-"""The one way to read and write Parquet: no file runs code, and damaged pages are errors.
+"""Reading and writing Parquet safely: no file can run code, and damaged pages raise errors.
 
-pyarrow turns a column of a registered Arrow extension type into that type while it reads the
-footer, and some types unpickle what the file holds. So the footer's bytes are searched before
-pyarrow sees them.
+pyarrow instantiates registered Arrow extension types while it reads a footer, and some of them
+unpickle data from the file. So the footer is searched for extension types before pyarrow reads it.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ __all__ = ["ExtensionTypeError", "read_schema", "read_table", "write_table"]
 
 MAGIC = b"PAR1"
 TAIL = 8
-"""Bytes after the footer: its length, little-endian, and the magic."""
+"""Bytes after the footer: its length (little-endian) and the magic."""
 LARGEST_FOOTER = 1 << 30
 
 STORED_SCHEMA = re.compile(rb"[A-Za-z0-9+/]{64,}={0,2}")
-"""What can be a stored Arrow schema: text in base64."""
+"""Candidates for a stored Arrow schema: base64 text."""
 EXTENSION = b"ARROW:extension:name"
 
 
 class ExtensionTypeError(ValueError):
-    """A file has columns of an Arrow extension type, which may run code when they are read. The
-    message names the file."""
+    """A file has a column of an Arrow extension type, and reading it may run code. The message
+    names the file."""
 
 
 def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of a Parquet file, every page checked where the file has checksums.
+    """The rows of a Parquet file. Page checksums are verified if the file has them.
 
     Raises:
         ExtensionTypeError: a column is of an Arrow extension type.
-        pa.ArrowInvalid, OSError: the file is not whole, is no Parquet, or is no regular file.
+        pa.ArrowInvalid, OSError: the file is damaged, not Parquet, or not a regular file.
     """
     with _opened(path) as file:
         return pa.parquet.read_table(
@@ -51,14 +50,14 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tab
 
 
 def read_schema(path: str | Path) -> pa.Schema:
-    """The schema of a Parquet file, with its metadata. Raises as `read_table`."""
+    """The schema of a Parquet file, with its metadata. Raises like `read_table`."""
     with _opened(path) as file:
         return pa.parquet.read_schema(file)
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """Write one complete Parquet file with page checksums: under a temporary name in the same
-    directory, then renamed.
+    """Write a complete Parquet file with page checksums, under a temporary name that is then
+    renamed.
 
     Raises:
         EscapesDirectoryError, NotAFileError, DiskFullError: see `asyncrl.runtime.files.replacing`.
@@ -68,7 +67,7 @@ def write_table(table: pa.Table, path: Path) -> None:
 
 
 def _opened(path: str | Path) -> BinaryIO:
-    """The file, after its footer was searched for extension types."""
+    """The open file, after the check of its footer for extension types."""
     file = open_regular(Path(path))
     try:
         if _has_extension_type(_footer(file, path)):
@@ -92,16 +91,15 @@ def _footer(file: BinaryIO, path: str | Path) -> bytes:
     length = int.from_bytes(tail[:4], "little")
     if tail[4:] != MAGIC or length > min(size - TAIL, LARGEST_FOOTER):
         raise pa.ArrowInvalid(
-            f"{path} does not end as a Parquet file does: it is another kind of file, or was"
-            " cut off"
+            f"{path} does not end like a Parquet file: it is another kind of file, or was truncated"
         )
     file.seek(size - TAIL - length)
     return file.read(length)
 
 
 def _has_extension_type(footer: bytes) -> bool:
-    """Whether any base64 text of the footer holds an Arrow schema with an extension type. The text
-    may begin anywhere in a run of such characters."""
+    """Whether a base64 text in the footer is an Arrow schema with an extension type. The text may
+    start anywhere in a run of base64 characters."""
     for run in STORED_SCHEMA.findall(footer):
         for start in range(4):
             text = run[start:].rstrip(b"=")

@@ -1,9 +1,9 @@
-"""What a small task or actor declares to Ray."""
+"""Default Ray resources of small tasks and actors."""
 
 from __future__ import annotations
 
 __all__ = ["TASK_CPUS"]
 
 TASK_CPUS = 0.1
-"""Logical CPUs that one rollout worker, and one task of a Ray Data stream, declares to Ray. Ray
-Data's default of 1 would starve a machine of two: an endless task never gives it back."""
+"""Logical CPUs of one rollout worker or one task of a Ray Data stream. With Ray Data's default of
+1, endless tasks would occupy a small machine for the whole run."""

@@ -1,4 +1,4 @@
-"""Groups in Ray's object store, and the type of an actor's handle."""
+"""Groups in Ray's object store, and the errors of Ray processes that die."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import ray
 import ray.exceptions
 
 from asyncrl.contracts.errors import PartDiedError
+from asyncrl.contracts.messages import RowRef
 from asyncrl.contracts.rows import table_from_ipc
 
 __all__ = ["DEATHS", "Actor", "broken_stream", "groups_at"]
@@ -24,22 +25,21 @@ DEATHS = (
     ray.exceptions.OutOfMemoryError,
     ray.exceptions.ObjectLostError,
 )
-"""What a call raises whose process died, with its node or by Ray's memory monitor, or whose answer
-went with its node."""
+"""Exceptions of a call whose process or node died, or whose result was lost with a node. Ray's
+memory monitor may be the cause."""
 
 
 def broken_stream(name: str, error: BaseException) -> RuntimeError:
-    """What to raise for a stream that broke: PartDiedError if a process died; an error of the code
-    would only come again in a new attempt."""
+    """The exception for a broken stream: PartDiedError if a process died, else RuntimeError. A new
+    attempt would only repeat an error in the code."""
     return (PartDiedError if isinstance(error, DEATHS) else RuntimeError)(
         f"the {name} stream broke: {type(error).__name__}: {error}"
     )
 
 
-def groups_at(references: Sequence[Any]) -> list[pa.Table]:
-    """One-row tables, in the order given, of groups in Ray's object store: (reference to the IPC
-    stream of a table, row) each. Each object is fetched once, however many of its rows are wanted.
-    What is a table already stays one."""
+def groups_at(references: Sequence[RowRef | pa.Table]) -> list[pa.Table]:
+    """The one-row tables of groups in Ray's object store, in the given order. Each object is
+    fetched only once. Items that are tables already are returned unchanged."""
     wanted = list(
         dict.fromkeys(reference[0] for reference in references if isinstance(reference, tuple))
     )

@@ -1,5 +1,4 @@
-"""Settings of a long-lived Ray Data execution: an endless source that streams small blocks,
-quietly, in bounded memory."""
+"""Long-lived Ray Data executions: an endless source that streams small blocks in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import ray.data
@@ -24,31 +23,32 @@ from asyncrl.runtime.ray_defaults import TASK_CPUS
 from asyncrl.runtime.ray_objects import DEATHS
 from asyncrl.runtime.stacks import register_stacks_as
 
+if TYPE_CHECKING:
+    from ray.data._internal.execution.streaming_executor import StreamingExecutor
+
 __all__ = ["Deaths", "EndlessSource", "Tasks", "quiet_ray_data", "stream_blocks"]
 
 logger = logging.getLogger(__name__)
 
 _MAKING = threading.Lock()
-"""The current context belongs to the process, not to a thread: two streams made at once would take
-each other's block sizes."""
+"""Serializes the creation of streams. Ray Data's current context belongs to the process, so two
+threads would get each other's block sizes."""
 
-PLAIN_ARROW: dict[str, Any] = {
-    "runtime_env": {"env_vars": {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}}
-}
-"""Blocks are pickled by pyarrow. Ray's own way, which trims slices, takes seven times as long for
-one nested row; what the stage gives should not be a slice of something large."""
+PLAIN_ARROW = {"env_vars": {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}}
+"""Runtime environment of the tasks: pyarrow pickles their blocks. Ray's own way trims slices, and
+takes seven times as long for one nested row. A stage should not return a slice of a large table."""
 
 MOST_DEATHS, DEATHS_WITHIN_S = 5, 600.0
-"""Deaths of a stream's process that are survived within so many seconds: what ends it each time
-must not do so for ever."""
+"""A stream restarts after at most this many deaths of its process within this many seconds. A cause
+that repeats must end the run."""
 
 HELD_BACK_PAUSE_S = 0.05
-"""Seconds between two looks at whether the consumer has room again."""
+"""Seconds to sleep while the consumer has no room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """The tasks of a stream, spread over the nodes by what each declares to Ray."""
+    """The tasks of a stream. Ray places them by the resources that each one declares."""
 
     count: int = 1
     num_cpus: float = TASK_CPUS
@@ -56,41 +56,43 @@ class Tasks:
 
     @property
     def resources(self) -> dict[str, float]:
-        """Arguments of Ray Data. The same for every stage, or they would not be fused."""
+        """Ray Data arguments. Stages fuse only if these are equal."""
         return {"num_cpus": self.num_cpus} | ({"num_gpus": self.num_gpus} if self.num_gpus else {})
 
 
 class Deaths:
-    """Deaths of a stream's process. A new execution follows each, but for one that comes again and
-    again."""
+    """Counts the deaths of a stream's process and decides whether a new execution follows."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._times: list[float] = []
 
     def survived(self, error: Exception) -> bool:
-        """Whether this is a death, and not one too many within a while."""
+        """Whether the error is a death of the process and a new execution should follow."""
         now = time.monotonic()
         self._times = [*(then for then in self._times if now - then < DEATHS_WITHIN_S), now]
         if not isinstance(error, DEATHS) or len(self._times) > MOST_DEATHS:
             return False
         logger.warning(
-            "the %s stream's process died (%s); a new one goes on", self._name, type(error).__name__
+            "the %s stream's process died (%s); a new one continues",
+            self._name,
+            type(error).__name__,
         )
         return True
 
 
 class HeldBackPause(ExecutionCallback):
-    """Rests after a scheduling step in which a stage was held back by its consumer: Ray Data's loop
-    would spin, and take a core of the driver."""
+    """Sleeps after a scheduling step in which the consumer held a stage back. Otherwise Ray Data's
+    loop would spin and use a core of the driver."""
 
-    def on_execution_step(self, executor: Any) -> None:
-        if any(operator._in_task_output_backpressure for operator in executor._topology):
+    def on_execution_step(self, executor: StreamingExecutor) -> None:
+        topology = executor._topology or ()
+        if any(operator._in_task_output_backpressure for operator in topology):
             time.sleep(HELD_BACK_PAUSE_S)
 
 
 class EndlessSource(Datasource):
-    """A datasource whose read tasks each yield Arrow tables until their generator returns."""
+    """A datasource whose read tasks yield Arrow tables until their generator returns."""
 
     def __init__(self, tables: Callable[[], Iterable[pa.Table]], tasks: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,28 +120,59 @@ def stream_blocks(
     stacks: Path | None = None,
     tasks: Tasks | None = None,
 ) -> Iterator[pa.Table]:
-    """Run one endless source and one stage, which Ray Data fuses into one task (or several), and
-    give its blocks as they come.
+    """Run one endless source and one stage, fused by Ray Data, and yield blocks as they arrive.
 
-    Closing the generator ends the execution and its task. It is `iter_batches` that tells Ray Data
-    of a consumer outside; without one (`iter_internal_ref_bundles`) the memory limit is waived
-    whenever it is reached, and the source runs ahead for ever.
+    Closing the generator ends the execution. `iter_batches` registers a consumer with Ray Data.
+    Without a consumer, as in `iter_internal_ref_bundles`, Ray Data waives its memory limit and the
+    source runs ahead.
 
     Args:
         tables: makes the source's generator, in the task.
         stage: Arrow table in, Arrow table out.
-        block_bytes: a block leaves as soon as it is larger; 1 = every row at once.
-        memory_bytes: object store that unread blocks may take before the source is held back.
-        stacks: folder where the task says what it does when it is asked
-            (`asyncrl.runtime.stacks.stacks_as`, by `name`).
-        tasks: how many tasks run the source, each with a generator of its own, and what each
-            declares to Ray. Default: one.
+        block_bytes: yield a block once it is larger than this; 1 = every row at once.
+        memory_bytes: object store bytes of unread blocks at which the source is held back.
+        stacks: folder for the task's stack dumps (`asyncrl.runtime.stacks.stacks_as`, by `name`).
+        tasks: number of tasks, each with its own generator, and their resources. Default: one.
 
     Raises:
-        ray.exceptions.RayError: the task failed, or its process died (`Deaths` tells). Ray does not
-            run it again: it would pass over as many blocks as it has had, which after a new start
-            are others.
+        ray.exceptions.RayError: the task failed, or its process died (see `Deaths`). Ray does not
+            retry the task: a retry would skip as many blocks as before, but they would be others.
     """
+    quiet_ray_data()
+    if stacks is not None:
+        tables = functools.partial(_with_stacks, tables, stacks, name)
+    with _MAKING, DataContext.current(_context(block_bytes, memory_bytes)):
+        dataset = _dataset(tables, stage, tasks or Tasks())
+        dataset.set_name(name)
+    yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=0)
+
+
+def _dataset(
+    tables: Callable[[], Iterable[pa.Table]], stage: Callable[[pa.Table], pa.Table], tasks: Tasks
+) -> ray.data.Dataset:
+    """The source and the stage. Ray Data fuses them because they have the same options."""
+    life = {"max_retries": 0}
+    source = ray.data.read_datasource(
+        EndlessSource(tables, tasks.count),
+        override_num_blocks=tasks.count,
+        **tasks.resources,
+        # read_datasource has no named parameter for `max_retries`.
+        ray_remote_args=life,
+        runtime_env=PLAIN_ARROW,
+    )
+    dataset: ray.data.Dataset = source.map_batches(
+        stage,
+        batch_format="pyarrow",
+        batch_size=None,
+        **tasks.resources,
+        **life,
+        runtime_env=PLAIN_ARROW,
+    )
+    return dataset
+
+
+def _context(block_bytes: int, memory_bytes: int) -> DataContext:
+    """A copy of Ray Data's current context with the settings of an endless execution."""
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = False
     context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
@@ -154,27 +187,7 @@ def stream_blocks(
         *context.custom_execution_callback_classes,
         HeldBackPause,
     ]
-    quiet_ray_data()
-    tasks = tasks or Tasks()
-    life = {"max_retries": 0}
-    if stacks is not None:
-        tables = functools.partial(_with_stacks, tables, stacks, name)
-    with _MAKING, DataContext.current(context):
-        # The same options for both, or they would not be fused. Ray has no name of its own for the
-        # read's `max_retries`.
-        reader = EndlessSource(tables, tasks.count)
-        source = ray.data.read_datasource(
-            reader,
-            override_num_blocks=tasks.count,
-            **tasks.resources,
-            ray_remote_args=life,
-            **PLAIN_ARROW,
-        )
-        dataset: ray.data.Dataset = source.map_batches(
-            stage, batch_format="pyarrow", batch_size=None, **tasks.resources, **life, **PLAIN_ARROW
-        )
-        dataset.set_name(name)
-    yield from dataset.iter_batches(batch_format="pyarrow", batch_size=None, prefetch_batches=0)
+    return context
 
 
 def _with_stacks(
@@ -185,8 +198,8 @@ def _with_stacks(
 
 
 def quiet_ray_data() -> None:
-    """Keep Ray Data's own log lines off the terminal. They stay in its log file. And its advice to
-    use a named parameter where it has none."""
+    """Keep Ray Data's log lines off the terminal; they stay in its log file. Also silence its
+    advice to use a named parameter where none exists."""
     warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
     for logger in (logging.getLogger("ray.data"), logging.getLogger("ray.data.dataset")):
         for handler in [

@@ -1,5 +1,4 @@
-"""What must not be written anywhere: secrets. Taken out of config dumps, logs, metrics and errors
-before they leave the process."""
+"""Removes secrets from config dumps, logs, metrics and errors before they leave the process."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import IO
 from urllib.parse import quote, quote_plus
 
 import yaml
@@ -24,14 +23,13 @@ SECRET_NAME = re.compile(
     r"|(?-i:[a-z](?:Key|Token)(?:[_-]?\d+)?)$",
     re.IGNORECASE,
 )
-"""Variables and settings whose values are secrets, by their names. PWD alone is the current
-directory."""
+"""Names of variables and settings with secret values. PWD alone is the current directory."""
 
 SHORT = 8
-"""Characters. A shorter value is a secret only where it is a word of its own: its characters are
-part of many other words."""
+"""Characters. Shorter secrets are redacted only as whole words, because they occur within other
+words."""
 FLAGS = frozenset({"true", "false", "yes", "no", "on", "off", "none", "null"})
-"""Values that switch something and hide nothing. A single character hides nothing either."""
+"""Values of switches, which are not secrets. Neither is a single character."""
 
 PATTERNS = (
     re.compile(r"(?<=://)[^/\s'\"<>]+(?=@)"),
@@ -52,14 +50,14 @@ PATTERNS = (
     re.compile(r"(?P<kept>x-api-key: ?)\S+", re.IGNORECASE),
     re.compile(r"(?P<kept>-----BEGIN [A-Z ]*PRIVATE KEY-----)[^-]+(?=-----END)"),
 )
-"""What looks like a secret in any place: user and password of an address, a bearer or basic
-token, keys of well-known services, web tokens, `api_key=…`, `"password": "…"`, private keys. A
-group `kept` stays."""
+"""Texts that look like secrets: user and password in a URL, bearer and basic tokens, keys of
+well-known services, web tokens, `api_key=…`, `"password": "…"`, private keys. A group `kept` is not
+redacted."""
 
 
 def redact(text: str) -> str:
-    """The text with `[redacted]` for every secret: the values of this process's secret variables,
-    plain or escaped, and what looks like a secret."""
+    """Replace every secret in the text by `[redacted]`: values of this process's secret variables,
+    plain or escaped, and texts that match `PATTERNS`."""
     for name, value in os.environ.items():
         if len(value) > 1 and SECRET_NAME.search(name) and value.lower() not in FLAGS:
             for form in _forms(value):
@@ -74,9 +72,11 @@ def redact(text: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _forms(value: str) -> tuple[str, ...]:
-    """The value as it appears in texts, in JSON and JSON within JSON, in Python's repr, in quoted
-    YAML, in an address, in hexadecimal digits and within base64; and each long line of it. The
-    longest first."""
+    """The forms in which a value may appear, longest first.
+
+    They are: plain, in JSON and JSON within JSON, in Python's repr, in quoted YAML, in a URL, in
+    hexadecimal, within base64, and each long line of the value.
+    """
     in_json = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
     in_yaml = (
         yaml.safe_dump(value, default_style='"', width=2 * len(value) + 80).strip()[1:-1],
@@ -100,9 +100,8 @@ def _forms(value: str) -> tuple[str, ...]:
             content.hex().upper(),
             *(line for line in value.splitlines() if len(line) >= SHORT and "-----" not in line),
         }
-        for before, start in enumerate(
-            (0, 2, 3)
-        ):  # base64 of a longer text: by where in three bytes the value begins
+        # Base64 of a longer text depends on the value's offset within a group of three bytes.
+        for before, start in enumerate((0, 2, 3)):
             end = (before + len(content)) * 8 // 6
             forms |= {
                 encode(b"\0" * before + content).decode()[start:end]
@@ -111,26 +110,32 @@ def _forms(value: str) -> tuple[str, ...]:
     return tuple(sorted(forms, key=len, reverse=True))
 
 
-def redact_tree(tree: Any) -> Any:
-    """`redact` in every string of nested mappings and lists; a text under a secret's name goes
-    altogether."""
-    if isinstance(tree, Mapping):
+def redact_tree(tree: Mapping[str, object]) -> dict[str, object]:
+    """Apply `redact` to every string of nested mappings and lists. Strings under the name of a
+    secret are replaced entirely."""
+    return {
+        redact(name): _hidden(item) if SECRET_NAME.search(name) else _redacted(item)
+        for name, item in tree.items()
+    }
+
+
+def _redacted(value: object) -> object:
+    if isinstance(value, Mapping):
         return {
-            _name(name): _hidden(item) if SECRET_NAME.search(str(name)) else redact_tree(item)
-            for name, item in tree.items()
+            _name(name): _hidden(item) if SECRET_NAME.search(str(name)) else _redacted(item)
+            for name, item in value.items()
         }
-    if isinstance(tree, list | tuple):
-        return [redact_tree(item) for item in tree]
-    return redact(tree) if isinstance(tree, str) else tree
+    if isinstance(value, list | tuple):
+        return [_redacted(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
 
 
-def _name(name: Any) -> Any:
+def _name(name: object) -> object:
     return redact(name) if isinstance(name, str) else name
 
 
-def _hidden(tree: Any) -> Any:
-    """Values under a secret's name: texts go at every depth; a number may be a count of
-    tokens."""
+def _hidden(tree: object) -> object:
+    """Redact all strings of a value under a secret's name. Numbers stay: one may count tokens."""
     if isinstance(tree, Mapping):
         return {_name(name): _hidden(item) for name, item in tree.items()}
     if isinstance(tree, list | tuple):
@@ -139,8 +144,8 @@ def _hidden(tree: Any) -> Any:
 
 
 def shown(text: str) -> str:
-    """The text as a terminal may show it: without secrets, and without control characters other
-    than tab and newline. It may quote what a model wrote."""
+    """Make a text safe for a terminal: no secrets, and no control characters except tab and
+    newline. It may quote model output."""
     return "".join(
         character if character.isprintable() or character in "\n\t" else "�"
         for character in redact(text)
@@ -148,13 +153,12 @@ def shown(text: str) -> str:
 
 
 def print_shown(text: str = "", file: IO[str] | None = None) -> None:
-    """Print what `shown` makes of the text, at once. Column, file and run names may hold
-    anything."""
+    """Print `shown(text)` and flush. Names of columns, files and runs may contain anything."""
     print(shown(text), file=file, flush=True)
 
 
 class RedactingFormatter(logging.Formatter):
-    """`shown`, for a log."""
+    """Applies `shown` to log records."""
 
     def format(self, record: logging.LogRecord) -> str:
         return shown(super().format(record))

@@ -1,69 +1,75 @@
-"""One question to every replica of a deployment, and the answers that come."""
+"""Calling a method of every replica of a Serve deployment."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-__all__ = ["ask_all"]
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+__all__ = ["Handle", "ask_all"]
+
+Handle: TypeAlias = "DeploymentHandle[Any]"
+"""The handle of a Serve deployment. Ray does not type the methods of the deployed class."""
 
 
 async def ask_all(
-    handle: Any,
+    handle: Handle,
     method: str,
-    *arguments: Any,
+    *arguments: object,
     timeout_s: float,
     spare: int = 0,
     grace_s: float | None = None,
 ) -> list[Any]:
-    """What each live replica answers, in no order: the exception of one that raised, TimeoutError
-    for one that has not answered in time.
+    """Call a method of every live replica and collect the results, in no particular order.
+
+    A replica that raised contributes its exception, and one that is late a TimeoutError. Serve's
+    own collection of a broadcast drops all results when one is late.
 
     Args:
-        spare: replicas whose answers are not waited for, once all others have answered.
-        grace_s: seconds after which the answers of at least half of the replicas are enough, those
-            that raised left out. None: they never are.
-
-    Serve's own collection of a broadcast's results gives up every answer when one is late, so a
-    single replica that hangs would silence all.
+        spare: replicas that need not answer once all others have.
+        grace_s: seconds after which results of at least half of the replicas are enough, not
+            counting those that raised. None = never.
 
     Raises:
         DeploymentUnavailableError: no replica is up.
-        TimeoutError: Serve did not say in time which replicas there are.
+        TimeoutError: Serve did not list the replicas in time.
     """
     deadline = time.monotonic() + timeout_s
     results = await asyncio.wait_for(
         handle.broadcast(method, *arguments)._fetch_replica_results_async(), timeout_s
     )
-    asked = [asyncio.ensure_future(result.get_async()) for result in results]
+    calls = [asyncio.ensure_future(result.get_async()) for result in results]
     try:
         await _enough(
-            asked, deadline, spare, None if grace_s is None else deadline - timeout_s + grace_s
+            calls, deadline, spare, None if grace_s is None else deadline - timeout_s + grace_s
         )
-        return [_answer(one, f"{method}: no answer in {timeout_s:g} s") for one in asked]
+        return [_result(call, f"{method}: no answer in {timeout_s:g} s") for call in calls]
     finally:
-        for one in asked:
-            one.cancel()
+        for call in calls:
+            call.cancel()
 
 
 async def _enough(
-    asked: list[asyncio.Future[Any]], deadline: float, spare: int, grace_ends: float | None
+    calls: Sequence[asyncio.Future[object]], deadline: float, spare: int, grace_ends: float | None
 ) -> None:
-    """Wait until the deadline, or until enough have answered."""
-    waiting = set(asked)
+    """Wait until the deadline, or until enough calls are done."""
+    waiting = set(calls)
     while waiting and (now := time.monotonic()) < deadline:
-        answered = len(asked) - len(waiting)
+        answered = len(calls) - len(waiting)
         if answered and len(waiting) <= spare:
             return
         failed = sum(
-            one.done() and (one.cancelled() or one.exception() is not None) for one in asked
+            call.done() and (call.cancelled() or call.exception() is not None) for call in calls
         )
         if (
             grace_ends is not None
             and now >= grace_ends
             and answered > failed
-            and 2 * (answered - failed) >= len(asked) - failed
+            and 2 * (answered - failed) >= len(calls) - failed
         ):
             return
         until = (
@@ -74,9 +80,9 @@ async def _enough(
         )
 
 
-def _answer(asked: asyncio.Future[Any], late: str) -> Any:
-    if not asked.done():
+def _result(call: asyncio.Future[object], late: str) -> object:
+    if not call.done():
         return TimeoutError(late)
-    if asked.cancelled():
+    if call.cancelled():
         return TimeoutError("the replica cancelled the request")
-    return asked.exception() or asked.result()
+    return call.exception() or call.result()

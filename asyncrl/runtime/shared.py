@@ -1,5 +1,5 @@
-"""Files that processes on several nodes write and read: checksums made while writing, and proof
-that one node sees what another wrote."""
+"""Files that several nodes share: checksums computed while writing, and checks that one node sees
+another node's files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import uuid
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 from asyncrl.runtime.files import make_directory, open_regular, replace_text, sync_file
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = [
     "NotSharedError",
@@ -27,32 +30,31 @@ __all__ = [
 ]
 
 Written = tuple[int, int]
-"""Bytes of a file, and zlib.crc32 of them."""
+"""A file's size in bytes, and its zlib.crc32."""
 SEEN_WITHIN_S = 60.0
-"""Seconds in which a file must be seen on another node. NFS keeps attributes for up to a minute by
+"""Seconds until a file must be visible on another node. NFS caches attributes for up to a minute by
 default."""
 ANSWERED_WITHIN_S = 20.0
-"""Seconds in which a new folder must be seen. Nobody has looked for it before, so that no cache
-says that it is missing."""
+"""Seconds until a new folder must be visible. No cache has an entry for it yet, so this is
+short."""
 LOOK_AGAIN_S = 0.1
 NOT_SEEN = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-"""What a look at a file gives that another node has just made or replaced. A network file system
-may know only the folder that was there before."""
+"""Errors for a file that another node has just created or replaced. A network file system may still
+see the old folder."""
 
 
 class NotSharedError(RuntimeError):
-    """A file that one node wrote is not there on another. The message names it and the way out."""
+    """A file of one node is not visible on another. The message names the file and the fix."""
 
 
 class _Summed:
-    """A binary file that is only written to, and knows the bytes and the checksum of what it
-    got."""
+    """A write-only binary file that counts its bytes and computes their checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.written: Written = (0, 0)
 
-    def write(self, content: Any) -> int:
+    def write(self, content: Buffer) -> int:
         size, checksum = self.written
         view = memoryview(content).cast("B")
         self._file.write(view)
@@ -63,12 +65,12 @@ class _Summed:
         self._file.flush()
 
 
-def write_summed(path: Path, write: Callable[[Any], object]) -> Written:
-    """Let `write` fill a new file, bring it to the disk, and return its size and checksum. Nothing
-    is read again.
+def write_summed(path: Path, write: Callable[[_Summed], object]) -> Written:
+    """Create a file, flush it to the disk, and return its size and checksum without reading it
+    again.
 
     Args:
-        write: gets an object with `write(bytes)` and `flush()`.
+        write: writes the content; its argument has `write(bytes)` and `flush()`.
     """
     with open(path, "wb") as file:
         summed = _Summed(file)
@@ -79,7 +81,7 @@ def write_summed(path: Path, write: Callable[[Any], object]) -> Written:
 
 
 def size_and_checksum(path: Path) -> Written:
-    """Of a file that somebody else wrote, by reading it."""
+    """The size and checksum of an existing file, by reading it."""
     size = checksum = 0
     with open_regular(path) as file:
         while block := file.read(1 << 20):
@@ -91,14 +93,14 @@ def size_and_checksum(path: Path) -> Written:
 def wait_until_seen(
     directory: Path, sizes: Mapping[str, int], way_out: str, within_s: float = SEEN_WITHIN_S
 ) -> None:
-    """Wait until this process sees each file, at its size. Blocks: call it in a thread.
+    """Wait until this process sees each file at its size. Blocks: call it in a thread.
 
     Args:
         sizes: name relative to `directory` → bytes.
-        way_out: what the message ends with.
+        way_out: the fix, which ends the message.
 
     Raises:
-        NotSharedError: a file is missing here, or has another size, after `within_s` seconds.
+        NotSharedError: after `within_s` seconds, a file is missing or has another size.
     """
     ends = time.monotonic() + within_s
     for name, size in sizes.items():
@@ -113,9 +115,12 @@ def wait_until_seen(
 
 
 class Probe:
-    """A folder in `directory` by which processes on other nodes show that they have the same
-    directory. Make it, let each call `answer_probe` with `folder`, then ask `seen`; a context
-    manager, which removes the folder."""
+    """A temporary folder in `directory`, to check that processes on other nodes share the
+    directory.
+
+    A context manager that removes the folder. Each other process calls `answer_probe(folder,
+    name)`, then `seen(name)` tells whether its answer is visible here.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -130,12 +135,12 @@ class Probe:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def seen(self, name: str, within_s: float = ANSWERED_WITHIN_S) -> bool:
-        """Whether this process sees the answer that somebody gave under this name."""
+        """Whether the answer with this name is visible to this process."""
         return _appears(self.folder / name, self.folder.name, within_s)
 
 
 def answer_probe(folder: Path, name: str, within_s: float = ANSWERED_WITHIN_S) -> bool:
-    """Whether this process sees the probe's folder; then it leaves an answer there under `name`.
+    """Whether this process sees the probe's folder. If so, leaves an answer called `name` there.
     Blocks."""
     if not _appears(folder / "asked", folder.name, within_s):
         return False
@@ -162,7 +167,7 @@ def _size(path: Path) -> int | None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring every file below `directory`, and its names, to the disk."""
+    """Flush every file below `directory`, and the directory entries, to the disk."""
     for path in directory.rglob("*"):
         sync_file(path)
     sync_file(directory)

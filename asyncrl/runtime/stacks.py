@@ -1,7 +1,6 @@
-"""What a process does just now: its threads' stacks, written when it is sent a signal, even while
-it is deep in C code.
+"""Stack traces of running processes. A signal makes a process write them, even from C code.
 
-Ray is imported by what asks another node, and not by an engine, which knows nothing of it.
+Ray is imported inside the functions that need it, because an engine's process runs without Ray.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import faulthandler
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -24,12 +22,12 @@ FRAMES_SHOWN = 6
 GONE = "is gone"
 LOOK_EVERY_S, ANSWER_S = 0.05, 3.0
 CLOCK_S = 1.0
-"""Seconds by which a file's time and a process's may differ."""
+"""Tolerance in seconds between the times of a file and a process."""
 
 
 def register_stacks(path: Path) -> tuple[str, int]:
-    """From now on this process appends its stacks to the file when it gets SIGUSR2. Returns the ids
-    of its node and its process."""
+    """Let this process append its stacks to the file on SIGUSR2. Returns its node id and process
+    id."""
     import ray
 
     faulthandler.register(SIGNAL, append_to(path), all_threads=True)  # the handler keeps the file
@@ -37,15 +35,15 @@ def register_stacks(path: Path) -> tuple[str, int]:
 
 
 def register_stacks_as(folder: Path, name: str) -> None:
-    """The same, in a file that says itself who writes it: for processes that nobody has a handle
-    of. Call it in a Ray task or actor."""
+    """`register_stacks` with the node and process ids in the file's name, for processes without a
+    handle. Call it in a Ray task or actor."""
     import ray
 
     register_stacks(folder / f"{name}.{ray.get_runtime_context().get_node_id()}.{os.getpid()}.txt")
 
 
 async def stacks_as(folder: Path, name: str) -> list[str]:
-    """What each process that has registered under the name does, but for those that are gone."""
+    """A line with the stack of each living process that registered under the name."""
     files = sorted(folder.glob(f"{name}.*.txt"))
     stacks = await asyncio.gather(
         *(stack_of(path.name.split(".")[-3], int(path.name.split(".")[-2]), path) for path in files)
@@ -58,8 +56,7 @@ async def stacks_as(folder: Path, name: str) -> list[str]:
 
 
 async def stack_of(node: str, process: int, path: Path) -> str:
-    """The newest frames of the process's main thread, the innermost first; or why there are
-    none."""
+    """The newest frames of the process's main thread, innermost first, or why there are none."""
     from ray.exceptions import RayError
 
     before = path.stat().st_size if path.exists() else 0
@@ -71,7 +68,7 @@ async def stack_of(node: str, process: int, path: Path) -> str:
 
 
 async def stack_here(process: int, path: Path) -> str:
-    """`stack_of` a process on this node; needs no Ray."""
+    """`stack_of` for a process on this node, without Ray."""
     before = path.stat().st_size if path.exists() else 0
     try:
         send_signal(process, path)
@@ -92,7 +89,7 @@ async def _written(process: int, path: Path, before: int) -> str:
 
 
 def innermost(text: str) -> str:
-    """Of a text by faulthandler, the first frames of the last thread, which is the main one."""
+    """The first frames of the last thread in faulthandler's output, which is the main thread."""
     thread = text.rstrip().split("\n\n")[-1]
     frames = [
         " ".join(line.split()) for line in thread.splitlines() if line.lstrip().startswith("File ")
@@ -108,7 +105,7 @@ async def _signal(node: str, process: int, path: Path) -> None:
         send_signal(process, path)
     else:
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        sent: Any = (
+        sent: ray.ObjectRef[None] = (
             ray.remote(send_signal)
             .options(num_cpus=0, scheduling_strategy=strategy)
             .remote(process, path)
@@ -117,8 +114,11 @@ async def _signal(node: str, process: int, path: Path) -> None:
 
 
 def send_signal(process: int, path: Path) -> None:
-    """Raises ProcessLookupError also when another process has the number by now: one that has not
-    registered would die of the signal."""
+    """Send the signal, which would kill a process that has not registered.
+
+    Raises:
+        ProcessLookupError: the process is gone, or a new process has its id.
+    """
     try:
         registered = (
             path.exists() and path.stat().st_mtime > psutil.Process(process).create_time() - CLOCK_S

@@ -1,5 +1,5 @@
-"""Temporary folders that go with the process that made them, however it ended: the next one to make
-such a folder removes those of dead processes."""
+"""Temporary folders that do not outlive their process, even a killed one. Creating such a folder
+removes those of dead processes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ __all__ = ["TemporaryPlace", "remove_left_behind", "temporary_folder", "temporar
 
 OURS = re.compile(r"asyncrl_[A-Za-z-]+_([0-9]+)_([0-9]+)_\w+")
 SHORT = Path("/tmp")
-"""Where folders for sockets lie if the temporary directory's own name is too long."""
+"""Place for folders with sockets if the temporary directory's path is too long."""
 SOCKET_PATH = 107
-"""Characters of the longest path that a Unix socket may have."""
+"""Maximum length of a Unix socket's path."""
 FOLDER_NAME = 48
-"""Characters of a folder's name, at most."""
+"""Maximum length of a folder's name."""
 SOCKET_NAME = 37
-"""Characters of a socket's name in a `TemporaryPlace`, with its slash: vLLM's are UUIDs."""
+"""Length of a socket's name in a `TemporaryPlace`, with its slash: vLLM uses UUIDs."""
 SHARER_S = 5.0
-"""Seconds that multiprocessing's listener gets to end."""
+"""Seconds for multiprocessing's listener to stop."""
 
 
 def temporary_folder(kind: str, place: Path | None = None) -> tempfile.TemporaryDirectory[str]:
-    """A new folder `asyncrl_KIND_PROCESS_START_…` in the temporary directory, after those are
-    removed whose processes are gone.
+    """Create a folder `asyncrl_KIND_PROCESS_START_…`, after removing those of dead processes.
 
     Args:
         kind: letters and hyphens.
-        place: where, instead.
+        place: parent directory. Default: the temporary directory.
     """
     place = place or Path(tempfile.gettempdir())
     remove_left_behind(place)
@@ -49,8 +48,8 @@ def temporary_folder(kind: str, place: Path | None = None) -> tempfile.Temporary
 
 @contextlib.contextmanager
 def temporary_within(kind: str) -> Iterator[None]:
-    """Temporary folders that are made inside, as by an import, lie in one that goes with this
-    process, killed or not."""
+    """Collect the temporary folders that the block creates, as an import may do, in one folder that
+    does not outlive this process."""
     folder = temporary_folder(kind)
     atexit.register(folder.cleanup)
     before, tempfile.tempdir = tempfile.tempdir, folder.name
@@ -61,49 +60,48 @@ def temporary_within(kind: str) -> Iterator[None]:
 
 
 def remove_left_behind(place: Path | None = None) -> None:
-    """Remove such folders whose processes are gone."""
+    """Remove the folders of dead processes."""
     for old in (place or Path(tempfile.gettempdir())).glob("asyncrl_*"):
         named = OURS.fullmatch(old.name)
         if named and not old.is_symlink() and not _lives(int(named[1]), int(named[2])):
-            shutil.rmtree(old, ignore_errors=True)  # somebody else's stays
+            shutil.rmtree(old, ignore_errors=True)  # fails for other users' folders
 
 
 class TemporaryPlace:
-    """A folder for all temporary files and sockets of this process, and of those that it starts:
-    libraries leave theirs behind when they are killed.
+    """A folder for the temporary files and sockets of this process and its children. Libraries
+    leave such files behind when a process is killed.
 
-    It takes the temporary directory's place until `close`, which puts that back and removes the
+    The folder replaces the temporary directory until `close`, which restores that and removes the
     folder.
     """
 
     def __init__(self, kind: str) -> None:
         self._folder = temporary_folder(kind, self.where())
         self.path = Path(self._folder.name)
-        # multiprocessing finds the folder of its sockets here, and so do the processes that it
-        # starts; else it makes one that only a clean end removes.
+        # multiprocessing and its children look here for the folder of their sockets. Without it
+        # they would create one that only a clean exit removes.
         self._settings: dict[str, str | None] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
         self._before = os.environ.get("TMPDIR"), tempfile.tempdir, self._settings.get("tempdir")
         os.environ["TMPDIR"] = tempfile.tempdir = self._settings["tempdir"] = self._folder.name
 
     @staticmethod
     def where() -> Path:
-        """The temporary directory, or a shorter one."""
+        """The temporary directory, or `SHORT` if its path is too long for sockets."""
         place = Path(tempfile.gettempdir())
         return place if len(str(place)) + FOLDER_NAME + SOCKET_NAME <= SOCKET_PATH else SHORT
 
     def close(self) -> None:
-        """May be called twice."""
+        """Restore the temporary directory and remove the folder. May be called twice."""
         if os.environ.get("TMPDIR") == self._folder.name:
             variable, tempfile.tempdir, self._settings["tempdir"] = self._before
             os.environ.pop("TMPDIR") if variable is None else os.environ.update(TMPDIR=variable)
-            with contextlib.suppress(OSError):  # its listener's folder is gone already
+            with contextlib.suppress(OSError):  # the listener's folder is already gone
                 multiprocessing.resource_sharer.stop(SHARER_S)
         self._folder.cleanup()
 
 
 def _lives(process: int, started: int) -> bool:
-    """Whether a process that started in this second since the epoch still lives: ids are used
-    again."""
+    """Whether the process with this id and start time (Unix seconds) is alive. Ids are reused."""
     try:
         found = psutil.Process(process)
         return int(found.create_time()) == started and found.status() != psutil.STATUS_ZOMBIE

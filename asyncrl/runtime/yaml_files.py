@@ -1,9 +1,8 @@
-"""YAML as data alone, of a bounded size after its aliases are expanded."""
+"""Reading YAML as plain data, with a bounded size after alias expansion."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -12,28 +11,28 @@ from asyncrl.runtime.files import read_text
 __all__ = ["parse_yaml", "read_yaml"]
 
 LARGEST_TEXT = 4 << 20
-"""Characters of a file."""
+"""Maximum characters of a file."""
 MOST_NODES = 100_000
-"""Keys, values, lists and mappings of a file with every alias expanded. A few lines of nested
-aliases would otherwise stand for billions."""
+"""Maximum nodes (keys, values, lists, mappings) with every alias expanded. A few lines of nested
+aliases can expand to billions."""
 LONGEST_INTEGER = 100
-"""Characters of a whole number."""
+"""Maximum characters of an integer."""
 INTEGER = "tag:yaml.org,2002:int"
 DEEPEST = 64
-"""Lists and mappings inside one another."""
+"""Maximum nesting of lists and mappings."""
 
 
-def read_yaml(path: Path) -> Any:
-    """What a YAML file holds. Raises as `read_text` and `parse_yaml`."""
+def read_yaml(path: Path) -> object:
+    """The content of a YAML file. Raises like `read_text` and `parse_yaml`."""
     return parse_yaml(read_text(path))
 
 
-def parse_yaml(text: str) -> Any:
-    """Plain values, lists and mappings.
+def parse_yaml(text: str) -> object:
+    """Parse YAML into plain values, lists and mappings.
 
     Raises:
-        yaml.YAMLError: this is no YAML, makes objects, has a key twice in one mapping, or is too
-            large, too deep or endless with its aliases expanded.
+        yaml.YAMLError: the text is not YAML, creates objects, or repeats a key in a mapping. Or it
+            is too large, too deep or endless after alias expansion.
     """
     if len(text) > LARGEST_TEXT:
         raise yaml.YAMLError(f"it has {len(text):,} characters, above {LARGEST_TEXT:,}")
@@ -44,28 +43,24 @@ def parse_yaml(text: str) -> Any:
     if tree is not None:
         _expanded(tree, {}, 0)
     try:
-        return yaml.safe_load(text)
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-    ) as error:  # such as an integer of 5,000 digits, or a day that no month has
+        value: object = yaml.safe_load(text)
+        return value
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        # Such as an integer of 5,000 digits, or a date that does not exist.
         raise yaml.YAMLError(f"a value cannot be read ({error}); put it in quotes") from None
 
 
 def _expanded(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
-    """How many nodes stand for this one when every alias is a copy. `known` has None for a node
-    that is being counted."""
+    """The number of nodes below this one, itself included, with every alias expanded. `known` has
+    None for a node that is being counted."""
     if depth > DEEPEST:
         raise _too_deep()
     if id(node) in known:
         count = known[id(node)]
         if count is None:
             raise yaml.YAMLError(
-                "an alias is inside the value that it names, so it would never end; write the value"
-                " out"
+                "an alias is inside the value that it names, so its expansion is endless; write the"
+                " value out"
             )
         return count
     known[id(node)] = None
@@ -83,15 +78,15 @@ def _expanded(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
     total = 1 + sum(_expanded(part, known, depth + 1) for part in parts)
     if total > MOST_NODES:
         raise yaml.YAMLError(
-            f"its aliases stand for more than {MOST_NODES:,} values; write out what is needed"
+            f"its aliases expand to more than {MOST_NODES:,} values; write out what is needed"
         )
     known[id(node)] = total
     return total
 
 
 def _refuse_repeated_key(mapping: yaml.MappingNode) -> None:
-    """PyYAML keeps the last of two equal keys and says nothing: a second `learner:` would reset the
-    first."""
+    """Raise for a repeated key. PyYAML silently keeps the last one, so a second `learner:` would
+    reset the first."""
     lines: dict[tuple[str, str], int] = {}
     for key, _ in mapping.value:
         if not isinstance(key, yaml.ScalarNode):
@@ -106,8 +101,8 @@ def _refuse_repeated_key(mapping: yaml.MappingNode) -> None:
 
 
 def _refuse_unusual(scalar: yaml.ScalarNode) -> None:
-    """Half a character, which no file can hold, and a number of thousands of digits, which Python
-    refuses to print."""
+    """Raise for half a surrogate pair, which UTF-8 cannot encode, and for an integer too long for
+    Python to print."""
     line = f"line {scalar.start_mark.line + 1}"
     if any("\ud800" <= character <= "\udfff" for character in scalar.value):
         raise yaml.YAMLError(f"{line}: a text has half of a surrogate pair; write whole characters")
@@ -119,5 +114,5 @@ def _refuse_unusual(scalar: yaml.ScalarNode) -> None:
 
 def _too_deep() -> yaml.YAMLError:
     return yaml.YAMLError(
-        f"lists and mappings lie more than {DEEPEST} deep inside one another; use fewer levels"
+        f"lists and mappings are nested more than {DEEPEST} deep; use fewer levels"
     )

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from asyncrl.sandbox.levels import Level, Limits, Program, Result, SandboxError
 
@@ -64,30 +64,41 @@ class Job:
         )
 
 
-def program_to(program: Program) -> dict[str, Any]:
+class ProgramRecord(TypedDict):
+    """A `Program` in JSON."""
+
+    argv: list[str]
+    stdin: str
+    """Base64, as is the content of each file."""
+    files: dict[str, str]
+
+
+def program_to(program: Program) -> ProgramRecord:
     """For JSON."""
     files = {name: _text(content) for name, content in program.files.items()}
     return {"argv": list(program.argv), "stdin": _text(program.stdin), "files": files}
 
 
-def program_from(tree: Mapping[str, Any]) -> Program:
+def program_from(tree: ProgramRecord) -> Program:
     """From `program_to`. Raises ValueError, KeyError, TypeError or AttributeError on anything
     else."""
     files = {str(name): base64.b64decode(content) for name, content in tree["files"].items()}
     return Program(tuple(map(str, tree["argv"])), base64.b64decode(tree["stdin"]), files)
 
 
-def limits_from(tree: Mapping[str, Any]) -> Limits:
+def limits_from(tree: object) -> Limits:
     """Raises ValueError or TypeError on what are no limits."""
+    if not isinstance(tree, Mapping):
+        raise TypeError(f"limits are an object of names and numbers, not {type(tree).__name__}")
     return Limits(**tree)
 
 
-def result_to(result: Result) -> dict[str, Any]:
+def result_to(result: Result) -> dict[str, object]:
     """For JSON."""
     return dataclasses.asdict(result)
 
 
-def result_from(tree: Any) -> Result:
+def result_from(tree: object) -> Result:
     """From `result_to`, or from a supervisor that failed.
 
     Raises:
@@ -96,6 +107,8 @@ def result_from(tree: Any) -> Result:
     if isinstance(tree, dict) and isinstance(tree.get("error"), str):
         raise SandboxError(tree["error"])
     try:
+        if not isinstance(tree, dict):
+            raise TypeError(f"it is a {type(tree).__name__}")
         return Result(**{**tree, "level": Level(tree["level"])})
     except (TypeError, KeyError, ValueError) as error:
         raise SandboxError(f"a sandbox answered with what is no result ({error})") from None

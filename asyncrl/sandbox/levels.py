@@ -36,7 +36,7 @@ class SandboxUnavailableError(SandboxError):
 
 
 class Level(StrEnum):
-    """What separates a program from the machine, the weakest first. docs/sandbox.md compares
+    """What separates a program from the machine, the weakest first. docs/how_to/sandbox.md compares
     them."""
 
     LANDLOCK = "landlock"

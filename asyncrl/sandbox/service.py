@@ -18,7 +18,7 @@ import http.server
 import json
 import os
 import threading
-from typing import Any
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from asyncrl.sandbox.job import limits_from, program_from, program_to, result_from, result_to
@@ -65,7 +65,7 @@ class ServiceSandbox:
         self._url, self._parts, self._token = url, parts, _token()
         answer = self._ask("GET", "/level", None, ANSWER_S, MOST_BODY)
         try:
-            self.level = Level(answer["level"])
+            self.level = Level(str(answer["level"]))
         except (KeyError, TypeError, ValueError):
             raise SandboxError(
                 f"the sandbox service at {url} named no level: {str(answer)[:200]}"
@@ -93,7 +93,9 @@ class ServiceSandbox:
         """The same in a thread. Cancelling it leaves the program to its limits."""
         return await asyncio.to_thread(self.run, program, limits)
 
-    def _ask(self, method: str, path: str, body: Any, timeout_s: float, most: int) -> Any:
+    def _ask(
+        self, method: str, path: str, body: object, timeout_s: float, most: int
+    ) -> dict[str, object]:
         kind = (
             http.client.HTTPSConnection
             if self._parts.scheme == "https"
@@ -215,7 +217,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(401, {"error": f"wrong token: set {TOKEN}"})
         return False
 
-    def _answer(self, status: int, tree: dict[str, Any]) -> None:
+    def _answer(self, status: int, tree: Mapping[str, object]) -> None:
         content = json.dumps(tree).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -225,5 +227,5 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content)
         self.close_connection = True
 
-    def log_message(self, format: str, *arguments: Any) -> None:
+    def log_message(self, format: str, *arguments: object) -> None:
         """Nothing: a request's text is not for a terminal."""

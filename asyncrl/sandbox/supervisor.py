@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 from asyncrl.sandbox import kernel, usage
 from asyncrl.sandbox.confine import Ends, Users, run_child, write_files
@@ -51,6 +51,17 @@ class _Seen:
     cpu_s: float = 0.0
 
 
+class _Report(TypedDict, total=False):
+    """What the warden, or a child that could not be confined, reports."""
+
+    error: str
+    exceeded: str
+    """The limit that was exceeded."""
+    ended: int
+    """Exit code of the program; minus the signal that ended it."""
+    cpu_seconds: float
+
+
 def main() -> None:
     """Read a job from standard input, run it, print what came of it."""
     try:
@@ -60,7 +71,7 @@ def main() -> None:
     print(json.dumps(answer), flush=True)
 
 
-def supervise(job: Job, lifeline: int) -> dict[str, Any]:
+def supervise(job: Job, lifeline: int) -> dict[str, object]:
     """The fields of a `Result`.
 
     Args:
@@ -111,7 +122,7 @@ def _own_users() -> Users | None:
     return Users(warden=first, program=first + 1)
 
 
-def _run(job: Job, users: Users | None, folder: str, lifeline: int) -> dict[str, Any]:
+def _run(job: Job, users: Users | None, folder: str, lifeline: int) -> dict[str, object]:
     output, errors, status, ready, go = (os.pipe() for _ in range(5))
     ends = Ends(_readable(job.stdin), output[1], errors[1], status[1], ready[1], go[0])
     child = os.fork()
@@ -275,9 +286,10 @@ def _drain(descriptor: int, buffer: bytearray, limit: int) -> None:
     os.close(descriptor)
 
 
-def _answer(job: Job, seen: _Seen, seconds: float) -> dict[str, Any]:
-    reports = [json.loads(line) for line in bytes(seen.report).splitlines()]
-    told: dict[str, Any] = {name: value for report in reports for name, value in report.items()}
+def _answer(job: Job, seen: _Seen, seconds: float) -> dict[str, object]:
+    told: _Report = {}
+    for line in bytes(seen.report).splitlines():
+        told.update(json.loads(line))
     if "error" in told:
         raise Failed(told["error"])
     limits = job.limits

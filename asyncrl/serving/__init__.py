@@ -1,4 +1,4 @@
-"""The HTTP endpoint of standing generators."""
+"""The HTTP endpoint of standing generators, compatible with OpenAI's API."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The core of the endpoint, which knows token ids and no dialect: choices are asked of the engine
-side by side, and come back in pieces.
+"""The core of the endpoint. It generates all choices of an HTTP request concurrently, and yields
+them in pieces. It works on token ids, and does not depend on a dialect.
 
-body → dialect: prompts → requests, one for each choice → pieces → dialect: one answer, or one event
-for each piece
+    body → dialect → one request for each choice → pieces → dialect → one answer, or one event for
+    each piece
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
 from asyncrl.serving.identity import ServedModel
 
-__all__ = ["Dialect", "Head", "Streamed", "Told", "Words", "ask", "siblings"]
+__all__ = ["ChoicePiece", "CompletionSource", "Dialect", "Head", "Words", "ask", "siblings"]
 
 
 class Words(Protocol):
-    """The model's tokenizer and chat template (`asyncrl.serving.words.ModelWords`), or a fake
+    """A model's tokenizer and chat template (`asyncrl.serving.words.ModelWords`), or a fake
     (`asyncrl.testing.FakeWords`)."""
 
     async def encode(self, text: str, rendered: bool = False) -> list[int]:
-        """Token ids of a prompt; `rendered` if a chat template wrote its special tokens."""
+        """Encode a prompt. `rendered`: a chat template wrote its special tokens."""
         ...
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]
     ) -> str:
-        """A chat as text. Raises MessagesError."""
+        """Render a chat. Raises MessagesError."""
         ...
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """A prompt's text, with special tokens."""
+        """Decode a prompt, with special tokens."""
         ...
 
     async def spell(self, ids: Iterable[int]) -> dict[int, str]:
-        """Token id → its text. A token that is a part of a character has U+FFFD."""
+        """Token id → its text, which contains U+FFFD if the token is a part of a character."""
         ...
 
 
-class Streamed(Protocol):
-    """What makes completions: a replica, or a fake."""
+class CompletionSource(Protocol):
+    """A source of completions: a replica, or a fake."""
 
     def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A piece of one choice, and the texts of the tokens that it names, if they were asked for."""
+class ChoicePiece:
+    """A piece of one choice. `texts` spells its tokens, if the request asked for that."""
 
     choice: int
     piece: Piece
@@ -59,46 +59,46 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all parts of one answer have in common."""
+    """The fields that all parts of one answer share."""
 
     name: str
-    """Unique."""
+    """Unique id of the answer."""
     created: int
-    """Unix seconds."""
+    """Unix time, in seconds."""
     model: ServedModel
 
 
 class Dialect(Protocol):
-    """One request in the form of one API: its checked body, and how its answer is written."""
+    """One HTTP request in the format of one API. It validates the body and formats the answer."""
 
     prefix: str
-    """Of the answer's name."""
+    """Start of the answer's id."""
 
     @property
     def streams(self) -> bool: ...
 
     async def requests(self, words: Words, model: ServedModel) -> list[GenerateRequest]:
-        """One for each choice. Raises ApiError."""
+        """One request for each choice. Raises ApiError."""
         ...
 
     @property
     def details(self) -> Details: ...
 
-    def answer(self, head: Head, choices: Sequence[Told]) -> dict[str, Any]:
-        """The whole answer. `choices` are whole."""
+    def answer(self, head: Head, choices: Sequence[ChoicePiece]) -> dict[str, object]:
+        """The whole answer. Each item of `choices` is a whole completion."""
         ...
 
-    def event(self, head: Head, told: Told) -> dict[str, Any]:
-        """What a piece adds to a stream."""
+    def event(self, head: Head, part: ChoicePiece) -> dict[str, object]:
+        """The event that sends this piece in a stream."""
         ...
 
-    def last_event(self, head: Head) -> dict[str, Any] | None:
-        """What a stream says after all pieces."""
+    def last_event(self, head: Head) -> dict[str, object] | None:
+        """The event after all pieces; None if the stream needs none."""
         ...
 
 
 def siblings(request: GenerateRequest, n: int) -> list[GenerateRequest]:
-    """n choices for one prompt. With a seed each has the next one, as vLLM counts them."""
+    """Split a request into n choices. Each gets the next seed, as in vLLM."""
     return [
         replace(request, n=1, seed=None if request.seed is None else request.seed + index)
         for index in range(n)
@@ -106,24 +106,25 @@ def siblings(request: GenerateRequest, n: int) -> list[GenerateRequest]:
 
 
 async def ask(
-    streamed: Streamed, words: Words, requests: Sequence[GenerateRequest], details: Details
-) -> AsyncGenerator[Told, None]:
-    """The pieces of all choices as they come. The first that fails ends all; so does closing
-    this."""
-    # One place for each choice: an engine puts pieces together while a client reads slowly.
-    pieces: asyncio.Queue[Told | Exception] = asyncio.Queue(len(requests))
+    source: CompletionSource, words: Words, requests: Sequence[GenerateRequest], details: Details
+) -> AsyncGenerator[ChoicePiece, None]:
+    """Yield the pieces of all choices as they arrive. The first failure ends all choices, and so
+    does closing the generator."""
+    # The queue is bounded so that a slow client does not fill the memory: the engine merges the
+    # pieces that wait.
+    pieces: asyncio.Queue[ChoicePiece | Exception] = asyncio.Queue(len(requests))
     choices = [
-        asyncio.ensure_future(_follow(streamed, words, choice, request, details, pieces))
+        asyncio.ensure_future(_follow(source, words, choice, request, details, pieces))
         for choice, request in enumerate(requests)
     ]
     unfinished = len(choices)
     try:
         while unfinished:
-            told = await pieces.get()
-            if isinstance(told, Exception):
-                raise told
-            unfinished -= told.piece.finish_reason is not None
-            yield told
+            item = await pieces.get()
+            if isinstance(item, Exception):
+                raise item
+            unfinished -= item.piece.finish_reason is not None
+            yield item
     finally:
         for choice in choices:
             choice.cancel()
@@ -131,26 +132,26 @@ async def ask(
 
 
 async def _follow(
-    streamed: Streamed,
+    source: CompletionSource,
     words: Words,
     choice: int,
     request: GenerateRequest,
     details: Details,
-    pieces: asyncio.Queue[Told | Exception],
+    pieces: asyncio.Queue[ChoicePiece | Exception],
 ) -> None:
     try:
-        async with contextlib.aclosing(streamed.stream(request, details)) as stream:  # type: ignore[type-var]
+        async with contextlib.aclosing(source.stream(request, details)) as stream:  # type: ignore[type-var]
             async for piece in stream:
-                texts = await words.spell(_named(piece)) if details.spelled else {}
-                await pieces.put(Told(choice, piece, texts))
+                texts = await words.spell(_tokens_in(piece)) if details.spelled else {}
+                await pieces.put(ChoicePiece(choice, piece, texts))
     except Exception as error:
         await pieces.put(error)
 
 
-def _named(piece: Piece) -> set[int]:
-    """Ids of all tokens that a piece names."""
+def _tokens_in(piece: Piece) -> set[int]:
+    """Ids of all tokens in a piece, including the most probable ones."""
     return {
         token
         for tokens in (piece.tokens, piece.prompt or Tokens((), ()))
-        for token in (*tokens.ids, *(one for best in tokens.top for one, _ in best))
+        for token in (*tokens.ids, *(alternative for best in tokens.top for alternative, _ in best))
     }

@@ -1,9 +1,8 @@
-"""Answers other than 200, in OpenAI's form: the body of an HTTP answer, or an event of a stream."""
+"""Error answers in OpenAI's format, as the body of an HTTP answer or an event of a stream."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError, StaleReplicaError
 
@@ -13,15 +12,14 @@ logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
-    """An answer other than 200: HTTP status, one line for people, OpenAI's type and code, and the
-    field that it is about."""
+    """An error answer: HTTP status, a one-line message, OpenAI's code, and the invalid field."""
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
 
-    def body(self) -> dict[str, Any]:
-        """OpenAI's form of it."""
+    def body(self) -> dict[str, object]:
+        """The error in OpenAI's format."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
@@ -29,8 +27,8 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of a failed generation. An unforeseen failure goes to the log, and its
-    words to nobody else."""
+    """Convert the exception of a failed request. The message of an unexpected exception only goes
+    to the log, because it may contain private data."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, StaleReplicaError):
@@ -38,11 +36,11 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error), "invalid_value")
     if isinstance(error, GenerationTimeoutError):
-        return ApiError(504, f"{error}; ask for less", "timeout")
+        return ApiError(504, f"{error}; request fewer tokens", "timeout")
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the generator failed; see its log", "internal_error")
 
 
 def printable(name: str) -> str:
-    """The beginning of a name that a client gave, without what moves a terminal."""
+    """The first 64 characters of a client's name, without control characters."""
     return "".join(character if character.isprintable() else "\ufffd" for character in name[:64])

@@ -1,34 +1,33 @@
-"""Server-sent events: an answer that is sent while it is made, and that ends as soon as nobody
-reads it."""
+"""Server-sent events: streams an answer, and cancels its generation when the client
+disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
 
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 __all__ = ["ClientLeftError", "EventStream", "while_connected"]
 
 T = TypeVar("T")
-Receive = Callable[[], Awaitable[Any]]
 DONE = "[DONE]"
-"""The data of the last event of a whole answer. After an error it does not come."""
+"""Data of the last event of a complete answer. It is not sent after an error."""
 
 
 class ClientLeftError(Exception):
-    """The client has closed its connection."""
+    """The client closed its connection."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result. It is cancelled as soon as the client is gone, so that its KV cache is
-    free for others.
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """Await `work`, and cancel it when the client disconnects, which frees its KV cache.
 
     Raises:
-        ClientLeftError: the client was faster.
+        ClientLeftError: the client disconnected first.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
@@ -43,47 +42,47 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """One event for each object, then `[DONE]`. What raises becomes an event with an error, and the
-    last one."""
+    """Sends one event for each object, then `[DONE]`. An exception becomes a last event with an
+    error."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        objects: AsyncGenerator[dict[str, Any], None],
-        source: AsyncGenerator[Any, None],
-        failed: Callable[[Exception], dict[str, Any]],
+        objects: AsyncGenerator[dict[str, object], None],
+        source: AsyncGenerator[object, None],
+        failed: Callable[[Exception], dict[str, object]],
     ) -> None:
         """
         Args:
-            source: what `objects` are made of. Closed with them, also if none of them was asked
-                for.
-            failed: makes an exception an object.
+            source: the generator that `objects` reads. It is closed too, even if `objects` never
+                started.
+            failed: converts an exception to an object.
         """
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]  # of the empty body that Response knows of
+        del self.headers["content-length"]  # Response sets it to 0
         self._objects, self._source, self._failed = objects, source, failed
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._source):
             with contextlib.suppress(ClientLeftError):
                 await while_connected(receive, self._send(send))
 
-    async def _send(self, send: Any) -> None:
+    async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with contextlib.aclosing(self._objects) as objects:
             try:
-                async for one in objects:
-                    await send(_event(json.dumps(one, allow_nan=False)))
+                async for item in objects:
+                    await send(_event(json.dumps(item, allow_nan=False)))
                 await send(_event(DONE))
-            except OSError:  # a server that notices the closed connection first
+            except OSError:  # the server noticed the closed connection first
                 raise ClientLeftError from None
             except Exception as error:
                 await send(_event(json.dumps(self._failed(error))))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _event(data: str) -> dict[str, Any]:
+def _event(data: str) -> Message:
     return {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
 
 

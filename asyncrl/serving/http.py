@@ -1,12 +1,13 @@
-"""The HTTP routes of a standing generator: `PATHS`, and nothing else. Weights have none.
+"""The HTTP routes of a standing generator, listed in `PATHS`. No route changes weights.
 
     count → guard (key, host, size) → FastAPI → dialect → core (`asyncrl.serving.answers`) → a
     replica
 
-Knows no Serve: what answers is a small protocol, so that the routes can be tried without an engine.
+This module does not depend on Serve. It calls the small protocol `Served`, so tests can run the
+routes without an engine.
 """
 
-# No postponed annotations here: FastAPI reads those of the routes.
+# No postponed annotations here: FastAPI evaluates those of the routes.
 
 import asyncio
 import contextlib
@@ -16,23 +17,24 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Protocol
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncrl.contracts.errors import GenerationTimeoutError, InvalidRequestError, StaleReplicaError
 from asyncrl.contracts.messages import Details, GenerateRequest, Piece, ServedWeights
-from asyncrl.serving.answers import Dialect, Head, Told, Words, ask
+from asyncrl.serving.answers import ChoicePiece, Dialect, Head, Words, ask
 from asyncrl.serving.dialects.chat import Chat
 from asyncrl.serving.dialects.completions import Completions
 from asyncrl.serving.errors import ApiError, as_api_error, printable
 from asyncrl.serving.events import ClientLeftError, EventStream, while_connected
 from asyncrl.serving.identity import ServedModel, model_list, weights
-from asyncrl.serving.metrics import CONTENT_TYPE, Counted, HttpStatus, Traffic, exposition
+from asyncrl.serving.metrics import CONTENT_TYPE, HttpStatus, Traffic, TrafficCounter, exposition
 
 __all__ = [
     "KEY_VARIABLE",
@@ -47,23 +49,24 @@ __all__ = [
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 
 KEY_VARIABLE = "ASYNCRL_API_KEY"
-"""Environment variable with the bearer key, in the process that answers."""
+"""Environment variable that contains the bearer key, read by each replica."""
 
 HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s\[\]:@/]+)(?::[0-9]{1,5})?")
-"""A Host header: a name or address, and perhaps a port. Nothing may follow the brackets of an IPv6
-address."""
+"""A Host header: a name or address, and optionally a port. Only a port may follow the brackets of
+an IPv6 address."""
 
 LARGEST_BODY = 4 << 20
-"""Bytes of a request's body; less for a model that takes less."""
+"""Upper limit of a request body, in bytes. A model with a short context has a lower one."""
 
 ENCODES_AT_ONCE = 2
-"""Texts that are tokenized at once: each takes a core, and many times its size in memory."""
+"""Number of requests tokenized at once. Each occupies a core, and many times its size in memory."""
+
 CLIENT_LEFT = 499
-"""Status of an answer that nobody reads, as nginx logs it."""
+"""Status code when the client disconnects before the answer, as in nginx."""
 
 
 class Served(Protocol):
-    """What answers: a replica, or a fake (`asyncrl.testing.FakeServed`)."""
+    """The backend of the routes: a replica, or a fake (`asyncrl.testing.FakeServed`)."""
 
     @property
     def model(self) -> ServedModel: ...
@@ -73,44 +76,48 @@ class Served(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """Where its requests are counted."""
+        """Counts of its HTTP requests."""
         ...
 
     def stream(self, request: GenerateRequest, details: Details) -> AsyncIterator[Piece]:
-        """One completion in pieces. Raises StaleReplicaError, InvalidRequestError or
-        GenerationTimeoutError, also between two pieces."""
+        """Generate one completion in pieces.
+
+        Raises:
+            StaleReplicaError, InvalidRequestError, GenerationTimeoutError: before or between
+                pieces.
+        """
         ...
 
     async def served_weights(self) -> ServedWeights: ...
 
     async def http_statuses(self) -> Sequence[HttpStatus]:
-        """Of every replica of the application (`asyncrl.serving.metrics.exposition`)."""
+        """The status of every replica of the application."""
         ...
 
     async def check_health(self) -> None:
-        """Raises RuntimeError if the engine is dead or broken."""
+        """Raise RuntimeError if the engine is dead or broken."""
         ...
 
 
 def api_key(environment: dict[str, str]) -> str | None:
-    """The bearer key, or None without one.
+    """The bearer key, or None if the environment has none.
 
     Raises:
-        ValueError: it is set and empty, or has characters that no header can carry.
+        ValueError: the key is empty, or has characters that a header cannot contain.
     """
     key = environment.get(KEY_VARIABLE)
     if key is None:
         return None
     if not key.isascii() or not key.isprintable() or not key.strip() or key != key.strip():
         raise ValueError(
-            f"{KEY_VARIABLE} is set, and is empty or has spaces around it or characters other than"
-            " printable ASCII; set a key, or unset it"
+            f"{KEY_VARIABLE} is empty, has spaces around it, or has characters other than printable"
+            " ASCII; set a valid key, or unset it"
         )
     return key
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name is this machine's alone: `localhost`, 127.0.0.0/8, ::1."""
+    """Whether an address or name is a loopback one: `localhost`, 127.0.0.0/8 or ::1."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -118,61 +125,47 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_open_host(host: str | None, key: str | None, nodes: int = 1) -> None:
-    """Raise RuntimeError if HTTP is bound to a host that others reach, without a key. `host` None:
-    nothing is bound.
+    """Raise RuntimeError if HTTP listens on a host that other machines can reach, without a key.
 
     Args:
-        nodes: of the cluster. On several, a key that only some of them know would be one that half
-            of the requests need.
+        host: the host that Serve's proxies bind. None if they bind none.
+        nodes: number of nodes in the cluster. With several nodes every one needs the key, or only
+            some replicas would check it.
     """
     if key is None and host is not None and nodes > 1:
         raise RuntimeError(
-            f"this node has no {KEY_VARIABLE}, and the cluster has {nodes} nodes; set the same one"
-            " on every node, where Ray is started"
+            f"this node has no {KEY_VARIABLE}, and the cluster has {nodes} nodes; set the same key"
+            " on every node before Ray starts there"
         )
     if key is None and host is not None and not is_loopback(host):
         raise RuntimeError(
             f"http_options.host = {host!r} is not loopback and {KEY_VARIABLE} is not set, so"
-            " anybody could use the generators; set http_options.host: 127.0.0.1, or set"
-            f" {KEY_VARIABLE} where Ray is started"
+            " anyone could use the generators; set http_options.host: 127.0.0.1, or set"
+            f" {KEY_VARIABLE} before Ray starts"
         )
 
 
 def routes(served: Served, key: str | None) -> FastAPI:
-    """The application. With a key every path wants it, unknown ones too; without, only requests
-    addressed to loopback are answered."""
+    """Build the application. With a key, every path requires it, including unknown ones. Without a
+    key, the application only answers requests addressed to loopback."""
     app = FastAPI(
         title="asyncrl", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     started = int(time.time())
     encoding = asyncio.Semaphore(ENCODES_AT_ONCE)
 
-    async def answered(request: Request, dialect: Dialect) -> Response:
+    async def answer(request: Request, dialect: Dialect) -> Response:
         async with encoding:
             requests = await dialect.requests(served.words, served.model)
-        pieces = ask(served, served.words, requests, dialect.details)
-        head = Head(f"{dialect.prefix}-{uuid.uuid4().hex}", int(time.time()), served.model)
-        if not dialect.streams:
-            choices = await while_connected(request.receive, _all(pieces))
-            return JSONResponse(
-                dialect.answer(head, choices) | weights(await served.served_weights())
-            )
-        identity = weights(await served.served_weights())
-        # What is refused, or fails, before there is anything to send has a status of its own.
-        first = await while_connected(request.receive, anext(pieces))
-        return EventStream(
-            _events(dialect, head, identity, first, pieces),
-            pieces,
-            lambda error: as_api_error(error).body(),
-        )
+        return await _generate(served, dialect, requests, request.receive)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answered(request, Completions(await _json(request), served.model))
+        return await answer(request, Completions(await _json(request), served.model))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answered(request, Chat(await _json(request), served.model))
+        return await answer(request, Chat(await _json(request), served.model))
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -197,12 +190,31 @@ def routes(served: Served, key: str | None) -> FastAPI:
 
     _handle_errors(app)
     app.add_middleware(Guard, key=key, largest_body=min(LARGEST_BODY, served.model.largest_body))
-    app.add_middleware(Counted, traffic=served.traffic, paths=PATHS)
+    app.add_middleware(TrafficCounter, traffic=served.traffic, paths=PATHS)
     return app
 
 
+async def _generate(
+    served: Served, dialect: Dialect, requests: Sequence[GenerateRequest], receive: Receive
+) -> Response:
+    """Generate the completions, and answer with all of them or as a stream."""
+    pieces = ask(served, served.words, requests, dialect.details)
+    head = Head(f"{dialect.prefix}-{uuid.uuid4().hex}", int(time.time()), served.model)
+    if not dialect.streams:
+        choices = await while_connected(receive, _all(pieces))
+        return JSONResponse(dialect.answer(head, choices) | weights(await served.served_weights()))
+    identity = weights(await served.served_weights())
+    # A failure before the first piece still gets its own status code.
+    first = await while_connected(receive, anext(pieces))
+    return EventStream(
+        _events(dialect, head, identity, first, pieces),
+        pieces,
+        lambda error: as_api_error(error).body(),
+    )
+
+
 def _handle_errors(app: FastAPI) -> None:
-    """Answer every error in the API's format."""
+    """Answer every error in OpenAI's format."""
     for kind in (
         ApiError,
         StaleReplicaError,
@@ -218,38 +230,36 @@ def _handle_errors(app: FastAPI) -> None:
     )
 
 
-async def _all(pieces: AsyncGenerator[Told, None]) -> list[Told]:
-    """One whole piece for each choice, in their order."""
+async def _all(pieces: AsyncGenerator[ChoicePiece, None]) -> list[ChoicePiece]:
+    """One whole piece for each choice, ordered by choice."""
     async with contextlib.aclosing(pieces):
-        return sorted([told async for told in pieces], key=lambda told: told.choice)
+        return sorted([part async for part in pieces], key=lambda part: part.choice)
 
 
 async def _events(
     dialect: Dialect,
     head: Head,
-    identity: dict[str, Any],
-    first: Told,
-    pieces: AsyncGenerator[Told, None],
-) -> AsyncGenerator[dict[str, Any], None]:
-    """What a stream sends, from its first piece on. A choice names its weights where it
-    ends."""
+    identity: dict[str, object],
+    first: ChoicePiece,
+    pieces: AsyncGenerator[ChoicePiece, None],
+) -> AsyncGenerator[dict[str, object], None]:
+    """The events of a stream, including that of `first`. The last event of a choice names the
+    weights."""
     yield dialect.event(head, first) | (identity if first.piece.finish_reason else {})
-    async for told in pieces:
-        yield dialect.event(head, told) | (identity if told.piece.finish_reason else {})
+    async for part in pieces:
+        yield dialect.event(head, part) | (identity if part.piece.finish_reason else {})
     if (last := dialect.last_event(head)) is not None:
         yield last
 
 
 class Guard:
-    """In front of everything: the key, or without one the host that a request is addressed to; and
-    the size of its body."""
+    """Middleware that checks the key, or without a key the Host header; and the size of the
+    body."""
 
-    def __init__(
-        self, app: Callable[..., Awaitable[None]], key: str | None, largest_body: int = LARGEST_BODY
-    ) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, largest_body: int = LARGEST_BODY) -> None:
         self.app, self.key, self.largest_body = app, key, largest_body
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] != "http":
@@ -263,8 +273,8 @@ class Guard:
 
     def _refuse(self, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
         if self.key is None:
-            # A page in a browser on this machine could reach us under a name of its own that it
-            # points here.
+            # A web page can make its own domain name resolve to 127.0.0.1 (DNS rebinding), and then
+            # reach this server from a browser on this machine.
             hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
             if (
                 len(hosts) == 1
@@ -274,39 +284,41 @@ class Guard:
                 return None
             return ApiError(
                 403,
-                f"without {KEY_VARIABLE} only requests to a loopback address are answered; set"
+                f"without {KEY_VARIABLE}, only requests to a loopback address are answered; set"
                 " a key",
                 "forbidden_host",
             )
         given = [value for name, value in headers if name == b"authorization"]
         scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        right = hmac.compare_digest(token.strip(), self.key.encode())
-        return (
-            None
-            if right and scheme.lower() == b"bearer"
-            else ApiError(
-                401, "a bearer key is needed: Authorization: Bearer KEY", "invalid_api_key"
-            )
+        matches = hmac.compare_digest(token.strip(), self.key.encode())
+        if matches and scheme.lower() == b"bearer":
+            return None
+        return ApiError(
+            401,
+            "the key is missing or wrong; send the header Authorization: Bearer KEY",
+            "invalid_api_key",
         )
 
     def _refuse_large(self, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
-        """By what the client says of the body's size, before any of it is read."""
+        """Check the Content-Length header, before any of the body is read."""
         sizes = [value for name, value in headers if name == b"content-length"]
         if any(size.isdigit() and int(size[:20]) > self.largest_body for size in sizes):
             return ApiError(
-                413, f"the body is above {self.largest_body:,} bytes; send less", "refused"
+                413,
+                f"the body is above {self.largest_body:,} bytes; send a smaller one",
+                "refused",
             )
         return None
 
 
 class OwnRoutesClosed:
-    """Serve's proxies answer `/-/healthz` and `/-/routes` (the applications' names) to anybody.
-    Behind this they do not."""
+    """Middleware that hides `/-/healthz` and `/-/routes`. Serve's proxies answer them without a
+    key, and the second lists the applications."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get("path", "").startswith("/-/"):
             await _refusal(ApiError(404, "no such path", "not_found"))(scope, receive, send)
         else:
@@ -314,28 +326,29 @@ class OwnRoutesClosed:
 
 
 def close_own_routes() -> list[Middleware]:
-    """For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=asyncrl.serving.http.close_own_routes, in
-    the environment of `ray start`."""
+    """The middleware that closes Serve's own routes. To use it, run `ray start` with
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=asyncrl.serving.http.close_own_routes."""
     return [Middleware(OwnRoutesClosed)]
 
 
-def _bounded(receive: Callable[[], Awaitable[Any]], largest: int) -> Callable[[], Awaitable[Any]]:
-    """`receive`, up to the largest body."""
+def _bounded(receive: Receive, largest: int) -> Receive:
+    """Wrap `receive` to refuse a body above the limit, even if its headers claim a smaller size."""
     size = 0
 
-    async def counted() -> Any:
+    async def counted() -> Message:
         nonlocal size
         message = await receive()
         size += len(message.get("body", b""))
         if size > largest:
-            raise HTTPException(413, f"the body is above {largest:,} bytes; send less")
+            raise HTTPException(413, f"the body is above {largest:,} bytes; send a smaller one")
         return message
 
     return counted
 
 
-async def _json(request: Request) -> Any:
-    """The body. A page in a browser may send other types than JSON to any address unasked."""
+async def _json(request: Request) -> object:
+    """Parse the body. Other content types are refused, because a browser lets any web page send
+    them to this server."""
     if (
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
         != "application/json"
@@ -350,13 +363,11 @@ async def _json(request: Request) -> Any:
     try:
         return json.loads(await request.body(), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError):
-        raise ApiError(
-            400, "the body is not JSON; send an object in JSON", "invalid_body"
-        ) from None
+        raise ApiError(400, "the body is not JSON; send a JSON object", "invalid_body") from None
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. A repeated field is refused: readers disagree about which one counts."""
+def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object. A repeated field is refused, because parsers disagree on which one wins."""
     tree = dict(pairs)
     if len(tree) < len(pairs):
         name = next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place]))
@@ -366,14 +377,15 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def _refused_by_fastapi(error: Any) -> ApiError:
-    """An unknown path, another method, a large body."""
+def _refused_by_fastapi(error: Exception) -> ApiError:
+    """The answer to an unknown path, a wrong method or a large body."""
+    assert isinstance(error, StarletteHTTPException)  # registered for no other class
     if error.status_code == 404:
-        return ApiError(404, f"no such path; there are {', '.join(PATHS)}", "not_found")
+        return ApiError(404, f"no such path; the paths are {', '.join(PATHS)}", "not_found")
     if error.status_code == 405:
         return ApiError(
             405,
-            "another method is needed: POST for completions, GET for the others",
+            "method not allowed; use POST for completions and GET for other paths",
             "method_not_allowed",
         )
     return ApiError(error.status_code, str(error.detail), "refused")

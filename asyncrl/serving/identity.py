@@ -1,21 +1,20 @@
-"""What answers over HTTP: the one model, its limits, and whose weights it holds."""
+"""The model that the endpoint serves, its limits, and the origin of its weights."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from asyncrl.contracts.messages import ServedWeights
 
 __all__ = ["ServedModel", "model_list", "weights"]
 
 OTHER_FIELDS = 64 << 10
-"""Bytes of a body beside the prompt."""
+"""Bytes of a body for all fields except the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What requests are checked against."""
+    """The limits that requests are checked against."""
 
     name: str
     max_model_len: int
@@ -23,25 +22,25 @@ class ServedModel:
     vocabulary: int
     """Token ids are below this."""
     longest_token: int
-    """Characters of the longest token."""
+    """Length of the longest token, in characters."""
 
     @property
     def most_characters(self) -> int:
-        """Characters that `max_model_len` tokens can stand for. A longer text is refused before it
-        is tokenized."""
+        """Upper limit of the characters in `max_model_len` tokens. A longer text is refused before
+        tokenization."""
         return self.max_model_len * self.longest_token
 
     @property
     def largest_body(self) -> int:
-        """Bytes of a request with the longest text in JSON, six for each character, or with the
-        longest list of token ids."""
+        """Bytes of a request with the longest text, at six bytes of JSON for each character, or
+        with the longest list of token ids."""
         return OTHER_FIELDS + max(
             6 * self.most_characters, (len(str(self.vocabulary)) + 2) * self.max_model_len
         )
 
 
-def model_list(model: ServedModel, served: ServedWeights, created: int) -> dict[str, Any]:
-    """The answer of /v1/models: the one model, and its weights."""
+def model_list(model: ServedModel, served: ServedWeights, created: int) -> dict[str, object]:
+    """The answer of /v1/models: the model and the origin of its weights."""
     entry = {
         "id": model.name,
         "object": "model",
@@ -53,9 +52,12 @@ def model_list(model: ServedModel, served: ServedWeights, created: int) -> dict[
     return {"object": "list", "data": [entry]}
 
 
-def weights(served: ServedWeights) -> dict[str, Any]:
-    """Whose weights answer, as every answer says it: identity (null: the checkpoint's), the job
-    that has the lease (null: none), and both in words."""
+def weights(served: ServedWeights) -> dict[str, object]:
+    """The origin of the weights, which every answer contains.
+
+    `weights` is their identity (null: the checkpoint's own), `lease` the job that has the lease
+    (null: none), and `serving` describes both.
+    """
     return {
         "weights": asdict(served.weights) if served.weights is not None else None,
         "lease": served.lease,

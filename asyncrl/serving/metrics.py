@@ -1,13 +1,12 @@
-"""/metrics in Prometheus' text form: what every replica's engine does, and what was asked over
-HTTP."""
+"""/metrics in Prometheus' text format: the state of every replica's engine, and counts of HTTP
+requests."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -18,32 +17,33 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncrl.contracts.messages import ReplicaStatus
 
-__all__ = ["CONTENT_TYPE", "Counted", "HttpStatus", "Traffic", "exposition"]
+__all__ = ["CONTENT_TYPE", "HttpStatus", "Traffic", "TrafficCounter", "exposition"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "asyncrl_generator"
 
 COUNTERS: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
     "tokens_generated": (
-        "Completion tokens made since the replica's start, a run's included.",
+        "Completion tokens generated since the replica started, including those of a run.",
         lambda status: status.tokens_generated,
     ),
     "preemptions": (
-        "Completions that lost their KV cache because it was full.",
+        "Completions that lost their KV cache because the cache was full.",
         lambda status: status.load.preemptions,
     ),
     "completions_aborted": (
-        "Completions that were given up under way, such as those of clients that left.",
+        "Completions that were aborted, for example because the client disconnected.",
         lambda status: sum(status.load.aborted),
     ),
 }
 GAUGES: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
     "kv_use": ("Share of the KV cache in use, 0 to 1.", lambda status: status.load.kv_use),
     "kv_cache_tokens": (
-        "Tokens that the KV cache holds.",
+        "Capacity of the KV cache, in tokens.",
         lambda status: status.kv_cache_tokens,
     ),
     "waiting": ("Completions in the engine's queue.", lambda status: status.load.waiting),
@@ -52,14 +52,12 @@ GAUGES: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
         lambda status: status.max_model_len,
     ),
 }
-"""Metric → what it means, and where a replica's status has it."""
+"""Metric → its description, and how to read it from a replica's status."""
 UPDATES = {
-    "fetch_s": (
-        "Seconds in which the last version of the weights was fetched, while generation went on."
-    ),
-    "pause_s": "Seconds for which the last update of the weights stopped generation.",
+    "fetch_s": "Seconds that fetching the last version of the weights took, during generation.",
+    "pause_s": "Seconds that the last update of the weights paused generation.",
 }
-"""Timing of a replica's last update → what it means."""
+"""Timing of a replica's last update → its description."""
 
 
 class Traffic:
@@ -72,34 +70,32 @@ class Traffic:
     def add(self, path: str, status: int, seconds: float) -> None:
         """Count one answer."""
         self.requests[path, status] += 1
-        # typeshed's counters count whole things
+        # typeshed only allows integers in a Counter
         self.seconds[path] += seconds  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
 class HttpStatus:
-    """One replica with an HTTP endpoint."""
+    """The status and HTTP traffic of one replica."""
 
     replica: ReplicaStatus
     traffic: Traffic
 
 
-class Counted:
-    """In front of the routes: counts what they answer. Other paths are one: clients may make up any
-    number of them."""
+class TrafficCounter:
+    """Middleware that counts answers. All unknown paths share one label, because clients can invent
+    any number of them."""
 
-    def __init__(
-        self, app: Callable[..., Awaitable[None]], traffic: Traffic, paths: Sequence[str]
-    ) -> None:
+    def __init__(self, app: ASGIApp, traffic: Traffic, paths: Sequence[str]) -> None:
         self.app, self.traffic, self.paths = app, traffic, paths
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begun, status = time.monotonic(), 0
+        started, status = time.monotonic(), 0
 
-        async def watched(message: Any) -> None:
+        async def watched(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
@@ -107,11 +103,10 @@ class Counted:
         try:
             await self.app(scope, receive, watched)
         finally:
-            path = scope["path"].removeprefix(
-                scope.get("root_path", "")
-            )  # of the application, where Serve has it below others
+            # Serve puts the application's route_prefix before its paths.
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
             self.traffic.add(
-                path if path in self.paths else "other", status, time.monotonic() - begun
+                path if path in self.paths else "other", status, time.monotonic() - started
             )
 
 
@@ -130,11 +125,15 @@ class _Collector:
         yield from self._http()
 
     def _family(
-        self, kind: type[Any], name: str, text: str, read: Callable[[ReplicaStatus], float]
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        text: str,
+        read: Callable[[ReplicaStatus], float],
     ) -> Metric:
-        family: Metric = kind(f"{PREFIX}_{name}", text, labels=["replica"])
+        family = kind(f"{PREFIX}_{name}", text, labels=["replica"])
         for status in self.replicas:
-            family.add_metric([status.replica], read(status))  # type: ignore[attr-defined]
+            family.add_metric([status.replica], read(status))
         return family
 
     def _updates(self) -> Iterable[Metric]:
@@ -148,7 +147,7 @@ class _Collector:
     def _weights(self) -> Iterable[Metric]:
         info = InfoMetricFamily(
             f"{PREFIX}_weights",
-            "Whose weights a replica holds. Without a run they are the checkpoint's own.",
+            "The run and attempt of a replica's weights; empty for the checkpoint's own weights.",
             labels=["replica"],
         )
         version = GaugeMetricFamily(
@@ -157,25 +156,25 @@ class _Collector:
             labels=["replica"],
         )
         for status in self.replicas:
-            held = status.weights
+            weights = status.weights
             run = (
-                {"run_id": held.run_id, "attempt": str(held.attempt)}
-                if held is not None
+                {"run_id": weights.run_id, "attempt": str(weights.attempt)}
+                if weights is not None
                 else {"run_id": "", "attempt": ""}
             )
             info.add_metric([status.replica], {"model": self.model, **run})
-            version.add_metric([status.replica], held.version if held is not None else 0)
+            version.add_metric([status.replica], weights.version if weights is not None else 0)
         return info, version
 
     def _http(self) -> Iterable[Metric]:
         requests = CounterMetricFamily(
             f"{PREFIX}_http_requests",
-            "HTTP requests. Status 499: the client left first.",
+            "HTTP requests. Status 499: the client disconnected first.",
             labels=["replica", "path", "status"],
         )
         seconds = SummaryMetricFamily(
             f"{PREFIX}_http_request_seconds",
-            "Seconds from a request to the end of its answer.",
+            "Seconds from an HTTP request to the end of its answer.",
             labels=["replica", "path"],
         )
         for status in self.statuses:
@@ -183,16 +182,18 @@ class _Collector:
             for (path, code), times in sorted(traffic.requests.items()):
                 requests.add_metric([replica, path, str(code)], times)
             for path, spent in sorted(traffic.seconds.items()):
-                answered = sum(times for (one, _), times in traffic.requests.items() if one == path)
+                answered = sum(
+                    times for (counted, _), times in traffic.requests.items() if counted == path
+                )
                 seconds.add_metric([replica, path], answered, spent)
         return requests, seconds
 
 
 def exposition(model: str, statuses: Sequence[HttpStatus]) -> bytes:
-    """The text for Prometheus.
+    """Format the metrics for Prometheus.
 
     Args:
-        statuses: of every replica.
+        statuses: the status of every replica.
     """
     registry = CollectorRegistry()
     registry.register(_Collector(model, statuses))

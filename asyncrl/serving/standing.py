@@ -1,11 +1,10 @@
-"""A standing application: generators that answer HTTP as well."""
+"""The standing application: generators that also answer HTTP requests."""
 
-# No postponed annotations here: Serve reads the builder's annotation, and validates YAML arguments
-# against it only if it is a class.
+# No postponed annotations here: Serve validates YAML arguments against the builder's annotation
+# only if that is a class.
 
 import asyncio
 import os
-from typing import Any
 
 import ray
 from fastapi import FastAPI
@@ -26,27 +25,27 @@ __all__ = ["HttpGenerator", "build_standing_app"]
 
 @serve.ingress()
 class HttpGenerator(Generator):
-    """`Generator` behind the routes of `asyncrl.serving.http`. What a job asks comes through the
-    Serve handle, as ever."""
+    """`Generator` with the routes of `asyncrl.serving.http`. Requests of jobs still arrive through
+    the Serve handle."""
 
-    # Serve awaits a replica's constructor
-    async def __init__(self, app: dict[str, Any]) -> None:  # type: ignore[misc]
-        # Before an engine is started for a minute.
+    # Serve awaits a replica's constructor.
+    async def __init__(self, app: dict[str, object]) -> None:  # type: ignore[misc]
+        # Check this first: starting an engine takes a minute.
         self._key = api_key(dict(os.environ))
         refuse_open_host(
             await asyncio.to_thread(_bound_host), self._key, await asyncio.to_thread(_nodes)
         )
         self.traffic = Traffic()
-        self.words = ModelWords(app["model"])
         await super().__init__(app)
+        self.words = ModelWords(self.settings.model)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve asks for the routes once the engine has started."""
+        """Build the routes. Serve calls this after the engine has started."""
         return routes(self, self._key)
 
     @property
     def model(self) -> ServedModel:
-        """What requests are checked against."""
+        """The limits that requests are checked against."""
         return ServedModel(
             self.settings.model_name,
             self.engine.max_model_len,
@@ -59,15 +58,15 @@ class HttpGenerator(Generator):
         return HttpStatus(await self.status(), self.traffic)
 
     async def http_statuses(self) -> list[HttpStatus]:
-        """Of every replica that answers: a scrape reaches any one of them."""
+        """The status of every replica that answers, since a scrape reaches only one of them."""
         handle = await asyncio.to_thread(application, self.application)
         answers = await ask_all(handle, "http_status", timeout_s=STATUS_S)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 def build_standing_app(args: GeneratorApp) -> serve.Application:
-    """What `serve deploy` builds from YAML: with `http`, the routes of `asyncrl.serving.http`, else
-    none."""
+    """The application that `serve deploy` builds from YAML. It has HTTP routes if `args.http` is
+    set."""
     return build_app(args, HttpGenerator if args.http else Generator)
 
 
@@ -76,8 +75,9 @@ def _nodes() -> int:
 
 
 def _bound_host() -> str | None:
-    """The host that Serve's proxies bind, whatever a file says: the first who started Serve on this
-    cluster chose it."""
-    client: Any = _get_global_client()
+    """The host that Serve's proxies bind. The first start of Serve on this cluster set it, so a
+    later config file may differ."""
+    client = _get_global_client()
+    assert client is not None  # the call raises if Serve does not run
     host: str | None = client.http_config.host
     return host

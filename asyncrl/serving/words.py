@@ -1,26 +1,32 @@
-"""Text on its way in and out of the endpoint: what the model's tokenizer and chat template make of
-it. Everything runs in threads."""
+"""Tokenizes and renders the endpoint's texts with the model's tokenizer and chat template. All
+methods run in threads, so they do not block the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from asyncrl.text.template import render_messages
 from asyncrl.text.tokenizer import decode_prompt, encode_prompts, load_tokenizer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = ["ModelWords"]
 
 BEFORE = "x"
-"""Stands before a token whose text is asked: at a text's beginning some decoders drop a space."""
+"""Put before a token to decode, since some decoders drop a space at the start of a text."""
 
 
 class ModelWords:
-    """`asyncrl.serving.answers.Words` of a Hugging Face checkpoint."""
+    """`asyncrl.serving.answers.Words` for a Hugging Face checkpoint."""
 
     def __init__(self, model: str) -> None:
-        """`model` is the checkpoint's directory."""
+        """
+        Args:
+            model: the checkpoint's directory.
+        """
         self._model = model
         self._texts: dict[int, str] = {}
 
@@ -30,7 +36,7 @@ class ModelWords:
         )
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]
     ) -> str:
         return await asyncio.to_thread(render_messages, self._tokenizer, messages, variables)
 
@@ -41,11 +47,11 @@ class ModelWords:
         return await asyncio.to_thread(lambda: {token: self._text(token) for token in set(ids)})
 
     @property
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self._model)
 
     def _text(self, token: int) -> str:
-        """Of one token, special or not."""
+        """The text of one token, special or not."""
         if token not in self._texts:
             before = self._tokenizer.encode(BEFORE, add_special_tokens=False)
             start, whole = (

@@ -1,5 +1,5 @@
-"""Fakes for every protocol, deterministic, in memory; they check what they are given. For tests of
-control flow, yours and ours."""
+"""Fakes for every protocol. They are deterministic, work in memory, and check their arguments. Use
+them to test control flow."""
 
 from asyncrl.testing.clock import DeadlockError, VirtualTimeLoop
 from asyncrl.testing.control import (

@@ -8,19 +8,18 @@ import selectors
 __all__ = ["DeadlockError", "VirtualTimeLoop"]
 
 MOST_TURNS = 100_000
-"""Turns of a virtual loop without time passing, after which it counts as stuck."""
+"""Iterations of a virtual loop without a change of time, after which it counts as stuck."""
 
 
 class DeadlockError(RuntimeError):
-    """Everything waits and no timer will ever wake anything, or everything turns in circles and no
-    time passes."""
+    """Every task waits and no timer is set, or the loop iterates without a change of time."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer: hours of waiting take no time, and a
-    deadlock is an error at once.
+    """An event loop whose clock jumps to the next timer. Hours of waiting take no time, and a
+    deadlock raises an error at once.
 
-    It cannot see threads: nothing that runs on it may wait for one. Use it by
+    The loop cannot see threads, so tasks on it must not wait for one. Use it as
     `asyncio.Runner(loop_factory=VirtualTimeLoop)`.
     """
 
@@ -40,11 +39,11 @@ class _VirtualSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise DeadlockError(f"nothing can happen any more at {self.loop.now:g} s")
+            raise DeadlockError(f"every task waits and no timer is set at {self.loop.now:g} s")
         self.turns = 0 if timeout > 0 else self.turns + 1
         if self.turns > MOST_TURNS:
             raise DeadlockError(
-                f"{MOST_TURNS} turns of the loop at {self.loop.now:g} s, and no time has passed"
+                f"{MOST_TURNS} turns of the loop at {self.loop.now:g} s without a change of time"
             )
         self.loop.now += timeout
         return super().select(0)

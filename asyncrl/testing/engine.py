@@ -1,4 +1,4 @@
-"""An engine as far as its KV cache goes: where it is full, completions are preempted and computed
+"""A fake engine with a KV cache. When the cache is full, completions are preempted and computed
 again."""
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ __all__ = ["FakeEngine"]
 class _Completion:
     ordinal: int
     left: int
-    """Tokens to go."""
+    """Tokens that are not generated yet."""
     kv: int
-    """Tokens that its KV cache holds when it runs."""
+    """Tokens in the KV cache while it runs."""
 
 
 class FakeEngine(FakeRollouts):
-    """`Rollouts` over one engine with continuous batching. A step takes `step_s` + `sequence_s` for
-    each running completion + `prefill_s` for each token computed again or for the first time, and
-    makes one token for each. Requests wait in order while the cache has no room for them; when the
-    running ones have none for their next token, the youngest is preempted and loses its KV cache.
+    """`Rollouts` on one engine with continuous batching.
+
+    Each step makes one token for each running completion. A step takes `step_s`, plus `sequence_s`
+    for each running completion, plus `prefill_s` for each prefilled token. Requests wait in order
+    until the cache has room for them. If the running completions have no room for their next token,
+    the youngest is preempted and loses its KV cache.
     """
 
     def __init__(
@@ -42,9 +44,9 @@ class FakeEngine(FakeRollouts):
     ) -> None:
         """
         Args:
-            lengths: completion tokens of (ordinal, index in the group).
+            lengths: completion tokens, given the ordinal and the index in the group.
             samples: completions of a group.
-            kv_tokens: tokens that the cache holds.
+            kv_tokens: tokens that fit in the cache.
         """
         super().__init__(replicas=FakeReplicas())
         self.lengths, self.samples, self.kv_tokens, self.prompt_tokens = (
@@ -59,7 +61,7 @@ class FakeEngine(FakeRollouts):
         self._running: list[_Completion] = []
         self._queue: deque[_Completion] = deque()
         self._groups: dict[int, tuple[int, asyncio.Event]] = {}
-        """Completions to go, and the event of the last one's end."""
+        """Unfinished completions of each group, and the event of its end."""
         self._stepping: asyncio.Task[None] | None = None
 
     async def _generate(self, ordinal: int) -> Finished:
@@ -81,7 +83,7 @@ class FakeEngine(FakeRollouts):
         return sum(completion.kv for completion in self._running)
 
     async def _steps(self) -> None:
-        """Until nothing is left to do."""
+        """Run steps until all completions are done."""
         while self._running or self._queue:
             await asyncio.sleep(self._schedule())
             for completion in self._running:
@@ -92,7 +94,7 @@ class FakeEngine(FakeRollouts):
                 self._finish(completion)
 
     def _schedule(self) -> float:
-        """Preempt or admit; seconds of the step."""
+        """Preempt or admit completions, and return the seconds of the step."""
         preempted, prefilled, used = False, 0, self._used()
         while used + len(self._running) > self.kv_tokens:
             victim = self._running.pop()

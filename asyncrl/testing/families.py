@@ -1,11 +1,10 @@
-"""Tiny random checkpoints of many decoder families, written with transformers alone.
+"""Tiny random checkpoints of many decoder families, written with transformers.
 
     path = family("mixtral").save(tmp_path / "mixtral")
 
-A checkpoint has the settings that set its family apart (experts, windows, soft caps, sinks,
-recurrent layers) and at least one layer of each kind. No parameter and no saved buffer is a
-constant: a tensor that is lost changes the log-probs. Dropout and jitter are those of the family's
-own config.
+A checkpoint has the settings that are typical of its family (experts, windows, soft caps, sinks,
+recurrent layers) and at least one layer of each kind. No parameter or saved buffer is constant, so
+a lost tensor changes the log-probs. Dropout and jitter are those of the family's default config.
 """
 
 from __future__ import annotations
@@ -15,26 +14,30 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 __all__ = ["FAMILIES", "VOCABULARY", "Family", "byte_tokenizer", "family"]
 
 VOCABULARY = 288
-"""Rows of the embedding: more than the tokenizer's 260 tokens, as in most released models."""
+"""Rows of the embedding. As in most released models, there are more than the tokenizer's 260
+tokens."""
 
 SPREAD = 0.1
-"""Least standard deviation of each tensor. With the usual 0.02 the attention of so small a model
-does not choose, and a leak would hide in rounding."""
+"""Smallest standard deviation of each tensor. With the usual 0.02, the attention of such a small
+model is nearly uniform, so a leak between trajectories would be smaller than rounding."""
 
 LEGACY = ("global_head_dim", "attn_layer_indices")
-"""Settings that config classes of transformers take besides their fields."""
+"""Settings that config classes accept in addition to their fields."""
 
-SHAPE: Mapping[str, Any] = {
+SHAPE: Mapping[str, object] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1,
     "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-"""Settings that nearly all families share. Heads are 32 wide: the least of vLLM's CPU attention."""
+"""Settings of nearly all families. Heads have width 32, the minimum of vLLM's CPU attention."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +45,20 @@ class Family:
     """One architecture, and the settings of its tiny checkpoint."""
 
     name: str
-    """As a test asks for it; `model_type` where a type has one entry."""
+    """The name for tests: the `model_type`, if that has only one entry."""
     title: str
-    """As its makers write it."""
+    """The official name."""
     model_type: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the config class, beside `SHAPE`. None removes an argument of `SHAPE`."""
-    text_settings: Mapping[str, Any] | None = None
-    """For a multimodal checkpoint: the same for its `text_config`, where `SHAPE` then goes."""
-    published: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of `config.json` that published checkpoints have, and that transformers does not
-    write. vLLM reads them."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Arguments of the config class, in addition to `SHAPE`. None removes an argument."""
+    text_settings: Mapping[str, object] | None = None
+    """Arguments of a multimodal checkpoint's `text_config`. `SHAPE` is then added to these."""
+    published: Mapping[str, object] = field(default_factory=dict)
+    """Entries in the `config.json` of published checkpoints that transformers does not write, but
+    vLLM reads."""
 
-    def config(self, **changes: Any) -> Any:
-        """The transformers config; `changes` go into the text model's settings.
+    def config(self, **changes: object) -> PreTrainedConfig:
+        """Return the transformers config. `changes` are settings of the text model.
 
         Raises:
             ValueError: the config class has no such setting.
@@ -67,30 +70,30 @@ class Family:
         text = {**SHAPE, **self.text_settings, **changes}
         return AutoConfig.for_model(self.model_type, text_config=text, **self.settings)
 
-    def build(self, seed: int = 0, **changes: Any) -> Any:
-        """The model in float32, in eval mode; the same for the same seed. Global random state is
-        kept."""
+    def build(self, seed: int = 0, **changes: object) -> PreTrainedModel:
+        """Return the model in float32 and eval mode. It depends only on seed and changes. The
+        global random state is restored."""
         import torch
         from transformers import AutoModelForCausalLM
 
         with _seeded(seed):
-            model = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 self.config(**changes), dtype=torch.float32, trust_remote_code=False
             )
             _stir(model)
-        return model.eval()
+        model.eval()
+        return model
 
     def save(
-        self, path: str | Path, seed: int = 0, max_shard_size: str = "50GB", **changes: Any
+        self, path: str | Path, seed: int = 0, max_shard_size: str = "50GB", **changes: object
     ) -> Path:
-        """Write config, safetensors, generation config and `byte_tokenizer()` to a folder; return
-        it.
+        """Write config, safetensors, generation config and `byte_tokenizer()` to a folder, and
+        return the folder.
 
         Args:
-            seed: of all parameters and buffers.
-            max_shard_size: of one file of weights, as for `save_pretrained`: "60KB" gives several,
-                with an index.
-            changes: settings of the (text) config, such as `num_hidden_layers=4`.
+            seed: seed of all parameters and buffers.
+            max_shard_size: as for `save_pretrained`. "60KB" gives several files and an index.
+            changes: settings of the text model's config, such as `num_hidden_layers=4`.
         """
         path = Path(path)
         self.build(seed, **changes).save_pretrained(path, max_shard_size=max_shard_size)
@@ -102,19 +105,19 @@ class Family:
 
 
 def family(name: str) -> Family:
-    """The family of that name.
+    """Return the family with this name.
 
     Raises:
-        KeyError: there is none; the names are those of `FAMILIES`.
+        KeyError: `FAMILIES` has no such name.
     """
     if name not in FAMILIES:
-        raise KeyError(f"no family {name!r}; there are {', '.join(FAMILIES)}")
+        raise KeyError(f"there is no family {name!r}; use one of {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
-def byte_tokenizer() -> Any:
-    """A byte-level tokenizer without merges: each UTF-8 byte is a token; 4 special tokens come
-    first."""
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a byte-level tokenizer without merges. Ids 0 to 3 are special tokens, and each UTF-8
+    byte is a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -135,17 +138,17 @@ def byte_tokenizer() -> Any:
     )
 
 
-def _config(model_type: str, settings: Mapping[str, Any]) -> Any:
-    """A config of these settings. transformers keeps unknown ones in silence: a typo would test
-    nothing."""
-    from transformers import CONFIG_MAPPING
+def _config(model_type: str, settings: Mapping[str, object]) -> PreTrainedConfig:
+    """Make a config with these settings. transformers silently accepts unknown settings, so this
+    checks them."""
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     cls = CONFIG_MAPPING[model_type]
     known = {*cls.__dataclass_fields__, *cls.attribute_map, *LEGACY}
     settings = {name: value for name, value in settings.items() if value is not None}
     if unknown := sorted(set(settings) - known):
         raise ValueError(f"{cls.__name__} has no setting {', '.join(unknown)}")
-    return cls(**settings)
+    return AutoConfig.for_model(model_type, **settings)
 
 
 @contextlib.contextmanager
@@ -157,9 +160,9 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _stir(model: Any) -> None:
-    """Give each tensor that the checkpoint holds a spread: constants get noise, narrow weights
-    grow."""
+def _stir(model: PreTrainedModel) -> None:
+    """Give each tensor of the checkpoint a standard deviation of at least `SPREAD`: add noise to
+    constants, and scale other weights up."""
     import torch
 
     saved = model.state_dict(keep_vars=True)
@@ -177,21 +180,19 @@ def _stir(model: Any) -> None:
                 raise ValueError(f"{type(model).__name__}: {name} is not finite")
 
 
-def _made(
-    title: str,
-    name: str,
-    of: str = "",
-    text: Mapping[str, Any] | None = None,
-    published: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> Family:
-    return Family(name, title, of or name, settings, text, published or {})
+def _made(title: str, name: str, /, **settings: object) -> Family:
+    """Make the family of a text model whose name is its `model_type`."""
+    return Family(name, title, name, settings)
 
 
 SLIDING = ["sliding_attention", "full_attention"]
 LINEAR = ["linear_attention", "full_attention"]
-MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-DEEPSEEK: dict[str, Any] = {
+MIXTURE: dict[str, object] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+DEEPSEEK: dict[str, object] = {
     "num_key_value_heads": 2,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -207,7 +208,7 @@ DEEPSEEK: dict[str, Any] = {
     "topk_group": 1,
     "routed_scaling_factor": 2.5,
 }
-MAMBA: dict[str, Any] = {
+MAMBA: dict[str, object] = {
     "mamba_n_heads": 4,
     "mamba_d_head": 32,
     "mamba_n_groups": 1,
@@ -215,7 +216,7 @@ MAMBA: dict[str, Any] = {
     "mamba_expand": 2,
     "mamba_chunk_size": 8,
 }
-DELTA: dict[str, Any] = {
+DELTA: dict[str, object] = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
@@ -224,13 +225,13 @@ DELTA: dict[str, Any] = {
     "layer_types": LINEAR,
     "head_dim": 32,
 }
-GRANITE: dict[str, Any] = {
+GRANITE: dict[str, object] = {
     "embedding_multiplier": 2.0,
     "logits_scaling": 4.0,
     "residual_multiplier": 0.5,
     "attention_multiplier": 0.1,
 }
-VISION: dict[str, Any] = {
+VISION: dict[str, object] = {
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -238,7 +239,7 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
-GEMMA4: dict[str, Any] = {
+GEMMA4: dict[str, object] = {
     "head_dim": 32,
     "global_head_dim": 32,
     "layer_types": [*SLIDING, *SLIDING],
@@ -297,45 +298,49 @@ FAMILIES: Mapping[str, Family] = {
             layer_types=SLIDING,
             query_pre_attn_scalar=32,
         ),
-        _made(
+        Family(
+            "gemma3",
             "Gemma 3 (multimodal)",
             "gemma3",
-            text={
+            {
+                "vision_config": {"model_type": "siglip_vision_model", **VISION},
+                "mm_tokens_per_image": 4,
+                "boi_token_index": 280,
+                "eoi_token_index": 281,
+                "image_token_index": 282,
+            },
+            text_settings={
                 "head_dim": 32,
                 "sliding_window": 6,
                 "layer_types": SLIDING,
                 "query_pre_attn_scalar": 32,
             },
-            vision_config={"model_type": "siglip_vision_model", **VISION},
-            mm_tokens_per_image=4,
-            boi_token_index=280,
-            eoi_token_index=281,
-            image_token_index=282,
         ),
         _made("Gemma 4 (text)", "gemma4_text", **GEMMA4),
         _made("Phi", "phi", num_key_value_heads=2, qk_layernorm=True),
         _made("Phi-3", "phi3", sliding_window=6),
-        _made(
-            "Phi-3 with LongRoPE",
+        Family(
             "phi3_longrope",
-            of="phi3",
-            max_position_embeddings=512,
-            original_max_position_embeddings=64,
-            rope_parameters={
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "short_factor": [1.0 + 0.01 * i for i in range(16)],
-                "long_factor": [1.0 + 0.25 * i for i in range(16)],
+            "Phi-3 with LongRoPE",
+            "phi3",
+            {
+                "max_position_embeddings": 512,
                 "original_max_position_embeddings": 64,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "short_factor": [1.0 + 0.01 * i for i in range(16)],
+                    "long_factor": [1.0 + 0.25 * i for i in range(16)],
+                    "original_max_position_embeddings": 64,
+                },
             },
         ),
-        _made(
+        Family(
+            "phimoe",
             "Phi-3.5-MoE",
             "phimoe",
+            {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True},
             published={"architectures": ["PhiMoEForCausalLM"]},
-            num_local_experts=4,
-            attention_bias=True,
-            lm_head_bias=True,
         ),
         _made("OLMo", "olmo", clip_qkv=1.0),
         _made("OLMo 2", "olmo2"),
@@ -375,17 +380,20 @@ FAMILIES: Mapping[str, Family] = {
         _made("StableLM", "stablelm", use_qkv_bias=True, hidden_dropout=0.1),
         _made("GLM", "glm", head_dim=32),
         _made("GLM-4", "glm4", head_dim=32, attention_bias=True),
-        _made(
+        Family(
+            "glm4_moe",
             "GLM-4.5 (MoE)",
             "glm4_moe",
+            {
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "n_shared_experts": 1,
+                "moe_intermediate_size": 48,
+                "use_qk_norm": True,
+                "attention_bias": True,
+                "routed_scaling_factor": 2.5,
+            },
             published={"head_dim": 32},
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_shared_experts=1,
-            moe_intermediate_size=48,
-            use_qk_norm=True,
-            attention_bias=True,
-            routed_scaling_factor=2.5,
         ),
         _made("Apertus", "apertus"),
         _made("Arcee", "arcee", head_dim=32),
@@ -403,28 +411,33 @@ FAMILIES: Mapping[str, Family] = {
         _made("Hunyuan", "hunyuan_v1_dense", head_dim=32),
         _made("Nemotron", "nemotron", head_dim=32),
         _made("DeepSeek-V2", "deepseek_v2", **DEEPSEEK, topk_method="group_limited_greedy"),
-        _made("DeepSeek-V3", "deepseek_v3", published={"topk_method": "noaux_tc"}, **DEEPSEEK),
-        _made(
+        Family(
+            "deepseek_v3",
+            "DeepSeek-V3",
+            "deepseek_v3",
+            DEEPSEEK,
+            published={"topk_method": "noaux_tc"},
+        ),
+        Family(
+            "minimax_m2",
             "MiniMax-M2",
             "minimax_m2",
+            {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
             published={
                 "rotary_dim": 32,
                 "scoring_func": "sigmoid",
                 "use_qk_norm": True,
                 "use_routing_bias": True,
             },
-            head_dim=32,
-            num_local_experts=4,
-            num_experts_per_tok=2,
         ),
         _made("Qwen3-Next", "qwen3_next", **DELTA, **MIXTURE, shared_expert_intermediate_size=48),
         _made("Qwen3.5 (text)", "qwen3_5_text", **DELTA),
-        _made(
+        Family(
+            "lfm2",
             "LFM2",
             "lfm2",
+            {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
             published={"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64},
-            layer_types=["conv", "full_attention"],
-            block_multiple_of=16,
         ),
         _made(
             "Nemotron-H",
@@ -488,4 +501,4 @@ FAMILIES: Mapping[str, Family] = {
         ),
     )
 }
-"""By name."""
+"""Families by name."""

@@ -1,5 +1,5 @@
-"""Generators without an engine: random completions, the same behind the HTTP routes, and samples of
-a plain transformers model."""
+"""Generators without an engine: random completions, also for the HTTP routes, and samples of a
+transformers model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from asyncrl.contracts.messages import (
     Details,
@@ -28,12 +28,15 @@ from asyncrl.serving.identity import ServedModel
 from asyncrl.serving.metrics import HttpStatus, Traffic
 from asyncrl.text.template import MessagesError
 
+if TYPE_CHECKING:  # most fakes need no transformers
+    from transformers import PreTrainedModel
+
 __all__ = ["FakeGenerate", "FakeServed", "FakeWords", "SeededGenerator"]
 
 
 class FakeGenerate:
-    """Seeded random completions over token ids 3 … vocabulary - 1, at version `version` (may be
-    changed between calls)."""
+    """Seeded random completions over token ids 3 … vocabulary - 1. `version` may be changed between
+    calls."""
 
     def __init__(self, vocabulary: int = 40, version: int = 0, latency: float = 0.0) -> None:
         self.vocabulary, self.version, self.latency = vocabulary, version, latency
@@ -41,7 +44,8 @@ class FakeGenerate:
     async def generate(self, request: GenerateRequest) -> Generated:
         if request.min_weights is not None and request.min_weights.version > self.version:
             raise AssertionError(
-                f"version {request.min_weights.version} was asked for, and {self.version} is there"
+                f"version {request.min_weights.version} was requested, but this is version"
+                f" {self.version}"
             )
         started_at = time.time()
         await asyncio.sleep(self.latency)
@@ -80,8 +84,8 @@ class FakeGenerate:
 
 
 class FakeWords:
-    """`asyncrl.serving.answers.Words`: characters are tokens, by their code points. The chat
-    template takes two roles in turn."""
+    """A fake `asyncrl.serving.answers.Words`. Each character is a token, by its code point. In a
+    chat, the roles user and assistant must alternate."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
@@ -90,14 +94,17 @@ class FakeWords:
         return [min(ord(character), self.vocabulary - 1) for character in text]
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]
     ) -> str:
         if "chat_template" in variables:
             raise MessagesError("chat_template is not a variable of a template")
         roles = [message["role"] for message in messages if message["role"] != "system"]
         if roles != [("user", "assistant")[place % 2] for place in range(len(roles))]:
             raise MessagesError("roles must alternate")
-        return "".join(f"{message['role'][0]}:{message['content']};" for message in messages) + "a:"
+        return (
+            "".join(f"{str(message['role'])[0]}:{message['content']};" for message in messages)
+            + "a:"
+        )
 
     async def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))
@@ -107,8 +114,8 @@ class FakeWords:
 
 
 class FakeServed(FakeGenerate):
-    """`asyncrl.serving.http.Served`: completions of `FakeGenerate` whose tokens are characters,
-    in pieces of two."""
+    """A fake `asyncrl.serving.http.Served`. It streams the completions of `FakeGenerate` in pieces
+    of two tokens, and each token is a character."""
 
     def __init__(self, model: ServedModel) -> None:
         super().__init__(model.vocabulary)
@@ -118,9 +125,9 @@ class FakeServed(FakeGenerate):
         self.held = ServedWeights(None, None)
         self.requests: list[GenerateRequest] = []
         self.failure: Exception | None = None
-        """What the next calls raise."""
+        """The exception that the next calls raise, if any."""
         self.fails_after: int | None = None
-        """Pieces that come before `failure`. None: none."""
+        """Pieces that a stream yields before it raises `failure`. None: it raises at the start."""
 
     @property
     def model(self) -> ServedModel:
@@ -131,11 +138,11 @@ class FakeServed(FakeGenerate):
             len(request.prompt_ids) + max(request.max_tokens, 1) > self._model.max_model_len
             or max(request.prompt_ids) >= self._model.vocabulary
         ):
-            raise AssertionError(f"an engine would not take {request}")
+            raise AssertionError(f"an engine would refuse {request}")
         if self.failure is not None and self.fails_after is None:
             raise self.failure
         self.requests.append(request)
-        prompt = self._told(request.prompt_ids, details, first=True) if details.prompt else None
+        prompt = self._tokens(request.prompt_ids, details, first=True) if details.prompt else None
         if not request.max_tokens:
             yield Piece(Tokens((), ()), "", "length", (), prompt)
             return
@@ -146,19 +153,16 @@ class FakeServed(FakeGenerate):
                 raise self.failure
             await asyncio.sleep(self.latency)
             ids, last = whole.token_ids[start : start + size], start + size >= len(whole.token_ids)
-            ending: dict[str, Any] = (
-                {"finish_reason": whole.finish_reason, "versions": whole.versions} if last else {}
-            )
-            text = "".join(map(chr, ids))
             yield Piece(
-                self._told(ids, details, first=False),
-                text,
-                prompt=prompt if not start else None,
-                **ending,
+                self._tokens(ids, details, first=False),
+                "".join(map(chr, ids)),
+                whole.finish_reason if last else None,
+                whole.versions if last else (),
+                prompt if not start else None,
             )
 
-    def _told(self, ids: Sequence[int], details: Details, first: bool) -> Tokens:
-        """Log-prob of a token at any place: -id / 100; the most probable tokens are 3, 4, …"""
+    def _tokens(self, ids: Sequence[int], details: Details, first: bool) -> Tokens:
+        """Return the tokens with log-probs of -id / 100. The most probable tokens are 3, 4, …"""
         logprobs = tuple(-token / 100 for token in ids)
         best = tuple(
             tuple((3 + rank, -(3 + rank) / 100) for rank in range(details.top)) for _ in ids
@@ -173,8 +177,8 @@ class FakeServed(FakeGenerate):
         return self.held
 
     async def http_statuses(self) -> list[HttpStatus]:
-        status = fake_status(
-            "fake",
+        status = replace(
+            fake_status("fake"),
             weights=self.held.weights,
             applied={"pause_s": 0.04},
             tokens_generated=12,
@@ -189,10 +193,9 @@ class FakeServed(FakeGenerate):
             raise self.failure
 
 
-def fake_status(replica: str, **fields: Any) -> ReplicaStatus:
-    """The status of a replica with the checkpoint's weights that has generated nothing, but for
-    the given fields."""
-    idle = ReplicaStatus(
+def fake_status(replica: str) -> ReplicaStatus:
+    """Return the status of a replica that has the checkpoint's weights and generated nothing."""
+    return ReplicaStatus(
         replica=replica,
         weights=None,
         held=False,
@@ -212,18 +215,21 @@ def fake_status(replica: str, **fields: Any) -> ReplicaStatus:
         app={},
         parameters=0,
     )
-    return replace(idle, **fields)
 
 
 class SeededGenerator:
-    """`Generate` and `WeightSync` around a plain transformers model: samples from its current
-    weights, one token, completion and request after the other, without a cache. What it gives
-    depends on weights and seeds alone, so two runs with equal weights make equal tokens.
+    """`Generate` and `WeightSync` on a transformers model. It samples from the current weights, one
+    token at a time and without a cache.
+
+    The completions depend only on weights and seeds, so two runs with equal weights generate equal
+    tokens.
     """
 
-    def __init__(self, model: Any, eos_token_id: int) -> None:
-        """`model` is a causal LM in float32; its weights may be changed from outside between
-        calls."""
+    def __init__(self, model: PreTrainedModel, eos_token_id: int) -> None:
+        """
+        Args:
+            model: a causal LM in float32. Its weights may be changed between calls.
+        """
         self.model, self.eos_token_id = model, eos_token_id
         self.version = 0
 
@@ -257,14 +263,14 @@ class SeededGenerator:
         return {"seeded": scored}
 
     async def push(self, manifest: Manifest) -> PushReport:
-        """Take a version's weights from the object store."""
+        """Load a version's weights from the object store."""
         import torch
 
         buckets = await asyncio.gather(*manifest.buckets)
         parameters = dict(self.model.named_parameters())
         if set(parameters) != {entry.name for entry in manifest.tensors}:
             raise AssertionError(
-                "the manifest has not the model's parameters:"
+                "the manifest does not list the model's parameters; the difference is"
                 f" {set(parameters) ^ {entry.name for entry in manifest.tensors}}"
             )
         with torch.no_grad():

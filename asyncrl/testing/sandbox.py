@@ -1,4 +1,4 @@
-"""A sandbox that runs nothing: for tests of what uses one."""
+"""A fake sandbox that does not run programs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ __all__ = ["FakeSandbox", "ended"]
 def ended(
     stdout: str = "", exit_code: int = 0, stderr: str = "", level: Level = Level.NAMESPACES
 ) -> Result:
-    """The result of a program that exited."""
+    """Make the result of a program that exited."""
     return Result("exited", exit_code, stdout, stderr, 0.1, 0.1, 1 << 20, level)
 
 
 class FakeSandbox:
-    """`Sandbox` that asks a function what a program would have done, and keeps what it was
-    given."""
+    """A `Sandbox` that gets results from a function, and records its programs and limits."""
 
     def __init__(
         self, answer: Callable[[Program], Result], level: Level = Level.NAMESPACES
@@ -30,18 +29,18 @@ class FakeSandbox:
         self._answer = answer
 
     def run(self, program: Program, limits: Limits | None = None) -> Result:
-        """What the function says, which must be a result of this level."""
+        """Return the function's result, which must have this sandbox's level."""
         self.programs.append(program)
         self.limits.append(limits or Limits())
         result = self._answer(program)
         if result.level != self.level:
             raise ValueError(
-                f"a result of level {result.level.value!r} from a sandbox of level"
+                f"the result has level {result.level.value!r}, but the sandbox has level"
                 f" {self.level.value!r}"
             )
         return result
 
     async def run_async(self, program: Program, limits: Limits | None = None) -> Result:
-        """The same, after a turn of the loop."""
+        """Return the same as `run`, after one turn of the event loop."""
         await asyncio.sleep(0)
         return self.run(program, limits)

@@ -1,4 +1,4 @@
-"""One tokenizer, one chat template and one set of stops for every side."""
+"""The tokenizer, chat template and stops of a model, for every process of a run."""
 
 from __future__ import annotations
 

@@ -1,49 +1,52 @@
-"""A completion's text while its tokens still come: the parts put together are the text that the
-whole completion has."""
+"""Decodes a completion while its tokens arrive. The parts, joined, equal the whole completion's
+text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from asyncrl.text.stops import text_before
 from asyncrl.text.tokenizer import decode
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = ["TextStream"]
 
 UNFINISHED = "\ufffd"
-"""What a decoder writes for a character of which some bytes are still to come."""
+"""What a decoder writes for a character whose last bytes are missing."""
 
 
 class TextStream:
-    """Text of tokens that come in pieces. It keeps back unfinished characters, and whatever may
-    become a stop string."""
+    """Decodes tokens that arrive in pieces. It holds back unfinished characters, and any text that
+    may be the start of a stop string."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self._ids: list[int] = []
         self._window = self._read = 0
-        """Tokens before `_read` have been read. Decoding begins at `_window`, since a token's text
-        may depend on the one before it."""
+        """Tokens before `_read` have been decoded. Decoding starts at `_window`, because a token's
+        text may depend on the token before it."""
         self._held = ""
-        """Text that was read and may begin a stop string."""
-        self._told = 0
-        """Characters that were given."""
+        """Decoded text that has not been returned, because it may be the start of a stop string."""
+        self._returned = 0
+        """Number of characters that `add` has returned."""
         self._stopped = False
 
     @property
     def tokens(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return len(self._ids)
 
     def add(self, ids: Sequence[int], last: bool = False) -> str:
-        """The text that these tokens add; with `last` all that is left."""
+        """The text that these tokens add. With `last`, all remaining text."""
         self._ids += ids
         if last:
-            return text_before(decode(self._tokenizer, self._ids), self._stops)[self._told :]
+            return text_before(decode(self._tokenizer, self._ids), self._stops)[self._returned :]
         self._held += self._read_more()
         text = self._settled()
-        self._told += len(text)
+        self._returned += len(text)
         return text
 
     def _read_more(self) -> str:
@@ -55,7 +58,7 @@ class TextStream:
         return after[len(before) :]
 
     def _settled(self) -> str:
-        """Takes from `_held` what no further token can change."""
+        """Remove and return the part of `_held` that no further token can change."""
         if self._stopped:
             return ""
         text = text_before(self._held, self._stops)
@@ -65,7 +68,7 @@ class TextStream:
         return text
 
     def _may_begin_a_stop(self) -> int:
-        """Characters at the end of `_held` that some stop string begins with."""
+        """Length of the longest end of `_held` that is the start of a stop string."""
         longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
         return next(
             (

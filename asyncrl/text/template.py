@@ -1,5 +1,5 @@
-"""Prompts as the model sees them: plain strings, or chats through the model's template with a
-system prompt, tools and its own switches."""
+"""Renders prompts: plain strings as they are, and chats through the model's chat template with a
+system prompt, tools and template variables."""
 
 from __future__ import annotations
 
@@ -8,64 +8,70 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard, cast
 
-from asyncrl.text.tokenizer import encode_prompts, load_tokenizer, special_tokens
+from asyncrl.text.tokenizer import chat_text, encode_prompts, load_tokenizer, special_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["MessagesError", "Rendered", "Template", "TemplateError", "render_messages"]
 
-Tools = Sequence[Mapping[str, Any]]
+Message = Mapping[str, object]
+"""A chat message, with `role` and `content`."""
+Schema = Mapping[str, object]
+"""JSON schema of a function that the model may call."""
 
 
 class TemplateError(ValueError):
-    """A prompt cannot be rendered, or a setting has no effect on the template. One line with the
-    setting or the row."""
+    """A prompt cannot be rendered, or a setting has no effect on the template. The message is one
+    line and names the setting or the row."""
 
 
 class MessagesError(ValueError):
-    """The template refuses a chat; the message is what it says, in one line. Or it is given
-    variables that are none of a template's."""
+    """The template refuses a chat, or a variable is not one of a template. The message is one
+    line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Prompts as the model sees them."""
+    """Rendered prompts, as texts and token ids."""
 
     texts: list[str]
     ids: list[list[int]]
     own_bos: int = 0
-    """Plain prompts that began with BOS already, and did not get a second one."""
+    """Number of plain prompts that already began with BOS, and did not get a second one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """How a run turns a value of its prompt column into text and tokens. Settings are those of the
+    """Turns the values of the prompt column into text and tokens. The fields are settings of the
     section `data`."""
 
     model: str
     """Checkpoint directory."""
     apply: bool = False
-    """Render string prompts as one user message. Chat messages always are."""
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Render each string prompt as one user message. Chats are always rendered."""
+    kwargs: Mapping[str, object] = field(default_factory=dict)
     """Variables of the template, such as enable_thinking."""
     system_prompt: str | None = None
-    """Put before the messages of every prompt."""
-    tools: Tools | None = None
-    """JSON schemas of functions, for every prompt that brings none."""
+    """Added as a system message to every chat."""
+    tools: Sequence[Schema] | None = None
+    """JSON schemas of functions, for prompts without their own tools."""
 
     def render(
-        self, values: Sequence[Any], tools: Sequence[Any] | None = None, first_row: int = 0
+        self, values: Sequence[object], tools: Sequence[object] | None = None, first_row: int = 0
     ) -> Rendered:
-        """Texts and token ids of prompts.
+        """Render and encode prompts.
 
         Args:
             values: strings, or lists of chat messages.
-            tools: of each prompt: a list of JSON schemas, the same as JSON text, or None.
-            first_row: number of the first value, for messages.
+            tools: for each prompt, a list of JSON schemas, such a list as JSON text, or None.
+            first_row: row number of the first value, for error messages.
 
         Raises:
-            TemplateError: a value is neither, the tokenizer has no template, or the template
-                refuses a chat.
+            TemplateError: a value is not a string or a chat, the tokenizer has no template, or
+                the template refuses a chat.
         """
         tokenizer = load_tokenizer(self.model)
         each = tools or [None] * len(values)
@@ -83,27 +89,26 @@ class Template:
             self._refuse_without_chat(each)
         self._refuse_rendered(tokenizer, values, first_row)
         texts = [
-            self._text(tokenizer, value, own, row) if chat else value
-            for row, (value, own, chat) in enumerate(
-                zip(values, each, chats, strict=True), first_row
-            )
+            value
+            if isinstance(value, str) and not self.apply
+            else self._text(tokenizer, value, own, row)
+            for row, (value, own) in enumerate(zip(values, each, strict=True), first_row)
         ]
         ids: list[list[int]] = [[] for _ in texts]
         own_bos = 0
-        for rendered in (True, False):  # a template writes its own BOS
+        for rendered in (True, False):  # a template writes BOS
             rows = [row for row, chat in enumerate(chats) if chat is rendered]
-            encoded, begun = encode_prompts(tokenizer, [texts[row] for row in rows], rendered)
-            own_bos += begun
-            for row, one in zip(rows, encoded, strict=True):
-                ids[row] = one
+            encoded, doubled = encode_prompts(tokenizer, [texts[row] for row in rows], rendered)
+            own_bos += doubled
+            for row, tokens in zip(rows, encoded, strict=True):
+                ids[row] = tokens
         return Rendered(texts, ids, own_bos)
 
-    def check(self, values: Sequence[Any], tools: Sequence[Any] | None = None) -> list[str]:
-        """What the settings do to the first chat among these prompts (the first with tools, if any
-        has), in words.
+    def check(self, values: Sequence[object], tools: Sequence[object] | None = None) -> list[str]:
+        """Describe the effect of each setting on a sample: the first chat with tools, or the first.
 
         Raises:
-            TemplateError: the template ignores one of them, so that it would do nothing.
+            TemplateError: a setting has no effect, because the template ignores it.
         """
         each = tools or [None] * len(values)
         chats = [
@@ -113,57 +118,69 @@ class Template:
             return []
         tokenizer = load_tokenizer(self.model)
         value, own = next(((value, own) for value, own in chats if own), chats[0])
-        if taken := _not_of_a_template(tokenizer, self.kwargs):
+        if taken := _reserved_names(tokenizer, self.kwargs):
             raise TemplateError(
                 f"data.chat_template_kwargs = {dict(self.kwargs)!r}: {taken[0]} is not a variable"
                 " of a template; leave it out"
             )
-        whole = self._text(tokenizer, value, own, 0)
-        notes = []
-        if self.system_prompt is not None:
-            if whole == replace(self, system_prompt=None)._text(tokenizer, value, own, 0):
-                raise TemplateError(
-                    f"data.system_prompt: the chat template of model.path = {self.model!r} leaves"
-                    " system messages out; remove it"
-                )
-            notes.append(f"system prompt of {len(self.system_prompt)} characters")
-        schemas = self._tools(own, 0)
-        if schemas:
-            if whole == replace(self, tools=None)._text(tokenizer, value, None, 0):
-                raise TemplateError(
-                    "data.tools or data.tools_column: the chat template of model.path ="
-                    f" {self.model!r} leaves tools out; remove them, or use a model whose template"
-                    " has them"
-                )
-            notes.append(f"{len(schemas)} {'tool' if len(schemas) == 1 else 'tools'}")
-        for name, setting in self.kwargs.items():
-            alone = replace(
-                self, kwargs={key: kept for key, kept in self.kwargs.items() if key != name}
+        sample = _Sample(
+            tokenizer, value, own, self._text(tokenizer, value, own, 0), self._tools(own, 0)
+        )
+        return [
+            *self._system_prompt_note(sample),
+            *self._tools_note(sample),
+            *self._variable_notes(sample),
+            *self._date_note(sample),
+        ]
+
+    def _system_prompt_note(self, sample: _Sample) -> list[str]:
+        if self.system_prompt is None:
+            return []
+        if sample.is_unchanged_by(replace(self, system_prompt=None)):
+            raise TemplateError(
+                f"data.system_prompt: the chat template of model.path = {self.model!r} leaves"
+                " system messages out; remove it"
             )
-            acts = whole != alone._text(tokenizer, value, own, 0)
-            if not acts and not re.search(
-                rf"\b{re.escape(name)}\b", tokenizer.get_chat_template(tools=schemas)
-            ):
+        return [f"system prompt of {len(self.system_prompt)} characters"]
+
+    def _tools_note(self, sample: _Sample) -> list[str]:
+        schemas = sample.schemas
+        if not schemas:
+            return []
+        if replace(sample, own_tools=None).is_unchanged_by(replace(self, tools=None)):
+            raise TemplateError(
+                "data.tools or data.tools_column: the chat template of model.path ="
+                f" {self.model!r} leaves tools out; remove them, or use a model whose template"
+                " has them"
+            )
+        return [f"{len(schemas)} {'tool' if len(schemas) == 1 else 'tools'}"]
+
+    def _variable_notes(self, sample: _Sample) -> list[str]:
+        notes = []
+        for name, setting in self.kwargs.items():
+            others = {key: kept for key, kept in self.kwargs.items() if key != name}
+            acts = not sample.is_unchanged_by(replace(self, kwargs=others))
+            if not acts and not sample.template_mentions(name):
                 raise TemplateError(
                     f"data.chat_template_kwargs: the chat template of model.path = {self.model!r}"
-                    f" knows no {name}, so it would do nothing; remove it"
+                    f" does not use {name}, so it has no effect; remove it"
                 )
-            notes.append(
-                f"{name} = {setting!r}"
-                + ("" if acts else " (which changes nothing in this prompt)")
-            )
-        another_day = replace(self, kwargs={**self.kwargs, "strftime_now": lambda form: form})
-        if whole != another_day._text(tokenizer, value, own, 0):
-            notes.append(
-                "the template writes today's date, so prompts change from day to day: fix it by"
-                " data.chat_template_kwargs (such as date_string) or data.system_prompt"
-            )
+            notes.append(f"{name} = {setting!r}" + ("" if acts else " (no effect on this prompt)"))
         return notes
 
-    def _is_chat(self, value: Any) -> bool:
+    def _date_note(self, sample: _Sample) -> list[str]:
+        another_day = replace(self, kwargs={**self.kwargs, "strftime_now": lambda form: form})
+        if sample.is_unchanged_by(another_day):
+            return []
+        return [
+            "the template writes today's date, so prompts change from day to day; set a fixed date"
+            " with data.chat_template_kwargs (such as date_string) or data.system_prompt"
+        ]
+
+    def _is_chat(self, value: object) -> bool:
         return self.apply or not isinstance(value, str)
 
-    def _refuse_without_chat(self, tools: Sequence[Any]) -> None:
+    def _refuse_without_chat(self, tools: Sequence[object]) -> None:
         settings = {
             "data.system_prompt": self.system_prompt,
             "data.chat_template_kwargs": self.kwargs,
@@ -172,17 +189,19 @@ class Template:
         }
         if given := [name for name, setting in settings.items() if setting]:
             raise TemplateError(
-                f"{given[0]} acts on chats, and these prompts are plain strings; set"
-                " data.apply_chat_template: true, or leave it out"
+                f"{given[0]} applies to chats, and these prompts are plain strings; set"
+                " data.apply_chat_template: true, or remove it"
             )
 
-    def _refuse_rendered(self, tokenizer: Any, values: Sequence[Any], first_row: int) -> None:
-        """Refuse string prompts that a template has rendered already: they begin with the special
-        token that a rendering begins with."""
+    def _refuse_rendered(
+        self, tokenizer: PreTrainedTokenizerBase, values: Sequence[object], first_row: int
+    ) -> None:
+        """Raise TemplateError for string prompts that a template has already rendered. They begin
+        with the special token that the template writes first."""
         if not (self.apply and any(isinstance(value, str) for value in values)):
             return
         whole = self._text(tokenizer, "x", None, first_row)
-        token = next((one for one in special_tokens(tokenizer) if whole.startswith(one)), None)
+        token = next(filter(whole.startswith, special_tokens(tokenizer)), None)
         if token is None:
             return
         for row, value in enumerate(values, first_row):
@@ -192,7 +211,9 @@ class Template:
                     " rendered twice; set data.apply_chat_template: false"
                 )
 
-    def _text(self, tokenizer: Any, value: Any, own_tools: Any, row: int) -> str:
+    def _text(
+        self, tokenizer: PreTrainedTokenizerBase, value: object, own_tools: object, row: int
+    ) -> str:
         messages = self._messages(value, row)
         try:
             return _rendered(tokenizer, messages, self.kwargs, self._tools(own_tools, row))
@@ -205,33 +226,29 @@ class Template:
                 f" ({error}); {way_out}"
             ) from None
 
-    def _messages(self, value: Any, row: int) -> list[dict[str, Any]]:
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        if (
-            not isinstance(messages, list)
-            or not messages
-            or not all(_is_message(message) for message in messages)
-        ):
+    def _messages(self, value: object, row: int) -> list[Message]:
+        messages: object = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        if not _are_messages(messages):
             raise TemplateError(
-                f"row {row} holds {str(value)[:80]!r}: neither a string nor chat messages with role"
-                " and content"
+                f"row {row}: the prompt is {str(value)[:80]!r}; give a string, or a list of"
+                " messages with role and content"
             )
         if self.system_prompt is None:
             return messages
         if messages[0]["role"] == "system":
             raise TemplateError(
-                f"row {row} has a system message of its own, and data.system_prompt is set; remove"
-                " one of them"
+                f"row {row} has its own system message, and data.system_prompt is set; remove one"
+                " of them"
             )
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def _tools(self, own: Any, row: int) -> list[Any] | None:
-        """The prompt's own tools, else those of the settings; None without any."""
+    def _tools(self, own: object, row: int) -> list[Schema] | None:
+        """The prompt's own tools, or those of the settings. None if there are none."""
         try:
-            schemas = json.loads(own) if isinstance(own, str) else own
+            schemas: object = json.loads(own) if isinstance(own, str) else own
         except ValueError as error:
             raise TemplateError(
-                f"row {row}: its tools are no JSON ({error}); give a list of JSON schemas"
+                f"row {row}: its tools are not JSON ({error}); give a list of JSON schemas"
             ) from None
         schemas = schemas or self.tools
         if schemas is not None and not (
@@ -243,26 +260,51 @@ class Template:
         return list(schemas) if schemas else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One chat of the data, and its text with all settings."""
+
+    tokenizer: PreTrainedTokenizerBase
+    value: object
+    own_tools: object
+    text: str
+    schemas: list[Schema] | None
+    """The chat's own tools, or those of the settings."""
+
+    def template_mentions(self, name: str) -> bool:
+        tools = cast("list[dict[str, object]] | None", self.schemas)
+        jinja = self.tokenizer.get_chat_template(tools=tools)
+        return re.search(rf"\b{re.escape(name)}\b", jinja) is not None
+
+    def is_unchanged_by(self, other: Template) -> bool:
+        """Whether a template with these other settings renders the same text."""
+        return other._text(self.tokenizer, self.value, self.own_tools, 0) == self.text
+
+
 def render_messages(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    variables: Mapping[str, object],
 ) -> str:
-    """The prompt of one chat, up to where the assistant's turn begins. For chats that do not come
-    from a run's data.
+    """Render one chat, up to the start of the assistant's turn. For chats that are not part of a
+    run's data.
 
     Raises:
-        MessagesError: the tokenizer has no chat template, the template refuses the chat, or a name
-            is none of a template's variables.
+        MessagesError: the tokenizer has no chat template, the template refuses the chat, or a
+            variable has the name of one of the tokenizer's own arguments.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise MessagesError("there is no chat template")
-    if taken := _not_of_a_template(tokenizer, variables):
+    if taken := _reserved_names(tokenizer, variables):
         raise MessagesError(f"{taken[0]} is not a variable of a template")
     return _rendered(tokenizer, messages, variables, None)
 
 
-def _not_of_a_template(tokenizer: Any, variables: Mapping[str, Any]) -> list[str]:
-    """Names that would not reach the template: those of the tokenizer's own arguments, another
-    template among them."""
+def _reserved_names(
+    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object]
+) -> list[str]:
+    """Names that would not reach the template, because they are arguments of `apply_chat_template`.
+    One of those replaces the template, which no client may do."""
     return sorted(
         set(variables)
         & set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"}
@@ -270,25 +312,25 @@ def _not_of_a_template(tokenizer: Any, variables: Mapping[str, Any]) -> list[str
 
 
 def _rendered(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-    tools: Sequence[Any] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    variables: Mapping[str, object],
+    tools: Sequence[Schema] | None,
 ) -> str:
     try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
-        )
-    except (
-        Exception
-    ) as error:  # a template may divide, index, recurse: whatever its expressions raise
+        return chat_text(tokenizer, messages, tools=tools, add_generation_prompt=True, **variables)
+    except Exception as error:  # a template may divide, index or recurse, so it may raise anything
         raise MessagesError(" ".join(str(error).split())[:200] or type(error).__name__) from None
-    return text
 
 
-def _is_message(message: Any) -> bool:
+def _are_messages(value: object) -> TypeGuard[list[Message]]:
     return (
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and ("content" in message or "tool_calls" in message)
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and ("content" in message or "tool_calls" in message)
+            for message in value
+        )
     )

@@ -1,9 +1,9 @@
-"""The one tokenizer of a model: prompts are encoded and completions decoded with the same object,
-on every side.
+"""Loads a model's tokenizer, encodes prompts and decodes completions. Every process uses this
+module, so all of them read and write the same tokens.
 
-`tokenizer.json` is the truth. transformers' own classes may build another tokenizer beside it: a
-byte-level BPE whose `tokenizer_class` is `LlamaTokenizerFast` would be decoded as if it were a
-sentencepiece model.
+`tokenizer.json` defines the tokenizer. The class that a checkpoint names may build a different one.
+For example, a byte-level BPE whose `tokenizer_class` is `LlamaTokenizerFast` would be decoded like
+a SentencePiece model.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import hashlib
 import json
 import shutil
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "ROUND_TRIP_TEXTS",
     "TokenizerError",
+    "chat_text",
     "decode",
     "decode_prompt",
     "encode_prompts",
@@ -43,7 +47,7 @@ FILES = (
     "vocab.txt",
     "merges.txt",
 )
-"""What a checkpoint directory may hold of a fast tokenizer."""
+"""Files of a fast tokenizer that a checkpoint directory may contain."""
 MORE_TEMPLATES = "additional_chat_templates"
 
 ROUND_TRIP_TEXTS = (
@@ -53,31 +57,34 @@ ROUND_TRIP_TEXTS = (
     " two  spaces\n\tand a tab\n",
     "Grüße, 日本語, 🙂 и всё",
 )
-"""Texts that show a wrong decoder: figures, spaces, punctuation, line ends, characters of several
-bytes."""
+"""Texts that expose a wrong decoder: digits, spaces, punctuation, line ends and multi-byte
+characters."""
 
 
 class TokenizerError(ValueError):
-    """The tokenizer cannot be used. The message is one line that names the model."""
+    """The tokenizer cannot be used. The message is one line and names the model."""
 
 
 @functools.lru_cache(maxsize=4)
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a Hugging Face checkpoint directory. It is shared: nobody changes it.
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a Hugging Face checkpoint directory. The result is cached and shared;
+    callers must not change it.
 
     Raises:
-        TokenizerError: there is none that can be read.
+        TokenizerError: the directory has no tokenizer, or an unreadable one.
     """
     try:
         if (Path(path) / "tokenizer.json").exists():
-            # Holds all that a fast tokenizer does. AutoTokenizer would import torch: seconds, in
+            # tokenizer.json is complete. AutoTokenizer would import torch, which costs seconds in
             # every process that reads or writes text.
             from transformers import PreTrainedTokenizerFast
 
-            return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
-        from transformers import AutoTokenizer
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
+        else:
+            from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return cast("PreTrainedTokenizerBase", tokenizer)
     except Exception as error:  # the tokenizers library raises Exception itself
         why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise TokenizerError(
@@ -87,8 +94,8 @@ def load_tokenizer(path: str) -> Any:
 
 
 def save_tokenizer(path: str, directory: Path) -> None:
-    """Put the tokenizer of the checkpoint at `path` into `directory`: its own files where it has a
-    tokenizer.json, which saving could change."""
+    """Copy the tokenizer of the checkpoint at `path` into `directory`. A tokenizer.json is copied
+    with its companions, because loading and saving could change it."""
     source = Path(path)
     if not (source / "tokenizer.json").exists():
         load_tokenizer(path).save_pretrained(directory)
@@ -100,43 +107,62 @@ def save_tokenizer(path: str, directory: Path) -> None:
         shutil.copytree(source / MORE_TEMPLATES, directory / MORE_TEMPLATES)
 
 
-def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """A completion's text: without special tokens, and every space where the model wrote it."""
-    text: str = tokenizer.decode(
-        list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    return text
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Decode a completion, without special tokens and with all spaces that the model wrote."""
+    return _decoded(tokenizer, ids, skip_special_tokens=True)
 
 
-def decode_prompt(tokenizer: Any, ids: Sequence[int]) -> str:
-    """A prompt's text, with its special tokens."""
-    text: str = tokenizer.decode(
-        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+def decode_prompt(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Decode a prompt, with its special tokens."""
+    return _decoded(tokenizer, ids, skip_special_tokens=False)
+
+
+def _decoded(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], skip_special_tokens: bool
+) -> str:
+    text = tokenizer.decode(
+        list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
-    return text
+    return cast(str, text)  # transformers returns a list only for several sequences
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, object]],
+    /,
+    **options: object,
+) -> str:
+    """Render a chat with the tokenizer's template. Raises whatever exception the template raises.
+
+    Args:
+        options: arguments of `apply_chat_template`, and variables of the template.
+    """
+    # transformers' annotations are too narrow for `messages`, and too wide for the result.
+    apply = cast("Callable[..., str]", tokenizer.apply_chat_template)
+    return apply(messages, tokenize=False, **options)
 
 
 def encode_prompts(
-    tokenizer: Any, texts: Sequence[str], rendered: bool = False
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], rendered: bool = False
 ) -> tuple[list[list[int]], int]:
-    """Token ids of prompts, and how many of them began with BOS already.
+    """Encode prompts. Returns their token ids, and how many of the texts already began with BOS.
 
-    A plain text gets the special tokens that the tokenizer puts before it; one that begins with BOS
-    keeps that one alone. A tokenizer that puts EOS after a text does not here: nothing is generated
-    after an end.
+    The tokenizer's leading special tokens are added to a plain text. A text that already begins
+    with BOS does not get a second one. An EOS that the tokenizer appends is removed, since a model
+    generates nothing after EOS.
 
     Args:
-        rendered: the texts come from a chat template, which wrote every special token itself.
+        rendered: the texts come from a chat template, which writes every special token.
     """
     ids: list[list[int]] = (
-        [list(one) for one in tokenizer(list(texts), add_special_tokens=not rendered)["input_ids"]]
+        [list(row) for row in tokenizer(list(texts), add_special_tokens=not rendered)["input_ids"]]
         if texts
         else []
     )
     if rendered:
         return ids, 0
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    doubled = [row for row, one in enumerate(ids) if bos is not None and one[:2] == [bos, bos]]
+    doubled = [row for row, its in enumerate(ids) if bos is not None and its[:2] == [bos, bos]]
     for row in doubled:
         del ids[row][0]
     for row, text in enumerate(texts):
@@ -149,9 +175,8 @@ def encode_prompts(
     return ids, len(doubled)
 
 
-def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Special token → id: those that no text shows, also where the checkpoint's config does not
-    list them."""
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Special token → id, including tokens that only tokenizer.json marks as special."""
     added = {
         str(token): int(number)
         for number, token in tokenizer.added_tokens_decoder.items()
@@ -161,14 +186,17 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def refuse_lossy(
-    tokenizer: Any, model: str, other: Any = None, texts: Sequence[str] = ROUND_TRIP_TEXTS
+    tokenizer: PreTrainedTokenizerBase,
+    model: str,
+    other: PreTrainedTokenizerBase | None = None,
+    texts: Sequence[str] = ROUND_TRIP_TEXTS,
 ) -> None:
-    """Raise TokenizerError unless texts survive the way through the tokenizer, or through this one
-    and the `other` side's.
+    """Raise TokenizerError unless `texts` survive encoding and decoding. With `other`, this
+    tokenizer encodes and the other one decodes.
 
-    What a tokenizer normalizes (case, accents, spaces) may change a text once. It must not write
-    other characters, and the same tokens must come back. A text with unknown characters proves
-    nothing.
+    Normalization may change case, accents and spaces. A decoded text must not contain new
+    characters, and must encode to the same tokens. Texts with unknown tokens are skipped, because
+    they prove nothing.
     """
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -180,7 +208,7 @@ def refuse_lossy(
             or tokenizer.encode(back, add_special_tokens=False) != ids
         ):
             sides = (
-                "the engine's tokenizer decodes what the prompts' encodes"
+                "the engine's tokenizer does not decode what the prompts' tokenizer encodes"
                 if other is not None
                 else "its tokenizer does not decode what it encodes"
             )
@@ -191,29 +219,28 @@ def refuse_lossy(
 
 
 def _characters(text: str) -> set[str]:
-    """Of a text without case and accents."""
+    """The set of characters, ignoring case and accents."""
     return set(unicodedata.normalize("NFKD", text.casefold()))
 
 
-def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 of the vocabulary and of what both ways make of ROUND_TRIP_TEXTS: equal on two sides
-    that read and write the same tokens."""
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the vocabulary, the special tokens, and ROUND_TRIP_TEXTS encoded and decoded. Two
+    processes with the same hash read and write the same tokens."""
     ids = [tokenizer.encode(text) for text in ROUND_TRIP_TEXTS]
     facts = [
         sorted(tokenizer.get_vocab().items()),
         ids,
-        [decode(tokenizer, one) for one in ids],
+        [decode(tokenizer, row) for row in ids],
         sorted(tokenizer.all_special_ids),
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def refuse_another_tokenizer(path: str, digest: str) -> None:
-    """Raise TokenizerError if a generator's tokenizer has another digest than the one at
-    `path`."""
+    """Raise TokenizerError if `digest`, the hash of a generator's tokenizer, differs from that of
+    the tokenizer at `path`."""
     if digest != tokenizer_hash(load_tokenizer(path)):
         raise TokenizerError(
-            f"model.path = {path!r}: the generators read and write text with another tokenizer than"
-            " prompts are encoded with; give every node the same files and the same version of"
-            " transformers"
+            f"model.path = {path!r}: the generators' tokenizer differs from that of the prompts;"
+            " give every node the same files and the same version of transformers"
         )

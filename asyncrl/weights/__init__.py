@@ -1,4 +1,4 @@
-"""How a version travels: gathered, published, fetched, checked and applied."""
+"""Weight synchronization: gather, publish, fetch, check and apply a version."""
 
 from __future__ import annotations
 

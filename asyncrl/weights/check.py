@@ -1,11 +1,11 @@
-"""Generator against learner: log-probs of the same tokens at the same version, on probe prompts
-(F1)."""
+"""Compares generator and learner: log-probs of the same tokens at the same version, on probe
+prompts (F1)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -17,19 +17,25 @@ __all__ = ["ProbeCheck", "compare"]
 Row = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and completion ids."""
 
+RowLogprobs: TypeAlias = "Sequence[float] | np.ndarray"
+"""Log-probs [C] of a row's completion ids."""
+
 
 class LearnerLogprobs(Protocol):
-    """The learner's log-probs of each row's completion ids, one array for each row."""
+    """What the check needs of the learner: log-probs of each row's completion ids, one array for
+    each row."""
 
-    async def logprobs(self, rows: Sequence[Row], temperature: float = 1.0) -> list[Any]: ...
+    async def logprobs(self, rows: Sequence[Row], temperature: float = 1.0) -> list[np.ndarray]: ...
 
 
 class ProbeCheck:
-    """At the first version the generators sample the probes, and both sides compare what each gives
-    them. Later the learner and every replica score the same tokens.
+    """Checks that learner and generators compute the same log-probs.
 
-    A probe is a prompt and `tokens` sampled tokens, past EOS if need be: what is compared is
-    arithmetic, not manners.
+    At the first version, the generators sample the probes, and the learner scores the sampled
+    tokens. At later versions, the learner and every replica score the same tokens.
+
+    A probe is a prompt and `tokens` sampled tokens. Sampling ignores EOS: the check compares
+    arithmetic, and the text does not matter.
     """
 
     def __init__(
@@ -46,13 +52,13 @@ class ProbeCheck:
     ) -> None:
         """
         Args:
-            explain: asked, past the tolerance, which published tensor differs most from what a
-                replica holds: half a sentence.
-            temperature: of the rollouts. The probes are sampled and first compared at it, as
-                trajectories will be; scored later at 1.
-            tolerance: what the statistic of the absolute differences may be, in nats, on every
-                replica.
+            tolerance: largest allowed value of the statistic of the absolute differences, in nats,
+                on every replica.
             first: the first version that `after_commit` is called with.
+            temperature: sampling temperature of the rollouts. The probes are sampled and first
+                compared at this temperature, and scored later at 1.
+            explain: called when a replica exceeds the tolerance. Returns a clause that names the
+                published tensor that differs most from the replica's.
         """
         self.generate, self.learner = generate, learner
         self.prompts, self.tokens, self.tolerance, self.statistic = (
@@ -63,23 +69,23 @@ class ProbeCheck:
         )
         self.first, self.temperature, self.explain = first, temperature, explain
         self.probes: list[Row] = []
-        self._learner_side: list[Any] = []
+        self._learner_side: Sequence[RowLogprobs] = []
 
     async def at_gather(self, version: int) -> None:
-        """Learner's side of a later check. At the first version it waits until the generators have
-        sampled the probes."""
+        """Score the probes with the learner. Does nothing at the first version: the probes do not
+        exist until the generators have sampled them."""
         if self.probes:
             self._learner_side = await self.learner.logprobs(self.probes)
 
     async def after_commit(self, version: int) -> Mapping[str, float]:
-        """Generators' side, and the comparison.
+        """Score the probes with the generators and compare. Returns the metrics of `compare`.
 
         Raises:
             RuntimeError: a replica differs by more than the tolerance.
         """
         weights = WeightsId(self.first.run_id, self.first.attempt, version)
         if self.probes:
-            generators_side: list[Sequence[Any]] = list(
+            generators_side: list[Sequence[RowLogprobs]] = list(
                 (await self.generate.logprobs(self.probes, weights)).values()
             )
         else:
@@ -88,11 +94,11 @@ class ProbeCheck:
         metrics = compare(self._learner_side, generators_side)
         difference = metrics[f"check/logprob_{self.statistic}_diff"]
         if not difference <= self.tolerance:
-            how = {"max": "by up to", "mean": "in the mean by"}[self.statistic]
+            how = {"max": "by up to", "mean": "on average by"}[self.statistic]
             raise RuntimeError(
                 f"generator and learner log-probs differ {how} {difference:.2e} at version"
                 f" {version}, above weights.logprob_tolerance = {self.tolerance:g}"
-                f" ({metrics['check/tokens']:.0f} tokens compared): the two sides do not hold the"
+                f" ({metrics['check/tokens']:.0f} tokens compared): the two sides do not have the"
                 f" same weights or do not compute the same model{await self._explanation()}"
             )
         return metrics
@@ -103,7 +109,7 @@ class ProbeCheck:
         try:
             return f"; {await self.explain()}"
         except Exception as error:
-            # Report what is known without it.
+            # A failed explanation must not replace the failed check.
             return (
                 f"; the tensors could not be compared ({type(error).__name__}:"
                 f" {str(error).splitlines()[0] if str(error) else 'no message'})"
@@ -123,7 +129,7 @@ class ProbeCheck:
             for seed, prompt in enumerate(self.prompts)
         ]
         generated = await asyncio.gather(*(self.generate.generate(request) for request in requests))
-        completions = [one.completions[0] for one in generated]
+        completions = [group.completions[0] for group in generated]
         self.probes = [
             (request.prompt_ids, completion.token_ids)
             for request, completion in zip(requests, completions, strict=True)
@@ -131,9 +137,11 @@ class ProbeCheck:
         return [completion.logprobs for completion in completions]
 
 
-def compare(learner: Sequence[Any], generators: Sequence[Sequence[Any]]) -> dict[str, float]:
+def compare(
+    learner: Sequence[RowLogprobs], generators: Sequence[Sequence[RowLogprobs]]
+) -> dict[str, float]:
     """Largest and mean absolute difference in nats, each of the replica that differs most, and the
-    number of tokens compared. NaN on either side counts as infinitely far.
+    number of tokens compared. NaN on either side counts as an infinite difference.
 
     Args:
         learner: log-probs of each row.

@@ -1,17 +1,17 @@
-"""Weights that a vLLM model copies into its parameters itself, past their loaders.
+"""Records weights that a vLLM model copies into its parameters without their weight loaders.
 
-While vLLM reloads a model, its parameters are on the meta device: a loader keeps what it is given
-until its layer is complete. A model that calls `parameter.copy_` in its `load_weights` (GPT-OSS its
-experts and sinks, MiMo-V2, MiniMax-M2, Ling 3) copies into nothing, and nothing says so: its layer
-would go on with its old weights. Here such copies are kept as well, and made when the layer is
-materialized.
+While vLLM reloads a model, its parameters are on the meta device. A weight loader keeps its tensors
+until the layer is complete. Some models call `parameter.copy_` in `load_weights` instead: GPT-OSS
+for its experts and sinks, MiMo-V2, MiniMax-M2, Ling 3. A copy into a meta tensor has no effect and
+raises no error, so the layer would keep its old weights. This module records such copies and
+repeats them when the layer is materialized.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,7 @@ __all__ = ["DirectCopies"]
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """One copy into a parameter, or into a view of it."""
+    """A recorded copy into a parameter or into a view of it."""
 
     parameter: str
     size: tuple[int, ...]
@@ -38,9 +38,11 @@ class _Copy:
 
 
 class DirectCopies(TorchDispatchMode):
-    """Use as a context manager around `model.load_weights`, and call `finish` after it, both
-    between the initialization and the end of a layerwise reload. A layer is processed as soon as it
-    is complete, so that no more than one layer's weights are held twice.
+    """Context manager around `model.load_weights` that records direct copies. Call `finish` after
+    it. Both calls belong between the start and the end of a layerwise reload.
+
+    A layer is processed as soon as it is complete, so at most one layer's weights are in memory
+    twice.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -53,10 +55,18 @@ class DirectCopies(TorchDispatchMode):
                     self._places[_storage(tensor)] = layer, name
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
-            self._keep(args[0], args[1])
+        self,
+        function: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if function is torch.ops.aten.copy_.default:
+            target, source = args[:2]
+            assert isinstance(target, torch.Tensor)
+            assert isinstance(source, torch.Tensor)
+            if target.is_meta and not source.is_meta:
+                self._keep(target, source)
         return function(*args, **(kwargs or {}))
 
     def _keep(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -65,7 +75,7 @@ class DirectCopies(TorchDispatchMode):
             return
         info = get_layerwise_info(layer)
         if not info.can_load() or any(name == loaded for loaded, _ in info.loaded_weights):
-            return  # a loader of vLLM's counts what it will load
+            return  # vLLM's loader already counts this tensor
         kept = self._pending[layer]
         kept.append(
             _Copy(
@@ -81,26 +91,24 @@ class DirectCopies(TorchDispatchMode):
             self._process(layer)
 
     def finish(self) -> None:
-        """Process the layers that are not complete: some of their tensors have padding, or no
-        weights of their own."""
+        """Process the layers that are still incomplete. Some of their tensors have padding, or no
+        weights in the checkpoint."""
         for layer in list(self._pending):
             self._process(layer)
 
     def _process(self, layer: torch.nn.Module) -> None:
         info, copies = get_layerwise_info(layer), self._pending.pop(layer)
-        come = {copy.parameter for copy in copies} | {name for name, _ in info.loaded_weights}
+        updated = {copy.parameter for copy in copies} | {name for name, _ in info.loaded_weights}
         materialize_layer(layer, info)
-        for held in info.kernel_tensors or ():
-            for name, tensor in held.items():
-                if name not in come and getattr(layer, name).shape == tensor.shape:
-                    getattr(layer, name).data.copy_(
-                        tensor
-                    )  # nothing came for it: it keeps what it has
+        for old_tensors in info.kernel_tensors or ():
+            for name, tensor in old_tensors.items():
+                if name not in updated and getattr(layer, name).shape == tensor.shape:
+                    getattr(layer, name).data.copy_(tensor)  # no new weights: keep the old ones
         for copy in copies:
             copy.make(layer)
         _layerwise_process(layer, info)
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """The same number for a tensor and its views, on the meta device as well."""
+    """A number that identifies the storage of a tensor and its views, also on the meta device."""
     return int(tensor.untyped_storage()._cdata)

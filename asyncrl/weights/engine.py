@@ -1,23 +1,26 @@
-"""Entry point that vLLM loads in every process of an engine, so it imports nothing at the top: our
-weight backend, our tokenizer, and an end with the parent."""
+"""vLLM plugin: registers the weight backend and the tokenizer, and ends a process with its
+parent.
+
+vLLM loads this module in every process of an engine, so it imports nothing at the top.
+"""
 
 BACKEND = "asyncrl_staged"
-"""Name of the backend, for `WeightTransferConfig(backend=...)`."""
+"""Name of the weight backend, for `WeightTransferConfig(backend=...)`."""
 
 TOKENIZER_MODE = "asyncrl"
 """Value of vLLM's tokenizer_mode that makes it use the run's own tokenizer."""
 
 OWNED = "ASYNCRL_OWNS_ENGINE"
-"""Environment variable that marks the engines that asyncrl starts; other uses of vLLM in the same
-environment are left alone."""
+"""Environment variable that marks engines started by asyncrl. The plugin does not change the
+processes of other vLLM programs in the same environment."""
 
 STACKS = "ASYNCRL_STACKS"
-"""Environment variable: folder in which an engine's process writes its stacks when it gets SIGUSR2,
-as `<process id>.txt`."""
+"""Environment variable: the folder for stack dumps. On SIGUSR2, an engine's process writes its
+stacks to `<process id>.txt` there."""
 
 
 def register() -> None:
-    """Register backend and tokenizer; a second call changes nothing."""
+    """Register the weight backend and the tokenizer. A second call has no effect."""
     import os
 
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -29,7 +32,7 @@ def register() -> None:
             BACKEND, "asyncrl.weights.apply", "StagedWeights"
         )
     except ValueError:
-        # vLLM loads its plugins more than once in one process, and refuses a name that it knows.
+        # vLLM may load plugins more than once in a process, and rejects a name that is registered.
         return
     TokenizerRegistry.register(TOKENIZER_MODE, "asyncrl.generation.tokenizer", "EngineTokenizer")
     RENDERER_REGISTRY.register(TOKENIZER_MODE, "vllm.renderers.hf", "HfRenderer")
@@ -50,12 +53,12 @@ def _register_stacks(folder: str) -> None:
 
     faulthandler.register(
         signal.SIGUSR2, append_to(Path(folder).resolve() / f"{os.getpid()}.txt"), all_threads=True
-    )  # the handler keeps the file
+    )  # the handler keeps the file open
 
 
 def _bars_without_semaphore() -> None:
-    """The lock of tqdm's progress bars is a named semaphore in a spawned process: a file in shared
-    memory, which stays when the process is killed."""
+    """Give tqdm's progress bars a thread lock. In a spawned process, tqdm's default is a named
+    semaphore, a file in shared memory that remains when the process is killed."""
     import threading
 
     import tqdm
@@ -64,8 +67,8 @@ def _bars_without_semaphore() -> None:
 
 
 def _end_with_parent() -> None:
-    """Kill this process when the one that spawned it is gone: vLLM's engine process does not notice
-    that its replica was killed, and would stay."""
+    """Kill this process when its parent process ends. vLLM's engine process does not notice that
+    its replica was killed, and would keep running."""
     import multiprocessing
     import multiprocessing.connection
     import os

@@ -1,16 +1,16 @@
-"""Two numbers for each published tensor, made where it was published and where it is held: which
-tensor is it, if the two sides differ? (F1)
+"""Fingerprints of tensors: two numbers that show which tensor differs between the published
+weights and a replica's weights (F1).
 
-A matrix is multiplied by a fixed vector of ones and minus ones, in float64: one product for each
-row. Its fingerprint is the sum of the products, with such signs again, and the sum of their
-absolute values. An engine that holds a matrix only in a kernel's own packed form can be asked for
-the same products, and those of matrices that it keeps as one (q, k and v) are a part each.
+The rows of a matrix are multiplied by a fixed vector of ones and minus ones, in float64. This gives
+one product for each row. The fingerprint is the sum of the products, again with such signs, and the
+sum of their absolute values. An engine can compute these products even where a kernel has only a
+packed form of the matrix. The products of a fused matrix (q, k and v) are those of its parts, one
+after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -26,21 +26,22 @@ __all__ = [
 ]
 
 Fingerprint = Sequence[float]
-"""Sum of the rows' products with signs, sum of their absolute values."""
+"""Sum of the rows' products with signs, and sum of their absolute values."""
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 2e-2}
-"""What rounding in the engine's kernels may change, as a share of the absolute sum."""
+"""Tolerance for rounding in the engine's kernels, as a share of the absolute sum."""
 CHUNK_ELEMENTS = 1 << 22
-"""Elements that are in float64 at once."""
+"""Elements converted to float64 at a time."""
 
 
 def signs(count: int) -> np.ndarray:
-    """`count` ones and minus ones, the same everywhere, and the same first ones for every count."""
+    """A fixed vector of `count` ones and minus ones. Shorter vectors are prefixes of longer
+    ones."""
     return 1.0 - 2.0 * ((np.arange(count, dtype=np.int64) * 2654435761 >> 16) & 1)
 
 
 def row_products(tensor: np.ndarray) -> np.ndarray:
-    """[R] float64: each row of a tensor [R, …] times signs; a vector as it is."""
+    """Products [R] float64 of each row of a tensor [R, …] with `signs`. A vector is unchanged."""
     if tensor.ndim < 2:
         return tensor.reshape(-1).astype(np.float64)
     matrix = tensor.reshape(tensor.shape[0], -1)
@@ -55,14 +56,16 @@ def row_products(tensor: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(products: np.ndarray) -> Fingerprint:
-    """Of the products [R] of a tensor's rows. Rows of zeros at the end, as padding adds them,
-    change nothing."""
+    """Fingerprint of a tensor from the products [R] of its rows. Zero rows at the end, such as
+    padding, do not change it."""
     return float(products @ signs(len(products))), float(np.abs(products).sum())
 
 
-def published_fingerprints(manifest: Manifest, buckets: Sequence[Any]) -> dict[str, Fingerprint]:
-    """Name → fingerprint of every tensor of a version; `buckets` are the bytes that
-    manifest.buckets refer to."""
+def published_fingerprints(
+    manifest: Manifest, buckets: Sequence[np.ndarray]
+) -> dict[str, Fingerprint]:
+    """Name → fingerprint of every tensor of a version. `buckets` are the contents [bytes] uint8 of
+    `manifest.buckets`."""
     return {
         entry.name: fingerprint(row_products(_tensor(entry, buckets[entry.bucket])))
         for entry in manifest.tensors
@@ -72,11 +75,11 @@ def published_fingerprints(manifest: Manifest, buckets: Sequence[Any]) -> dict[s
 def difference_text(
     published: Mapping[str, Fingerprint], held: Mapping[str, Mapping[str, Fingerprint]], dtype: str
 ) -> str:
-    """Which published tensor differs most from what a replica holds, in half a sentence.
+    """A clause that names the published tensor that differs most from a replica's tensor.
 
     Args:
-        held: replica → tensor → fingerprint. Tensors without a published one of the same name are
-            passed over; a tied head is its embedding.
+        held: replica → tensor → fingerprint. Tensors without a published tensor of the same name
+            are skipped. A tied head is compared with the embedding.
     """
     apart = {}
     for replica, tensors in held.items():
@@ -117,10 +120,10 @@ def _published_name(name: str, published: Mapping[str, Fingerprint]) -> str | No
     )
 
 
-def _tensor(entry: TensorEntry, bucket: Any) -> np.ndarray:
-    stored = memoryview(bucket).cast("B")[entry.offset : entry.offset + entry.nbytes]
+def _tensor(entry: TensorEntry, bucket: np.ndarray) -> np.ndarray:
+    stored = bucket.data.cast("B")[entry.offset : entry.offset + entry.nbytes]
     if entry.dtype == "bfloat16":
-        # The upper half of a float32.
+        # NumPy has no bfloat16, which is the upper half of a float32.
         return (
             (np.frombuffer(stored, dtype=np.uint16).astype(np.uint32) << 16)
             .view(np.float32)

@@ -1,5 +1,4 @@
-"""One version's weights out of ZeRO-3 into bounded buckets. A collective: every rank calls it with
-the same arguments."""
+"""Gathers one version's weights from ZeRO-3 shards into buckets of bounded size."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,20 +19,29 @@ from asyncrl.weights.layout import ITEM_BYTES, plan_buckets
 from asyncrl.weights.pieces import Piece
 from asyncrl.weights.published import PublishedTensor, VersionTable
 
-__all__ = ["TORCH_DTYPES", "fill_buckets", "gather_buckets", "weight_layout"]
+__all__ = ["TORCH_DTYPES", "ShardedParameter", "fill_buckets", "gather_buckets", "weight_layout"]
 
-TORCH_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 PART_SHARE = 16
-"""Rank 0 takes parameters in parts of at most a sixteenth of a bucket: a part and the copies that
-the exchange makes of it, beside the bucket being filled, stay far below two buckets, however large
-a parameter is."""
+"""Rank 0 receives parameters in parts of at most 1/16 of a bucket. Bucket, part and the exchange's
+copies of the part then need far less than two buckets, for parameters of any size."""
+
+
+class ShardedParameter(Protocol):
+    """The attributes that DeepSpeed's ZeRO-3 adds to a parameter."""
+
+    ds_tensor: torch.Tensor
+    """This rank's shard, flat. All ranks' shards have the same size; the last one is padded."""
+    ds_numel: int
+    """Number of elements of the whole parameter."""
+    device: torch.device
 
 
 def weight_layout(
     table: VersionTable, dtype: str, bucket_bytes: int
 ) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
-    """Entries and bucket sizes of a version, its parameters published as `dtype`."""
+    """Entries and bucket sizes of a version whose parameters are published as `dtype`."""
     return plan_buckets(
         [(tensor.name, tensor.stored.shape, tensor.dtype(dtype)) for tensor in table.tensors],
         bucket_bytes,
@@ -42,20 +50,19 @@ def weight_layout(
 
 @torch.no_grad()
 def gather_buckets(
-    parameters: Mapping[str, torch.nn.Parameter],
+    parameters: Mapping[str, ShardedParameter],
     table: VersionTable,
     entries: tuple[TensorEntry, ...],
     sizes: tuple[int, ...],
     rank: int,
     sink: Callable[[int, np.ndarray], None],
 ) -> None:
-    """Fill one bucket at a time; on rank 0 hand each to `sink(number, bytes [size] uint8)` before
-    the next. The bucket's memory is used again.
+    """Fill one bucket at a time (a collective). On rank 0, pass each to
+    `sink(number, content [size] uint8)`. The next bucket overwrites that memory.
 
-    No parameter is gathered whole: rank 0 takes the elements of each tensor in parts from the
-    shards that hold them, straight to their places in the bucket, whatever type the learner holds
-    them in. All ranks go through the same parts in the same order; no other collective may run in
-    between.
+    No parameter is gathered whole. Rank 0 receives each tensor in parts from the ranks that own
+    them. It converts each part to the published type and writes it to its place. All
+    ranks process the same parts in the same order. No other collective may run in between.
     """
     limit = max(sizes) // PART_SHARE
     if rank == 0:
@@ -75,11 +82,11 @@ def fill_buckets(
     parts_of: Callable[[PublishedTensor], Iterable[tuple[Piece, torch.Tensor]]],
     sink: Callable[[int, np.ndarray], None],
 ) -> None:
-    """Fill one bucket after the other and hand each to `sink`.
+    """Fill one bucket at a time and pass each to `sink`, as `gather_buckets` does.
 
     Args:
-        parts_of: the parts of a tensor, each with the flat elements of its parameter that it spans,
-            from its first on.
+        parts_of: returns the parts of a tensor. Each comes with the flat elements of its parameter
+            that it spans, which begin with the part's first element.
     """
     buffer = np.zeros(max(sizes), dtype=np.uint8)
     tensors = {tensor.name: tensor for tensor in table.tensors}
@@ -100,35 +107,35 @@ def fill_buckets(
 
 
 def _read(tensor: PublishedTensor, target: torch.Tensor) -> None:
-    """A tensor that is not trained, from the checkpoint."""
+    """Read a tensor that is not trained from the checkpoint."""
     target.copy_(_opened(tensor.stored.file).get_tensor(tensor.name).reshape(-1))
 
 
 @lru_cache(maxsize=16)
-def _opened(file: Path) -> Any:
-    """A mapped file of weights. Its header is read once, and what it held at the first version it
-    holds at every later one."""
+def _opened(file: Path) -> safe_open:
+    """A weights file, mapped. The cache reads its header once, and every version gets the contents
+    that the file had at the first version."""
     return safe_open(file, framework="pt")
 
 
 def _parts(
-    parameters: Mapping[str, torch.nn.Parameter], tensor: PublishedTensor, rank: int, limit: int
+    parameters: Mapping[str, ShardedParameter], tensor: PublishedTensor, rank: int, limit: int
 ) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """On rank 0 each part with the parameter's elements that it spans, from its first on; the other
-    ranks send theirs and get nothing. A part spans at most `limit` bytes, or an element."""
+    """Yield each part with the parameter's elements that it spans, on rank 0. The other ranks send
+    their elements and yield nothing. A part spans at most `limit` bytes, or one element."""
     for piece in tensor.pieces:
-        parameter: Any = parameters[piece.parameter]
+        parameter = parameters[piece.parameter]
         for part in piece.parts(limit // parameter.ds_tensor.element_size()):
             values = _spanned(parameter, part, rank)
             if values is not None:
                 yield part, values
 
 
-def _spanned(parameter: Any, part: Piece, rank: int) -> torch.Tensor | None:
-    """On rank 0 the flat elements from `part.start`, `part.span` of them, wherever they lie.
-    `parameter` is DeepSpeed's: it has a shard."""
-    shard: torch.Tensor = parameter.ds_tensor
-    each = shard.numel()  # the same on every rank: the last one's is filled up
+def _spanned(parameter: ShardedParameter, part: Piece, rank: int) -> torch.Tensor | None:
+    """The `part.span` flat elements from `part.start` on, on rank 0; None on the other ranks. Ranks
+    that own some of the elements send them."""
+    shard = parameter.ds_tensor
+    each = shard.numel()  # the same on every rank: the last shard is padded
     first, end = part.start, part.start + part.span
     if rank == 0 and end <= each:
         return shard[first:end]
@@ -140,7 +147,7 @@ def _spanned(parameter: Any, part: Piece, rank: int) -> torch.Tensor | None:
         if owner == rank:
             own = shard[low - owner * each : high - owner * each]
             if whole is None:
-                dist.send(own.to(parameter.device), dst=0)  # offloaded shards lie in host memory
+                dist.send(own.to(parameter.device), dst=0)  # offloaded shards are in host memory
             else:
                 whole[low - first : high - first].copy_(own)
         elif whole is not None:

@@ -1,5 +1,5 @@
-"""How one version's parameters lie in buckets: pure arithmetic, shared by the learner that fills
-them and the replica that maps them."""
+"""Layout of one version's parameters in buckets. Pure arithmetic, shared by the learner that fills
+the buckets and the replica that maps them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ ITEM_BYTES = {
 """Bytes of one element."""
 
 ALIGNMENT = 64
-"""Every parameter starts at a multiple of so many bytes in its bucket, so that it can be viewed in
+"""Every parameter starts at a multiple of this many bytes in its bucket, so it can be viewed in
 place as any dtype."""
 
 
 def plan_buckets(
     shapes: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int
 ) -> tuple[tuple[TensorEntry, ...], tuple[int, ...]]:
-    """Lay out parameters `(name, shape, dtype)` in the order given; return their entries and the
+    """Lay out parameters `(name, shape, dtype)` in the given order. Returns their entries and the
     bytes of each bucket.
 
-    No parameter straddles buckets. A bucket holds at most `bucket_bytes`, or the largest parameter
-    if that is larger.
+    A parameter is in one bucket as a whole. A bucket has at most `bucket_bytes`, or the size of the
+    largest parameter if that is larger.
 
     Raises:
-        ValueError: a name comes twice, a dtype is unknown, or there are no parameters.
+        ValueError: a name occurs twice, a dtype is unknown, or the list is empty.
     """
     if not shapes:
         raise ValueError("a version needs at least one parameter")
@@ -57,8 +57,8 @@ def plan_buckets(
     names = [entry.name for entry in entries]
     if len(set(names)) != len(names):
         raise ValueError(
-            f"parameter {next(n for n in names if names.count(n) > 1)!r} comes twice; publish each"
-            " once"
+            f"parameter {next(n for n in names if names.count(n) > 1)!r} is listed twice; publish"
+            " each once"
         )
     return tuple(entries), tuple(sizes)
 

@@ -1,5 +1,5 @@
-"""Checks of a manifest against the model that it is meant for. Pure: nothing is fetched and nothing
-applied."""
+"""Checks a manifest against the model that it is meant for. Pure functions: they fetch and apply
+nothing."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ __all__ = ["Expected", "ManifestError", "check_manifest", "expected_tensors", "l
 
 
 class ManifestError(ValueError):
-    """A version that must not be applied. Nothing has been changed."""
+    """The version does not fit the model and was not applied."""
 
 
 class Expected(NamedTuple):
-    """What an entry of a manifest may be."""
+    """The shape and the allowed dtypes of a tensor in a manifest."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
 
 
 def expected_tensors(model_path: str | Path, dtype: str) -> dict[str, Expected]:
-    """Name → shape and types of every tensor that a version of this checkpoint has: the names in
-    its files. A parameter comes in `dtype`; what is not trained may keep the type that it has in
-    the file.
+    """Name → shape and dtypes of every tensor in a version of this checkpoint. The names are those
+    in its files. Parameters have `dtype`; a tensor that is not trained may keep the file's type.
 
     Raises:
         CheckpointFilesError: the files cannot be read.
@@ -43,15 +42,22 @@ def expected_tensors(model_path: str | Path, dtype: str) -> dict[str, Expected]:
 
 
 def layout_hash(expected: Mapping[str, Expected]) -> int:
-    """A checksum of `expected_tensors`: equal where versions of one model fit the other."""
+    """Checksum of `expected_tensors`. Two models with the same checksum accept the same
+    versions."""
     return zlib.crc32(
-        repr(sorted((name, one.shape, one.dtypes[0]) for name, one in expected.items())).encode()
+        repr(
+            sorted((name, tensor.shape, tensor.dtypes[0]) for name, tensor in expected.items())
+        ).encode()
     )
 
 
 def check_manifest(manifest: Manifest, expected: Mapping[str, Expected]) -> None:
-    """Raise ManifestError unless the manifest has every expected tensor exactly once, or names it
-    as left out, of the right shape and dtype, inside its bucket."""
+    """Check that the manifest lists every expected tensor exactly once, or as left out, with the
+    right shape and dtype, inside its bucket.
+
+    Raises:
+        ManifestError: with the first problem found.
+    """
     title = f"version {manifest.version} of run {manifest.run_id!r}"
     if not len(manifest.buckets) == len(manifest.sizes) == len(manifest.checksums):
         raise ManifestError(
@@ -81,17 +87,17 @@ def _check_entry(
     shape, dtypes = expected
     if tuple(entry.shape) != shape:
         raise ManifestError(
-            f"{title}: {entry.name!r} has shape {tuple(entry.shape)}, the model has {shape}"
+            f"{title}: {entry.name!r} has shape {tuple(entry.shape)}, but the model has {shape}"
         )
     if entry.dtype not in dtypes or entry.dtype not in ITEM_BYTES:
         raise ManifestError(
-            f"{title}: {entry.name!r} is {entry.dtype}, the generators hold {dtypes[0]}; publish in"
-            " model.dtype"
+            f"{title}: {entry.name!r} is {entry.dtype}, but the generators use {dtypes[0]}; publish"
+            " in model.dtype"
         )
     item = ITEM_BYTES[entry.dtype]
     if entry.nbytes != math.prod(shape) * item:
         raise ManifestError(
-            f"{title}: {entry.name!r} has {entry.nbytes} bytes, its shape needs"
+            f"{title}: {entry.name!r} has {entry.nbytes} bytes, but its shape needs"
             f" {math.prod(shape) * item}"
         )
     if (
@@ -101,7 +107,7 @@ def _check_entry(
         or entry.offset % item
     ):
         raise ManifestError(
-            f"{title}: {entry.name!r} lies outside bucket {entry.bucket}, at {entry.offset}"
+            f"{title}: {entry.name!r} at offset {entry.offset} is outside bucket {entry.bucket}"
         )
 
 

@@ -1,9 +1,9 @@
-"""Which elements of which parameters a tensor is made of, without any element: shapes and strides
-alone.
+"""Tracks which elements of which parameters a tensor consists of. It uses shapes and strides only,
+without any data.
 
-A `Selection` replaces a tensor while somebody's code cuts, joins, turns and reshapes it. What
-comes out says, for each piece of the result, where it lies in a parameter and where in the result,
-strided on both sides: enough to copy it part by part out of shards.
+A `Selection` replaces a tensor while other code cuts, joins, transposes and reshapes it. The result
+lists its pieces. Each piece has a strided position in a parameter and another one in the result.
+It can therefore be copied from shards part by part.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 __all__ = ["NotExpressibleError", "Piece", "Selection"]
+
+T = TypeVar("T")
 
 Factor = tuple[int, int]
 """Size and stride of one digit of a dimension's index."""
 Digits = tuple[Factor, ...]
-"""A dimension as a number of mixed radix, outermost digit first. No digits: size 1."""
+"""A dimension's index as a mixed-radix number, outermost digit first. No digits mean size 1."""
 
 
 class NotExpressibleError(ValueError):
-    """The tensor is not made by taking elements, or not in strided pieces."""
+    """The operation computes new elements, or its result has no strided pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of a parameter in a tensor. Both are row-major; starts and strides count
+    """Where elements of a parameter are in a tensor. Both are row-major. Starts and strides count
     elements."""
 
     parameter: str
@@ -51,8 +53,8 @@ class Piece:
         )
 
     def parts(self, limit: int) -> Iterator[Piece]:
-        """The piece in parts that span at most `limit` elements of the parameter each, or one
-        element."""
+        """Split the piece into parts that each span at most `limit` elements of the parameter, or
+        one element."""
         if self.span <= max(1, limit):
             yield self
             return
@@ -76,8 +78,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A box of a tensor that is one strided part of a parameter: its first index in each dimension
-    of the tensor, and the digits of each."""
+    """A box of a tensor that is one strided part of a parameter.
+
+    `corner` is its first index in each dimension of the tensor. `dims` are the digits of each
+    dimension.
+    """
 
     parameter: str
     start: int
@@ -87,11 +92,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Stands in for a tensor of parameters' elements. It has the methods that transformers'
-    conversions use, and works in torch's functions of the same names.
+    """Replaces a tensor that consists of parameters' elements. It has the tensor methods that
+    transformers' conversions use, and torch's functions of the same names accept it.
 
     Raises:
-        NotExpressibleError: anything else is asked of it.
+        NotExpressibleError: any other torch function is called, or the result has no strided
+            pieces.
     """
 
     shape: tuple[int, ...]
@@ -99,7 +105,7 @@ class Selection:
 
     @classmethod
     def of(cls, parameter: str, shape: Sequence[int]) -> Selection:
-        """The whole parameter."""
+        """Select the whole parameter."""
         shape = tuple(shape)
         strides = _row_major(shape)
         dims = tuple(
@@ -109,7 +115,7 @@ class Selection:
         return cls(shape, (Block(parameter, 0, (0,) * len(shape), dims),))
 
     def pieces(self) -> tuple[Piece, ...]:
-        """What it is made of."""
+        """The pieces of parameters that the tensor consists of."""
         return tuple(_piece(block, _row_major(self.shape)) for block in self.blocks)
 
     @property
@@ -119,7 +125,7 @@ class Selection:
     def dim(self) -> int:
         return len(self.shape)
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> int | tuple[int, ...]:
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
@@ -150,12 +156,12 @@ class Selection:
         return tuple(self.narrow(dim, index, 1).squeeze(dim) for index in range(self.shape[dim]))
 
     def squeeze(self, dim: int | None = None) -> Selection:
-        away = {
+        removed = {
             index
             for index, size in enumerate(self.shape)
             if size == 1 and dim in (None, index, index - self.ndim)
         }
-        return self._permuted([index for index in range(self.ndim) if index not in away])
+        return self._permuted([index for index in range(self.ndim) if index not in removed])
 
     def unsqueeze(self, dim: int) -> Selection:
         dim %= self.ndim + 1
@@ -177,7 +183,7 @@ class Selection:
     def permute(self, *dims: int) -> Selection:
         return self._permuted([dim % self.ndim for dim in dims])
 
-    def reshape(self, *shape: Any) -> Selection:
+    def reshape(self, *shape: int | Sequence[int]) -> Selection:
         wanted = _sizes(shape, self.numel())
         if wanted == self.shape:
             return self
@@ -192,7 +198,7 @@ class Selection:
     view = reshape
 
     def _permuted(self, order: list[int]) -> Selection:
-        def ordered(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        def ordered(values: tuple[T, ...]) -> tuple[T, ...]:
             return tuple(values[index] for index in order)
 
         return Selection(
@@ -203,13 +209,13 @@ class Selection:
     @classmethod
     def __torch_function__(
         cls,
-        function: Callable[..., Any],
-        types: Any,
-        arguments: tuple[Any, ...] = (),
-        keywords: dict[str, Any] | None = None,
-    ) -> Any:
+        function: Callable[..., object],
+        types: Sequence[type],
+        arguments: tuple[object, ...] = (),
+        keywords: dict[str, object] | None = None,
+    ) -> object:
         name = getattr(function, "__name__", str(function))
-        known = {"cat": cat, "concat": cat, "stack": stack}.get(name) or (
+        known: Callable[..., object] | None = JOINS.get(name) or (
             getattr(cls, name, None) if name in METHODS else None
         )
         if known is None:
@@ -230,7 +236,7 @@ METHODS = frozenset(
         "unsqueeze",
     }
 )
-"""Of a selection, by which torch's functions of the same names work on it."""
+"""Methods of `Selection` that also implement torch's functions of the same names."""
 
 
 def cat(selections: Sequence[Selection], dim: int = 0) -> Selection:
@@ -239,20 +245,25 @@ def cat(selections: Sequence[Selection], dim: int = 0) -> Selection:
     dim %= first.ndim
     blocks: list[Block] = []
     at = 0
-    for one in selections:
-        if one.shape[:dim] + one.shape[dim + 1 :] != first.shape[:dim] + first.shape[dim + 1 :]:
-            raise NotExpressibleError(f"joins {first.shape} and {one.shape}")
+    for selection in selections:
+        shape = selection.shape
+        if shape[:dim] + shape[dim + 1 :] != first.shape[:dim] + first.shape[dim + 1 :]:
+            raise NotExpressibleError(f"joins {first.shape} and {shape}")
         blocks.extend(
             replace(b, corner=(*b.corner[:dim], b.corner[dim] + at, *b.corner[dim + 1 :]))
-            for b in one.blocks
+            for b in selection.blocks
         )
-        at += one.shape[dim]
+        at += shape[dim]
     return Selection((*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(blocks))
 
 
 def stack(selections: Sequence[Selection], dim: int = 0) -> Selection:
     """torch.stack of selections."""
-    return cat([one.unsqueeze(dim) for one in selections], dim)
+    return cat([selection.unsqueeze(dim) for selection in selections], dim)
+
+
+JOINS: dict[str, Callable[..., Selection]] = {"cat": cat, "concat": cat, "stack": stack}
+"""Implementations of torch's functions that take a sequence of tensors."""
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -264,7 +275,7 @@ def _count(digits: Digits) -> int:
 
 
 def _cut(block: Block, dim: int, first: int, end: int) -> Iterator[Block]:
-    """The block's share of indices [first, end) of a dimension, counted from `first`."""
+    """The part of the block within indices [first, end) of a dimension, counted from `first`."""
     corner, digits = block.corner[dim], block.dims[dim]
     low, high = max(first - corner, 0), min(end - corner, _count(digits))
     if low >= high:
@@ -279,8 +290,7 @@ def _cut(block: Block, dim: int, first: int, end: int) -> Iterator[Block]:
 
 
 def _narrowed(digits: Digits, low: int, high: int) -> tuple[int, Digits]:
-    """The numbers [low, high) of a mixed radix number: distance of the first from 0, and their
-    digits."""
+    """The range [low, high) of a mixed-radix number: offset of its first value, and its digits."""
     if high - low == _count(digits):
         return 0, digits
     (_, stride), *inner = digits
@@ -294,20 +304,19 @@ def _narrowed(digits: Digits, low: int, high: int) -> tuple[int, Digits]:
     raise NotExpressibleError("cuts across what it has reshaped")
 
 
-def _sizes(shape: tuple[Any, ...], elements: int) -> tuple[int, ...]:
-    """The shape that `reshape` was asked for, as numbers or a sequence, with -1 for what is
-    left."""
-    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    known = math.prod(size for size in sizes if size != -1)
-    sizes = tuple(elements // known if size == -1 else size for size in sizes)
+def _sizes(shape: tuple[int | Sequence[int], ...], elements: int) -> tuple[int, ...]:
+    """The shape for `reshape`, from its arguments: numbers or one sequence. -1 is inferred."""
+    requested = [size for part in shape for size in ((part,) if isinstance(part, int) else part)]
+    known = math.prod(size for size in requested if size != -1)
+    sizes = tuple(elements // known if size == -1 else size for size in requested)
     if math.prod(sizes) != elements:
         raise NotExpressibleError(f"reshapes {elements} elements to {sizes}")
     return sizes
 
 
 def _regrouped(dims: Sequence[Digits], shape: Sequence[int]) -> tuple[Digits, ...]:
-    """The same digits, in the same order, as dimensions of other sizes; a digit is split where a
-    size ends within it."""
+    """Regroup the digits, in the same order, into dimensions of other sizes. A digit is split where
+    a dimension ends within it."""
     left = list(itertools.chain.from_iterable(dims))
     made: list[Digits] = []
     for size in shape:
@@ -327,7 +336,7 @@ def _regrouped(dims: Sequence[Digits], shape: Sequence[int]) -> tuple[Digits, ..
 
 
 def _piece(block: Block, row_strides: tuple[int, ...]) -> Piece:
-    """Digits that follow one another on both sides become one."""
+    """Convert a block to a piece. Digits that are contiguous on both sides are merged."""
     digits: list[tuple[int, int, int]] = []
     for of_dim, row in zip(block.dims, row_strides, strict=True):
         for index, (size, stride) in enumerate(of_dim):

@@ -1,13 +1,13 @@
-"""What a version of a checkpoint is made of: each of the checkpoint's names, and where in the
-learner's parameters its elements are.
+"""The table of a version: each tensor of the checkpoint, and which elements of the learner's
+parameters it consists of.
 
-The one module that uses transformers' internal conversions (`core_model_loading`). When it loads a
-checkpoint, transformers renames parameters and makes one of many, such as a mixture's experts.
-`revert_weight_conversion` knows the way back, on whole tensors: here it gets `Selection`s, which
-have none.
+Only this module uses transformers' internal conversions (`core_model_loading`). When transformers
+loads a checkpoint, it renames parameters and merges several into one, such as a mixture's experts.
+`revert_weight_conversion` is the inverse, on whole tensors. Here it gets `Selection`s, which have
+no data.
 
-As a program, `python -m asyncrl.weights.published DIRECTORY` prints what `outline` returns, as
-JSON: for a process that does without torch.
+`python -m asyncrl.weights.published DIRECTORY` prints the result of `outline` as JSON, for a
+process that must not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from asyncrl.weights.layout import ITEM_BYTES
 from asyncrl.weights.pieces import NotExpressibleError, Piece, Selection
@@ -41,50 +41,61 @@ __all__ = [
 
 TABLE_TIMEOUT_S = 300.0
 TRAINED_TYPES = ("float32", "float16", "bfloat16", "float64")
-"""Of a checkpoint's tensors that become parameters."""
+"""Dtypes of a checkpoint's tensors that can be trained."""
+
+FileState = tuple[str, int, int]
+"""Name, time of the last change (ns) and bytes of a file."""
 
 
 class CannotPublishError(ValueError):
-    """The generators could not be given this checkpoint's tensors from the learner's parameters."""
+    """The checkpoint's tensors cannot be made from the learner's parameters."""
+
+
+class LoadingInfo(TypedDict):
+    """The fields of transformers' loading report that this module reads."""
+
+    missing_keys: set[str]
+    mismatched_keys: set[tuple[str, torch.Size, torch.Size]]
+    """Name, shape in the checkpoint, shape in the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """A tensor of the checkpoint. With pieces it comes from the learner's parameters, without any
-    it is published as the file has it."""
+    """A tensor of the checkpoint. With pieces, it comes from the learner's parameters. Without any,
+    it is published as stored in the file."""
 
     name: str
     stored: StoredTensor
     pieces: tuple[Piece, ...] = ()
 
     def dtype(self, of_parameters: str) -> str:
-        """The type that it is published in, where parameters are published in `of_parameters`."""
+        """The dtype of the published tensor, given the dtype of published parameters."""
         return of_parameters if self.pieces else self.stored.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class VersionTable:
-    """Everything that a version has, in the order of its buckets, and what it leaves out."""
+    """All tensors of a version in the order of its buckets, and the names that it leaves out."""
 
     tensors: tuple[PublishedTensor, ...]
     left_out: tuple[str, ...]
     parameters: Mapping[str, tuple[int, ...]]
-    """Shape of each of the learner's parameters, by its name in transformers; of tied ones the
-    first."""
+    """Shape of each of the learner's parameters, by its name in transformers. Tied parameters are
+    listed once, under the first name."""
     architecture: str
-    """Name of transformers' class."""
+    """Name of the model's class in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A table in numbers, or why there is none."""
+    """The sizes of a version's table, or the reason why it cannot be made."""
 
     trained: int
     """Elements of tensors that come from the learner's parameters."""
     largest: int
-    """Elements of the largest of them."""
+    """Elements of the largest of these tensors."""
     as_stored: Mapping[str, int]
-    """Bytes of each tensor that is published as the file has it."""
+    """Bytes of each tensor that is published as stored in the file."""
     left_out: tuple[str, ...]
     parameters: Mapping[str, tuple[int, ...]]
     refusal: str | None = None
@@ -95,10 +106,11 @@ class Outline:
 
 
 def version_table(model_path: str | Path) -> VersionTable:
-    """The table of a checkpoint, made without reading a tensor.
+    """Make the table of a checkpoint. No tensor is read.
 
     Raises:
-        CannotPublishError, CheckpointFilesError: with the reason.
+        CannotPublishError: the checkpoint cannot be trained and published.
+        CheckpointFilesError: its files cannot be read.
     """
     stored = stored_tensors(model_path)
     model, missing = _empty_model(model_path, stored)
@@ -120,7 +132,7 @@ def version_table(model_path: str | Path) -> VersionTable:
         name: tuple(_renamed(piece, first_of) for piece in pieces) for name, pieces in found.items()
     }
     rest = sorted(set(stored) - set(found))
-    # vLLM makes a module new as soon as one of its tensors comes, and then needs them all.
+    # vLLM reloads a module as a whole: if one of its tensors is published, all must be.
     modules = {name.rpartition(".")[0] for name in found}
     left_out = [
         name for name in rest if _not_loaded(name, model) and name.rpartition(".")[0] not in modules
@@ -145,20 +157,20 @@ def version_table(model_path: str | Path) -> VersionTable:
         for name in stored
         if name not in left_out
     ]
-    # One layer after the other: vLLM puts each together as soon as all of it has come.
+    # Order by layer: vLLM completes each layer as soon as all of its tensors have arrived.
     tensors.sort(key=lambda tensor: _natural(tensor.name))
     shapes = {name: selections[name].shape for name in dict.fromkeys(first_of.values())}
     return VersionTable(tuple(tensors), tuple(left_out), shapes, type(model).__name__)
 
 
 def outline(model_path: str | Path) -> Outline:
-    """The table in numbers, made in another process if this one has no torch, and remembered while
-    the checkpoint's files stay as they are."""
-    return _outline(str(model_path), _state(Path(model_path)))
+    """The outline of a checkpoint's table. Another process makes it if this one has not imported
+    torch. The result is cached until the checkpoint's files change."""
+    return _outline(str(model_path), _file_states(Path(model_path)))
 
 
 @lru_cache(maxsize=32)
-def _outline(model_path: str, state: tuple[Any, ...]) -> Outline:
+def _outline(model_path: str, files: tuple[FileState, ...]) -> Outline:
     if "torch" in sys.modules:
         return _outline_here(model_path)
     command = [sys.executable, "-m", "asyncrl.weights.published", model_path]
@@ -184,7 +196,7 @@ def _outline_here(model_path: str) -> Outline:
     return Outline(sum(trained), max(trained), as_stored, table.left_out, table.parameters)
 
 
-def _state(directory: Path) -> tuple[Any, ...]:
+def _file_states(directory: Path) -> tuple[FileState, ...]:
     files = [*sorted(directory.glob("*.safetensors*")), directory / "config.json"]
     return tuple(
         (file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists()
@@ -194,25 +206,25 @@ def _state(directory: Path) -> tuple[Any, ...]:
 def _empty_model(
     model_path: str | Path, stored: Mapping[str, StoredTensor]
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model as `from_pretrained` makes it of tensors that have a shape and no memory, and the
-    parameters and buffers that were not in them. The model remembers which conversions the
-    checkpoint's names needed."""
+    """Load the checkpoint with tensors on the meta device, which have shapes and no data. Returns
+    the model, and the names of parameters and buffers that the checkpoint lacks. The model records
+    the conversions that the checkpoint's names needed."""
     import torch
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.utils import logging
 
     if is_deepspeed_zero3_enabled():
         raise RuntimeError(
-            "a version's table is made before an HfDeepSpeedConfig: while one lives, transformers"
-            " makes every model sharded"
+            "make a version's table before an HfDeepSpeedConfig: while one exists, transformers"
+            " shards every model"
         )
     config, model_class = _causal_lm(model_path)
-    empty = {name: torch.empty(one.shape, device="meta") for name, one in stored.items()}
+    empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in stored.items()}
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        model, loading = model_class.from_pretrained(
+        loaded = model_class.from_pretrained(
             None,
             config=config,
             state_dict=empty,
@@ -223,25 +235,27 @@ def _empty_model(
     except (ValueError, RuntimeError) as error:
         raise CannotPublishError(
             f"transformers cannot make the parameters of {model_class.__name__} from the"
-            " checkpoint's tensors, some of which are missing or have other shapes; load it with"
+            " checkpoint's tensors: some are missing or have other shapes; load it with"
             " transformers, whose report names them"
         ) from error
     finally:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
+    # The annotation in transformers ignores `output_loading_info`.
+    model, loading = cast("tuple[PreTrainedModel, LoadingInfo]", loaded)
     _refuse_other_shapes(model_class.__name__, loading["mismatched_keys"])
     return model, set(loading["missing_keys"])
 
 
-def _causal_lm(model_path: str | Path) -> tuple[PreTrainedConfig, Any]:
-    """The configuration of a checkpoint, and transformers' causal language model class for it."""
+def _causal_lm(model_path: str | Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """The checkpoint's configuration, and its causal language model class in transformers."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-    except Exception as error:  # a value of a wrong type raises an error of any class
+    except Exception as error:  # a value of the wrong type may raise any class of error
         raise CannotPublishError(
             f"transformers cannot read its config.json ({_first_line(error)}); repair it"
         ) from error
@@ -251,30 +265,37 @@ def _causal_lm(model_path: str | Path) -> tuple[PreTrainedConfig, Any]:
             " checkpoint without it"
         )
     try:
-        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        mapped = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
         raise CannotPublishError(
             f"transformers has no causal language model for model_type {config.model_type!r}"
         ) from None
-    if isinstance(model_class, (tuple, list)):
-        named = [one for one in model_class if one.__name__ in (config.architectures or ())]
-        model_class = (named or model_class)[0]
-    return config, model_class
+    classes = [
+        model_class
+        for model_class in (mapped if isinstance(mapped, (tuple, list)) else (mapped,))
+        if model_class is not None
+    ]
+    named = [
+        model_class
+        for model_class in classes
+        if model_class.__name__ in (config.architectures or ())
+    ]
+    return config, (named or classes)[0]
 
 
 def _refuse_other_shapes(
     model_class: str, mismatched: Iterable[tuple[str, torch.Size, torch.Size]]
 ) -> None:
-    """Raise CannotPublishError for the first tensor (name, shape in the checkpoint, shape in the
-    model) with two shapes."""
-    for name, there, here in sorted(mismatched):
-        if len(there) == len(here) == 3 and there[1:] == here[1:]:  # experts, put together
+    """Raise CannotPublishError for the first mismatched tensor (name, shape in the checkpoint,
+    shape in the model)."""
+    for name, stored, wanted in sorted(mismatched):
+        if len(stored) == len(wanted) == 3 and stored[1:] == wanted[1:]:  # merged experts
             raise CannotPublishError(
-                f"the checkpoint has tensors of {there[0]} experts for {name!r}, and"
-                f" {model_class} has {here[0]}; complete it"
+                f"the checkpoint has tensors of {stored[0]} experts for {name!r}, and"
+                f" {model_class} has {wanted[0]}; complete it"
             )
         raise CannotPublishError(
-            f"{name!r} has shape {tuple(there)} in the checkpoint, and {tuple(here)} in"
+            f"{name!r} has shape {tuple(stored)} in the checkpoint, and {tuple(wanted)} in"
             f" {model_class}; save it with its own config"
         )
 
@@ -282,13 +303,14 @@ def _refuse_other_shapes(
 def _revert(model: PreTrainedModel, selections: Mapping[str, Selection]) -> dict[str, Selection]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    given: Any = dict(selections)
+    # A `Selection` supports all tensor operations of the conversions.
+    given = cast("dict[str, torch.Tensor]", dict(selections))
     reverted: dict[str, Selection] = revert_weight_conversion(model, given)
     return reverted
 
 
 def _selections(model: PreTrainedModel) -> dict[str, Selection]:
-    """Every parameter under each of its names."""
+    """A selection of every parameter, under each of its names."""
     return {
         name: Selection.of(name, parameter.shape)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -296,8 +318,8 @@ def _selections(model: PreTrainedModel) -> dict[str, Selection]:
 
 
 def _first_names(model: PreTrainedModel) -> dict[str, str]:
-    """Name of a parameter → the first name of those that it is tied to, by which `named_parameters`
-    lists it."""
+    """Name of a parameter → the name under which `named_parameters` lists it. Tied parameters share
+    the first of their names."""
     tied: dict[str, str] = dict(model.all_tied_weights_keys)
     firsts: dict[str, str] = {}
     found: dict[str, str] = {}
@@ -311,27 +333,27 @@ def _first_line(error: BaseException) -> str:
 
 
 def _stored_name(name: str, stored: Mapping[str, StoredTensor], prefix: str) -> str | None:
-    """The name in the file: as transformers would write it, or with or without the prefix of a
-    model without its head."""
+    """The name in the file: as transformers would write it, or without or with the prefix of the
+    base model."""
     return next(
         (
-            other
-            for other in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-            if other in stored
+            candidate
+            for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+            if candidate in stored
         ),
         None,
     )
 
 
 def _fitting(name: str, selection: Selection, stored: StoredTensor) -> tuple[Piece, ...]:
-    """The pieces of the tensor in the shape that the file has: transformers drops dimensions of
-    size 1 where it takes experts apart."""
+    """The pieces of the tensor in the file's shape. Dimensions of size 1 may differ: transformers
+    drops them when it splits experts."""
     if [size for size in selection.shape if size != 1] != [
         size for size in stored.shape if size != 1
     ]:
         raise CannotPublishError(
-            f"{name!r} has shape {stored.shape} in the checkpoint, and {selection.shape} made of"
-            " the model's parameters"
+            f"{name!r} has shape {stored.shape} in the checkpoint, but {selection.shape} when made"
+            " from the model's parameters"
         )
     return selection.pieces()
 
@@ -344,7 +366,7 @@ def _check_covered(
     missing: set[str],
     model: str,
 ) -> None:
-    """Raise CannotPublishError unless every parameter goes whole into the checkpoint's tensors,
+    """Raise CannotPublishError unless the checkpoint's tensors cover every parameter completely,
     under one of its names."""
     covered = dict.fromkeys(selections, 0)
     for pieces in found.values():
@@ -358,7 +380,7 @@ def _check_covered(
         return
     if lost in missing:
         raise CannotPublishError(
-            f"the checkpoint lacks {lost!r} of {model}, which would begin with random numbers;"
+            f"the checkpoint lacks {lost!r} of {model}, which would start from random values;"
             " complete it"
         )
     wanted = next(
@@ -370,7 +392,7 @@ def _check_covered(
         None,
     )
     raise CannotPublishError(
-        f"{lost!r} of {model} has no place among the checkpoint's tensors (transformers would write"
+        f"{lost!r} of {model} is not among the checkpoint's tensors (transformers would write"
         f" {wanted!r}); save it with transformers"
     )
 
@@ -387,14 +409,14 @@ def _renamed(piece: Piece, first_of: Mapping[str, str]) -> Piece:
 
 
 def _not_loaded(name: str, model: PreTrainedModel) -> bool:
-    """Does transformers know the name as one to pass over, such as rotary frequencies of old
-    checkpoints?"""
+    """Whether transformers ignores the name when it loads, such as rotary frequencies of old
+    checkpoints."""
     patterns = {r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())}
     return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Layer 2 before layer 10."""
+    """Sort key of a name that puts layer 2 before layer 10."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 

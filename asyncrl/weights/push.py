@@ -1,5 +1,5 @@
-"""Brings a version to all replicas: the version registry first, then a broadcast, then again those
-that have not acknowledged."""
+"""Pushes a version to all replicas: announces it to the version registry, then broadcasts it until
+enough replicas have applied it."""
 
 from __future__ import annotations
 
@@ -8,63 +8,63 @@ import contextlib
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import ray
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from asyncrl.contracts.messages import Manifest, PushReport, WeightsId
-from asyncrl.runtime.serve_calls import ask_all
+from asyncrl.runtime.ray_objects import Actor
+from asyncrl.runtime.serve_calls import Handle, ask_all
 from asyncrl.weights.fingerprint import difference_text, published_fingerprints
 from asyncrl.weights.manifest import ManifestError
 
 __all__ = ["ServeWeightSync"]
 
 STATUS_S = 10.0
-"""Seconds a replica gets to say where it is."""
+"""Seconds to wait for a replica's status."""
 
-SILENT = "one that does not answer"
-"""Stands for the id of a replica that has not said where it is."""
+SILENT = "a replica that does not answer"
+"""Placeholder for the unknown id of a replica that has not sent its status."""
 
 NO_ANSWER = (TimeoutError, ray.exceptions.RayError, DeploymentUnavailableError)
-"""What a broadcast raises when Serve does not say which replicas there are, or when none is up (it
-died, and its successor still loads)."""
+"""Errors of a broadcast when Serve does not list the replicas, or none is running (the only one
+died and its successor is still loading)."""
 
 ROUND_S = 15.0
-"""Seconds of one broadcast before the replicas are asked where they are."""
+"""Seconds of one broadcast before the replicas' statuses are requested."""
 
 FINGERPRINTS_S = 120.0
-"""Seconds that the replicas get to say what they hold."""
+"""Seconds to wait for the fingerprints of the replicas' weights."""
 
 ANSWER_S = 1.0
-"""Seconds that a replica gets to say where it is when nobody has to wait for it."""
+"""Seconds to wait for a replica's status when the push does not depend on it."""
 
 BETWEEN_ROUNDS_S = 0.2
 """Seconds between two rounds."""
 
 ANNOUNCE_EVERY_S = 10.0
-"""Seconds after which the version registry is told the newest version once more."""
+"""Seconds between repeated announcements of the newest version to the version registry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Where the live replicas are."""
+    """Which live replicas have a version."""
 
     at: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Those at (or above) the version, with their timings."""
+    """Replicas at the version or above, with the timings of their last update."""
     behind: list[str] = field(default_factory=list)
-    """The others: ids of those below it, `SILENT` for each that does not answer."""
+    """Ids of the replicas below the version, and `SILENT` for each that does not answer."""
     tokens: int = 0
-    """Tokens that those below it have generated."""
+    """Tokens that the replicas below the version have generated."""
 
     @property
     def live(self) -> int:
         return len(self.at) + len(self.behind)
 
     def commits(self, known: Counter[str], graced: bool) -> bool:
-        """Whether the version is committed: at least half of the live replicas have it, and no
-        other one is waited for. Before the grace is over, only those `known` to stay behind are
-        not."""
+        """Whether the version is committed: at least half of the live replicas have it, and the
+        push need not wait for the others. Until the grace period ends, it waits for all but those
+        `known` to be behind."""
         return (
             bool(self.at)
             and 2 * len(self.at) >= self.live
@@ -77,8 +77,8 @@ class ServeWeightSync:
 
     def __init__(
         self,
-        handle: Any,
-        registry: Any,
+        handle: Handle,
+        registry: Actor,
         push_timeout_s: float,
         commit_grace_s: float = 60.0,
         drains: bool = False,
@@ -86,27 +86,27 @@ class ServeWeightSync:
         """
         Args:
             push_timeout_s, commit_grace_s: as in `WeightsConfig`.
-            drains: generations under way end before a replica applies a version: while they make
-                tokens, no time passes.
+            drains: replicas finish their current generations before they apply a version. The
+                timeout restarts whenever they have generated tokens.
         """
         self._handle = handle
         self._registry = registry
         self._timeout_s, self._grace_s, self._drains = push_timeout_s, commit_grace_s, drains
         self._last: Manifest | None = None
         self._behind: Counter[str] = Counter()
-        """Replicas that the last push waited for in vain, and how many were silent. The next one
-        does not wait for these."""
+        """Replicas that the last push waited for in vain, `SILENT` for each that did not answer.
+        The next push does not wait for them."""
         self._holding: str | None = None
-        """The replica that keeps its version for an evaluation. Every push repeats it, so that a
-        replica which missed a word is not held for ever."""
+        """The replica that keeps its version for an evaluation. Every push repeats it, so a replica
+        that missed `release` is still released."""
 
     async def push(self, manifest: Manifest) -> PushReport:
         """Return when every live replica has applied the version, or, after `commit_grace_s`, when
-        at least half of them have. Those that were waited for in vain the last time, and have not
-        caught up since, are not waited for again. The one that is held is not at all.
+        at least half of them have.
 
-        Replicas that start meanwhile take it from the version registry and are counted once they
-        answer.
+        The push does not wait for a held replica. It also skips replicas that the last push waited
+        for in vain and that have not caught up since. Replicas that start during the push get the
+        version from the version registry, and count once they answer.
 
         Raises:
             RuntimeError: fewer than half applied it in time, or the manifest does not fit the
@@ -151,8 +151,8 @@ class ServeWeightSync:
         )
 
     async def hold(self, version: int) -> str | None:
-        """Let one replica keep the version that was pushed last, until `release`. None: fewer than
-        two have it, or Serve does not answer."""
+        """Let one replica keep the version that was pushed last, until `release`. Returns its id.
+        None if fewer than two replicas have the version, or Serve does not answer."""
         if self._last is None or self._last.version != version:
             return None
         weights = WeightsId(self._last.run_id, self._last.attempt, version)
@@ -173,23 +173,24 @@ class ServeWeightSync:
         return None
 
     async def release(self, replica: str) -> None:
-        """The replica takes the newest version, and counts again. It need not live; one that does
-        not hear it learns it from the next push."""
+        """Let the replica take the newest version and count again. The replica may have died. If
+        it misses this call, the next push releases it."""
         if self._holding == replica:
             self._holding = None
         with contextlib.suppress(*NO_ANSWER):
             await ask_all(self._handle, "release", replica, timeout_s=STATUS_S)
 
     async def keep_announced(self) -> None:
-        """Tell the version registry the newest version again and again, until cancelled: one whose
-        process died is started empty, and a replica that starts then would find nothing before the
-        next version."""
+        """Announce the newest version to the version registry repeatedly, until cancelled.
+
+        A version registry whose process died is restarted empty. Without this, a replica that
+        starts then would find no version until the next push.
+        """
         while True:
             await asyncio.sleep(ANNOUNCE_EVERY_S)
             if self._last is not None:
-                with contextlib.suppress(
-                    ray.exceptions.RayError
-                ):  # a version registry that is just starting; one that has a newer version by now
+                # The version registry may be starting, or have a newer version by now.
+                with contextlib.suppress(ray.exceptions.RayError):
                     await self._registry.announce.remote(self._last)
 
     async def _announce(self, manifest: Manifest) -> None:
@@ -205,12 +206,12 @@ class ServeWeightSync:
             ) from None
 
     async def differing_tensor(self) -> str:
-        """Which tensor of the version pushed last differs most between what was published and what
-        a replica holds: half a sentence.
+        """A clause that names the tensor of the last pushed version that differs most between the
+        published weights and a replica's weights.
 
         Raises:
-            RuntimeError, ray.exceptions.RayError: nothing was pushed yet, or a side does not
-                answer.
+            RuntimeError: no version was pushed yet, or no replica answers.
+            ray.exceptions.RayError: the published buckets are lost.
         """
         if self._last is None:
             raise RuntimeError("no version has been pushed yet")
@@ -222,14 +223,15 @@ class ServeWeightSync:
         )
         if not held:
             raise RuntimeError(
-                f"no replica said what it holds: {answers[0] if answers else 'none is up'}"
+                "no replica sent the fingerprints of its weights:"
+                f" {answers[0] if answers else 'no replica is running'}"
             )
         buckets = await asyncio.to_thread(ray.get, list(self._last.buckets))
         published = await asyncio.to_thread(published_fingerprints, self._last, buckets)
         return difference_text(published, held, self._last.tensors[0].dtype)
 
     async def _still_behind(self) -> Counter[str]:
-        """Who was waited for in vain the last time, and has not caught up since."""
+        """The replicas that the last push waited for in vain and that have not caught up since."""
         if self._last is None or not self._behind:
             return self._behind
         survey = await self._survey(self._last, ANSWER_S, spare=0)
@@ -238,8 +240,8 @@ class ServeWeightSync:
     async def _broadcast(
         self, manifest: Manifest, timeout_s: float, grace_s: float
     ) -> list[BaseException]:
-        """Ask every live replica to apply the version; return what went wrong. After the grace the
-        answers of half of them are enough."""
+        """Ask every live replica to apply the version. Returns the errors. After the grace period,
+        the answers of half of them are enough."""
         spare = self._behind.total()
         try:
             answers = await ask_all(
@@ -258,12 +260,12 @@ class ServeWeightSync:
     async def _survey(
         self, manifest: Manifest, grace_s: float, spare: int | None = None
     ) -> Survey | None:
-        """Where the live replicas are; the one that is held is left out. None if none is up just
-        now: what was known before stays.
+        """Find out which live replicas have the version, except a held replica. None if no
+        replica is running: the caller then keeps the previous survey.
 
         Args:
             grace_s: seconds after which the answers of half of them are enough.
-            spare: replicas that are not waited for. Default: as many as stay behind.
+            spare: number of replicas not to wait for. Default: as many as are known to be behind.
         """
         spare = self._behind.total() if spare is None else spare
         try:
@@ -287,7 +289,7 @@ class ServeWeightSync:
         )
 
 
-def _has(weights: Any, manifest: Manifest) -> bool:
+def _has(weights: WeightsId | None, manifest: Manifest) -> bool:
     return (
         weights is not None
         and (weights.run_id, weights.attempt) == (manifest.run_id, manifest.attempt)

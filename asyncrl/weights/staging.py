@@ -1,5 +1,5 @@
-"""Fetch one version into one file in shared memory, and check it there. Until a version is applied,
-nothing but this file exists of it."""
+"""Fetches a version into one file in shared memory and checks it there. Until the version is
+applied, this file is its only trace on the replica."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import ray
@@ -30,12 +29,12 @@ STAGING_NAME = re.compile(r"asyncrl-.+-(?P<pid>\d+)\.weights")
 
 
 class StagingError(RuntimeError):
-    """A version could not be brought into shared memory whole. Nothing has been changed."""
+    """A version could not be copied to shared memory completely. The weights are unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A version, checked, in a file of `nbytes` bytes. `tensors` are (name, shape, dtype, offset in
+    """A checked version in a file of `nbytes` bytes. `tensors` are (name, shape, dtype, offset in
     the file)."""
 
     path: Path
@@ -43,8 +42,8 @@ class Staged:
     tensors: tuple[tuple[str, tuple[int, ...], str, int], ...]
     fetch_s: float
 
-    def update_info(self) -> dict[str, Any]:
-        """What the engine's worker is told: fields of `asyncrl.weights.apply.StagedUpdate`."""
+    def update_info(self) -> dict[str, object]:
+        """The fields of `asyncrl.weights.apply.StagedUpdate`, for the engine's worker."""
         return {
             "path": str(self.path),
             "nbytes": self.nbytes,
@@ -52,7 +51,7 @@ class Staged:
         }
 
     def remove(self) -> None:
-        """Delete the file; a worker that still maps it keeps its memory."""
+        """Delete the file. The memory is freed when the last worker unmaps it."""
         self.path.unlink(missing_ok=True)
 
 
@@ -62,15 +61,15 @@ def fetch_version(
     timeout_s: float,
     directory: Path = SHARED_MEMORY,
 ) -> Staged:
-    """Check the manifest, then bring its buckets one by one from the object store into one file.
+    """Check the manifest, then copy its buckets one by one from the object store into one file.
     Blocks: call it in a thread.
 
     Raises:
         ManifestError: the manifest does not fit the model.
-        StagingError: no room, a bucket that is lost or late, or one whose size or checksum is
-            wrong. The file is gone again.
+        StagingError: shared memory is full, or a bucket is lost, late, or has a wrong size or
+            checksum. The file has been removed.
     """
-    begun = time.monotonic()
+    began = time.monotonic()
     check_manifest(manifest, expected)
     starts, nbytes = _bucket_starts(manifest.sizes)
     path = (
@@ -81,12 +80,11 @@ def fetch_version(
     try:
         path.unlink(missing_ok=True)
         with open(path, "wb", opener=_new_file) as file:
-            os.posix_fallocate(
-                file.fileno(), 0, nbytes
-            )  # all of it now: what does not fit fails here, not half-way
+            # Reserve all of it now: a version that does not fit fails here, not half-way.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
             for index, start in enumerate(starts):
                 _copy_bucket(
-                    manifest, index, file.fileno(), start, timeout_s - (time.monotonic() - begun)
+                    manifest, index, file.fileno(), start, timeout_s - (time.monotonic() - began)
                 )
     except BaseException as error:
         with suppress(OSError):
@@ -102,24 +100,24 @@ def fetch_version(
     tensors = tuple(
         (e.name, tuple(e.shape), e.dtype, starts[e.bucket] + e.offset) for e in manifest.tensors
     )
-    return Staged(path, nbytes, tensors, time.monotonic() - begun)
+    return Staged(path, nbytes, tensors, time.monotonic() - began)
 
 
 def _new_file(name: str, flags: int) -> int:
-    """Everybody may write to shared memory: what lies there under our name, a link to elsewhere for
-    one, is never opened."""
+    """Create the file exclusively. Every user may write to shared memory, so an existing file or
+    link of this name must not be opened."""
     return os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
 def sweep(directory: Path = SHARED_MEMORY) -> list[Path]:
-    """Delete the staging files of processes that are gone, as after a kill; return them."""
+    """Delete the staging files of processes that have ended, for example after a kill. Returns
+    them."""
     removed = []
     for path in directory.glob("asyncrl-*.weights"):
         match = STAGING_NAME.fullmatch(path.name)
         if match is not None and not psutil.pid_exists(int(match["pid"])):
-            with suppress(
-                PermissionError, FileNotFoundError
-            ):  # another user's, or another replica swept it first
+            # The file may belong to another user, or another replica may delete it first.
+            with suppress(PermissionError, FileNotFoundError):
                 path.unlink()
                 removed.append(path)
     return removed
@@ -138,22 +136,25 @@ def _bucket_starts(sizes: tuple[int, ...]) -> tuple[list[int], int]:
 def _check_room(path: Path, directory: Path, nbytes: int) -> None:
     if os.path.dirname(os.path.abspath(path)) != os.path.abspath(directory):
         raise StagingError(
-            f"staging file {str(path)!r} would leave {directory}; the run's id may not contain '/'"
+            f"staging file {str(path)!r} would be outside {directory}; the run's id must not"
+            " contain '/'"
         )
     free = shutil.disk_usage(directory).free
     if nbytes > free:
         raise StagingError(
-            f"{path.parent} has {free >> 20} MiB free, this version needs {nbytes >> 20} MiB;"
-            " enlarge shared memory"
+            f"{path.parent} has {free >> 20} MiB free, but this version needs"
+            f" {nbytes >> 20} MiB; enlarge shared memory"
         )
 
 
 def _copy_bucket(manifest: Manifest, index: int, file: int, start: int, timeout_s: float) -> None:
     title = f"bucket {index} of version {manifest.version}"
     try:
-        data = memoryview(ray.get(manifest.buckets[index], timeout=max(timeout_s, 0.001))).cast("B")
+        data = ray.get(manifest.buckets[index], timeout=max(timeout_s, 0.001)).data.cast("B")
     except ray.exceptions.GetTimeoutError:
-        raise StagingError(f"{title} did not come in time; raise weights.push_timeout_s") from None
+        raise StagingError(
+            f"{title} did not arrive in time; raise weights.push_timeout_s"
+        ) from None
     except ray.exceptions.RayError as error:
         raise StagingError(
             f"{title} is lost ({type(error).__name__}): its learner is gone"

@@ -1,5 +1,4 @@
-"""The tensors that a checkpoint directory holds, told from its index and the headers of its
-files."""
+"""Lists the tensors of a checkpoint directory from its index and the headers of its files."""
 
 from __future__ import annotations
 
@@ -25,18 +24,18 @@ TORCH_NAMES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""The types that can be published, by their names in a file. Quantized types are not among them:
-their tensors cannot be trained."""
+"""Name in a file → torch's name of each dtype that can be published. Quantized dtypes are missing,
+because their tensors cannot be trained."""
 
 
 class CheckpointFilesError(ValueError):
-    """A checkpoint directory whose tensors cannot be read."""
+    """The tensors of a checkpoint directory cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor in a checkpoint's file. `dtype` is torch's name, or the file's own name for a type
-    that cannot be published."""
+    """A tensor in a checkpoint's file. `dtype` is torch's name, or the file's name for a dtype that
+    cannot be published."""
 
     file: Path
     shape: tuple[int, ...]
@@ -50,44 +49,43 @@ class StoredTensor:
 
 def stored_files(model_path: str | Path) -> list[Path]:
     """The checkpoint's weight files: those that the index names, or `model.safetensors`. Other
-    safetensors files in the directory are not part of it, such as the same weights once more in
-    another format.
+    safetensors files do not belong to the checkpoint, such as the same weights in another format.
 
     Raises:
-        CheckpointFilesError: there are none, one is missing, or the index names a path outside the
-            directory.
+        CheckpointFilesError: a file is missing, the index names a path outside the directory, or
+            it is unclear which files belong to the checkpoint.
     """
     directory = Path(model_path)
     if not (directory / INDEX).exists():
         if not (directory / SINGLE).exists():
             raise CheckpointFilesError(
-                f"{str(directory)!r} holds neither {SINGLE} nor {INDEX}; give a Hugging Face"
+                f"{str(directory)!r} has no {SINGLE} and no {INDEX}; give a Hugging Face"
                 " checkpoint directory with safetensors"
             )
         if more := sorted(
             file.name for file in directory.glob("*.safetensors") if file.name != SINGLE
         ):
-            # vLLM would load every one of them.
+            # vLLM would load all of them.
             raise CheckpointFilesError(
-                f"{str(directory)!r} holds {more[0]} beside {SINGLE} and no {INDEX} that says which"
-                " to read; move it elsewhere"
+                f"{str(directory)!r} has {SINGLE} and {more[0]}, but no {INDEX} that lists the"
+                " files to read; move the other files elsewhere"
             )
         return [directory / SINGLE]
     if (directory / SINGLE).exists() and set(_weight_map(directory).values()) != {SINGLE}:
         raise CheckpointFilesError(
-            f"{str(directory)!r} holds {SINGLE} and an {INDEX} that names other files; remove one"
+            f"{str(directory)!r} has {SINGLE} and an {INDEX} that names other files; remove one"
             " of the two"
         )
     names = sorted(set(_weight_map(directory).values()))
     for name in names:
         if Path(name).name != name:
             raise CheckpointFilesError(
-                f"{str(directory / INDEX)!r} names {name!r}, which is no file of that directory;"
+                f"{str(directory / INDEX)!r} names {name!r}, which is not a file of that directory;"
                 " write the index again"
             )
         if not (directory / name).exists():
             raise CheckpointFilesError(
-                f"{str(directory / INDEX)!r} names {name!r}, which is not there; complete the"
+                f"{str(directory / INDEX)!r} names {name!r}, which is missing; complete the"
                 " download"
             )
     return [directory / name for name in names]
@@ -97,7 +95,8 @@ def stored_tensors(model_path: str | Path) -> dict[str, StoredTensor]:
     """Name → tensor of everything in the checkpoint's files.
 
     Raises:
-        CheckpointFilesError: as `stored_files`, a file is damaged, or two files hold the same name.
+        CheckpointFilesError: as in `stored_files`, or a file is damaged, or two files have a tensor
+            of the same name.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -105,10 +104,10 @@ def stored_tensors(model_path: str | Path) -> dict[str, StoredTensor]:
     for file in stored_files(model_path):
         try:
             with safe_open(file, framework="np") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - a safetensors file is no mapping
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     if name in found:
                         raise CheckpointFilesError(
-                            f"{found[name].file} and {file} both hold {name!r}; keep one of them"
+                            f"{found[name].file} and {file} both have {name!r}; keep one of them"
                         )
                     view = tensors.get_slice(name)
                     dtype = str(view.get_dtype())
@@ -135,6 +134,6 @@ def _weight_map(directory: Path) -> dict[str, str]:
         or not all(isinstance(file, str) for file in weight_map.values())
     ):
         raise CheckpointFilesError(
-            f"{str(directory / INDEX)!r} has a weight_map without files; download it again"
+            f"the weight_map of {str(directory / INDEX)!r} names no files; download it again"
         )
     return weight_map

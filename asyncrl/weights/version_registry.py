@@ -1,20 +1,23 @@
-"""The version registry: where a replica that started late, was restarted or missed a broadcast
-finds the newest version.
+"""The version registry: an actor that knows the newest version. Replicas that start late, restart
+or miss a broadcast ask it.
 
-It is the lease on the application as well: Ray gives its name to one actor at a time, and ends it
-with the driver that opened it, however that ends.
+It also serves as the lease on the application. Ray gives its name to one actor at a time. The actor
+ends with the driver that opened it, even if the driver is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.contracts.messages import Manifest
+
+if TYPE_CHECKING:
+    from asyncrl.runtime.ray_objects import Actor
 
 __all__ = [
     "REGISTRY_NAMESPACE",
@@ -29,56 +32,57 @@ __all__ = [
 REGISTRY_NAMESPACE = "asyncrl"
 
 RELEASE_S = 10.0
-"""Seconds in which Ray notices that a driver was killed, and ends its version registry."""
+"""Seconds that Ray needs to notice a killed driver and to end its version registry."""
 
 ANSWER_S = 5.0
-"""Seconds that a version registry gets to say whose it is: its process may still be starting."""
+"""Seconds to wait for a version registry to name its holder. Its process may still be starting."""
 
 LOOK_EVERY_S = 0.2
 
 
 class LeaseHeldError(RuntimeError):
-    """Another job has the application. The message names it."""
+    """Another job has the lease on the application. The message names that job."""
 
 
 class VersionRegistry:
-    """Holds the newest manifest of the job. A manifest's buckets belong to the learner; the version
+    """Stores the newest manifest of the job. The learner owns the manifest's buckets; the version
     registry only borrows them."""
 
     def __init__(self, holder: str = "a job") -> None:
-        """`holder` is the job, as another one is told who has the application."""
+        """`holder` describes this job to other jobs that want the application."""
         self._holder = holder
         self._manifest: Manifest | None = None
 
     def announce(self, manifest: Manifest) -> None:
-        """From now on this is the current version.
+        """Make this the current version.
 
         Raises:
-            ValueError: an older version of the same run and attempt.
+            ValueError: the version is older than the current one of the same run and attempt.
         """
-        before = self._manifest
+        current = self._manifest
         if (
-            before is not None
-            and (before.run_id, before.attempt) == (manifest.run_id, manifest.attempt)
-            and manifest.version < before.version
+            current is not None
+            and (current.run_id, current.attempt) == (manifest.run_id, manifest.attempt)
+            and manifest.version < current.version
         ):
             raise ValueError(
-                f"version {manifest.version} was announced after version {before.version} of the"
+                f"version {manifest.version} was announced after version {current.version} of the"
                 " same attempt"
             )
         self._manifest = manifest
 
     def withdraw(self) -> None:
-        """No version is current until the next is announced: the learner that published the newest
-        has ended, and its buckets with it."""
+        """Forget the current version until the next is announced. Called when the learner that
+        published it has ended: its buckets are lost."""
         self._manifest = None
 
     def current(self) -> Manifest | None:
-        """The newest manifest, or None before the first and after `withdraw`."""
+        """The newest manifest. None before the first one and after `withdraw`."""
         return self._manifest
 
     def newest(self) -> tuple[str, int, int] | None:
-        """Run, attempt and version of the newest manifest, or None before the first."""
+        """Run, attempt and version of the newest manifest. None before the first one and after
+        `withdraw`."""
         return (
             None
             if self._manifest is None
@@ -86,17 +90,18 @@ class VersionRegistry:
         )
 
     def holder(self) -> str:
-        """Whose version registry it is."""
+        """The job that opened this version registry."""
         return self._holder
 
 
-def open_registry(name: str, holder: str = "a job") -> Any:
-    """Start the job's version registry and return its actor handle. It ends with the job, and lives
-    on the driver's node: the loss of another one is not its end. If its process dies, Ray starts it
-    again, empty until a version is announced.
+def open_registry(name: str, holder: str = "a job") -> Actor:
+    """Start the job's version registry and return its actor handle.
+
+    It ends with the job. It runs on the driver's node, so it survives the loss of any other node.
+    If its process dies, Ray restarts it, empty until a version is announced.
 
     Raises:
-        ValueError: a version registry of that name is there already.
+        ValueError: a version registry of that name already exists.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(VersionRegistry).options(
@@ -110,42 +115,44 @@ def open_registry(name: str, holder: str = "a job") -> Any:
     return actor.remote(holder)
 
 
-def find_registry(name: str) -> Any | None:
-    """Actor handle of a job's version registry, or None if there is none."""
+def find_registry(name: str) -> Actor | None:
+    """Actor handle of a job's version registry. None if it does not exist."""
     try:
         return ray.get_actor(name, namespace=REGISTRY_NAMESPACE)
     except ValueError:
         return None
 
 
-async def take_lease(name: str, holder: str, application: str, release_s: float = RELEASE_S) -> Any:
-    """Open the version registry, and with it have the application to oneself until the version
+async def take_lease(
+    name: str, holder: str, application: str, release_s: float = RELEASE_S
+) -> Actor:
+    """Open the version registry, which leases the application to this job until the version
     registry or this driver ends.
 
     Args:
-        release_s: seconds to wait for a version registry that is there: its driver may be dead, and
-            Ray about to notice.
+        release_s: seconds to wait for an existing version registry to end. Its driver may be dead
+            without Ray having noticed.
 
     Raises:
-        LeaseHeldError: another job has it after that.
+        LeaseHeldError: another job still has the lease after that time.
     """
     deadline = time.monotonic() + release_s
     while True:
         try:
             return open_registry(name, holder)
         except ValueError:
-            other = await lease_holder(name) or "a job that is ending"
+            holder_now = await lease_holder(name) or "a job that is ending"
         if time.monotonic() > deadline:
             raise LeaseHeldError(
-                f"generators {application!r} are leased by {other}; wait for its end, or use"
+                f"generators {application!r} are leased by {holder_now}; wait for its end, or use"
                 " another application"
             )
         await asyncio.sleep(LOOK_EVERY_S)
 
 
 async def lease_holder(name: str) -> str | None:
-    """Whose version registry of that name there is; None if there is none. One that does not answer
-    is named as such."""
+    """The job that opened the version registry of that name. None if it does not exist. If it does
+    not answer, the result says so."""
     registry = await asyncio.to_thread(find_registry, name)
     if registry is None:
         return None

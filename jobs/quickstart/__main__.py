@@ -1,10 +1,10 @@
-"""The main job, end to end: make a tiny model and its task, warm-start it, train it by asynchronous
-RL, evaluate, show what was measured.
+"""The main job, end to end: makes a tiny model and its task, warm-starts it, trains it by
+asynchronous RL, evaluates it, and prints measurements.
 
     python -m jobs.quickstart [--section.field value …]
 
-Beyond `asyncrl train jobs/quickstart/quickstart.yaml` it makes the inputs, chooses a free run name,
-and prints the measurements.
+In addition to `asyncrl train jobs/quickstart/quickstart.yaml`, it makes the inputs, chooses a free
+run name, and prints the measurements.
 """
 
 import os
@@ -38,8 +38,8 @@ def main(overrides: list[str]) -> int:
 
 
 def _free_name(config: Config) -> Config:
-    """The config under the first name that is not taken: quickstart, quickstart-2, …; a resume
-    keeps its name."""
+    """The config with the first free name of quickstart, quickstart-2, …; a resume keeps its
+    name."""
     name, number = config.name, 1
     while config.resume == "never" and config.run_directory.exists():
         number += 1
@@ -48,7 +48,7 @@ def _free_name(config: Config) -> Config:
 
 
 def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
-    """What the README's table shows, from the run directory and the memory sampler."""
+    """Print the README's figures, from the run directory and the memory sampler."""
     run = open_run(summary.directory)
     pushes = sorted(
         record["weights/pause_s"] for record in run.records("push") if record["version"] > 0
@@ -59,8 +59,8 @@ def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
         for name, value in run.records("startup")[-1].items()
         if name.startswith("startup/") and not name.endswith("caches_removed")
     }
-    trained = [ended for ended in run.outcomes().to_pylist() if ended["outcome"] == "trained"]
-    late = [ended["staleness"] for ended in trained if ended["trained_at_version"] >= 3]
+    trained = [outcome for outcome in run.outcomes().to_pylist() if outcome["outcome"] == "trained"]
+    late = [outcome["staleness"] for outcome in trained if outcome["trained_at_version"] >= 3]
     steps = run.records("step")
     step_s = statistics.median(
         record["time/step_s"] + record["time/learner_waited_s"] for record in steps
@@ -69,7 +69,7 @@ def print_measurements(summary: Summary, memory: MemoryPeak) -> None:
     print(f"  wall time            {summary.seconds / 60:.1f} min")
     print(
         f"  memory, peak         {memory.total / GIB:.1f} GiB in {memory.processes} processes,"
-        f" shared memory {memory.shared / GIB:.2f} GiB of it"
+        f" including {memory.shared / GIB:.2f} GiB of shared memory"
     )
     for name, size in list(memory.by_name.items())[:8]:
         print(f"    {name:<34}{size / GIB:6.2f} GiB")

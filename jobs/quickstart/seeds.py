@@ -1,10 +1,10 @@
-"""The quickstart with three seeds, and once with its rewards shuffled over each step's batch, which
-must learn nothing. Prints one table.
+"""Runs the quickstart with three seeds, and once with rewards shuffled over each step's batch,
+which must learn nothing. Prints one table.
 
     python -m jobs.quickstart.seeds [--section.field value …]
 
-Each run's model, data order, sampling and split of the data have its seed; runs that are finished
-already are read, not repeated.
+A run's seed applies to its model, data order, sampling and data split. Finished runs are read, not
+repeated.
 """
 
 import subprocess
@@ -22,8 +22,8 @@ RUNS = {f"seed-{seed}": ["--seed", str(seed)] for seed in (0, 1, 2)} | {
 
 
 def main(overrides: list[str]) -> int:
-    """Run what is missing, then print. 0 if every bar holds, 1 if one does not, else the exit code
-    of the run that failed."""
+    """Run what is missing, then print. Returns 0 if every bar is met, 1 if one is missed, or else
+    the exit code of a run that failed."""
     rows, missed = [], []
     for name, arguments in RUNS.items():
         command = [
@@ -39,7 +39,7 @@ def main(overrides: list[str]) -> int:
         if (wanted.run_directory / "hf").exists():
             if _differs(open_run(wanted.run_directory).config, wanted):
                 print(
-                    f"{wanted.run_directory} was made with other settings; remove it, or name"
+                    f"{wanted.run_directory} was made with other settings; remove it, or set"
                     " another runs_root",
                     file=sys.stderr,
                 )
@@ -63,7 +63,7 @@ def main(overrides: list[str]) -> int:
         f"bars: {LEAST_AFTER:.0%} after and {100 * LEAST_GAIN:.0f} points gained; with shuffled"
         f" rewards at most {100 * MOST_BY_CHANCE:.0f} points"
     )
-    print(f"missed by {', '.join(missed)}" if missed else "all held")
+    print(f"missed by {', '.join(missed)}" if missed else "all bars met")
     return 1 if missed else 0
 
 
@@ -72,7 +72,7 @@ def _differs(made: Config, wanted: Config) -> bool:
 
 
 def _inputs(seed: str) -> list[str]:
-    """Every seed has a model and a split of its own."""
+    """Overrides that give each seed its own model and data split."""
     folder = f"{{runs_root}}/quickstart-inputs{'' if seed == '0' else '-' + seed}"
     train, held_out = f"{folder}/train.parquet", f"{folder}/held_out.parquet"
     return [
@@ -96,7 +96,9 @@ def _row(name: str, config: Config) -> tuple[str, list[float]]:
         for kind in ("greedy", "sampled")
     )
     staleness = [
-        ended["staleness"] for ended in run.outcomes().to_pylist() if ended["outcome"] == "trained"
+        outcome["staleness"]
+        for outcome in run.outcomes().to_pylist()
+        if outcome["outcome"] == "trained"
     ]
     mean = sum(staleness) / len(staleness)
     gains = [f"{before:.1%} → {after:.1%}" for before, after in (greedy, sampled)]

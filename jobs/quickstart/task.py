@@ -1,5 +1,5 @@
-"""The quickstart's inputs: a tiny Qwen3 with a character tokenizer, and reasoning-gym's `chain_sum`
-as Parquet.
+"""Makes the quickstart's inputs: a tiny Qwen3 with a character tokenizer, and reasoning-gym's
+`chain_sum` as Parquet.
 
 Both are ordinary files that any other model or dataset can replace: a Hugging Face checkpoint
 directory, and two tables.
@@ -33,11 +33,11 @@ in twenty."""
 
 
 def make_inputs(config: Config) -> None:
-    """Make the model and data that the config names, unless they are there. In a process of its
-    own: it needs torch, which the driver does not.
+    """Make the model and data that the config names, unless they exist. A separate process makes
+    them, because the driver does not load torch.
 
     Raises:
-        ConfigError: they could not be made. The message has the process's errors.
+        ConfigError: they could not be made. The message includes the errors of that process.
     """
     directory = Path(config.data.train).parent
     if (directory / "held_out.parquet").exists() and Path(config.model.path).exists():
@@ -53,7 +53,7 @@ def make_inputs(config: Config) -> None:
 
 def make_model(directory: Path, seed: int) -> int:
     """Write a tiny Qwen3 (random weights from `seed`) and its tokenizer as a Hugging Face
-    checkpoint; the number of parameters."""
+    checkpoint, and return its number of parameters."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -68,8 +68,8 @@ def make_model(directory: Path, seed: int) -> int:
         # Four times the usual 0.02, which suits wider layers.
         initializer_range=0.08,
         max_position_embeddings=256,
-        # Prompts have six characters: a short base lets the first frequencies tell neighboring
-        # positions apart.
+        # Prompts have six characters, and a small base makes the first frequencies distinguish
+        # neighboring positions.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         bos_token_id=SPECIAL_TOKENS.index("<bos>"),
         eos_token_id=SPECIAL_TOKENS.index("<eos>"),
@@ -115,8 +115,8 @@ def _sums(seed: int, max_digits: int) -> list[dict[str, str]]:
     """Distinct sums of two terms with 1 to max_digits digits, drawn from reasoning-gym's
     `chain_sum`.
 
-    Its differences are left out: sums alone take a model of this size fewer steps, and a demo
-    should not take an hour.
+    Differences are left out, so that a model of this size needs fewer steps and the demo less than
+    an hour.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
@@ -166,7 +166,7 @@ def _tokenizer() -> Any:
 
 
 def main() -> None:
-    """Write the model and the data under the directory given."""
+    """Write the model and the data to a directory."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)

@@ -57,18 +57,18 @@ def test_reinforce_plus_plus_is_normalized_over_the_step() -> None:
 @pytest.mark.parametrize("offset", [0.0, 1e4, 1e9])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_advantages_far_from_zero_are_standardized_over_ranks(offset: float, dtype: type) -> None:
-    """Three ranks, one of which has no token. The std of values around 1e9 is lost in E[v²] -
-    E[v]²."""
+    """Three ranks, one of which has no token. E[v²] - E[v]² would lose the std of values around
+    1e9."""
     values = np.random.default_rng(0).integers(-8, 9, 60).astype(np.float64) * 64 + offset
     parts = [part.astype(dtype) for part in np.split(values, [17, 17])]
-    waiting, given = threading.Barrier(len(parts)), [np.zeros(0)] * len(parts)
+    barrier, contributions = threading.Barrier(len(parts)), [np.zeros(0)] * len(parts)
 
     def rank(index: int) -> np.ndarray:
         def summed(own: np.ndarray) -> np.ndarray:
-            given[index] = own
-            waiting.wait(30)
-            total = np.sum(given, axis=0)
-            waiting.wait(30)
+            contributions[index] = own
+            barrier.wait(30)
+            total = np.sum(contributions, axis=0)
+            barrier.wait(30)
             return total
 
         return standardized(
@@ -83,7 +83,8 @@ def test_advantages_far_from_zero_are_standardized_over_ranks(offset: float, dty
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_grpo_divides_by_the_std_of_the_population(n: int) -> None:
-    """And so is sqrt(n / (n - 1)) times what verl and TRL have, as docs/coming_from.md says."""
+    """The result is sqrt(n / (n - 1)) times that of verl and TRL, as in
+    docs/how_to/coming_from.md."""
     rewards = torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     theirs = (rewards - rewards.mean()) / rewards.std()
     ours = group_advantages(rewards.tolist(), [True] * n, "grpo")
@@ -100,7 +101,7 @@ def test_soft_overlong_penalty_falls_linearly() -> None:
     assert soft_overlong_penalty(100, 100, 0, 1.0) == 0.0
 
 
-def test_masked_trajectories_have_no_part_in_the_statistics() -> None:
+def test_masked_trajectories_do_not_enter_the_statistics() -> None:
     assert group_advantages([1.0, None, 0.0, 100.0], [True, False, True, False], "dr_grpo") == [
         0.5,
         None,
@@ -128,7 +129,7 @@ def test_against_numpy(seed: int) -> None:
     )
 
 
-def test_what_cannot_be_used_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="one flag"):
         group_advantages([1.0], [True, True], "grpo")
     with pytest.raises(ValueError, match="finite"):

@@ -1,5 +1,5 @@
-"""Every loss, correction and advantage against an independent numpy version, trajectory by
-trajectory, with ragged lengths and masked members."""
+"""Compares every loss, correction and advantage with an independent numpy implementation, which
+handles one trajectory at a time. Lengths differ, and some trajectories are masked."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LOSSES: tuple[dict[str, Any], ...] = (
 
 
 def drawn(seed: int) -> dict[str, np.ndarray]:
-    """Log-probs, advantages of either sign and ages for every token."""
+    """Draw log-probs, ages, and advantages of both signs for every token."""
     generator = np.random.default_rng(seed)
     count = sum(LENGTHS)
     learner = -2 * generator.random(count)
@@ -68,8 +68,7 @@ def drawn(seed: int) -> dict[str, np.ndarray]:
 def numpy_loss(
     known: dict[str, np.ndarray], weights: np.ndarray, a: AlgorithmConfig, mean_weight: float
 ) -> tuple[float, np.ndarray]:
-    """The step's loss, and which tokens are masked. Written from the papers' formulas, a trajectory
-    at a time."""
+    """Compute the step's loss and mask from the papers' formulas, one trajectory at a time."""
     total, dropped, start = 0.0, [], 0
     c = a.correction
     for length in LENGTHS:
@@ -177,11 +176,11 @@ def torch_tokens(
     reference: bool,
     which: range = range(len(LENGTHS)),
 ) -> PolicyTokens:
-    """The tokens of some of the trajectories."""
+    """Select the tokens of some trajectories."""
     begins = np.concatenate([[0], np.cumsum(LENGTHS)])
-    places = np.concatenate([np.arange(begins[one], begins[one + 1]) for one in which])
+    places = np.concatenate([np.arange(begins[index], begins[index + 1]) for index in which])
     sequence = torch.repeat_interleave(
-        torch.arange(len(which)), torch.tensor([LENGTHS[one] for one in which])
+        torch.arange(len(which)), torch.tensor([LENGTHS[index] for index in which])
     )
     pi, mu, adv, age, ref, w = (
         torch.tensor(x[places])
@@ -254,8 +253,8 @@ def test_kl_in_the_loss_and_normalized_weights(estimator: str, mean_weight: floa
 def test_any_split_into_micro_batches_and_ranks_has_the_loss_and_gradient_of_the_whole(
     aggregation: Any, settings: dict[str, Any]
 ) -> None:
-    """Weights come from the whole step, so sums over micro-batches and ranks are exact, whatever is
-    masked."""
+    """Weights come from the whole step, so sums over micro-batches and ranks are exact for any
+    mask."""
     truncation = "none" if settings.get("old_policy", "behavior") == "behavior" else "sequence"
     algorithm = AlgorithmConfig.model_validate(
         {
@@ -316,8 +315,10 @@ def test_advantages_with_masked_members(method: Advantage, seed: int) -> None:
         "reinforce_plus_plus_baseline": lambda x: x - kept.mean(),
         "gae": lambda x: x,
     }[method]
-    given = [float(reward) if use else None for reward, use in zip(rewards, usable, strict=True)]
-    found = group_advantages(given, usable.tolist(), method)
+    all_rewards = [
+        float(reward) if use else None for reward, use in zip(rewards, usable, strict=True)
+    ]
+    found = group_advantages(all_rewards, usable.tolist(), method)
     assert [value is None for value in found] == [not use for use in usable]
     np.testing.assert_allclose(
         [value for value in found if value is not None], [expected(x) for x in kept], rtol=1e-9

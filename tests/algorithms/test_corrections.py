@@ -78,7 +78,7 @@ def test_rejection(estimator: str, level: str, above: float, kept: list[bool]) -
     assert rejection_mask(LOG_RATIO, SEQUENCE, 2, estimator, level, above).tolist() == kept
 
 
-def test_off_policy_sequence_mask_spares_good_answers() -> None:
+def test_off_policy_sequence_mask_keeps_good_answers() -> None:
     far = torch.tensor([-1.0, -3.0, -3.0])
     assert off_policy_sequence_mask(
         far, torch.tensor([-1.0, -1.0, 1.0]), SEQUENCE, 2, 1.5

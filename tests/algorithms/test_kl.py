@@ -1,4 +1,5 @@
-"""The KL divergence as a reward: by hand, and its gradient by enumeration of every answer."""
+"""The KL divergence as a reward: on hand-computed numbers, and its gradient by enumeration of every
+answer."""
 
 import itertools
 import math
@@ -26,8 +27,8 @@ def test_lengths_must_agree() -> None:
 
 
 def policy(seed: int, away_from: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits of the first token, and of the second after each first one; near those of another
-    policy."""
+    """Draw the logits of the first token, and of the second after each first token, near those of
+    another policy."""
     draw = torch.randn(
         VOCABULARY + 1,
         VOCABULARY,
@@ -38,14 +39,14 @@ def policy(seed: int, away_from: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def answers(logits: torch.Tensor) -> torch.Tensor:
-    """Log-probs [answers, LENGTH] of both tokens of every possible answer."""
+    """Return the log-probs [answers, LENGTH] of both tokens of every possible answer."""
     tables = logits.log_softmax(-1)
     pairs = itertools.product(range(VOCABULARY), repeat=LENGTH)
     return torch.stack([torch.stack([tables[0, a], tables[a + 1, b]]) for a, b in pairs])
 
 
 def gradients(seed: int, estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact gradients of the KL divergence, and of the expected penalty when it is a reward."""
+    """Return the exact gradients of the KL divergence, and of its expected penalty as a reward."""
     reference = policy(seed)
     logits = policy(seed + 100, away_from=reference).requires_grad_()
     ours, theirs = answers(logits), answers(reference)
@@ -69,7 +70,7 @@ def test_as_a_reward_it_has_the_gradient_of_the_divergence(seed: int) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "low_var"])
-def test_the_other_estimators_have_another_one(estimator: str) -> None:
+def test_the_other_estimators_have_another_gradient(estimator: str) -> None:
     cosines = [
         float(torch.cosine_similarity(*(g.flatten() for g in gradients(seed, estimator)), dim=0))
         for seed in range(5)

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from asyncrl.algorithms.logprobs import LogitMap, greedy_tokens, token_logprobs
 
 
-def test_entropy_has_a_gradient_only_if_asked_for() -> None:
+def test_entropy_has_a_gradient_only_with_entropy_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         torch.randn(6, 4, generator=generator, requires_grad=True),
@@ -31,7 +31,7 @@ def test_entropy_has_a_gradient_only_if_asked_for() -> None:
 
 
 def test_hand_computed_numbers() -> None:
-    # logits of the one row: [ln 1, ln 3]; at temperature 0.5 they are squared: 1 and 9.
+    # The logits of the row are [ln 1, ln 3]. Temperature 0.5 squares their exponentials: 1 and 9.
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3)]])
     logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([1]), 1.0)
     assert logprobs.item() == pytest.approx(math.log(0.75))
@@ -93,12 +93,12 @@ def test_chunks_are_exact_to_one_in_a_million(entropy_gradient: bool) -> None:
 
 @pytest.mark.parametrize("chunks", [2, 600])
 def test_the_heads_gradient_adds_up_in_float32_over_many_chunks(chunks: int) -> None:
-    """In bfloat16, where every chunk's part is rounded once and their sum must not be: against
-    whole logits in float64."""
+    """In bfloat16, the part of each chunk is rounded once, and their sum must not be rounded again.
+    The result is compared with whole logits in float64."""
     width, vocabulary, rows = 8, 32, 2
     torch.manual_seed(0)
-    # All rows pull the head the same way, as a policy gradient does: the sum grows far beyond any
-    # one part.
+    # All rows change the head in the same direction, as a policy gradient does. So the sum becomes
+    # much larger than any part.
     hidden = (1 + 0.1 * torch.randn(chunks * rows, width)).bfloat16()
     weight, bias, targets = (
         torch.randn(vocabulary, width).bfloat16(),
@@ -118,12 +118,13 @@ def test_the_heads_gradient_adds_up_in_float32_over_many_chunks(chunks: int) -> 
         strict=True,
     ):
         assert found.dtype == torch.bfloat16
-        # Half a unit of bfloat16's last place is 0.002; each chunk's logits are rounded as well.
+        # Half a unit in bfloat16's last place is 0.002. The logits of each chunk are rounded too.
         assert float((found.double() - exact).norm() / exact.norm()) < 0.01, name
 
 
 class LargestOutput(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned, in the backward pass as well."""
+    """Records the size of the largest tensor that any operation returns, including the backward
+    pass."""
 
     elements = 0
 
@@ -136,11 +137,11 @@ class LargestOutput(TorchDispatchMode):
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize(("chunk_rows", "largest"), [(3, 3 * 500), (64, 64 * 500)])
-def test_the_logits_never_exist_whole(
+def test_the_whole_logits_are_never_in_memory(
     chunk_rows: int, largest: int, entropy_gradient: bool
 ) -> None:
-    """Rows 64, vocabulary 500: with chunks of 3 rows nothing is larger than a chunk; with one chunk
-    of all rows the logits are seen, so they would be."""
+    """With 64 rows, a vocabulary of 500 and chunks of 3 rows, no tensor is larger than a chunk.
+    With one chunk for all rows, the test sees the whole logits."""
     hidden, weight = torch.randn(64, 2, requires_grad=True), torch.randn(500, 2, requires_grad=True)
     with LargestOutput() as seen:
         logprobs, entropy = token_logprobs(
@@ -199,8 +200,8 @@ MAPS = {
 def test_mapped_logits_have_the_log_probs_and_gradients_of_plain_autograd_in_float64(
     name: str, chunk_elements: int
 ) -> None:
-    """Logits reach 12, far into the soft cap of 3. The gradient is of log-probs and entropies
-    together."""
+    """Logits reach 12, far above the soft cap of 3. The gradient is that of log-probs plus
+    entropies."""
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(7, 5), 2 * torch.randn(13, 5), torch.randn(13)
     targets, direction, logit_map = torch.randint(0, 13, (7,)), torch.linspace(-1, 1, 7), MAPS[name]
@@ -218,8 +219,8 @@ def test_mapped_logits_have_the_log_probs_and_gradients_of_plain_autograd_in_flo
         inputs[0], inputs[1], targets, 0.7, inputs[2], chunk_elements, True, logit_map
     )
     gradients = torch.autograd.grad((direction * (found[0] + 0.1 * found[1])).sum(), inputs)
-    for one, other in zip((*found, *gradients), (*expected, *wanted), strict=True):
-        assert float((one - other).abs().max() / other.abs().max()) < 2e-6
+    for actual, reference in zip((*found, *gradients), (*expected, *wanted), strict=True):
+        assert float((actual - reference).abs().max() / reference.abs().max()) < 2e-6
     assert (
         greedy_tokens(hidden, weight, bias, chunk_elements, logit_map).tolist()
         == logits.argmax(-1).tolist()
@@ -227,8 +228,8 @@ def test_mapped_logits_have_the_log_probs_and_gradients_of_plain_autograd_in_flo
 
 
 def test_a_soft_cap_by_hand() -> None:
-    """Head 0 and 4 capped at 2: 2 tanh 2 = 1.92806; log-prob of the second: -log(1 +
-    e^-1.92806)."""
+    """The logits are 0 and 4 with a cap of 2. 2 tanh 2 = 1.92806, so the second log-prob is
+    -log(1 + e^-1.92806)."""
     found, _ = token_logprobs(
         torch.ones(1, 1),
         torch.tensor([[0.0], [4.0]]),

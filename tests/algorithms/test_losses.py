@@ -1,5 +1,5 @@
-"""Every surrogate on hand-computed numbers, and the whole policy loss against an independent numpy
-version with ragged lengths."""
+"""Every surrogate on hand-computed numbers, and the whole policy loss compared with an independent
+numpy implementation."""
 
 import math
 from dataclasses import replace
@@ -31,7 +31,7 @@ def tensor(*values: float) -> torch.Tensor:
 
 
 def tokens(logprobs, behavior, advantages, lengths=None, ages=None, weights=None) -> PolicyTokens:
-    """One trajectory, unless lengths say otherwise."""
+    """Make tokens of one trajectory, or of trajectories with the given lengths."""
     count = len(behavior)
     lengths = lengths or [count]
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -69,7 +69,7 @@ def test_ppo_on_hand_computed_numbers() -> None:
     assert (sums.ratio.item(), sums.ratio_max.item(), sums.ratio_squared.item()) == pytest.approx(
         (5.1, 1.5, 2 * 2.25 + 2 * 0.25 + 1.21)
     )
-    # A clipped token has no gradient; another has -r·A.
+    # A clipped token has no gradient. Any other token has -r·A.
     assert gradient(loss, learner) == pytest.approx([0.0, -0.5, 1.5, 0.0, -2.2])
 
 
@@ -116,18 +116,18 @@ def test_cispo_has_no_lower_clip_unless_it_is_set() -> None:
         )
 
 
-def test_what_an_update_in_mid_generation_does_is_told_from_staleness() -> None:
-    """Tokens of the learner's own version in trajectories begun earlier: without an old KV cache
-    they would have its log-probs."""
+def test_drift_from_an_old_kv_cache_is_separate_from_staleness() -> None:
+    """Drift counts tokens of the learner's own version in trajectories that an older version
+    started. Without the old KV cache, they would have the learner's log-probs."""
     learner = tensor(-1.0, -1.0, -1.0, -1.0, -1.0)
-    given = tokens(
+    batch = tokens(
         learner,
         learner + tensor(0.5, 0.25, 0.125, 0.5, 0.5),
         tensor(1, 1, 1, 1, 1),
         lengths=[3, 2],
         ages=tensor(1, 0, 0, 0, 0),
     )
-    _, sums = policy_loss(given, objective())
+    _, sums = policy_loss(batch, objective())
     assert (float(sums.drift), float(sums.drift_tokens)) == (0.375, 2)
 
 
@@ -143,8 +143,8 @@ def test_masks_are_counted_by_reason() -> None:
         tokens(learner, behavior, tensor(1, 1, -1, -1), lengths=[2, 2]),
         objective(correction=settings),
     )
-    # ratios 2, 0.5, 1, 0.714: the first leaves the band, |k1| 0.69 of the first two is rejected,
-    # mean -l 0.168 of the second trajectory is not
+    # Ratios 2, 0.5, 1, 0.714. The first is outside the band. |k1| = 0.69 rejects the first two. The
+    # mean -l = 0.168 of the second trajectory is below the threshold.
     assert (
         float(sums.masked_band),
         float(sums.masked_rejected),
@@ -194,7 +194,7 @@ def test_decoupled_ppo_is_the_weighted_policy_gradient_where_the_learner_is_prox
     assert gradient(loss, learner) == pytest.approx([-3.0, 0.8 * 3])
 
 
-def test_the_log_linear_proximal_policy_lies_one_version_before() -> None:
+def test_the_log_linear_proximal_policy_is_one_version_older() -> None:
     logprobs, behavior = tensor(-1, -1, -1, -1), tensor(-3, -3, -3, -3)
     assert log_linear_proximal(logprobs, behavior, tensor(0, 1, 2, 4)).tolist() == pytest.approx(
         [-1, -3, -2, -1.5]
@@ -251,12 +251,12 @@ def test_policy_loss_against_numpy(seed: int, truncation: str) -> None:
             "reject_level": "sequence_mean",
         },
     )
-    given = tokens(
+    batch = tokens(
         *(torch.tensor(x) for x in (learner, behavior, advantages)),
         lengths=lengths,
         weights=torch.tensor(weights),
     )
-    loss, sums = policy_loss(given, settings)
+    loss, sums = policy_loss(batch, settings)
 
     expected, masked, at = 0.0, 0, 0
     for length in lengths:
@@ -322,9 +322,9 @@ def test_the_gradient_does_not_depend_on_how_trajectories_are_split(loss: str) -
 
 def test_the_entropy_bonus_raises_the_entropy() -> None:
     logprobs, entropy = tensor(-1.0, -2.0).requires_grad_(), tensor(0.5, 0.3).requires_grad_()
-    given = tokens(logprobs, logprobs.detach(), tensor(1, 1), weights=tensor(0.25, 0.75))
-    without, _ = policy_loss(given, objective(), entropy)
-    with_bonus, _ = policy_loss(given, objective(entropy_coef=0.1), entropy)
+    batch = tokens(logprobs, logprobs.detach(), tensor(1, 1), weights=tensor(0.25, 0.75))
+    without, _ = policy_loss(batch, objective(), entropy)
+    with_bonus, _ = policy_loss(batch, objective(entropy_coef=0.1), entropy)
     assert (without - with_bonus).item() == pytest.approx(0.1 * (0.25 * 0.5 + 0.75 * 0.3))
     assert gradient(with_bonus, entropy) == pytest.approx([-0.025, -0.075])
 
@@ -422,10 +422,10 @@ def test_every_weight_that_the_cap_cuts_is_counted_whatever_the_mean_is(mean_wei
     )
     learner, behavior = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-2.0, -1.0, -2.7])
     ones = torch.ones(3)
-    given = PolicyTokens(
+    batch = PolicyTokens(
         learner, behavior, ones, ones, torch.zeros(3, dtype=torch.int64), 1, torch.zeros(3)
     )
-    assert policy_loss(given, chosen, mean_weight=mean_weight)[1].capped == 2
+    assert policy_loss(batch, chosen, mean_weight=mean_weight)[1].capped == 2
 
 
 def test_a_weight_that_the_cap_leaves_whole_is_not_counted() -> None:
@@ -438,7 +438,7 @@ def test_a_weight_that_the_cap_leaves_whole_is_not_counted() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_in_the_loss_has_the_gradient_of_the_divergence_from_the_reference(estimator) -> None:
-    """Every outcome of one token, each as often as another policy samples it: the gradient is that
+    """With every outcome of one token, as often as another policy samples it, the gradient is that
     of KL(learner || reference)."""
     logits = torch.tensor([0.5, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
     reference, behavior = log(0.2, 0.2, 0.6), log(0.3, 0.5, 0.2)
@@ -460,14 +460,15 @@ def test_kl_in_the_loss_has_the_gradient_of_the_divergence_from_the_reference(es
 
 
 def test_the_kl_terms_ratio_is_capped_and_needs_a_reference() -> None:
-    # π = 0.5, 0.25; π_ref = 0.25, 0.5; μ = 0.5, 0.05: ratios 1 and 5, the second capped at 2
+    # π = 0.5, 0.25; π_ref = 0.25, 0.5; μ = 0.5, 0.05. The ratios are 1 and 5; the second is capped
+    # at 2.
     learner, behavior = log(0.5, 0.25).requires_grad_(), log(0.5, 0.05)
     known = replace(tokens(learner, behavior, tensor(0, 0)), reference_logprobs=log(0.25, 0.5))
     loss, sums = policy_loss(known, objective(kl_loss_coef=0.1))
     k3 = (0.5 - 1 - math.log(0.5), 2 - 1 - math.log(2))
     assert loss.item() == pytest.approx(0.1 * (k3[0] + 2 * k3[1]))
     assert sums.kl_reference.item() == pytest.approx(sum(k3))
-    # d (r · k3) / d log π = r · k3 + r · (1 - π_ref / π), and a capped r is a constant
+    # d (r · k3) / d log π = r · k3 + r · (1 - π_ref / π). A capped r is a constant.
     assert gradient(loss, learner) == pytest.approx([0.1 * (k3[0] + 1 - 0.5), 0.1 * 2 * (1 - 2)])
     none, _ = policy_loss(tokens(learner, behavior, tensor(0, 0)), objective(kl_loss_coef=0.1))
     assert none.item() == 0

@@ -1,5 +1,5 @@
-"""A loss, an advantage and a group filter of the user's own: the examples give the built-in
-numbers, and what breaks the contract is named with its line."""
+"""The user's own loss, advantage and group filter. The examples give the built-in numbers. An error
+names the function that broke its contract, and its line."""
 
 import importlib
 import math
@@ -107,7 +107,7 @@ def test_the_examples_advantage_is_the_built_in_one(rewards):
     ], "one has nothing to compare with"
 
 
-def test_the_example_filter_and_what_a_filter_is_told():
+def test_the_example_filter_and_the_arguments_of_a_filter():
     assert own_verdict("jobs.own_algorithm:mixed", [0.0, 1.0], [-1.0, 1.0], [2, 2], [False, False])
     assert not own_verdict(
         "jobs.own_algorithm:mixed", [1.0, 1.0], [0.0, 0.0], [2, 2], [False, False]
@@ -130,7 +130,8 @@ def test_the_example_filter_and_what_a_filter_is_told():
         (
             "other",
             7,
-            "raised TypeError: it takes rewards, which it is not told; there are advantages, ",
+            "raised TypeError: it takes rewards, which asyncrl does not provide; available:"
+            " advantages, ",
         ),
         ("raises", 8, r"raised KeyError: 'loss' at .*wrong_own\.py:9, in raises"),
         ("infinite", 10, "as loss of token 0 from finite arguments"),
@@ -158,7 +159,7 @@ def test_a_wrong_loss_is_named_with_its_line(name, line, message):
         ("digits", "returned list of <U1; return 2 floats"),
         (
             "odd",
-            r"raised Odd: \(a Odd whose text cannot be had: ValueError\) at .*, in odd; repair it",
+            r"raised Odd: \(a Odd without a text: ValueError\) at .*, in odd; repair it",
         ),
         ("tensor", "returned Tensor; return 2 floats"),
         ("huge", "returned list of object; return 2 floats"),
@@ -173,23 +174,23 @@ def test_a_wrong_advantage_is_named(name, message):
         group_advantages([2.0, 2.0], [True, True], f"wrong_own:{name}")
 
 
-def test_a_function_cannot_change_the_rewards_it_is_told():
+def test_a_function_cannot_change_its_rewards():
     rewards = np.array([3.0, 1.0])
     group_advantages(rewards, [True, True], "wrong_own:sorts")
     assert rewards.tolist() == [3.0, 1.0]
 
 
-def test_a_loss_cannot_change_the_tensors_it_is_told():
-    told = policy_loss(trial_tokens(), objective(loss="reinforce"))
+def test_a_loss_cannot_change_its_tensors():
+    expected = policy_loss(trial_tokens(), objective(loss="reinforce"))
     changed = policy_loss(trial_tokens(), objective(loss="wrong_own:in_place"))
     for name in ("ratio", "ratio_max", "kl_k3", "drift", "drift_tokens"):
-        assert getattr(told[1], name) == getattr(changed[1], name), name
+        assert getattr(expected[1], name) == getattr(changed[1], name), name
 
 
-def test_a_function_of_a_script_or_notebook_is_refused_with_the_way_out():
+def test_a_function_of_a_script_or_notebook_is_refused_with_advice():
     with pytest.raises(
         FunctionError,
-        match=(r"'__main__:mine' is in a script or notebook, .*; put it into a module of its own"),
+        match=(r"'__main__:mine' is in a script or notebook, .*; move it to a module"),
     ):
         own_metrics("__main__:mine")
     with pytest.raises(
@@ -238,7 +239,7 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_own_line(
 
 
 @pytest.mark.parametrize("name", ["one", "listed"])
-def test_a_filter_says_true_or_false(name):
+def test_a_filter_must_return_a_bool(name):
     with pytest.raises(
         FunctionError,
         match=rf"algorithm\.group_filter = 'wrong_own:{name}' .*; return True to train the group",
@@ -246,7 +247,7 @@ def test_a_filter_says_true_or_false(name):
         own_verdict(f"wrong_own:{name}", [1.0, 0.0], [0.5, -0.5], [1, 1], [False, False])
 
 
-def test_log_probs_that_are_no_numbers_are_left_to_the_step():
+def test_non_finite_log_probs_are_left_to_the_step():
     tokens = trial_tokens()
     tokens.behavior_logprobs[0] = math.nan
     loss, sums = policy_loss(tokens, objective(loss="jobs.own_algorithm:clipped"))
@@ -254,8 +255,8 @@ def test_log_probs_that_are_no_numbers_are_left_to_the_step():
 
 
 @pytest.mark.parametrize("setting", [{"loss": "ppoo"}, {"advantage": "a2c"}, {"loss": "mine:f.g"}])
-def test_an_unknown_name_is_answered_with_all_of_them(setting):
+def test_an_unknown_name_is_refused_with_the_known_ones(setting):
     with pytest.raises(
-        ValueError, match=r"use one of .*, or a function of your own as package\.module:function"
+        ValueError, match=r"use one of .*, or your own function as package\.module:function"
     ):
         objective(**setting)

@@ -1,4 +1,4 @@
-"""pass@k against constants, and against every subset there is."""
+"""pass@k on known values, and compared with an enumeration of all subsets."""
 
 from itertools import combinations
 
@@ -34,9 +34,9 @@ def test_it_is_the_share_of_subsets_with_a_sample_that_passes(n):
             assert pass_at_k(n, passed, k) == sum(drawn) / len(drawn)
 
 
-def test_many_samples_of_few_that_pass_lose_nothing_to_rounding():
-    """As a product of floats, 1 - (1 - 1e-4)... is off in its last digits; as integers it is the
-    nearest float."""
+def test_few_passing_samples_of_many_lose_no_digits():
+    """A product of floats, 1 - (1 - 1e-4)..., is wrong in its last digits. Integer arithmetic gives
+    the nearest float."""
     assert pass_at_k(10_000, 1, 1) == 1e-4
     assert pass_at_k(1000, 999, 1) == 0.999
 
@@ -44,6 +44,6 @@ def test_many_samples_of_few_that_pass_lose_nothing_to_rounding():
 @pytest.mark.parametrize(
     ("n", "passed", "k"), [(4, 1, 0), (4, 1, 5), (0, 0, 1), (4, 5, 1), (4, -1, 1)]
 )
-def test_what_has_no_estimate_is_refused(n, passed, k):
+def test_invalid_counts_are_refused(n, passed, k):
     with pytest.raises(ValueError, match="samples"):
         pass_at_k(n, passed, k)

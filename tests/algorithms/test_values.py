@@ -1,5 +1,5 @@
-"""Generalized advantage estimation and the value loss, by hand and against the formulas written
-out."""
+"""Generalized advantage estimation and the value loss, on hand-computed numbers and against the
+formulas of the paper."""
 
 import numpy as np
 import pytest
@@ -19,9 +19,9 @@ def test_gae_on_hand_computed_numbers() -> None:
     )
 
 
-def test_a_reward_of_a_token_comes_with_it_and_the_rest_with_the_last() -> None:
-    """λ = γ = 1 without values: the advantage is all reward from here on. 0.5 + 0 + 1 comes with
-    tokens, 2 - 1.5 at the end."""
+def test_the_last_token_gets_the_reward_that_no_token_has() -> None:
+    """With λ = γ = 1 and values of 0, the advantage is the sum of all later rewards. The tokens
+    have 0.5 + 0 + 1, and the last one also gets 2 - 1.5."""
     per_token = np.array([0.5, 0.0, 1.0])
     assert gae(2.0, np.zeros(3), 1.0, 1.0, per_token).tolist() == [2.0, 1.5, 1.5]
     assert gae(2.0, np.zeros(3), 1.0, 0.0, per_token).tolist() == [0.5, 0.0, 1.5]

@@ -1,4 +1,4 @@
-"""docs/models.md against the families, and the table's measurements themselves."""
+"""docs/reference/models.md against the families, and the table's measurements themselves."""
 
 from __future__ import annotations
 

@@ -156,8 +156,8 @@ def test_the_plan_says_what_follows_from_what(tmp_path):
         one.text() for one in derived_settings(config(**LONG, model=sized(tmp_path / "m", 1 << 30)))
     ]
     assert (
-        "rollout.deadline_s = 9831 s: 16384 tokens at 5 tokens/s, 3 times, as not all completions"
-        " run at once, at least 300 s" in lines
+        "rollout.deadline_s = 9831 s: 16384 tokens at 5 tokens/s, in 3 turns, as not all"
+        " completions run at once, at least 300 s" in lines
     )
     assert (
         "generator.start_timeout_s = 611 s: 600 s, and 1.0 GiB of model files at 100 MiB/s" in lines

@@ -1,5 +1,5 @@
-"""Hypothesis profile of the mutation run: a mutant is killed by any example, so none is made
-smaller."""
+"""The Hypothesis profile of `make mutants`. Any failing example kills a mutant, so shrinking is
+off."""
 
 from hypothesis import Phase, settings
 

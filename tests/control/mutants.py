@@ -1,5 +1,5 @@
-"""`make mutants`: break the control code on purpose, one named way at a time; the tests beside this
-file must notice each of them."""
+"""`make mutants`: breaks the control code in one named way at a time. The tests in this folder must
+notice each one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 TESTS = [
     "tests/control/test_staleness.py",
     "tests/control/test_coordinator.py",
-    "tests/control/test_concurrency.py::test_what_engines_say_during_an_evaluation_moves_nothing",
+    "tests/control/test_concurrency.py::test_engine_load_during_an_evaluation_does_not_move_the_limit",
     "tests/control/test_coordinator_properties.py",
 ]
-"""The quick ones first: each mutant ends at the first test that notices it."""
+"""Fast files first, because a run ends at the first test that notices the mutant."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ MUTANTS = [
         'self._end(scored.ordinal, "skipped", result.reason)',
         "pass",
     ),
-    Mutant("slot lost on failure", COORDINATOR, "self._fail(ordinal, why)", "pass"),
+    Mutant("slot lost on failure", COORDINATOR, "self._fail(ordinal, reason)", "pass"),
     Mutant(
         "slot lost on drop",
         COORDINATOR,
@@ -95,7 +95,7 @@ MUTANTS = [
         "",
     ),
     Mutant(
-        "acknowledges before the buffer has it",
+        "acknowledges before the buffer has the group",
         COORDINATOR,
         "arrived = await self.parts.scores.next()\n",
         "arrived = await self.parts.scores.next()\n            await"
@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     Mutant("over-sampling is not used", STALENESS, " + self.over_sampling", ""),
     Mutant(
-        "a dropped rollout goes on",
+        "a dropped rollout continues",
         COORDINATOR,
         "            task.cancel()\n        self.books.running(self.buffer.running)",
         "            pass\n        self.books.running(self.buffer.running)",
@@ -153,54 +153,54 @@ MUTANTS = [
     Mutant(
         "publishes during an evaluation",
         COORDINATOR,
-        "not self.flips_held and (self.in_publication",
+        "not self.publishing_blocked\n                    and (self.in_publication",
         "(self.in_publication",
     ),
     Mutant(
-        "an evaluation takes no replica of its own",
+        "an evaluation reserves no replica",
         COORDINATOR,
         "else await self.parts.weights.hold(version)",
         "else None",
     ),
     Mutant(
-        "the last evaluation takes a replica of its own",
+        "the last evaluation reserves a replica",
         COORDINATOR,
         "if in_flight or last or",
         "if in_flight or",
     ),
     Mutant(
-        "publishing waits although a replica keeps the version",
+        "publishing waits although a replica is held",
         COORDINATOR,
-        "holds_flips=replica is None and not in_flight",
-        "holds_flips=not in_flight",
+        "blocks_publishing=replica is None and not in_flight",
+        "blocks_publishing=not in_flight",
     ),
     Mutant(
         "publishing waits for an evaluation in flight",
         COORDINATOR,
-        "holds_flips=replica is None and not in_flight",
-        "holds_flips=replica is None",
+        "blocks_publishing=replica is None and not in_flight",
+        "blocks_publishing=replica is None",
     ),
     Mutant(
-        "the replica of an evaluation is never let go",
+        "the replica of an evaluation is never released",
         COORDINATOR,
         "await self.parts.weights.release(replica)",
         "pass",
     ),
     Mutant(
-        "an evaluation under way is not due",
+        "a running evaluation is not due",
         COORDINATOR,
         "                self.evaluation = UnderEvaluation(version)\n",
         "                self.evaluation = UnderEvaluation(version)\n               "
         " self.evaluations_due = set()\n",
     ),
     Mutant(
-        "a lost evaluation is not done again",
+        "a lost evaluation is not repeated",
         COORDINATOR,
         "if due > version or lost",
         "if due > version",
     ),
     Mutant(
-        "a lost evaluation takes a replica again",
+        "a lost evaluation reserves a replica again",
         COORDINATOR,
         "or last or self.evaluation_lost",
         "or last",
@@ -239,7 +239,7 @@ MUTANTS = [
 
 
 def survives(mutant: Mutant, folder: Path) -> bool:
-    """Apply it to a copy of the project and run the tests there."""
+    """Apply the mutant to a copy of the project, and return whether the tests pass there."""
     for name in ("asyncrl", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
@@ -247,8 +247,8 @@ def survives(mutant: Mutant, folder: Path) -> bool:
     text = file.read_text()
     if text.count(mutant.old) != 1:
         raise SystemExit(
-            f"mutant {mutant.name!r}: {mutant.old!r} stands {text.count(mutant.old)} times in"
-            f" {mutant.file}; it must stand once"
+            f"mutant {mutant.name!r}: {mutant.old!r} occurs {text.count(mutant.old)} times in"
+            f" {mutant.file}; it must occur once"
         )
     file.write_text(text.replace(mutant.old, mutant.new))
     command = [
@@ -267,9 +267,7 @@ def survives(mutant: Mutant, folder: Path) -> bool:
         command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ).returncode
     if code not in (0, 1):
-        raise SystemExit(
-            f"mutant {mutant.name!r}: pytest ended with {code}, neither passed nor failed"
-        )
+        raise SystemExit(f"mutant {mutant.name!r}: pytest did not run the tests (exit code {code})")
     return code == 0
 
 
@@ -279,7 +277,7 @@ def main() -> int:
             Mutant("nothing", STALENESS, '"""The staleness rule', '"""The staleness rule'),
             Path(folder),
         ):
-            raise SystemExit("the tests fail without any mutant; repair that first")
+            raise SystemExit("the tests fail without a mutant; repair them first")
     survivors = []
     for mutant in MUTANTS:
         with tempfile.TemporaryDirectory(prefix="asyncrl_mutant_") as folder:

@@ -1,5 +1,5 @@
-"""The limit on groups that run at once: each decision by hand, and the whole against the best fixed
-limit on an engine with a KV cliff."""
+"""The adaptive limit on running groups: its decisions on hand-computed numbers, and its throughput
+compared with the best fixed limit."""
 
 import asyncio
 import math
@@ -43,7 +43,7 @@ def test_grows_by_one_for_each_group_until_an_engine_was_full_and_then_slowly():
     assert concurrency.decisions == {"grow": 5, "trim": 1}
 
 
-def test_does_not_grow_when_something_else_holds_groups_back_nor_between_the_marks():
+def test_does_not_grow_below_the_limit_or_between_the_thresholds():
     concurrency = Concurrency(4, 100)
     concurrency.observe(load(), running=3)
     concurrency.observe(load(0.87), running=4)
@@ -64,7 +64,7 @@ def test_a_queue_is_trimmed_and_a_preemption_cuts_once_for_those_that_ran():
     assert concurrency.limit == pytest.approx(16.2)
 
 
-def test_what_engines_have_lost_is_summed_and_a_replaced_one_keeps_its_part():
+def test_losses_are_summed_over_engines_including_replaced_ones():
     concurrency = Concurrency(20, 100)
     concurrency.observe(EngineLoad("one", 0.87, 0, 3, (0, 0, 2)), running=20)
     concurrency.observe(EngineLoad("two", 0.87, 0, 0, (1,)), running=18)
@@ -82,7 +82,7 @@ def test_what_engines_have_lost_is_summed_and_a_replaced_one_keeps_its_part():
     assert concurrency.decisions == {"cut": 1, "trim": 1}
 
 
-def test_never_above_the_most_nor_below_one():
+def test_the_limit_stays_between_one_and_the_maximum():
     concurrency = Concurrency(3, 4)
     for _ in range(10):
         concurrency.observe(load(), running=int(concurrency.limit))
@@ -97,7 +97,8 @@ GROUPS_PER_STEP, STEPS = 16, 60
 
 
 def lengths(seed, spread, drift=0.0):
-    """Log-normal; the mean grows by `drift` of itself from the first group to the last."""
+    """Log-normal lengths. The mean grows by the factor 1 + `drift` from the first group to the
+    last."""
 
     def length(ordinal, index):
         mean = MEAN * (1 + drift * ordinal / (GROUPS_PER_STEP * STEPS))
@@ -110,7 +111,7 @@ def lengths(seed, spread, drift=0.0):
 
 
 def train(concurrency, lengths, kv_tokens):
-    """Tokens per second of the virtual clock, preemptions per group, and the records."""
+    """Return tokens per virtual second, preemptions per group, and the records."""
     engine = FakeEngine(lengths, SAMPLES, kv_tokens, PROMPT)
     recorder = FakeRecorder()
     parts = Parts(
@@ -140,8 +141,8 @@ def train(concurrency, lengths, kv_tokens):
     [(8192, 0.6, 0.0), (4096, 0.3, 0.0), (8192, 1.0, 0.0), (8192, 0.6, 1.0)],
 )
 def test_as_good_as_the_best_fixed_limit(kv_tokens, spread, drift):
-    """At least 95% of the best throughput that a sweep over fixed limits finds, at most 0.05
-    preemptions for each group, the start included."""
+    """The adaptive limit reaches 95% of the best fixed limit's throughput, with at most 0.05
+    preemptions for each group. This includes the start of the run."""
     most = Staleness(7, GROUPS_PER_STEP).max_staleness * GROUPS_PER_STEP
     made = lengths(0, spread, drift)
     sweep = {
@@ -167,8 +168,8 @@ def test_as_good_as_the_best_fixed_limit(kv_tokens, spread, drift):
     assert last["control/concurrency"] <= most and last["control/concurrency_trim"] > 0
 
 
-def test_what_engines_say_during_an_evaluation_moves_nothing():
-    """The evaluation fills the queue; groups that finish meanwhile say so."""
+def test_engine_load_during_an_evaluation_does_not_move_the_limit():
+    """The evaluation fills the engine's queue, which groups that finish at the same time report."""
 
     class Busy(FakeRollouts):
         evaluating = False

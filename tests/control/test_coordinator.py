@@ -1,4 +1,4 @@
-"""The whole control flow on fakes, in milliseconds."""
+"""The whole control flow, on fakes."""
 
 import asyncio
 import hashlib
@@ -45,7 +45,7 @@ def make(
     recorder=None,
     restored=(),
     on_stale="wait",
-    **others,
+    **settings,
 ):
     rollouts = rollouts or FakeRollouts()
     parts = Parts(
@@ -59,13 +59,13 @@ def make(
         recorder=recorder or FakeRecorder(),
         **{
             name: value
-            for name, value in others.items()
+            for name, value in settings.items()
             if name in ("checkpoints", "evaluate", "check")
         },
     )
     options = {
         name: value
-        for name, value in others.items()
+        for name, value in settings.items()
         if name not in ("checkpoints", "evaluate", "check")
     }
     return Coordinator(
@@ -120,7 +120,7 @@ def test_staleness_zero_is_synchronous():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_staleness_zero_trains_the_same_batches_whatever_takes_long(seed):
+def test_staleness_zero_trains_the_same_batches_for_any_latencies(seed):
     random_ = random.Random(seed)
     coordinator = make(
         steps=12,
@@ -154,7 +154,7 @@ def under_drop(staleness, **parts):
     return coordinator
 
 
-def test_over_sampling_admits_more_and_the_fastest_win():
+def test_over_sampling_admits_more_groups_and_trains_the_fastest():
     class Counting(FakeRollouts):
         most = 0
 
@@ -198,7 +198,7 @@ def test_a_dropped_rollout_is_cancelled_and_everything_scored_is_acknowledged():
 
 def test_a_group_that_was_scored_before_its_retry_failed_is_trained():
     class Lost(FakeRollouts):
-        """Group 1's worker dies after the group was taken for scoring; its retry fails."""
+        """Group 1's worker dies after its group is taken for scoring, and the retry fails."""
 
         async def rollout(self, prompt, committed):
             finished = await super().rollout(prompt, committed)
@@ -215,8 +215,8 @@ def test_a_group_that_was_scored_before_its_retry_failed_is_trained():
 
 def test_a_second_copy_of_a_scored_group_changes_nothing():
     class Twice(FakeRollouts):
-        """Group 1's worker seems dead after the group was taken for scoring; it is made again, with
-        newer weights and more tokens."""
+        """Group 1's worker seems dead after its group is taken for scoring. The group is generated
+        again, with newer weights and more tokens."""
 
         async def rollout(self, prompt, committed):
             finished = await super().rollout(prompt, committed)
@@ -236,7 +236,7 @@ def test_a_second_copy_of_a_scored_group_changes_nothing():
     } == {4}
 
 
-def test_a_run_that_finds_nothing_to_train_on_ends_and_says_so():
+def test_a_run_without_groups_to_train_on_ends_with_an_error():
     coordinator = make(
         scores=lambda rollouts: FakeScores(rollouts, score=lambda ordinal: (1.0, 1.0)),
         filter_zero_variance=True,
@@ -248,7 +248,7 @@ def test_a_run_that_finds_nothing_to_train_on_ends_and_says_so():
     assert len(coordinator.parts.recorder.all_outcomes) >= 401
 
 
-def test_a_group_that_the_users_own_filter_left_out_is_filtered_and_another_is_made():
+def test_a_group_that_the_users_filter_rejects_is_filtered_and_replaced():
     coordinator = make(
         scores=lambda rollouts: FakeScores(
             rollouts, fails=lambda ordinal: "filtered: m:f said False" if ordinal == 1 else None
@@ -273,7 +273,7 @@ def test_wait_loses_no_slow_group():
     assert slow <= {ended.ordinal for ended in coordinator.parts.recorder.all_outcomes}
 
 
-def test_failed_dropped_and_skipped_groups_give_their_slots_back():
+def test_failed_dropped_and_skipped_groups_free_their_slots():
     coordinator = make(
         steps=10,
         rollouts=FakeRollouts(fails=lambda ordinal: "deadline" if ordinal % 7 == 0 else None),
@@ -344,13 +344,13 @@ def test_groups_open_when_the_run_is_interrupted_are_waiting():
         coordinator.parts.rollouts.admitted
     )
     assert {ended.outcome for ended in outcomes} == {"trained", "waiting"}
-    # Theirs is no outcome to resume from: they are made again.
+    # A resume does not count these outcomes. It generates the groups again.
     assert coordinator.state().frontier == min(
         ended.ordinal for ended in outcomes if ended.outcome == "waiting"
     )
 
 
-def test_a_reward_that_some_groups_do_not_have_is_averaged_over_the_others():
+def test_a_reward_part_is_averaged_over_the_groups_that_have_it():
     class Scores(FakeScores):
         async def next(self):
             groups = await super().next()
@@ -433,7 +433,7 @@ def test_evaluates_before_after_and_in_between_at_one_version():
 
 
 class Counting(FakeLearner):
-    """Counts the seconds in which it works."""
+    """A learner that counts the seconds in which it works."""
 
     worked = 0.0
 
@@ -443,9 +443,11 @@ class Counting(FakeLearner):
 
 
 def evaluated(replicas, seconds=100.0, **settings):
-    """A run that evaluates for so many virtual seconds at first, in the middle and at last; the
-    coordinator, and of each evaluation the version, the replica, and the seconds in which the
-    learner did nothing."""
+    """Run with an evaluation of `seconds` virtual seconds at the start, in the middle and at the
+    end.
+
+    Returns the coordinator, and for each evaluation its version, its replica, and the seconds in
+    which the learner was idle."""
     seen, learner, fake = [], Counting(4, latency=0.5, max_staleness=2), FakeReplicas(replicas)
 
     async def evaluate(version, replica):
@@ -469,7 +471,7 @@ def evaluated(replicas, seconds=100.0, **settings):
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_an_evaluation_on_one_of_several_replicas_does_not_hold_the_learner_up(replicas):
+def test_an_evaluation_on_one_of_several_replicas_does_not_delay_the_learner(replicas):
     coordinator, seen = evaluated(replicas)
     assert seen[0][:2] == (0, f"fake {replicas - 1}") and seen[-1][:2] == (400, None)
     assert len(seen) == 3 and all(replica is not None for version, replica, _ in seen[:-1])
@@ -478,20 +480,20 @@ def test_an_evaluation_on_one_of_several_replicas_does_not_hold_the_learner_up(r
     assert coordinator.parts.weights.replicas.held is None
 
 
-def test_an_evaluation_on_the_only_replica_holds_flips():
+def test_an_evaluation_on_the_only_replica_blocks_publishing():
     _, seen = evaluated(1)
     assert [replica for _, replica, _ in seen] == [None] * 3
     assert all(seconds > 0.9 * 100 for _, _, seconds in seen[:-1])
 
 
-def test_an_evaluation_in_flight_holds_nothing():
+def test_an_evaluation_in_flight_blocks_nothing():
     coordinator, seen = evaluated(1, evaluate_in_flight=True)
     assert [replica for _, replica, _ in seen] == [None] * 3
     assert all(seconds <= 0.05 * 100 for _, _, seconds in seen[:-1])
     assert coordinator.progress.committed == 400
 
 
-def test_the_replica_of_an_evaluation_is_let_go_when_that_fails():
+def test_the_replica_of_a_failed_evaluation_is_released():
     async def evaluate(version, replica):
         raise RuntimeError("a reward failed")
 
@@ -506,7 +508,7 @@ def test_the_replica_of_an_evaluation_is_let_go_when_that_fails():
     assert replicas.held is None
 
 
-def test_an_evaluation_whose_replica_is_gone_is_done_again_on_all_of_them():
+def test_an_evaluation_that_loses_its_replica_is_repeated_on_all_replicas():
     seen = []
 
     async def evaluate(version, replica):
@@ -543,7 +545,7 @@ def test_an_evaluation_whose_replica_is_gone_is_done_again_on_all_of_them():
     assert evaluated == [version for version, _ in seen[1:]]
 
 
-def test_an_evaluation_under_way_is_due_in_a_checkpoint():
+def test_a_running_evaluation_is_due_in_a_checkpoint():
     async def evaluate(version, replica):
         await asyncio.sleep(1.0 if version == 3 else 0.0)
         return {}
@@ -590,7 +592,7 @@ def test_an_error_in_a_rollout_ends_the_run_with_its_cause():
         run(make(rollouts=Broken()))
 
 
-def test_resume_goes_on_from_the_frontier(tmp_path):
+def test_a_resume_continues_from_the_frontier(tmp_path):
     first = make(steps=4, checkpoints=CheckpointStore(tmp_path, keep=2), checkpoint_every=2)
     run(first)
     path, state, _ = CheckpointStore(tmp_path, keep=2).find()
@@ -612,11 +614,11 @@ def scored(ordinal, oldest_version):
     return Scored(ordinal, oldest_version, oldest_version, 4, (0.0, 1.0), {}, 2, 0, oldest_version)
 
 
-def test_what_waited_in_the_checkpoint_is_trained_first_and_belongs_to_the_attempt_that_made_it():
+def test_restored_groups_are_trained_first_and_keep_their_attempt():
     state = State("run", 3, 5, 5, 20, (21,), waiting=((1, 20), (2, 24)))
     coordinator = make(steps=6, groups=2, state=state, restored=[scored(20, 3), scored(24, 4)])
     run(coordinator)
-    assert [[one.ordinal for one in batch] for batch in coordinator.parts.learner.batches] == [
+    assert [[group.ordinal for group in batch] for batch in coordinator.parts.learner.batches] == [
         [20, 24]
     ]
     trained = [
@@ -632,30 +634,28 @@ def test_what_waited_in_the_checkpoint_is_trained_first_and_belongs_to_the_attem
     )
 
 
-def test_what_waited_is_trained_after_the_first_check_which_asks_the_learner_at_that_version():
-    class AsksTheLearner(FakeLogprobCheck):
+def test_restored_groups_are_trained_after_the_first_log_prob_check():
+    class RecordsBatches(FakeLogprobCheck):
         async def after_commit(self, version):
             await asyncio.sleep(0.01)
-            asked_at.append((version, len(coordinator.parts.learner.batches)))
+            checked.append((version, len(coordinator.parts.learner.batches)))
             return await super().after_commit(version)
 
-    asked_at = []
+    checked = []
     state = State("run", 1, 5, 5, 20, (), waiting=((0, 20), (0, 21)))
     coordinator = make(
         steps=7,
         groups=2,
         state=state,
         restored=[scored(20, 4), scored(21, 4)],
-        check=AsksTheLearner(),
+        check=RecordsBatches(),
     )
     run(coordinator)
-    assert asked_at[0] == (5, 0) and len(coordinator.parts.learner.batches) == 2
+    assert checked[0] == (5, 0) and len(coordinator.parts.learner.batches) == 2
 
 
 @pytest.mark.parametrize(("max_staleness", "groups"), [(0, 2), (1, 2), (1, 1), (4, 1)])
-def test_a_smaller_bound_or_batch_drops_what_cannot_be_trained_in_time_and_goes_on(
-    max_staleness, groups
-):
+def test_a_smaller_bound_or_batch_drops_restored_groups_that_expire(max_staleness, groups):
     oldest_version = [1, 2, 2, 3, 3, 3, 4, 4, 5, 5]
     restored = [scored(ordinal, version) for ordinal, version in enumerate(oldest_version)]
     state = State(
@@ -675,7 +675,7 @@ def test_a_smaller_bound_or_batch_drops_what_cannot_be_trained_in_time_and_goes_
     } <= dropped
 
 
-def test_an_evaluation_that_was_due_and_not_done_is_done_by_the_next_attempt():
+def test_the_next_attempt_runs_an_evaluation_that_was_due():
     async def evaluate(version, replica):
         return {"eval/accuracy": 0.5}
 
@@ -690,7 +690,8 @@ def test_an_evaluation_that_was_due_and_not_done_is_done_by_the_next_attempt():
 
 
 class Weights(FakeLearner):
-    """Its weights are a chain of hashes: equal only after the same batches in the same order."""
+    """A learner whose weights are a chain of hashes. They are equal only after the same batches in
+    the same order."""
 
     def __init__(self, *arguments, weights="", **settings):
         super().__init__(*arguments, **settings)
@@ -699,7 +700,7 @@ class Weights(FakeLearner):
     async def step(self, batch):
         result = await super().step(batch)
         if result.applied:
-            groups = [(one.ordinal, one.rewards, one.tokens) for one in batch]
+            groups = [(group.ordinal, group.rewards, group.tokens) for group in batch]
             self.weights = hashlib.sha256(f"{self.weights} {groups}".encode()).hexdigest()
         return result
 
@@ -717,13 +718,15 @@ class Weights(FakeLearner):
 def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
     tmp_path, monkeypatch, max_staleness, on_stale, moments
 ):
-    """At staleness 0 every batch is given by seed and data, so the weights are those of the run
-    that nobody killed. Beyond, every ordinal has still exactly one outcome in what survives."""
+    """At staleness 0, seed and data determine every batch, so the weights equal those of an
+    uninterrupted run. At larger staleness, each ordinal still has exactly one outcome among those
+    that count."""
 
     async def at_once(function, *arguments):
         return function(*arguments)
 
-    monkeypatch.setattr(asyncio, "to_thread", at_once)  # a virtual clock does not see threads
+    # The virtual clock does not see threads.
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
     steps, random_ = 110, random.Random(1)
     latency = [random_.random() for _ in range(97)]
 
@@ -753,8 +756,8 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
         )
 
     def finish(coordinator, after=None):
-        """Run to the end, or until it is killed after so many virtual seconds: then nothing more is
-        written."""
+        """Run to the end, or kill the run after `after` virtual seconds, so that it writes nothing
+        more. Returns whether it reached the end."""
 
         async def killed():
             task = asyncio.ensure_future(coordinator.run())
@@ -777,12 +780,12 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
     outcomes, killed, coordinator = {}, 0, attempt(NEW, [], "")
     while not finish(coordinator, random_.uniform(1.5, 6) if killed < moments else None):
         killed += 1
-        path, state, said = (
+        path, state, warnings = (
             coordinator.parts.checkpoints.find()
             if (tmp_path / "checkpoints").exists()
             else (None, NEW, [])
         )
-        assert not said
+        assert not warnings
         for ended in coordinator.parts.recorder.all_outcomes:
             finished = ended.ordinal < state.frontier or ended.ordinal in state.finished_above
             if finished and ended.outcome != "waiting":
@@ -809,7 +812,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
         assert coordinator.parts.learner.weights == unbroken.parts.learner.weights
 
 
-def test_what_nobody_foresaw_ends_one_group_and_its_stack_is_kept():
+def test_an_unexpected_exception_ends_one_group_and_its_stack_is_kept():
     odd = {
         3: "not foreseen: group 3: KeyError: 'x'\nTraceback\n  line 1",
         5: "not foreseen: group 5: OSError: y\nTraceback",
@@ -823,7 +826,7 @@ def test_what_nobody_foresaw_ends_one_group_and_its_stack_is_kept():
         and coordinator.progress.version == coordinator.schedule.max_steps
     )
     errors = [metrics for event, _, _, metrics in recorder.records if event == "error"]
-    assert [one["reason"] for one in errors] == [
+    assert [error["reason"] for error in errors] == [
         "not foreseen: group 3: KeyError: 'x'",
         "not foreseen: group 5: OSError: y",
     ]
@@ -832,7 +835,7 @@ def test_what_nobody_foresaw_ends_one_group_and_its_stack_is_kept():
     assert outcomes[3] == ("failed", "not foreseen: group 3: KeyError: 'x'")
 
 
-def test_too_many_of_them_end_the_run_with_the_last_one():
+def test_too_many_unexpected_exceptions_end_the_run_with_the_last_one():
     rollouts = FakeRollouts(
         fails=lambda ordinal: (
             f"not foreseen: group {ordinal}: KeyError: 'x'\nTraceback" if ordinal % 2 else None
@@ -848,11 +851,11 @@ def test_too_many_of_them_end_the_run_with_the_last_one():
         run(make(rollouts=rollouts, max_errors=2))
 
 
-def test_a_group_whose_scoring_broke_is_one_of_them():
-    why = "not foreseen: the reference policy failed: ValueError: z\nTraceback"
+def test_an_unexpected_exception_in_scoring_is_counted():
+    reason = "not foreseen: the reference policy failed: ValueError: z\nTraceback"
     coordinator = make(
         scores=lambda rollouts: FakeScores(
-            rollouts, fails=lambda ordinal: why if ordinal == 4 else None
+            rollouts, fails=lambda ordinal: reason if ordinal == 4 else None
         ),
         max_errors=1,
     )
@@ -860,8 +863,8 @@ def test_a_group_whose_scoring_broke_is_one_of_them():
     assert coordinator.progress.errors == 1 and coordinator.progress.ended["failed"] == 1
 
 
-def test_a_step_is_told_once_its_outcomes_are_on_the_disk():
-    """A driver that is killed in between would leave a step that nothing was trained in."""
+def test_a_step_is_recorded_after_its_outcomes_are_on_the_disk():
+    """Otherwise, a driver that is killed in between would leave a step without trained groups."""
 
     class Slow(FakeRecorder):
         def __init__(self):
@@ -883,8 +886,8 @@ def test_a_step_is_told_once_its_outcomes_are_on_the_disk():
     assert [event for event, *_ in coordinator.parts.recorder.records].count("step") == 5
 
 
-def test_what_a_part_cancels_by_itself_is_one_groups_failure():
-    """As a task that is cancelled it would hold its slot for ever."""
+def test_a_rollout_that_its_station_cancels_is_one_groups_failure():
+    """A cancelled task would keep the group's slot forever."""
 
     class Cancels(FakeRollouts):
         async def rollout(self, prompt, committed):
@@ -901,7 +904,7 @@ def test_what_a_part_cancels_by_itself_is_one_groups_failure():
     assert outcomes[3] == ("failed", "not foreseen: group 3: CancelledError: ")
 
 
-def test_a_loop_that_a_part_cancels_is_an_error_and_no_interruption():
+def test_a_loop_that_a_station_cancels_is_an_error_and_not_an_interruption():
     class Cancels(FakeWeightSync):
         async def push(self, manifest):
             raise asyncio.CancelledError

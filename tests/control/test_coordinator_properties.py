@@ -1,5 +1,5 @@
-"""The shipped coordinator on a virtual clock, under whatever hypothesis finds: no group beyond the
-bound, no deadlock, no slot lost."""
+"""The coordinator on a virtual clock, in situations that Hypothesis draws: no group exceeds the
+staleness bound, no deadlock occurs, and no slot is lost."""
 
 import asyncio
 import itertools
@@ -30,20 +30,19 @@ from asyncrl.testing import (
 EXAMPLES = 2000
 NEVER = 1e9
 MOST_RUNNING = 6
-FOR_EVER = 1e5
-"""Virtual seconds that no run needs: one that is not done by then never will be."""
+TIMEOUT_S = 1e5
+"""Virtual seconds. A run that takes longer never ends."""
 LATENCIES = (0.0, 0.0, 0.01, 0.1, 1.0, 30.0)
 
 
 def cycle(strategy):
-    """A function from an index to a value: a short drawn list, repeated."""
+    """A short list, used as a function. Index i has the value of item i modulo the length."""
     return st.lists(strategy, min_size=1, max_size=7)
 
 
 @dataclass(frozen=True)
 class World:
-    """What one example draws. Lists are repeated: item i of `latency` is that of every ordinal that
-    is i modulo its length."""
+    """One drawn situation. Lists are repeated: an ordinal o has the item o modulo the length."""
 
     max_staleness: int
     groups: int
@@ -54,7 +53,7 @@ class World:
     replicas: int
     latency: list[float]
     tokens: list[int]
-    """Of all completions of a group."""
+    """Completion tokens of a group."""
     score_latency: list[float]
     outcomes: list[str]
     learner_latency: float
@@ -64,16 +63,16 @@ class World:
     lags: list[bool]
     checkpoint_every: int
     concurrency: int
-    """Groups that may run at once at first; 0 = no limit."""
+    """First limit on running groups; 0 = no limit."""
     kv_use: list[float]
     evaluate_every: int
     evaluation_s: list[float]
     evaluate_in_flight: bool
     check_every: int
     copies: list[bool]
-    """Whether a scored group comes a second time."""
+    """Whether a scored group arrives a second time."""
     interrupted_after: list[float] = field(default_factory=list)
-    """Virtual seconds of each attempt before the last; then the run resumes from its newest
+    """Virtual seconds of each attempt except the last. After each, the run resumes from its newest
     checkpoint."""
 
 
@@ -91,7 +90,7 @@ def worlds(draw):
         latency=draw(cycle(st.sampled_from(LATENCIES))),
         tokens=draw(cycle(st.integers(0, 1000))),
         score_latency=draw(cycle(st.sampled_from(LATENCIES))),
-        # One usable group in each cycle at least, so that a run can end at all.
+        # At least one usable group in each cycle, so that the run can end.
         outcomes=[
             "ok",
             *draw(
@@ -131,7 +130,7 @@ def worlds(draw):
 
 
 class Rollouts(FakeRollouts):
-    """Also counts the slots and looks at what is acknowledged, with the eyes of a bystander."""
+    """Also checks the slots and acknowledgments, independently of the coordinator's own counts."""
 
     coordinator: Coordinator
     recorder: FakeRecorder
@@ -146,7 +145,7 @@ class Rollouts(FakeRollouts):
             ]
             assert all(
                 progress.version - group.oldest_version <= staleness.max_staleness for group in left
-            ), "too old, and not dropped"
+            ), "a group is too stale, but was not dropped"
         concurrency = self.coordinator.parts.concurrency
         assert (
             concurrency is None
@@ -163,12 +162,12 @@ class Rollouts(FakeRollouts):
         groups = self.coordinator.buffer.groups
         assert all(
             ordinal not in groups or groups[ordinal].scored is not None for ordinal in ordinals
-        ), "acknowledged before it was in the buffer"
+        ), "a group was acknowledged before the buffer had it"
         await super().ack(ordinals)
 
 
 class Scores(FakeScores):
-    """Brings some groups twice, the second time on its own."""
+    """Returns some groups twice. The second time, the group comes alone."""
 
     def __init__(self, *arguments, copies, **settings):
         super().__init__(*arguments, **settings)
@@ -184,12 +183,12 @@ class Scores(FakeScores):
 
 
 class Weights(FakeWeightSync):
-    """Nothing is pushed while an evaluation runs, unless a replica keeps its version for it (which
-    `FakeReplicas` watches) or it runs in flight."""
+    """Checks that no version is pushed during an evaluation. The exceptions are an evaluation in
+    flight, and one with a held replica, which `FakeReplicas` checks."""
 
     coordinator: Coordinator
     alone = False
-    """An evaluation runs that needs every replica to stay where it is."""
+    """Whether an evaluation is running that needs every replica to keep its version."""
 
     async def push(self, manifest):
         assert not self.alone
@@ -203,7 +202,7 @@ class Weights(FakeWeightSync):
             assert version == self.applied[-1] and not self.alone
             held = replicas.held
             assert replica == (None if held is None else f"fake {held}")
-            able = sum(its == version for its in replicas.versions)
+            able = sum(current == version for current in replicas.versions)
             spared = (
                 able > 1
                 and version < schedule.max_steps
@@ -211,7 +210,7 @@ class Weights(FakeWeightSync):
                 and not self.coordinator.evaluation_lost
             )
             assert spared == (held is not None), (
-                "a replica was held that is needed, or one that could be spared was not"
+                "a replica was held although it was needed, or not held although it was free"
             )
             self.alone = held is None and not schedule.evaluate_in_flight
             await asyncio.sleep(seconds(version))
@@ -229,7 +228,7 @@ def rewards(outcome):
 
 
 def attempt(world, state, restored=()):
-    """A coordinator on fakes, as the world draws them."""
+    """Make a coordinator on fakes for this situation."""
 
     def outcome(ordinal):
         return world.outcomes[ordinal % len(world.outcomes)]
@@ -302,8 +301,9 @@ def attempt(world, state, restored=()):
     return rollouts.coordinator
 
 
-def run(coordinator, seconds=FOR_EVER):
-    """Run to the end, or interrupt after so many virtual seconds. True if it ended by itself."""
+def run(coordinator, seconds=TIMEOUT_S):
+    """Run to the end, or interrupt after `seconds` virtual seconds. Returns whether the run reached
+    the end."""
 
     async def bounded():
         try:
@@ -318,8 +318,8 @@ def run(coordinator, seconds=FOR_EVER):
 
 
 def check_attempt(coordinator, first):
-    """What must hold after every attempt, ended or interrupted. `first` is the state it began
-    with."""
+    """Check an attempt that has ended or was interrupted. `first` is the state that it started
+    from."""
     restored = {ordinal for _, ordinal in first.waiting}
     outcomes = coordinator.parts.recorder.all_outcomes
     rollouts = coordinator.parts.rollouts
@@ -331,13 +331,13 @@ def check_attempt(coordinator, first):
     )
     to_do = [*restored, *itertools.islice(left, len(outcomes) - len(restored))]
     assert sorted(ended.ordinal for ended in outcomes) == sorted(to_do), (
-        "an admitted group has no outcome, or two, or was not the next"
+        "an admitted group has no outcome or two, or ordinals were skipped"
     )
     made_before = {
         (ended.attempt, ended.ordinal) for ended in outcomes if ended.attempt != first.attempt
     }
     assert made_before == {*first.waiting} and not restored & {*rollouts.admitted}, (
-        "what waited in the checkpoint was not taken up as it was"
+        "a group from the checkpoint was generated again, or lost its attempt"
     )
     assert rollouts.admitted == sorted(rollouts.admitted) and {*rollouts.admitted} <= {
         ended.ordinal for ended in outcomes
@@ -359,7 +359,7 @@ def check_attempt(coordinator, first):
         ordinal for ordinal in finished if ordinal >= frontier
     }
     assert coordinator.parts.weights.applied == sorted(set(coordinator.parts.weights.applied))
-    assert coordinator.parts.weights.replicas.held is None, "a replica was not let go"
+    assert coordinator.parts.weights.replicas.held is None, "a replica was not released"
 
 
 @settings(
@@ -369,7 +369,7 @@ def check_attempt(coordinator, first):
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(worlds())
-def test_whatever_happens(world):
+def test_every_situation(world):
     state, restored = State("run", 0, 0, 0, 0, ()), []
     for seconds in world.interrupted_after:
         coordinator = attempt(world, state, restored)
@@ -410,7 +410,7 @@ def test_whatever_happens(world):
         assert reasons <= {
             "reward raised",
             "usable trajectories: 1, fewer than 2; masked: none",
-        }, "`wait` loses nothing"
+        }, "`wait` dropped a group that could be trained"
     lengths = {
         ended.ordinal: ended.completion_tokens for ended in coordinator.parts.recorder.all_outcomes
     }

@@ -1,4 +1,4 @@
-"""A batch of two groups, by hand."""
+"""The metrics of a batch, on hand-computed numbers."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_hand_computed():
     ] == pytest.approx(1 / 6)
 
 
-def test_each_source_has_its_share_and_its_reward():
+def test_each_source_has_a_share_and_a_reward():
     batch = [
         Scored(n, 3, None, 8, rewards, {}, 2, 0, source=source)
         for n, (source, rewards) in enumerate(
@@ -53,7 +53,7 @@ def test_each_source_has_its_share_and_its_reward():
     )
 
 
-def test_what_was_scored_counts_whatever_became_of_it():
+def test_scoring_metrics_count_every_scored_group():
     equal = Scored(
         0,
         3,
@@ -103,5 +103,5 @@ def test_what_was_scored_counts_whatever_became_of_it():
         shares["reward/unscored_ratio"],
     ) == (0.5, 0.0, 0.5)
     assert all(value != value for value in scoring_metrics([]).values()), (
-        "nothing scored: not a number, and no alarm"
+        "without scored groups every metric is NaN, so that no alarm goes off"
     )

@@ -1,5 +1,5 @@
-"""A run of 100,000 groups on fakes: what a group costs in memory, files and time does not grow with
-the groups before it."""
+"""A run of 100,000 groups on fakes. The memory, files and time of a group do not grow during the
+run."""
 
 import asyncio
 import gc
@@ -29,17 +29,17 @@ GROUPS_PER_STEP = 50
 
 
 class OnDisk(FakeRecorder):
-    """Outcomes in files, nothing in memory."""
+    """A recorder that keeps outcomes in files and not in memory."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self.writer = OutcomesWriter(directory, 0)
         self.seen: list[tuple[int, int, float]] = []
-        """Bytes that Python holds, files, and processor seconds, at each tenth of the run."""
+        """Bytes allocated by Python, files, and CPU seconds, at each tenth of the run."""
 
     def record(self, event, step, version, metrics):
         if event == "step" and step % (self.steps // 10) == 0:
-            self.rollouts.admitted.clear()  # the fake's own memory
+            self.rollouts.admitted.clear()  # only the fake keeps this list
             gc.collect()
             self.writer.flush()
             self.seen.append(
@@ -58,7 +58,7 @@ class OnDisk(FakeRecorder):
 
 
 class Forgetful(FakeLearner):
-    """Keeps no batch."""
+    """A learner that keeps no batches."""
 
     async def step(self, batch):
         result = await super().step(batch)
@@ -89,8 +89,8 @@ def train(directory: Path, groups: int) -> OnDisk:
 
 
 @pytest.mark.parametrize("groups", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_what_a_group_costs_does_not_grow(tmp_path, groups):
-    train(tmp_path / "first", 1000)  # whatever is imported on the way
+def test_the_cost_of_a_group_does_not_grow(tmp_path, groups):
+    train(tmp_path / "first", 1000)  # imports modules, before memory is measured
     tracemalloc.start()
     try:
         recorder = train(tmp_path / "outcomes", groups)
@@ -103,7 +103,7 @@ def test_what_a_group_costs_does_not_grow(tmp_path, groups):
         f" files, {lasted[0]:.2f} → {lasted[-1]:.2f} s for each tenth"
     )
     assert max(memory) < memory[1] + 800_000 + groups, (
-        "about a byte a group, and what modules load on the way"
+        "more than a byte for each group, plus a constant for modules that load later"
     )
     assert max(files) <= 2 * 64
     outcomes = [

@@ -1,4 +1,4 @@
-"""Every named mutant is killed."""
+"""The tests kill every named mutant."""
 
 import mutants
 import pytest

@@ -1,5 +1,5 @@
-"""What an error says may be no text at all, or a megabyte of it: a model wrote it. It is one
-group's failure, and must fit where failures are kept."""
+"""Errors with odd messages, such as invalid text or megabytes of model output. Such an error is one
+group's failure, and its message must fit into the recorded columns."""
 
 import pyarrow as pa
 import pytest
@@ -13,22 +13,22 @@ ODD = ["half a pair \ud800", "\udcff\udcfe", "x" * 5_000_000, "null \0 and \x1b[
 
 
 @pytest.mark.parametrize("message", ODD, ids=["half", "bytes", "long", "control"])
-def test_what_nobody_foresaw_fits_a_column_and_a_line(message):
+def test_an_unexpected_exception_fits_into_a_column_and_a_line(message):
     try:
         raise ValueError(message)
     except ValueError as error:
-        said = unforeseen("group 3", error)
-    first, _, stack = said.partition("\n")
+        recorded = unforeseen("group 3", error)
+    first, _, stack = recorded.partition("\n")
     assert (
         first.startswith(f"{UNFORESEEN}group 3: ValueError: ")
         and "raise ValueError(message)" in stack
-        and len(said) < 25_000
+        and len(recorded) < 25_000
     )
-    assert pa.array([said], SCORED_COLUMNS["failure"])[0].as_py() == said
+    assert pa.array([recorded], SCORED_COLUMNS["failure"])[0].as_py() == recorded
 
 
 @pytest.mark.parametrize("reason", ODD, ids=["half", "bytes", "long", "control"])
-def test_an_outcome_is_written_whatever_its_reason_says(tmp_path, reason):
+def test_an_outcome_is_written_with_any_reason(tmp_path, reason):
     writer = OutcomesWriter(tmp_path, 0)
     writer.write([Outcome(0, 5, "failed", reason, 1)])
     writer.flush()

@@ -1,4 +1,4 @@
-"""The three formulas on hand-computed numbers, and the buffer's order."""
+"""The three staleness formulas on hand-computed numbers, and the order of the buffer."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_bound():
         ([5] * 9, False),
     ],
 )
-def test_wait_cuts_only_what_can_still_be_trained(left, cut):
+def test_wait_cuts_only_if_the_remaining_groups_can_be_trained(left, cut):
     assert Staleness(2, 4).may_cut(left, learner_version=5) is cut
 
 
@@ -58,7 +58,7 @@ def test_batch_takes_the_oldest_version_then_the_lowest_ordinal():
     assert [s.ordinal for s in buffer.next_batch(4)] == [3, 1]
 
 
-def test_a_running_group_about_to_expire_holds_the_cut():
+def test_a_running_group_that_is_about_to_expire_delays_the_cut():
     buffer = Buffer(Staleness(1, 1), Frontier())
     buffer.admit(0, 0)
     buffer.admit(1, 1)
@@ -68,7 +68,7 @@ def test_a_running_group_about_to_expire_holds_the_cut():
     assert [s.ordinal for s in buffer.next_batch(1)] == [0]
 
 
-def test_frontier_swallows_what_joins_it():
+def test_the_frontier_moves_past_finished_ordinals():
     frontier = Frontier()
     for ordinal in (2, 0, 4, 1):
         frontier.finish(ordinal)

@@ -284,7 +284,7 @@ def test_a_config_of_the_run_before_that_is_damaged_matters_to_names_of_the_hub_
     (local.run_directory / "config.yaml").write_text("data: [")
     assert resolve_models(local).data == local.data
     with pytest.raises(
-        ConfigError, match=r"config.yaml cannot be read \(.*only it says which commits of the hub"
+        ConfigError, match=r"config.yaml cannot be read \(.*it is the only record of the run's hub commits"
     ):
         resolve_data(named)
     with pytest.raises(ConfigError, match=r"config\.yaml cannot be read"):

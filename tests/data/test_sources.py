@@ -169,7 +169,7 @@ def test_several_sources_take_turns_where_only_some_prompts_are_used(
 
 def test_a_parquet_chat_has_only_the_keys_that_a_message_has(prompt_config, tmp_path, tiny_model):
     """Arrow fills absent struct fields with None, and a template would print them."""
-    from asyncrl.data.prompts import prompt_values
+    from asyncrl.data.rendering import prompt_values
 
     pq.write_table(
         pa.Table.from_pylist([{"prompt": CHAT}, {"prompt": [{"role": "user", "content": "hi"}]}]),
@@ -312,26 +312,26 @@ def test_a_line_that_is_no_row_is_named(tmp_path, text, message):
 UNREADABLE = {
     "a key twice": (
         pa.array([{}, [("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64())),
-        "column 'x' in row 1 holds a value that Python cannot have",
+        "column 'x' in row 1 has a value that Python cannot represent",
     ),
     "a key twice, deep": (
         pa.array([[], [[("k", 1), ("k", 2)]]], pa.list_(pa.map_(pa.string(), pa.int64()))),
-        "column 'x' in row 1 holds",
+        "column 'x' in row 1 has a value",
     ),
     "after the year 9999": (
         pa.array([0, 2**62], pa.timestamp("us")),
-        r"column 'x' in row 1 holds .*out of range",
+        r"column 'x' in row 1 has a value .*out of range",
     ),
-    "before the year 1": (pa.array([0, -(2**40)], pa.timestamp("s")), "column 'x' in row 1 holds"),
-    "a date": (pa.array([0, 2**30], pa.date32()), "column 'x' in row 1 holds"),
-    "a duration": (pa.array([0, 2**62], pa.duration("s")), "column 'x' in row 1 holds"),
+    "before the year 1": (pa.array([0, -(2**40)], pa.timestamp("s")), "column 'x' in row 1 has a value"),
+    "a date": (pa.array([0, 2**30], pa.date32()), "column 'x' in row 1 has a value"),
+    "a duration": (pa.array([0, 2**62], pa.duration("s")), "column 'x' in row 1 has a value"),
     "a zone": (
         pa.array([None, 1], pa.timestamp("us", tz="Mars/Base")),
-        "column 'x' in row 1 holds .*Mars/Base",
+        "column 'x' in row 1 has a value .*Mars/Base",
     ),
     "a struct": (
         pa.array([None, {"when": 2**62}], pa.struct([("when", pa.timestamp("us"))])),
-        "column 'x' in row 1 holds",
+        "column 'x' in row 1 has a value",
     ),
 }
 
@@ -516,12 +516,12 @@ def test_what_the_plan_knows_of_several_sources(prompt_config, tmp_path):
         ("many", 30, 1.0),
         ("few", 10, 3.0),
     ]
-    from asyncrl.preflight.plan import sources_text
+    from asyncrl.preflight.plan_sections import sources_text
 
     assert (
         sources_text(report, config)
-        == "  source many: 30 rows used, of 1 file; 25.0% of the prompts\n  source few: 10 rows"
-        " used, of 1 file; 75.0% of the prompts\n"
+        == "  source many: 30 rows used from 1 file; 25.0% of the prompts\n  source few: 10 rows"
+        " used from 1 file; 75.0% of the prompts\n"
     )
     assert report.columns == ("source_name",)
     (tmp_path / "few.jsonl").write_text(json.dumps({"prompt": "1" * 17}))

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from asyncrl.generation.ahead import AheadProcess, fatal_error, handed_to_vllm, keep_fatal_error
-from asyncrl.generation.engine import engine_environment
+from asyncrl.generation.arguments import engine_environment
 from asyncrl.preflight.served import CPU_HEAD_SIZES
 
 PREPARE = partial(os.chdir, "/")

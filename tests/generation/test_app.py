@@ -50,7 +50,7 @@ def test_a_jobs_own_generators_are_the_same_without_http() -> None:
     ("settings", "text"),
     [
         ({"generator": {"attach": "generator"}}, "is a training job's setting"),
-        ({"served_name": "m"}, "acts only with http: true"),
+        ({"served_name": "m"}, "needs http: true"),
         (
             {"generator": {"min_replicas": 1}, "http": True},
             "is a training job's setting; leave it out, and set num_replicas",

@@ -136,7 +136,7 @@ def test_an_engine_that_answers_nothing_is_ended():
         await asyncio.sleep(0.6)
         for _ in range(2):
             with pytest.raises(
-                RuntimeError, match=r"has answered nothing for generator.stall_timeout_s = 0.5 s"
+                RuntimeError, match=r"has not answered for generator.stall_timeout_s = 0.5 s"
             ):
                 await stuck.check()
         return stuck

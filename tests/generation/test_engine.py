@@ -17,7 +17,8 @@ from disturbed import disturb
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import GenerateRequest
-from asyncrl.generation.engine import Engine, engine_environment
+from asyncrl.generation.arguments import engine_environment
+from asyncrl.generation.engine import Engine
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.weights.manifest import expected_tensors
 from asyncrl.weights.staging import fetch_version

@@ -16,7 +16,8 @@ from llama_checkpoint import claim_llama_class
 
 from asyncrl.config import GeneratorConfig
 from asyncrl.contracts.messages import GenerateRequest
-from asyncrl.generation.engine import Engine, engine_environment
+from asyncrl.generation.arguments import engine_environment
+from asyncrl.generation.engine import Engine
 from asyncrl.generation.settings import GeneratorApp
 from asyncrl.text.stops import Stops
 from asyncrl.text.tokenizer import decode, load_tokenizer, tokenizer_hash

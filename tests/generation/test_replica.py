@@ -260,7 +260,7 @@ def test_what_an_ended_attempt_asked_for_is_given_up(monkeypatch: pytest.MonkeyP
         await begun.acquire()
         await made.apply_version(Manifest("run", 1, 3, (), (), (), ()))
         go_on.set()
-        assert (await ours).completions and (await nobodys).completions and not made._asked
+        assert (await ours).completions and (await nobodys).completions and not made._pending
 
         leaver = asyncio.create_task(
             made.generate(GenerateRequest((1,), 1, 4, 1.0, min_weights=WeightsId("run", 1, 2)))
@@ -270,6 +270,6 @@ def test_what_an_ended_attempt_asked_for_is_given_up(monkeypatch: pytest.MonkeyP
         leaver.cancel()
         assert [type(one) for one in await asyncio.gather(leaver, return_exceptions=True)] == [
             asyncio.CancelledError
-        ] and not made._asked
+        ] and not made._pending
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -108,7 +108,7 @@ FAULTS = [
     Fault("generator: replica hangs", "ray::ServeReplica", "left"),
     Fault("control: rollout worker killed", "ray::RolloutWorker"),
     Fault("control: scoring reader killed", "MapBatches(score_table)"),
-    Fault("control: prompt reader killed", "MapBatches(_render_table)"),
+    Fault("control: prompt reader killed", "MapBatches(render_table)"),
     Fault("control: Serve controller stopped for 10 s", "ray::ServeController", "let go"),
     Fault("control: Serve controller killed", "ray::ServeController"),
     Fault("control: version registry killed", "ray::VersionRegistry"),

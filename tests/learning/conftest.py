@@ -13,7 +13,7 @@ from recorded import VOCABULARY
 
 @pytest.fixture(scope="session")
 def run() -> Iterator[Callable[[Awaitable[Any]], Any]]:
-    """Run a coroutine on one event loop for all tests: the group's lock belongs to it."""
+    """Run a coroutine on one event loop for all tests, because the group's lock belongs to it."""
     loop = asyncio.new_event_loop()
     yield loop.run_until_complete
     loop.close()
@@ -21,7 +21,7 @@ def run() -> Iterator[Callable[[Awaitable[Any]], Any]]:
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied Qwen3 of 2 layers with a tokenizer of single characters."""
+    """A tied Qwen3 with 2 layers and a tokenizer of single characters."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

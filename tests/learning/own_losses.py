@@ -1,4 +1,4 @@
-"""Losses of a user's own, for ranks: their processes can import the tests' modules."""
+"""User-defined losses for the tests. The ranks' processes can import this module."""
 
 from pathlib import Path
 from runpy import run_path

@@ -1,7 +1,7 @@
-"""ZeRO-3 ranks as plain processes on gloo, without Ray: a test's function runs in each of them.
+"""Runs a test's function on ZeRO-3 ranks that are plain processes on gloo, without Ray.
 
-They are forked from a server that has imported torch, transformers and DeepSpeed once: starting a
-rank takes a moment, not a minute.
+The ranks are forked from a server that has imported torch, transformers and DeepSpeed once, so they
+start quickly.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo",
-    # Every block of 64 KiB is mapped by itself and given back when freed: what is resident is what
-    # is alive.
+    # Blocks of 64 KiB and more get their own mapping, which ends when they are freed, so resident
+    # memory is memory in use.
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_MMAP_MAX_": "1000000",
@@ -41,14 +41,14 @@ ENVIRONMENT = {
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """`function(rank, world_size, *arguments)` in `world_size` new processes that have met in a
-    process group; their results by rank.
+    """Call `function(rank, world_size, *arguments)` in `world_size` new processes that have joined
+    one process group. Returns their results by rank.
 
-    `function` is imported by name. The server's environment is set here: it starts with the first
-    call.
+    The processes import `function` by name. The server starts at the first call, with the
+    environment that is set here.
 
     Raises:
-        AssertionError: a rank failed or took too long; with its traceback.
+        AssertionError: a rank failed or took too long. The message has its traceback.
     """
     from asyncrl.learning.zero3 import listening_socket
 
@@ -111,5 +111,5 @@ def _rank(
         sender.send((False, function(rank, world_size, *arguments)))
     except BaseException:
         sender.send((True, traceback.format_exc()))
-    # Another rank may still need this one's store: the test ends them all.
+    # Another rank may still need this rank's store, so wait until the test ends all ranks.
     signal.pause()

@@ -32,7 +32,7 @@ def learner_config(
     algorithm: dict[str, Any] | None = None,
     **learner: Any,
 ) -> Config:
-    """A config for `model_path`; everything but the learner's part and `algorithm` is filler."""
+    """A config for `model_path`. Only the learner's part and `algorithm` matter."""
     tree: dict[str, Any] = {
         "name": "learner-test",
         "runs_root": str(Path(model_path).parent / "runs"),
@@ -55,8 +55,8 @@ def learner_config(
 
 
 def recorded_group(ordinal: int, trajectories: int = 4, poison: bool = False) -> Group:
-    """A scored group of random tokens and log-probs near those of a wide-open policy; one
-    trajectory is masked by status."""
+    """A scored group of random tokens, with log-probs near those of a nearly uniform policy. One
+    trajectory is masked by its status."""
     generator = np.random.default_rng(ordinal)
     prompt = Prompt(
         ordinal,
@@ -88,7 +88,7 @@ def recorded_group(ordinal: int, trajectories: int = 4, poison: bool = False) ->
 
 
 def scored(group: Group) -> Scored:
-    """The group as the learner gets it: its row in the object store."""
+    """The group as the learner gets it: a reference to its row in the object store."""
     return Scored(
         group.ordinal, 0, (ray.put(table_to_ipc(groups_to_table([group]))), 0), 10, (1.0,), {}, 3, 0
     )
@@ -102,7 +102,7 @@ def recorded_batch(step: int, groups: int = 8, poison: bool = False) -> list[Sco
 
 
 def state_without_model(config: Config) -> Any:
-    """The state of rank 0 with no engine, for what comes before and after a pass."""
+    """The state of rank 0 without an engine, for tests of code around the passes."""
     from asyncrl.learning.state import LearnerState
 
     return LearnerState(

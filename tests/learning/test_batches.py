@@ -1,5 +1,5 @@
-"""From rows to the tensors of a micro-batch: which version made each token, whose it is, what it
-weighs."""
+"""Conversion of rows to the tensors of a micro-batch: versions, sequences, weights and advantages
+of the tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trajectory(
     )
 
 
-def test_versions_sequences_and_weights_follow_the_tokens() -> None:
+def test_each_loss_token_has_its_version_sequence_and_weight() -> None:
     crossed = trajectory((VersionSpan(3, 0, 2), VersionSpan(5, 2, 4)), (1, 0, 1, 1), 2.0)
     plain = trajectory((VersionSpan(4, 0, 2),), (1, 1), -1.0)
     table = groups_to_table(
@@ -51,7 +51,7 @@ def test_versions_sequences_and_weights_follow_the_tokens() -> None:
     assert batch.policy_tokens(batch.ages).sequences == 2
 
 
-def test_shuffled_rewards_are_the_same_rewards_elsewhere() -> None:
+def test_shuffled_rewards_are_a_permutation() -> None:
     def group(ordinal: int, rewards: tuple[float, ...]) -> Group:
         completion = Completion((10, 11), (-1.0, -1.0), (VersionSpan(0, 0, 2),), "stop")
         members = [Trajectory(completion, (1, 1), reward, {}, 9.0) for reward in rewards]
@@ -74,14 +74,14 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere() -> None:
     assert sorted(rewards[0][:3] + rewards[1][:3]) == [0, 1, 2, 3, 4, 6] and sorted(
         rewards[0][:3]
     ) != [0, 1, 2]
-    assert [values[3] for values in rewards] == [5.0, 5.0], "a masked trajectory takes no part"
+    assert [values[3] for values in rewards] == [5.0, 5.0], "a masked trajectory keeps its reward"
     advantages = [table["advantage"][0].as_py() for table in shuffled]
     assert [values[3] for values in advantages] == [None, None]
     assert all(abs(sum(values[:3])) < 1e-6 for values in advantages)
     assert [example.advantage for example in examples_of(shuffled[0])] == advantages[0][:3]
 
 
-def test_a_value_heads_advantages_and_returns_lie_at_the_loss_tokens() -> None:
+def test_advantages_and_returns_of_a_value_head_are_at_the_loss_tokens() -> None:
     member = trajectory((VersionSpan(0, 0, 4),), (1, 0, 1, 1), 1.0)
     [example, _] = examples_of(
         groups_to_table(
@@ -97,7 +97,7 @@ def test_a_value_heads_advantages_and_returns_lie_at_the_loss_tokens() -> None:
     np.testing.assert_allclose(
         rewarded.advantage,
         [0.5, 0, 0, 0.5],
-        err_msg="what came with no loss token comes with the last",
+        err_msg="the rest of the reward counts for the last token",
     )
     batch = micro_batch([valued], [0], "cpu")
     np.testing.assert_allclose(

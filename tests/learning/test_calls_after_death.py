@@ -1,5 +1,5 @@
-"""A learner whose rank died, on stand-ins for the ranks: whoever calls it learns of a death, from
-which a new attempt begins."""
+"""A learner whose rank died, with fake ranks: every caller gets the error that starts a new
+attempt."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from asyncrl.preflight.specs import learner_spec
 
 
 @pytest.mark.timeout(20)
-def test_a_call_that_waited_while_a_rank_died_tells_of_the_death_too(
+def test_a_call_that_waited_while_a_rank_died_raises_the_death_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which of the two errors ends the run is chance."""
+    """Either of the two errors may end the run."""
 
     async def dies() -> None:
         raise RayActorError

@@ -1,5 +1,5 @@
-"""Two model families, one trajectory at a time by transformers alone, against packed rows of any
-shape: log-probs, losses, all gradients. And what packed attention never allocates."""
+"""Packed rows of any shape compared with transformers on one trajectory at a time, for two model
+families: log-probs, losses, all gradients. Also: packed attention allocates no square matrices."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ LOSSES: dict[str, dict[str, Any] | None] = {
 
 
 WIDE = {"initializer_range": 0.2}
-"""Weights ten times as wide as usual: attention that chooses, so that a leak or a wrong position is
-far above rounding."""
+"""Ten times the usual standard deviation of the weights. Attention is then selective, so a leak or
+a wrong position has an effect far above rounding."""
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def checkpoints(
 def rows(
     vocabulary: int = 64, lengths: tuple[int, ...] = (3, 4, 4, 9, 17, 17, 30, 90), longest: int = 0
 ) -> tuple[Example, ...]:
-    """Trajectories of random tokens with holes in their loss masks; behavior log-probs come from
-    `behavior`."""
+    """Trajectories of random tokens with gaps in their loss masks. `recorded` fills in the behavior
+    log-probs."""
     draw = np.random.default_rng(1)
     made = []
     for length in (*lengths, *([longest] if longest else [])):
@@ -97,8 +97,8 @@ def rows(
 
 
 def alone(model: PreTrainedModel, row: Example) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of a trajectory's loss tokens by the model as transformers loads it,
-    with nothing else in the batch."""
+    """Log-probs and entropies of a trajectory's loss tokens from transformers' own model, with only
+    this trajectory in the batch."""
     tokens = torch.from_numpy(row.tokens)[None]
     logits = model(input_ids=tokens, use_cache=False).logits[0] / TEMPERATURE
     at = row.prompt_length + torch.from_numpy(np.flatnonzero(row.loss_mask))
@@ -107,7 +107,7 @@ def alone(model: PreTrainedModel, row: Example) -> tuple[torch.Tensor, torch.Ten
 
 
 def behavior(model: PreTrainedModel, examples: Sequence[Example]) -> list[np.ndarray]:
-    """What a policy not far away would have given each loss token: some ratios are clipped, some
+    """Log-probs of each loss token under a nearby policy, so that some ratios are clipped and some
     are masked."""
     draw = np.random.default_rng(2)
     with torch.no_grad():
@@ -137,7 +137,7 @@ def one_by_one(
     weights: Sequence[float],
     algorithm: AlgorithmConfig | None,
 ) -> torch.Tensor:
-    """The step's loss, one trajectory at a time, with its gradients in the model."""
+    """The step's loss, computed one trajectory at a time. The gradients are in the model."""
     total = torch.zeros(())
     for row, weight in zip(examples, weights, strict=True):
         logprobs, entropy = alone(model, row)
@@ -172,7 +172,7 @@ def packed(
     algorithm: AlgorithmConfig | None,
     plan: Any,
 ) -> torch.Tensor:
-    """The same in the micro-batches of all ranks of a plan."""
+    """The step's loss, computed in the micro-batches of all ranks of a plan."""
     from dataclasses import replace
 
     total = torch.zeros(())
@@ -206,17 +206,17 @@ PLANS = {
 
 
 def off(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
-    """Largest difference of a parameter's gradient, relative to the largest element that it should
-    have."""
+    """Largest difference of a parameter's gradient, relative to the largest element of the expected
+    one."""
     assert found is not None and wanted is not None
     largest = float(wanted.abs().max())
-    assert largest > 0, "a gradient that is 0 everywhere proves nothing"
+    assert largest > 0, "the test needs a gradient that is not 0 everywhere"
     return float((found - wanted).abs().max()) / largest
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradient_are_those_of_one_trajectory_at_a_time(
+def test_loss_and_gradient_equal_those_of_one_trajectory_at_a_time(
     checkpoints: dict[str, Path], family: str, loss: str
 ) -> None:
     algorithm = AlgorithmConfig.model_validate(LOSSES[loss]) if LOSSES[loss] is not None else None
@@ -253,7 +253,7 @@ def test_loss_and_gradient_are_those_of_one_trajectory_at_a_time(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_are_those_of_one_trajectory_at_a_time(
+def test_log_probs_equal_those_of_one_trajectory_at_a_time(
     checkpoints: dict[str, Path], family: str
 ) -> None:
     plain = AutoModelForCausalLM.from_pretrained(
@@ -300,9 +300,8 @@ def mistral(implementation: str, window: int) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("window", [1, 5, 90, 511, 530])
-def test_a_window_is_transformers_own(window: int) -> None:
-    """Shorter and longer than the segments, and than the blocks in which long segments are
-    attended."""
+def test_a_sliding_window_matches_transformers(window: int) -> None:
+    """Windows shorter and longer than the segments, and than the blocks of long segments."""
     plain, policy = (
         mistral("sdpa", window),
         Policy(mistral(attention.register_attention(), window), TEMPERATURE),
@@ -330,7 +329,7 @@ def test_a_window_is_transformers_own(window: int) -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Every operation that runs, autograd's included, and the shapes of its results."""
+    """Records every operation, including autograd's, and the shapes of its results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,15 +345,15 @@ class Allocations(TorchDispatchMode):
         return result
 
     def squares(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Results with two dimensions of more than 512: tokens against tokens, since nothing else
-        here is as large."""
+        """Results with two dimensions above 512. Only the number of tokens is that large, so these
+        are tokens by tokens."""
         return [
             (name, shape) for name, shape in self.shapes if sum(size > 512 for size in shape) > 1
         ]
 
 
 LONG = {"lengths": (149, 301, 301), "longest": 1301}
-"""2,048 input tokens in all."""
+"""2,048 input tokens in total."""
 
 
 def models(name: str, checkpoints: dict[str, Path]) -> PreTrainedModel:
@@ -384,7 +383,7 @@ def test_no_mask_or_scores_of_tokens_by_tokens_exist(
     } <= names
 
 
-def test_the_observer_sees_what_transformers_would_build() -> None:
+def test_the_observer_detects_transformers_square_mask() -> None:
     examples = rows(**LONG)
     batch = micro_batch(examples, range(len(examples)), "cpu")
     with Allocations() as allocations:
@@ -395,7 +394,7 @@ def test_the_observer_sees_what_transformers_would_build() -> None:
 
 
 def test_heads_of_other_widths_for_keys_and_values_are_attended_in_blocks() -> None:
-    """As in multi-head latent attention, which torch's flash kernel does not take."""
+    """Multi-head latent attention has such heads, which torch's flash kernel does not support."""
     torch.manual_seed(0)
     length, heads = 1100, 2
     query, key, value = (

@@ -1,7 +1,10 @@
-"""How often two ZeRO-3 ranks of very different lengths gather the head: for a micro-batch once in
-its forward pass and at most once in its backward pass (DeepSpeed keeps what a small model uses
-again soon), in however many chunks each of them computes its log-probs. A gather for each chunk
-would leave the rank with more chunks waiting for the other."""
+"""How often two ZeRO-3 ranks with rows of very different lengths gather the head.
+
+For each micro-batch, it is gathered once in the forward pass, and at most once in the backward
+pass. (In a small model, DeepSpeed keeps parameters that are used again soon.) The number of chunks
+of log-probs does not matter. With a gather for each chunk, the rank with more chunks would wait
+forever for the other.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from asyncrl.learning import zero3
 from asyncrl.preflight.specs import learner_spec
 
 VOCABULARY = 128
-"""A head of 8,192 parameters: those of 4,096 and fewer are never released, so they are never
-gathered either."""
+"""Gives a head of 8,192 parameters. Parameters of up to 4,096 elements are never released, and so
+never gathered."""
 CHUNK_ROWS = {"chunks": 4, "whole": 1000}
 ROWS = [(tuple(range(3, 6)), tuple(range(10, 70))), ((3,), (4, 5))] * 2
-"""60 targets in 15 chunks, and 2 in one."""
+"""Rows with 60 targets in 15 chunks, and with 2 targets in one chunk."""
 STEPS = 2
 
 
@@ -39,7 +42,7 @@ def test_the_head_is_gathered_once_forward_and_at_most_once_backward(
             assert (
                 gathers["forward"] == micro_batches
                 and gathers["backward"] <= micro_batches
-                and gathers["by its use"] == 0
+                and gathers["on access"] == 0
             )
     assert [found[rank]["chunks"][0][1] for rank in (0, 1)] == [30, 2] and found[0]["whole"][0][
         1
@@ -52,8 +55,8 @@ def test_the_head_is_gathered_once_forward_and_at_most_once_backward(
 def count_gathers(
     rank: int, world_size: int, path: Path
 ) -> dict[str, list[tuple[int, int, dict[str, int]]]]:
-    """Variant → for each step (this rank's micro-batches, chunks of log-probs in their forward
-    passes, gathers of the head by pass)."""
+    """Variant → (this rank's micro-batches, chunks of log-probs in their forward passes, gathers of
+    the head by pass) of each step."""
     from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
     from deepspeed.runtime.zero.partitioned_param_coordinator import (
         PartitionedParameterCoordinator as Coordinator,
@@ -75,7 +78,7 @@ def count_gathers(
     gathers: Counter[str] = Counter()
     chunks = [0]
 
-    def seen(parameters: Any, kind: str) -> None:
+    def count_head(parameters: Any, kind: str) -> None:
         gathers[kind] += sum(
             parameter is head and parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
             for parameter in parameters
@@ -87,12 +90,12 @@ def count_gathers(
         passes.plan_micro_batches,
     )
 
-    def fetch_seen(self: Any, parameters: Any, forward: bool, quantize: bool = False) -> Any:
-        seen(parameters, "forward" if forward else "backward")
+    def counting_fetch(self: Any, parameters: Any, forward: bool, quantize: bool = False) -> Any:
+        count_head(parameters, "forward" if forward else "backward")
         return fetch(self, parameters, forward, quantize)
 
-    def gather_seen(self: Any, parameters: Any, *arguments: Any, **settings: Any) -> Any:
-        seen(parameters, "by its use")
+    def counting_gather(self: Any, parameters: Any, *arguments: Any, **settings: Any) -> Any:
+        count_head(parameters, "on access")
         return gather(self, parameters, *arguments, **settings)
 
     def long_rows_on_rank_0(state: Any, examples: Any) -> Any:
@@ -104,17 +107,17 @@ def count_gathers(
 
     chunk = logprobs_module._chunk
 
-    def chunk_seen(*arguments: Any) -> Any:
-        chunks[0] += torch._C._current_graph_task_id() == -1  # not again in the backward pass
+    def counting_chunk(*arguments: Any) -> Any:
+        chunks[0] += torch._C._current_graph_task_id() == -1  # only in the forward pass
         return chunk(*arguments)
 
     Coordinator._PartitionedParameterCoordinator__all_gather_params_, Init._all_gather = (
-        fetch_seen,
-        gather_seen,
+        counting_fetch,
+        counting_gather,
     )
-    logprobs_module._chunk, passes.plan_micro_batches = chunk_seen, long_rows_on_rank_0
+    logprobs_module._chunk, passes.plan_micro_batches = counting_chunk, long_rows_on_rank_0
     found: dict[str, list[tuple[int, int, dict[str, int]]]] = {}
-    learner.supervised_step(ROWS)  # in which DeepSpeed learns the order of the modules
+    learner.supervised_step(ROWS)  # DeepSpeed records the order of the modules
     for variant, rows in CHUNK_ROWS.items():
         zero3.policy_of(learner.state.engine).head = logprobs_module.HeadSettings(
             chunk_elements=rows * VOCABULARY
@@ -129,7 +132,7 @@ def count_gathers(
                 (
                     int(metrics["micro_batches"]) // world_size,
                     chunks[0],
-                    {kind: gathers[kind] for kind in ("forward", "backward", "by its use")},
+                    {kind: gathers[kind] for kind in ("forward", "backward", "on access")},
                 )
             )
     return found

@@ -1,4 +1,4 @@
-"""The head in float32 under a bfloat16 model, and chunks of logits by the memory that they take."""
+"""The head in float32 with a bfloat16 model, and chunks of logits limited by memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def policy_of(path: Path, dtype: torch.dtype, **settings: Any) -> Policy:
 
 
 def exact(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the batch, and the gradient of their sum for the head's weight, in float64 from
-    the policy's own hidden states."""
+    """Log-probs of the batch, and the gradient of their sum for the head's weight, computed in
+    float64 from the policy's hidden states."""
     taken: list[torch.Tensor] = []
     hook = policy.model.model.norm.register_forward_hook(
         lambda module, inputs, output: taken.append(output.detach())
@@ -43,7 +43,7 @@ def exact(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
     return logprobs.detach(), weight.grad
 
 
-def test_a_head_in_float32_rounds_nothing_that_the_model_has_in_bfloat16(tmp_path: Path) -> None:
+def test_a_float32_head_avoids_the_rounding_of_a_bfloat16_head(tmp_path: Path) -> None:
     path = family("llama").save(tmp_path)
     off = {}
     for fp32 in (False, True):
@@ -60,25 +60,26 @@ def test_a_head_in_float32_rounds_nothing_that_the_model_has_in_bfloat16(tmp_pat
     assert off[True] < 1e-5 < 1e-3 < off[False]
 
 
-def test_it_is_refused_where_it_would_do_nothing(model_path: Path) -> None:
+def test_the_setting_is_refused_without_effect(model_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"learner\.cast_lm_head_to_fp32 = True acts only with learner\.bf16: true"
+        ValueError,
+        match=(r"learner\.cast_lm_head_to_fp32 = True only has an effect with learner\.bf16: true"),
     ):
         learner_config(model_path, cast_lm_head_to_fp32=True)
 
 
 class LogitRows(TorchDispatchMode):
-    """Rows of every tensor of logits that an operation makes."""
+    """Records the number of rows of every tensor of logits that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[int] = []
+        self.row_counts: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        # The head itself, turned over, has more.
-        self.seen += [
+        # The transposed head has the same columns, but more rows.
+        self.row_counts += [
             leaf.shape[0]
             for leaf in made
             if leaf.ndim == 2
@@ -92,7 +93,7 @@ class LogitRows(TorchDispatchMode):
     ("memory", "rows"),
     [(7 * 4 * VOCABULARY * 4, 4), (7 * 4 * VOCABULARY * 4 - 1, 3), (1, 1), (1 << 30, 30)],
 )
-def test_chunks_are_as_large_as_their_memory(tmp_path: Path, memory: int, rows: int) -> None:
+def test_chunks_are_as_large_as_their_memory_allows(tmp_path: Path, memory: int, rows: int) -> None:
     path = family("llama").save(tmp_path, hidden_size=32, num_attention_heads=1)
     policy, whole = (
         policy_of(path, torch.float32, logprob_memory_bytes=memory),
@@ -102,6 +103,6 @@ def test_chunks_are_as_large_as_their_memory(tmp_path: Path, memory: int, rows: 
         logprobs = policy(BATCH)[0]
         greedy = policy(BATCH, greedy=True)[0]
         logprobs.sum().backward()
-    assert max(made.seen) == rows
+    assert max(made.row_counts) == rows
     torch.testing.assert_close(logprobs, whole(BATCH)[0], atol=1e-6, rtol=0)
     assert torch.equal(greedy, whole(BATCH, greedy=True)[0])

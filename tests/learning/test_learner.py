@@ -1,5 +1,5 @@
-"""The learner group on real Ray actors with real DeepSpeed ZeRO-3: one rank with one micro-batch a
-step, two ranks with several."""
+"""The learner group on real Ray actors with real DeepSpeed ZeRO-3: one rank with one micro-batch in
+a step, and two ranks with several."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ ALGORITHM = {
     "old_policy": "log_linear",
     "correction": {"truncation": "sequence", "normalize": True},
 }
-"""What has to be computed over the whole step, or over whole trajectories, whoever has them."""
+"""Options that need statistics over the whole step or over whole trajectories of all ranks."""
 
 Run = Callable[[Any], Any]
 
 
 @pytest.fixture(scope="module")
-def one(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
+def one_rank(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
     group = run(
         LearnerGroup.create(
             learner_spec(learner_config(model_path, max_tokens=1024, algorithm=ALGORITHM)), "run", 1
@@ -55,7 +55,7 @@ def one(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
 
 
 @pytest.fixture(scope="module")
-def two(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
+def two_ranks(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
     group = run(
         LearnerGroup.create(
             learner_spec(
@@ -75,18 +75,18 @@ def two(ray_cluster: Any, run: Run, model_path: Path) -> Iterator[LearnerGroup]:
     run(group.close())
 
 
-def test_parameters_are_partitioned_over_two_ranks(two: LearnerGroup, run: Run) -> None:
-    shards = run(two._all("shards"))
+def test_parameters_are_partitioned_over_two_ranks(two_ranks: LearnerGroup, run: Run) -> None:
+    shards = run(two_ranks._all("shards"))
     assert shards[0].keys() == shards[1].keys() and "lm_head.weight" not in shards[0]
     for name, (own, whole) in shards[0].items():
         assert own == shards[1][name][0] == -(-whole // 2), name
 
 
-def test_world_sizes_and_packings_agree_over_three_steps(
-    one: LearnerGroup, two: LearnerGroup, run: Run
+def test_one_and_two_ranks_agree_over_three_steps(
+    one_rank: LearnerGroup, two_ranks: LearnerGroup, run: Run
 ) -> None:
     for step in range(3):
-        alone, together = (run(group.step(recorded_batch(step))) for group in (one, two))
+        alone, together = (run(group.step(recorded_batch(step))) for group in (one_rank, two_ranks))
         assert alone.applied and together.applied
         assert alone.metrics["micro_batches"] == 1 and together.metrics["micro_batches"] >= 4
         assert together.metrics["grad_norm"] == pytest.approx(alone.metrics["grad_norm"], rel=1e-4)
@@ -107,17 +107,19 @@ def test_world_sizes_and_packings_agree_over_three_steps(
     assert alone.metrics["trajectories"] == 24, (
         "one trajectory of each group is masked by its status"
     )
-    for left, right in zip(run(one.logprobs(ROWS)), run(two.logprobs(ROWS)), strict=True):
+    for left, right in zip(
+        run(one_rank.logprobs(ROWS)), run(two_ranks.logprobs(ROWS)), strict=True
+    ):
         np.testing.assert_allclose(left, right, atol=1e-4)
 
 
 def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(
-    one: LearnerGroup, run: Run, tmp_path: Path
+    one_rank: LearnerGroup, run: Run, tmp_path: Path
 ) -> None:
-    """Each holds at most 32 tokens of a row, and a row has up to 64."""
+    """Each rank has at most 32 tokens of a row, and a row has up to 64."""
     rows = [*ROWS, (tuple(range(3, 20)), tuple(range(3, 33)))]
-    run(one.export_hf(tmp_path))
-    run(one.reset_optimizer(1e-2))
+    run(one_rank.export_hf(tmp_path))
+    run(one_rank.reset_optimizer(1e-2))
     shared = run(
         LearnerGroup.create(
             learner_spec(
@@ -132,7 +134,7 @@ def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(
     try:
         for step in range(3):
             alone, together = (
-                run(group.step(recorded_batch(30 + step))) for group in (one, shared)
+                run(group.step(recorded_batch(30 + step))) for group in (one_rank, shared)
             )
             assert alone.applied and together.applied and together.metrics["micro_batches"] > 4
             for name in (
@@ -150,9 +152,11 @@ def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(
                 assert together.metrics[name] == pytest.approx(
                     alone.metrics[name], rel=1e-4, abs=1e-5
                 ), name
-        for left, right in zip(run(one.logprobs(rows)), run(shared.logprobs(rows)), strict=True):
+        for left, right in zip(
+            run(one_rank.logprobs(rows)), run(shared.logprobs(rows)), strict=True
+        ):
             np.testing.assert_allclose(left, right, atol=1e-4)
-        alone, together = (run(group.supervised_step(rows)) for group in (one, shared))
+        alone, together = (run(group.supervised_step(rows)) for group in (one_rank, shared))
         assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4) and together[
             "grad_norm"
         ] == pytest.approx(alone["grad_norm"], rel=1e-4)
@@ -163,11 +167,11 @@ def test_two_ranks_that_share_rows_agree_with_one_over_three_steps(
         run(shared.close())
 
 
-def test_a_batch_with_nan_is_skipped_by_both_ranks(two: LearnerGroup, run: Run) -> None:
-    before = run(two.logprobs(ROWS))
+def test_a_batch_with_nan_is_skipped_by_both_ranks(two_ranks: LearnerGroup, run: Run) -> None:
+    before = run(two_ranks.logprobs(ROWS))
     batch = recorded_batch(7)
     batch[5] = scored(recorded_group(61, poison=True))
-    result = run(two.step(batch))
+    result = run(two_ranks.step(batch))
     assert not result.applied and result.metrics["nonfinite_loss"] > 0
     assert (
         "NaN or Inf in loss or gradient from group 61, trajectory 0; its batch is " in result.note
@@ -176,13 +180,13 @@ def test_a_batch_with_nan_is_skipped_by_both_ranks(two: LearnerGroup, run: Run) 
     assert kept["ordinal"].to_pylist() == [group.ordinal for group in batch] and math.isnan(
         kept["logprobs"][5].as_py()[0][0]
     )
-    for left, right in zip(before, run(two.logprobs(ROWS)), strict=True):
+    for left, right in zip(before, run(two_ranks.logprobs(ROWS)), strict=True):
         np.testing.assert_array_equal(left, right)
 
 
-def test_a_leap_of_the_gradient_keeps_its_batch(one: LearnerGroup, run: Run) -> None:
-    run(one.reset_optimizer(0.0))
-    # Rewards that are all the same teach nothing: only the entropy bonus has a gradient.
+def test_a_spike_of_the_gradient_norm_keeps_its_batch(one_rank: LearnerGroup, run: Run) -> None:
+    run(one_rank.reset_optimizer(0.0))
+    # With equal rewards, only the entropy bonus has a gradient.
     groups = [recorded_group(240 + number) for number in range(8)]
     dull = [
         scored(
@@ -197,10 +201,10 @@ def test_a_leap_of_the_gradient_keeps_its_batch(one: LearnerGroup, run: Run) -> 
         for group in groups
     ]
     for _ in range(8):
-        result = run(one.step(dull))
+        result = run(one_rank.step(dull))
         assert result.applied and not result.note
         assert result.metrics["grad_norm_ratio"] == pytest.approx(1, rel=1e-3)
-    result = run(one.step(recorded_batch(30)))
+    result = run(one_rank.step(recorded_batch(30)))
     assert result.applied and result.metrics["grad_norm_ratio"] > 10
     assert (
         result.note.startswith("gradient norm ")
@@ -208,19 +212,21 @@ def test_a_leap_of_the_gradient_keeps_its_batch(one: LearnerGroup, run: Run) -> 
     )
 
 
-def test_after_a_skip_nothing_of_it_is_left(two: LearnerGroup, run: Run) -> None:
-    run(two.snapshot())
-    run(two.step(recorded_batch(7, poison=True)))
-    skipped = run(two.step(recorded_batch(8))).metrics["grad_norm"]
-    run(two.restore())
-    assert run(two.step(recorded_batch(8))).metrics["grad_norm"] == pytest.approx(skipped, rel=1e-6)
+def test_a_skipped_step_leaves_no_state(two_ranks: LearnerGroup, run: Run) -> None:
+    run(two_ranks.snapshot())
+    run(two_ranks.step(recorded_batch(7, poison=True)))
+    skipped = run(two_ranks.step(recorded_batch(8))).metrics["grad_norm"]
+    run(two_ranks.restore())
+    assert run(two_ranks.step(recorded_batch(8))).metrics["grad_norm"] == pytest.approx(
+        skipped, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_save_load_continue_equals_uninterrupted(
-    one: LearnerGroup, two: LearnerGroup, run: Run, tmp_path: Path, world_size: int
+    one_rank: LearnerGroup, two_ranks: LearnerGroup, run: Run, tmp_path: Path, world_size: int
 ) -> None:
-    group = one if world_size == 1 else two
+    group = one_rank if world_size == 1 else two_ranks
     run(group.save(tmp_path))
     losses = [run(group.step(recorded_batch(20 + step))).metrics["loss"] for step in range(3)]
     after = run(group.logprobs(ROWS))
@@ -232,22 +238,24 @@ def test_save_load_continue_equals_uninterrupted(
         np.testing.assert_allclose(left, right, atol=1e-6)
 
 
-def test_a_checkpoint_that_cannot_be_used_says_why(tmp_path: Path) -> None:
+def test_an_unusable_checkpoint_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no counters\.json; name a complete checkpoint"):
         load_rank(None, tmp_path, 0, 1)
     (tmp_path / "counters.json").write_text('{"world_size": 2}')
-    with pytest.raises(ValueError, match="written by 2 ranks"):
+    with pytest.raises(ValueError, match="has the shards of 2 ranks"):
         load_rank(None, tmp_path, 0, 1)
 
 
-def test_export_loads_in_plain_transformers(two: LearnerGroup, run: Run, tmp_path: Path) -> None:
-    run(two.export_hf(tmp_path))
+def test_export_loads_in_plain_transformers(
+    two_ranks: LearnerGroup, run: Run, tmp_path: Path
+) -> None:
+    run(two_ranks.export_hf(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert (
         model.config._attn_implementation == "sdpa"
         and AutoTokenizer.from_pretrained(tmp_path).eos_token == "#"
     )
-    for (prompt, following), logprobs in zip(ROWS, run(two.logprobs(ROWS)), strict=True):
+    for (prompt, following), logprobs in zip(ROWS, run(two_ranks.logprobs(ROWS)), strict=True):
         tokens = torch.tensor([[*prompt, *following]])
         expected = (
             model(input_ids=tokens)
@@ -258,12 +266,12 @@ def test_export_loads_in_plain_transformers(two: LearnerGroup, run: Run, tmp_pat
         np.testing.assert_allclose(logprobs, expected.detach(), atol=1e-5)
 
 
-def test_gathered_versions_hold_every_parameter_once(
-    two: LearnerGroup, run: Run, tmp_path: Path
+def test_a_gathered_version_has_every_parameter_once(
+    two_ranks: LearnerGroup, run: Run, tmp_path: Path
 ) -> None:
-    run(two.export_hf(tmp_path))
+    run(two_ranks.export_hf(tmp_path))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    manifest = run(two.gather(3))
+    manifest = run(two_ranks.gather(3))
     assert (manifest.run_id, manifest.attempt, manifest.version) == ("run", 1, 3)
     assert {entry.name for entry in manifest.tensors} == set(
         json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
@@ -280,41 +288,42 @@ def test_gathered_versions_hold_every_parameter_once(
         np.testing.assert_array_equal(values, exported[entry.name].numpy(), err_msg=entry.name)
 
 
-def test_supervised_steps_reach_exact_match(one: LearnerGroup, run: Run) -> None:
-    run(one.reset_optimizer(1e-2))
-    first = run(one.supervised_step(ROWS))["loss"]
+def test_supervised_steps_reach_exact_match(one_rank: LearnerGroup, run: Run) -> None:
+    run(one_rank.reset_optimizer(1e-2))
+    first = run(one_rank.supervised_step(ROWS))["loss"]
     for _ in range(20):
-        last = run(one.supervised_step(ROWS))["loss"]
-    assert last < first / 10 and run(one.exact_match(ROWS)) == 1.0
-    assert run(one.exact_match([*ROWS, ((5, 6, 7), (8, 10))])) == 0.75
+        last = run(one_rank.supervised_step(ROWS))["loss"]
+    assert last < first / 10 and run(one_rank.exact_match(ROWS)) == 1.0
+    assert run(one_rank.exact_match([*ROWS, ((5, 6, 7), (8, 10))])) == 0.75
 
 
-def test_learning_rate_warms_up(one: LearnerGroup, run: Run) -> None:
-    run(one.reset_optimizer(1e-3, 4))
-    assert (
-        run(one.supervised_step(ROWS))["learning_rate"] == 1e-3
-    )  # the schedule is that of policy steps
-    run(one.reset_optimizer(1e-3, 4))
-    rates = [run(one.step(recorded_batch(step))).metrics["learning_rate"] for step in range(6)]
+def test_learning_rate_warms_up(one_rank: LearnerGroup, run: Run) -> None:
+    run(one_rank.reset_optimizer(1e-3, 4))
+    # The schedule applies only to policy steps.
+    assert run(one_rank.supervised_step(ROWS))["learning_rate"] == 1e-3
+    run(one_rank.reset_optimizer(1e-3, 4))
+    rates = [run(one_rank.step(recorded_batch(step))).metrics["learning_rate"] for step in range(6)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
 
 
-def test_no_room_is_an_error_with_a_table(ray_cluster: Any, run: Run, model_path: Path) -> None:
+def test_missing_resources_raise_with_a_table(ray_cluster: Any, run: Run, model_path: Path) -> None:
     config = learner_config(model_path, num_cpus=64).model_copy(update={"placement_timeout_s": 0.5})
     with pytest.raises(PlacementError, match=r"placement_timeout_s = 0.5(.|\n)*CPU +64 +2 "):
         run(LearnerGroup.create(learner_spec(config), "run", 1))
 
 
-def test_a_rank_that_dies_in_a_collective_ends_the_group_by_name(
-    two: LearnerGroup, run: Run
+def test_a_rank_that_dies_in_a_collective_is_named_and_ends_the_group(
+    two_ranks: LearnerGroup, run: Run
 ) -> None:
-    """Rank 0 waits for rank 1 in the forward pass, and fails there, too, when its peer is gone."""
-    rank_0, rank_1 = (psutil.Process(process) for _, process in two._processes)
+    """Rank 0 waits for rank 1 in the forward pass, and also fails when its peer dies."""
+    rank_0, rank_1 = (psutil.Process(process) for _, process in two_ranks._processes)
     rank_1.suspend()
 
-    async def killed_within() -> None:
-        step = asyncio.ensure_future(two.exact_match(ROWS))
-        while "in wait" not in await stack_of(*two._processes[0], stacks_path(two.spec, 1, 0)):
+    async def kill_during_the_call() -> None:
+        step = asyncio.ensure_future(two_ranks.exact_match(ROWS))
+        while "in wait" not in await stack_of(
+            *two_ranks._processes[0], stacks_path(two_ranks.spec, 1, 0)
+        ):
             assert not step.done()
         rank_1.kill()
         await step
@@ -322,17 +331,16 @@ def test_a_rank_that_dies_in_a_collective_ends_the_group_by_name(
     with pytest.raises(
         LearnerDiedError, match="learner rank 1 failed in exact_match: its process died"
     ):
-        run(killed_within())
+        run(kill_during_the_call())
     assert psutil.wait_procs([rank_0, rank_1], 30)[1] == []
     with pytest.raises(LearnerError, match="rank 1 failed"):
-        run(two.step(recorded_batch(0)))
-    run(two.close())
+        run(two_ranks.step(recorded_batch(0)))
+    run(two_ranks.close())
 
 
-def test_a_rank_that_stands_still_counts_as_died(
-    model_path: Path, run: Run, ray_cluster: Any
-) -> None:
-    """Its peer waits for it in a collective, and does not end the group as an error of the code."""
+def test_a_rank_that_hangs_counts_as_died(model_path: Path, run: Run, ray_cluster: Any) -> None:
+    """Its peer waits for it in a collective. The group ends with a death, not an error of the
+    code."""
     config = learner_config(model_path, world_size=2, call_timeout_s=60)
     group = run(LearnerGroup.create(learner_spec(config), "run", 7))
     processes = [psutil.Process(process) for _, process in group._processes]
@@ -355,28 +363,28 @@ def test_a_rank_that_stands_still_counts_as_died(
 
 
 def test_weights_that_a_finite_step_made_infinite_are_never_published(
-    one: LearnerGroup, run: Run
+    one_rank: LearnerGroup, run: Run
 ) -> None:
-    run(one.reset_optimizer(1e30))
+    run(one_rank.reset_optimizer(1e30))
     with pytest.raises(
         LearnerError,
         match=(
-            r"rank 0 failed in step: .*the weights hold NaN or Inf, or .* after a step whose loss"
-            r" and gradient were finite"
+            r"rank 0 failed in step: .*the weights contain NaN or Inf, or .* after a step with"
+            r" finite loss and gradient"
         ),
     ):
-        run(one.step(recorded_batch(0)))
+        run(one_rank.step(recorded_batch(0)))
     with pytest.raises(LearnerError):
-        run(one.gather(1))
+        run(one_rank.gather(1))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_value_head_fits_returns_alike_on_one_rank_and_two_and_stays_with_the_learner(
+def test_a_value_head_learns_equally_on_one_and_two_ranks_and_is_not_published(
     ray_cluster: Any, run: Run, model_path: Path
 ) -> None:
-    """A fresh head says 0 everywhere, so with λ = 1 the first step is REINFORCE++'s: the reward for
-    every token, normalized over the step."""
+    """A new head returns 0 everywhere. With λ = 1, the first step then equals REINFORCE++: every
+    token has the reward as its advantage, normalized over the step."""
     plain = {"advantage": "reinforce_plus_plus"}
     critic = {"advantage": "gae", "gae_lambda": 1.0, "value_coef": 1e-6}
     fitting = {"advantage": "gae", "value_coef": 10.0}
@@ -406,7 +414,7 @@ def test_a_value_head_fits_returns_alike_on_one_rank_and_two_and_stays_with_the_
             metrics = [run(group.step(recorded_batch(0))).metrics for _ in range(4)]
             first[name] = metrics[0]["loss"] - metrics[0]["value_loss"], metrics[0]["grad_norm"]
             steps[world_size] = [
-                value for one in metrics for value in (one["value_loss"], one["grad_norm"])
+                value for step in metrics for value in (step["value_loss"], step["grad_norm"])
             ]
             assert {entry.name for entry in run(group.gather(1)).tensors} == set(
                 expected_tensors(model_path, "float32")
@@ -418,6 +426,4 @@ def test_a_value_head_fits_returns_alike_on_one_rank_and_two_and_stays_with_the_
         and first["plain"][0] != 0
     )
     assert steps[1] == pytest.approx(steps[2], rel=1e-3)
-    assert steps[1][6] < 0.9 * steps[1][0], (
-        "the same batch four times: the values come nearer to its returns"
-    )
+    assert steps[1][6] < 0.9 * steps[1][0], "the values approach the returns of the repeated batch"

@@ -1,5 +1,5 @@
-"""What decays, what has a learning rate of its own, and that both outlive a checkpoint, on two real
-ZeRO-3 ranks."""
+"""Which parameters have weight decay, and which have their own learning rate. Both survive a
+checkpoint on two real ZeRO-3 ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RATE, VALUE_RATE, DECAY = 1e-2, 5e-2, 0.5
 
 
 class WithHead(torch.nn.Module):
-    """Named as a policy is."""
+    """A module with a policy's parameter names."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ def test_matrices_decay_and_norms_and_biases_do_not(
     }
     for endings, expected in ((decayed, True), (kept, False)):
         for ending in endings:
-            seen = {value for key, value in found.items() if key.endswith(ending)}
-            assert seen == {expected}, ending
+            observed = {value for key, value in found.items() if key.endswith(ending)}
+            assert observed == {expected}, ending
 
 
 def test_every_parameter_is_in_one_group_and_the_head_has_its_own_rate() -> None:
@@ -83,8 +83,8 @@ def test_every_parameter_is_in_one_group_and_the_head_has_its_own_rate() -> None
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_a_step_is_that_of_torchs_plain_optimizer(kind: str) -> None:
-    """torch's own, in its loop over single tensors, with the same groups."""
+def test_a_step_equals_that_of_torchs_plain_optimizer(kind: str) -> None:
+    """The expected values come from torch's optimizer without foreach and fused kernels."""
     models = [WithHead(family("llama").build()) for _ in range(2)]
     config = LearnerConfig(optimizer=kind, weight_decay=DECAY)
     ours = make_optimizer(models[0], config)
@@ -116,43 +116,44 @@ def test_a_step_is_that_of_torchs_plain_optimizer(kind: str) -> None:
 
 def test_a_value_learning_rate_without_a_value_head_is_refused(model_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"value_learning_rate = 0\.05 acts only with algorithm.advantage: gae"
+        ValueError,
+        match=r"value_learning_rate = 0\.05 only has an effect with algorithm.advantage: gae",
     ):
         learner_config(model_path, value_learning_rate=VALUE_RATE)
 
 
-def test_groups_hold_under_zero3_and_outlive_a_checkpoint(model_path: Path, tmp_path: Path) -> None:
-    for seen in on_ranks(2, two_ways, model_path, tmp_path):
-        for name, moved in seen.by_decay.items():
+def test_groups_work_under_zero3_and_survive_a_checkpoint(model_path: Path, tmp_path: Path) -> None:
+    for observed in on_ranks(2, observe_steps, model_path, tmp_path):
+        for name, moved in observed.by_decay.items():
             expected = (
-                -RATE * DECAY * seen.before[name]
-                if seen.before[name].ndim > 1
+                -RATE * DECAY * observed.before[name]
+                if observed.before[name].ndim > 1
                 else torch.zeros_like(moved)
             )
             torch.testing.assert_close(
                 moved, expected, atol=2e-7, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
             )
-        assert seen.fused and seen.rates == {False: {RATE}, True: {VALUE_RATE}}
-        # AdamW's first step is the learning rate, whatever the gradient is.
-        assert float(seen.head_moved.abs().max()) == pytest.approx(VALUE_RATE, rel=1e-3)
-        assert seen.again == pytest.approx(seen.onward, rel=1e-6)
-        assert seen.groups_after_load == seen.groups
+        assert observed.fused and observed.rates == {False: {RATE}, True: {VALUE_RATE}}
+        # The size of AdamW's first step is the learning rate, for any gradient.
+        assert float(observed.head_moved.abs().max()) == pytest.approx(VALUE_RATE, rel=1e-3)
+        assert observed.after_load == pytest.approx(observed.continued, rel=1e-6)
+        assert observed.groups_after_load == observed.groups
 
 
-def two_ways(rank: int, world_size: int, path: Path, folder: Path) -> SimpleNamespace:
-    seen = SimpleNamespace()
+def observe_steps(rank: int, world_size: int, path: Path, folder: Path) -> SimpleNamespace:
+    observed = SimpleNamespace()
     after: dict[float, dict[str, torch.Tensor]] = {}
     for decay in (0.0, DECAY):
         learner = started(
             rank,
             learner_config(path, world_size=world_size, learning_rate=RATE, weight_decay=decay),
         )
-        seen.before = whole(learner)
+        observed.before = whole(learner)
         learner.supervised_step(ROWS)
         after[decay] = whole(learner)
         learner.state.engine.destroy()
-        del learner  # transformers loads the next model whole only without this one
-    seen.by_decay = {name: after[DECAY][name] - after[0.0][name] for name in seen.before}
+        del learner  # while it exists, transformers shards the next model
+    observed.by_decay = {name: after[DECAY][name] - after[0.0][name] for name in observed.before}
 
     algorithm = {"advantage": "gae", "value_coef": 1.0}
     learner = started(
@@ -174,33 +175,33 @@ def two_ways(rank: int, world_size: int, path: Path, folder: Path) -> SimpleName
     head = zero3.policy_of(learner.state.engine).value_head.weight
     learner.step(batches[0])
     groups = learner.state.engine.optimizer.param_groups
-    seen.rates = {
+    observed.rates = {
         value: {group["lr"] for group in groups if group["value_head"] == value}
         for value in (False, True)
     }
-    seen.fused = all(group["fused"] for group in groups)
-    seen.head_moved = full(head)
-    seen.groups = [
+    observed.fused = all(group["fused"] for group in groups)
+    observed.head_moved = full(head)
+    observed.groups = [
         {name: value for name, value in group.items() if name != "params"} for group in groups
     ]
     learner.save(folder)
-    seen.onward = [
+    observed.continued = [
         learner.step(batch).metrics[name]
         for batch in batches[1:]
         for name in ("loss", "value_loss", "grad_norm")
     ]
     learner.load(folder)
-    seen.groups_after_load = [
+    observed.groups_after_load = [
         {name: value for name, value in group.items() if name != "params"}
         for group in learner.state.engine.optimizer.param_groups
     ]
-    seen.again = [
+    observed.after_load = [
         learner.step(batch).metrics[name]
         for batch in batches[1:]
         for name in ("loss", "value_loss", "grad_norm")
     ]
     learner.state.engine.destroy()
-    return seen
+    return observed
 
 
 def started(rank: int, config: Config) -> Any:
@@ -215,7 +216,7 @@ def whole(learner: Any) -> dict[str, torch.Tensor]:
 
 
 def full(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The parameter's master, from all ranks (a collective)."""
+    """The parameter's fp32 master weights, from all ranks (a collective)."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     return safe_get_full_fp32_param(parameter).detach().clone()

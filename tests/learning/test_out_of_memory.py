@@ -1,4 +1,4 @@
-"""What a learner that runs out of memory says."""
+"""The messages of a learner that runs out of memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gpu() -> None:
 
 
 @pytest.mark.parametrize("fill", [host, numpy_host, gpu])
-def test_the_micro_batch_and_the_way_out_are_named(tmp_path: Path, fill: Any) -> None:
+def test_the_message_names_the_micro_batch_and_the_setting(tmp_path: Path, fill: Any) -> None:
     with (
         pytest.raises(LearnerOutOfMemoryError) as error,
         explained(BATCH, learner_spec(learner_config(tmp_path, max_tokens=512))),
@@ -52,7 +52,7 @@ def test_the_micro_batch_and_the_way_out_are_named(tmp_path: Path, fill: Any) ->
     assert "\n" not in text and re.search("allocat", text, re.IGNORECASE)
 
 
-def test_another_error_stays_what_it_is(tmp_path: Path) -> None:
+def test_another_error_is_unchanged(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"^shapes differ$") as error,
         explained(BATCH, learner_spec(learner_config(tmp_path))),
@@ -99,7 +99,7 @@ def test_another_error_stays_what_it_is(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_advice_is_one_that_the_config_takes(
+def test_the_advised_setting_is_valid(
     tmp_path: Path, settings: dict[str, Any], tokens: int, advised: str
 ) -> None:
     config = learner_config(tmp_path, **settings)
@@ -111,7 +111,7 @@ def test_the_advice_is_one_that_the_config_takes(
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_rank_says_it_of_its_forward_and_backward_pass(
+def test_forward_and_backward_pass_explain_the_error(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = state_without_model(learner_config(tmp_path, max_tokens=100))
@@ -133,7 +133,7 @@ def test_a_rank_says_it_of_its_forward_and_backward_pass(
         )
 
 
-def test_the_driver_says_it_of_a_process_that_was_ended() -> None:
+def test_the_driver_explains_a_killed_process() -> None:
     assert "the machine ran out of memory; lower learner.max_tokens_per_gpu" in _cause(
         OutOfMemoryError("long\ntext"), "gather"
     )

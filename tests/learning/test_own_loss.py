@@ -1,5 +1,4 @@
-"""A loss of the user's own in real learner steps: the numbers of the built-in one, on one rank and
-on two."""
+"""A user-defined loss in real learner steps equals the built-in one, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def steps(run: Run, model_path: Path, loss: str, world_size: int) -> list[dict[s
 
 
 @pytest.mark.slow
-def test_an_own_loss_trains_as_the_built_in_one_on_one_rank_and_on_two(
+def test_a_user_loss_equals_the_built_in_one_on_one_rank_and_on_two(
     ray_cluster: Any, run: Run, model_path: Path
 ) -> None:
     built_in = steps(run, model_path, "ppo", 1)
@@ -53,7 +52,7 @@ def test_an_own_loss_trains_as_the_built_in_one_on_one_rank_and_on_two(
 
 
 @pytest.mark.slow
-def test_a_loss_that_breaks_its_contract_in_a_step_ends_it_with_file_and_line(
+def test_a_user_loss_with_a_wrong_shape_raises_with_file_and_line(
     ray_cluster: Any, run: Run, model_path: Path
 ) -> None:
     with pytest.raises(

@@ -1,5 +1,5 @@
-"""Versions of families whose parameters transformers renames or fuses, out of the shards of one and
-two ranks, after a change of every parameter: what transformers itself would save."""
+"""Versions gathered from the shards of one and two ranks equal the checkpoint that transformers
+saves, for families whose parameters it renames or fuses. Every parameter is changed first."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from asyncrl.testing.families import family
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_neox", "gemma3", "apertus", "glm4_moe", "phi3"]
 BUCKET_BYTES = 4096
-"""Far below the largest tensor, so that a bucket is as large as that one; parts are a sixteenth of
-it."""
+"""Far below the largest tensor, so a bucket has that tensor's size. Parts are 1/16 of it."""
 
 BUFFERS = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps")
 
 
 def change(name: str, parameter: torch.Tensor) -> None:
-    """Another one for each parameter."""
+    """Add noise to the parameter, seeded by its name and size."""
     generator = torch.Generator().manual_seed(len(name) * 1000 + parameter.numel())
     with torch.no_grad():
         parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
@@ -33,13 +32,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("families")
     paths = {name: family(name).save(folder / name, max_shard_size="100KB") for name in FAMILIES}
     paths["qwen3 tied"] = family("qwen3").save(folder / "tied", tie_word_embeddings=True)
-    # Somebody else's format of the same weights, which no index names.
+    # The same weights in another format. No index names this file.
     (paths["mixtral"] / "consolidated.safetensors").write_bytes(b"not even safetensors")
     return paths
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_version_is_what_transformers_would_save(
+def test_a_version_equals_the_checkpoint_of_transformers(
     checkpoints: dict[str, Path], tmp_path: Path, world_size: int
 ) -> None:
     on_ranks(world_size, export_all, checkpoints, tmp_path / "ours")
@@ -56,7 +55,7 @@ def test_a_version_is_what_transformers_would_save(
         for name, tensor in found.items():
             assert torch.equal(tensor, expected[name]), (family_name, name)
             assert torch.equal(tensor, before[name]) == name.endswith(BUFFERS), (
-                f"{name} of {family_name} should have changed, and no buffer"
+                f"{name} of {family_name} should have changed unless it is a buffer"
             )
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / family_name)
         assert (
@@ -77,7 +76,7 @@ def contents(path: Path) -> dict[str, torch.Tensor]:
 
 
 def export_all(rank: int, world_size: int, checkpoints: dict[str, Path], target: Path) -> None:
-    """Each family loaded sharded, every parameter changed, and exported under `target`."""
+    """Load each family sharded, change every parameter, and export it under `target`."""
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 

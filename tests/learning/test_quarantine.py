@@ -1,4 +1,4 @@
-"""Which batches are kept, and who is to blame for them."""
+"""Which batches are kept, and which trajectory is named as the cause."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from asyncrl.learning.quarantine import KEPT, NormWatch, culprit, keep_batch
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 64, 100])
-def test_bisection_finds_any_single_culprit_for_the_price_of_about_one_pass(count: int) -> None:
+def test_bisection_finds_a_single_culprit_at_the_cost_of_about_one_pass(count: int) -> None:
     for guilty in range(count):
-        looked: list[int] = []
+        call_sizes: list[int] = []
 
-        def bad(indices: Sequence[int], guilty: int = guilty, looked: list[int] = looked) -> bool:
-            looked.append(len(indices))
+        def bad(
+            indices: Sequence[int], guilty: int = guilty, call_sizes: list[int] = call_sizes
+        ) -> bool:
+            call_sizes.append(len(indices))
             return guilty in indices
 
         assert culprit(count, bad) == guilty
-        assert len(looked) <= math.ceil(math.log2(count)) + 1 and sum(looked) <= count + 1
+        assert len(call_sizes) <= math.ceil(math.log2(count)) + 1 and sum(call_sizes) <= count + 1
 
 
-def test_bisection_blames_the_first_of_two_and_nobody_where_it_takes_two() -> None:
+def test_bisection_finds_the_first_of_two_and_none_if_both_are_needed() -> None:
     assert culprit(8, lambda indices: bool({2, 6} & set(indices))) == 2
     assert culprit(8, lambda indices: {2, 6} <= set(indices)) is None
     assert culprit(0, lambda indices: True) is None
 
 
-def test_a_norm_is_compared_with_the_median_of_those_before_it() -> None:
+def test_a_norm_is_compared_with_the_median_of_the_previous_ones() -> None:
     watch = NormWatch()
     assert [watch.ratio(norm) for norm in (1.0, 50.0, 2.0, 2.0, 2.0, 2.0, 2.0, 3.0)] == [1.0] * 8
     assert watch.ratio(20.0) == 10.0
@@ -49,9 +51,9 @@ def test_a_norm_is_compared_with_the_median_of_those_before_it() -> None:
     assert watch.ratio(1e6) == 1.0
 
 
-def kept_name(said: str) -> str:
-    assert said.startswith("its batch is ")
-    return Path(said.removeprefix("its batch is ")).name
+def kept_name(message: str) -> str:
+    assert message.startswith("its batch is ")
+    return Path(message.removeprefix("its batch is ")).name
 
 
 TABLES = [
@@ -60,7 +62,7 @@ TABLES = [
 ]
 
 
-def test_batches_are_kept_whole_under_names_of_their_own_and_not_without_end(
+def test_batches_are_kept_under_unique_names_up_to_a_limit(
     tmp_path: Path,
 ) -> None:
     names = [
@@ -80,23 +82,23 @@ def test_batches_are_kept_whole_under_names_of_their_own_and_not_without_end(
         == f"its batch was not kept, there are {KEPT} of that kind"
     )
     assert kept_name(keep_batch(tmp_path / "kept", "version_000999", "nonfinite", TABLES)), (
-        "spikes leave room for what ends a run"
+        "spikes leave room for the batch that ends a run"
     )
     assert len(list((tmp_path / "kept").iterdir())) == KEPT + 4, "no half-written file is left"
 
 
-def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path: Path) -> None:
+def test_a_batch_that_cannot_be_written_is_reported_without_raising(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("a file where the folder should be")
     assert re.match(
         r"its batch could not be kept in .*kept: .*is a file, not a directory",
         keep_batch(tmp_path / "kept", "version_000001", "spike", TABLES),
     )
     unlike = [pa.table({"ordinal": [3]}), pa.table({"ordinal": ["three"]})]
-    said = keep_batch(tmp_path / "other", "version_000001", "spike", unlike)
-    assert said.startswith("its batch could not be kept in ") and "\n" not in said
+    message = keep_batch(tmp_path / "other", "version_000001", "spike", unlike)
+    assert message.startswith("its batch could not be kept in ") and "\n" not in message
 
 
-def test_a_batch_without_a_token_to_learn_from_is_skipped_for_that_and_kept(tmp_path: Path) -> None:
+def test_a_batch_without_a_loss_token_is_skipped_and_kept(tmp_path: Path) -> None:
     group = recorded_group(5)
     masked = replace(
         group,

@@ -1,5 +1,5 @@
-"""Ranks that share rows by tokens find what one rank finds: log-probs, losses, gradients,
-parameters; on gloo, without Ray."""
+"""Ranks that share rows by tokens compute the same as one rank: log-probs, losses, gradients,
+parameters. On gloo, without Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncrl.preflight.specs import learner_spec
 
 STEPS = 3
 LONG = ((5, 6), tuple(range(3, 48)))
-"""Longer than one rank's cap of 32 tokens below; an odd number of tokens."""
+"""Longer than one rank's cap of 32 tokens, with an odd number of tokens."""
 
 OVER_WHOLE_TRAJECTORIES = {
     "advantage": "reinforce_plus_plus",
@@ -68,10 +68,10 @@ LENGTHS: dict[str, tuple[int, ...]] = {
     "fewer tokens than ranks": (2,),
     "nothing": (),
 }
-"""Tokens of the trajectories of one micro-batch; one less of each is an input."""
+"""Number of tokens of each trajectory of a micro-batch. All tokens except its last are inputs."""
 
 
-def test_shares_are_whole_and_even() -> None:
+def test_shares_cover_the_row_and_are_even() -> None:
     for tokens, size in ((7, 3), (4, 4), (5, 2), (8, 4)):
         groups = [SequenceGroup(None, rank, size) for rank in range(size)]
         bounds = [group.bounds(tokens) for group in groups]
@@ -83,7 +83,7 @@ def test_shares_are_whole_and_even() -> None:
         assert max(groups[0].shares(tokens)) - min(groups[0].shares(tokens)) <= 1
 
 
-def test_misuse_is_refused() -> None:
+def test_wrong_shapes_are_refused() -> None:
     group = SequenceGroup(None, 0, 2)
     with pytest.raises(
         ValueError, match="sequence_parallel_size = 2 does not divide the 3 attention heads"
@@ -93,7 +93,7 @@ def test_misuse_is_refused() -> None:
         group.to_heads(*[torch.zeros(1, 2, 4, 8)] * 3, tokens=9)
 
 
-def test_a_shared_row_gives_the_whole_rows_results_and_gradients() -> None:
+def test_a_shared_row_has_the_results_and_gradients_of_a_whole_row() -> None:
     for rank, differences in enumerate(on_ranks(2, shared_against_whole)):
         assert set(differences) == {(model, lengths) for model in MODELS for lengths in LENGTHS}
         for case, found in differences.items():
@@ -103,8 +103,8 @@ def test_a_shared_row_gives_the_whole_rows_results_and_gradients() -> None:
 
 
 def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], dict[str, Any]]:
-    """On each rank: largest differences (of gradients: against the largest) between a policy whose
-    rows the ranks share and the same policy alone."""
+    """On each rank: largest differences between a policy whose rows the ranks share and the same
+    policy on one rank. Those of gradients are relative to the largest gradient."""
     from asyncrl.models.micro_batches import micro_batch
     from asyncrl.models.policy import Policy, checkpoint_activations
 
@@ -114,23 +114,23 @@ def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], di
         settings = {name: value for name, value in chosen.items() if name != "checkpointing"}
         for name, lengths in LENGTHS.items():
             batch = micro_batch(examples(lengths), range(len(lengths)), "cpu")
-            alone, shared = (
+            one_rank, shared = (
                 Policy(
                     small_model(**settings),
                     0.9,
                     entropy_gradient=True,
                     values=True,
-                    sequence_group=taken,
+                    sequence_group=sequence_group,
                 )
-                for taken in (None, group)
+                for sequence_group in (None, group)
             )
             if "checkpointing" in chosen:
                 checkpoint_activations(shared)
             outcomes = []
-            for policy in (alone, shared):
+            for policy in (one_rank, shared):
                 torch.nn.init.ones_(policy.value_head.weight)
                 results = policy(batch)
-                # A loss that looks at all tokens together.
+                # A loss that depends on all tokens jointly.
                 (
                     torch.tanh(torch.cat(results).sum())
                     + (torch.linspace(-1, 1, len(results[0])) * torch.stack(results)).sum()
@@ -150,13 +150,15 @@ def shared_against_whole(rank: int, world_size: int) -> dict[tuple[str, str], di
                     (part - gradient).abs().max().item() / max(1.0, gradient.abs().max().item())
                 ),
                 "size": gradient.abs().max().item(),
-                "greedy": torch.equal(alone(batch, greedy=True)[0], shared(batch, greedy=True)[0]),
+                "greedy": torch.equal(
+                    one_rank(batch, greedy=True)[0], shared(batch, greedy=True)[0]
+                ),
             }
     return found
 
 
 def examples(lengths: tuple[int, ...]) -> list[Any]:
-    """Trajectories of these many tokens, with a prompt of one or two."""
+    """Trajectories with these numbers of tokens, and prompts of one or two tokens."""
     from asyncrl.models.micro_batches import Example
 
     generator = np.random.default_rng(0)
@@ -200,8 +202,8 @@ def small_model(llama: bool = False, **settings: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def config_of(model_path: Path) -> Callable[..., Config]:
-    """A config for this algorithm, of `world_size` ranks, `size` of which share each row. SGD:
-    nothing in it amplifies rounding."""
+    """A config for this algorithm with `world_size` ranks, where `size` ranks share each row. It
+    uses SGD, which does not amplify rounding."""
 
     def make(algorithm: dict[str, Any], world_size: int = 1, size: int = 1) -> Config:
         cap = 1024 if world_size == 1 else 32
@@ -219,21 +221,21 @@ def config_of(model_path: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture(scope="module")
-def alone(config_of: Callable[..., Config]) -> list[dict[str, Any]]:
-    """What one rank finds, for each of the two algorithms."""
+def one_rank(config_of: Callable[..., Config]) -> list[dict[str, Any]]:
+    """The results of one rank, for each of the two algorithms."""
     return on_ranks(1, learned, [config_of(OVER_WHOLE_TRAJECTORIES), config_of(WITH_VALUES)])[0]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
-def test_two_ranks_to_a_row_learn_what_one_rank_learns(
-    config_of: Callable[..., Config], alone: list[dict[str, Any]], world_size: int
+def test_ranks_that_share_rows_learn_the_same_as_one_rank(
+    config_of: Callable[..., Config], one_rank: list[dict[str, Any]], world_size: int
 ) -> None:
     configs = [
         config_of(algorithm, world_size, 2) for algorithm in (OVER_WHOLE_TRAJECTORIES, WITH_VALUES)
     ]
     by_rank = on_ranks(world_size, learned, configs)
-    for one, *together in zip(alone, *by_rank, strict=True):
+    for one, *together in zip(one_rank, *by_rank, strict=True):
         for found in together:
             assert_same_learning(found, one, world_size)
         logprobs = {
@@ -251,7 +253,7 @@ def assert_same_learning(found: dict[str, Any], expected: dict[str, Any], world_
         for name in SAME:
             assert metrics[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-5), name
     assert not found["skipped"]["applied"] and found["skipped"]["nonfinite_loss"] >= 1
-    assert "from group 60, trajectory 0" in found["said"], found["said"]
+    assert "from group 60, trajectory 0" in found["note"], found["note"]
     assert found["exact_match"] == expected["exact_match"] == 1 / VOCABULARY
     for name, parameter in expected["parameters"].items():
         np.testing.assert_allclose(found["parameters"][name], parameter, atol=1e-5, err_msg=name)
@@ -289,7 +291,7 @@ def learned(rank: int, world_size: int, configs: list[Config]) -> list[dict[str,
             {
                 "metrics": metrics,
                 "skipped": skipped.metrics,
-                "said": skipped.note,
+                "note": skipped.note,
                 "parameters": whole,
                 "logprobs": learner.logprobs(
                     [LONG, ((5, 6, 7), (8, 9)), ((10,), (11, 12, 13))], 0.8
@@ -299,5 +301,5 @@ def learned(rank: int, world_size: int, configs: list[Config]) -> list[dict[str,
                 ),
             }
         )
-        del learner  # transformers loads the next model whole only without this one
+        del learner  # while it exists, transformers shards the next model
     return found

@@ -1,5 +1,5 @@
-"""Learner ranks on two nodes: a raylet in a mount namespace of its own stands in for a machine
-whose disk is not shared."""
+"""Learner ranks on two nodes. A raylet in its own mount namespace simulates a machine whose disk is
+not shared."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ async def main(config):
         config.run_directory.mkdir(parents=True, exist_ok=True)
         try:
             await learner.check_shared(config.run_directory)
-            said = "shared"
+            message = "shared"
         except NotSharedError as error:
-            said = str(error)
+            message = str(error)
         saved = await learner.save(config.run_directory / "saved")
-        print("RESULT", json.dumps({"nodes": len(nodes), "said": said, "saved": saved}), flush=True)
+        result = {"nodes": len(nodes), "message": message, "saved": saved}
+        print("RESULT", json.dumps(result), flush=True)
     finally:
         await learner.close()
 
@@ -51,19 +52,17 @@ asyncio.run(main(Config.model_validate(json.loads(sys.argv[2]))))
 
 
 def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    """Starts a node of one CPU; the second one joins the first. `private` is a folder whose content
-    it has alone."""
-    port, temp = (
-        free_port(),
-        Path(f"/tmp/asyncrl-n{os.getpid()}"),
-    )  # Ray's sockets need a short path
+    """Start a node with one CPU. The second node joins the first. `private` is a folder that only
+    this node sees."""
+    # Ray's sockets need a short path.
+    port, temp = free_port(), Path(f"/tmp/asyncrl-n{os.getpid()}")
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -76,7 +75,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
     }
     started: list[subprocess.Popen[bytes]] = []
 
-    def one(private: Path | None = None) -> tuple[str, dict[str, str]]:
+    def start_node(private: Path | None = None) -> tuple[str, dict[str, str]]:
         place = (
             ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={temp}"]
             if not started
@@ -111,7 +110,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
             time.sleep(0.2)
         return f"127.0.0.1:{port}", environment
 
-    yield one
+    yield start_node
     processes = [process for root in started for process in _tree(root.pid)]
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -133,7 +132,7 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_rank_on_a_disk_of_its_own_is_found_before_anything_is_trained(
+def test_a_rank_whose_disk_is_not_shared_is_found_before_training(
     start: Any, tmp_path: Path, model_path: Path, shared: bool
 ) -> None:
     root = tmp_path / "runs"
@@ -141,7 +140,7 @@ def test_a_rank_on_a_disk_of_its_own_is_found_before_anything_is_trained(
     private = tmp_path / "elsewhere"
     private.mkdir()
     if not shared and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
-        pytest.skip("this machine allows no mount namespace of one's own")
+        pytest.skip("this machine does not allow a private mount namespace")
     address, environment = start()
     start(private if shared else root)
     config = learner_config(model_path, world_size=2, num_cpus=1).model_copy(
@@ -163,12 +162,12 @@ def test_a_rank_on_a_disk_of_its_own_is_found_before_anything_is_trained(
         if path.is_file()
     }
     if shared:
-        assert result["said"] == "shared" and files == set(result["saved"])
+        assert result["message"] == "shared" and files == set(result["saved"])
     else:
         assert re.search(
             r"r is not the same directory here and on node \S+ \(learner rank [01]\), .*; set"
             r" runs_root",
-            result["said"],
+            result["message"],
         )
-        assert len(files) < len(result["saved"]), "what such a checkpoint lacked"
+        assert len(files) < len(result["saved"]), "such a checkpoint would lack files"
     assert not list((root / "r").glob(".probe_*"))

@@ -1,4 +1,4 @@
-"""Supervised rows whole and in pieces: what each piece predicts, and what is lost."""
+"""Supervised rows, whole and in pieces: the tokens that each piece predicts, and those left out."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from asyncrl.models.micro_batches import Example, TokenRow, micro_batch, token_e
 from asyncrl.packing.packing import Strategy
 
 
-def seen(
+def cut(
     rows: list[TokenRow], max_tokens: int, strategy: Strategy
 ) -> tuple[list[tuple[list[int], list[int]]], int, int]:
-    """Tokens and targets of each piece; pieces and tokens left out."""
+    """Tokens and targets of each piece, and the numbers of pieces and tokens left out."""
     examples, pieces, tokens = supervised_examples(rows, max_tokens, strategy)
     return (
         [
@@ -37,10 +37,10 @@ def seen(
 ROWS: list[TokenRow] = [((10, 11, 12), (13, 14, 15, 16)), ((20,), (21,))]
 
 
-def test_pieces_of_supervised_rows_predict_what_they_have_context_for() -> None:
-    """Ids are 10 to 16 of which 10 to 12 are the prompt, and 20, 21. Pieces of four: 10-13 predicts
-    13, 14-16 predicts 15 and 16 from 14 on."""
-    assert seen(ROWS, 4, "bfd_split") == (
+def test_pieces_predict_the_tokens_that_have_context() -> None:
+    """The rows are 10-16, with the prompt 10-12, and 20-21. In pieces of four tokens, 10-13
+    predicts 13, and 14-16 predicts 15 and 16."""
+    assert cut(ROWS, 4, "bfd_split") == (
         [([10, 11, 12, 13], [13]), ([14, 15, 16], [15, 16]), ([20, 21], [21])],
         0,
         1,
@@ -51,7 +51,7 @@ def test_pieces_of_supervised_rows_predict_what_they_have_context_for() -> None:
         and batch.input_ids.tolist() == [[14, 15, 20]]
         and batch.position_ids.tolist() == [[0, 1, 0]]
     )
-    assert seen(ROWS, 7, "bfd") == (
+    assert cut(ROWS, 7, "bfd") == (
         [([10, 11, 12, 13, 14, 15, 16], [13, 14, 15, 16]), ([20, 21], [21])],
         0,
         0,
@@ -59,8 +59,8 @@ def test_pieces_of_supervised_rows_predict_what_they_have_context_for() -> None:
 
 
 def test_pieces_without_a_token_to_predict_are_left_out_and_counted() -> None:
-    # 10-12 is prompt alone | 13-15 | 16 alone, 20-21.
-    assert seen(ROWS, 3, "wrapped") == (
+    # Pieces: 10-12 (only prompt) | 13-15 | 16 (one token), 20-21.
+    assert cut(ROWS, 3, "wrapped") == (
         [([13, 14, 15], [14, 15]), ([20, 21], [21])],
         2,
         2,
@@ -85,7 +85,7 @@ def test_pieces_without_a_token_to_predict_are_left_out_and_counted() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
-def test_a_supervised_micro_batch_is_that_of_whole_rows_where_none_is_cut(
+def test_uncut_rows_give_the_micro_batch_of_whole_rows(
     strategy: Strategy,
 ) -> None:
     rows = [(tuple(range(3, 5 + index)), tuple(range(20, 22 + 2 * index))) for index in range(5)]
@@ -102,7 +102,7 @@ def test_a_supervised_micro_batch_is_that_of_whole_rows_where_none_is_cut(
     )
 
 
-def test_the_row_that_made_a_supervised_step_not_finite_is_named(
+def test_the_row_that_causes_a_nonfinite_step_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = state_without_model(learner_config(tmp_path / "model", find_nonfinite=True))
@@ -132,7 +132,7 @@ def test_the_row_that_made_a_supervised_step_not_finite_is_named(
     )
 
 
-def test_the_rows_of_a_skipped_step_and_of_a_leap_are_kept(
+def test_the_rows_of_a_skipped_step_and_of_a_spike_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = state_without_model(learner_config(tmp_path / "model"))
@@ -153,8 +153,8 @@ def test_the_rows_of_a_skipped_step_and_of_a_leap_are_kept(
     assert not (tmp_path / "runs" / "learner-test" / "kept").exists()
     assert step(1.0, 40.0)["grad_norm_ratio"] == 20.0
     assert "grad_norm_ratio" not in step(0.0, float("nan"))
-    path, leapt = sorted((tmp_path / "runs" / "learner-test" / "kept").iterdir())
-    assert (path.name, leapt.name) == (
+    path, spike = sorted((tmp_path / "runs" / "learner-test" / "kept").iterdir())
+    assert (path.name, spike.name) == (
         "supervised_000000_nonfinite.parquet",
         "supervised_000000_spike.parquet",
     )

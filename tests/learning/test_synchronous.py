@@ -1,5 +1,5 @@
-"""`max_staleness: 0` is the synchronous algorithm: the shipped coordinator, worker, scoring and
-ZeRO-3 learner against a plain loop."""
+"""`max_staleness: 0` is the synchronous algorithm: asyncrl's coordinator, worker, scoring and
+ZeRO-3 learner are compared with a plain loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from asyncrl.contracts.state import State
 from asyncrl.control.coordinator import Coordinator, Parts, Schedule
 from asyncrl.control.staleness import Staleness
 from asyncrl.generation.app import ServeGenerate
-from asyncrl.generation.engine import Engine, engine_environment
+from asyncrl.generation.arguments import engine_environment
+from asyncrl.generation.engine import Engine
 from asyncrl.learning.group import LearnerGroup
 from asyncrl.preflight.specs import learner_spec, objective_spec, scoring_spec, worker_spec
 from asyncrl.rewards.pool import GroupRewards
@@ -47,7 +48,7 @@ from asyncrl.weights.staging import fetch_version
 STEPS, GROUPS, N, LENGTH = 20, 4, 4, 8
 EOS = 2
 Sample = Callable[[GenerateRequest, int], tuple[Completion, ...]]
-"""(request, step) → completions made with the plain model's weights."""
+"""(request, step) → completions sampled with the plain model's weights."""
 
 
 def reward(ids: tuple[int, ...]) -> float:
@@ -68,7 +69,7 @@ class Prompts:
 
 
 class InProcess:
-    """`Rollouts` and `Scores`: the shipped worker and scoring functions, in this process."""
+    """`Rollouts` and `Scores`: asyncrl's worker and scoring functions, in this process."""
 
     def __init__(self, config: Config, generator: Generate, run_id: str) -> None:
         self.config, self.worker = (
@@ -85,7 +86,7 @@ class InProcess:
         pass
 
     def ended_below(self, ordinal: int) -> None:
-        """Each group comes once: there is nothing to forget."""
+        """Every group is scored only once, so no copies need to be dropped."""
 
     async def ack(self, ordinals: list[int]) -> None:
         await self.worker.ack(ordinals)
@@ -106,7 +107,7 @@ class InProcess:
 
 
 class OneVersionOff(SeededGenerator):
-    """Answers with the weights before those that it was given last."""
+    """A generator that applies every version one push too late."""
 
     waiting: Any = None
 
@@ -145,7 +146,7 @@ def load(path: Any) -> Any:
 def plain_loop(
     config: Config, model: Any, sample: Sample
 ) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
-    """The synchronous algorithm with nothing but transformers, torch and the pure functions;
+    """The synchronous algorithm with only transformers, torch and the pure functions. Returns the
     weights after the last step, and all tokens."""
     learner = config.learner
     if learner.optimizer == "sgd":
@@ -207,10 +208,10 @@ def plain_loop(
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, tokens
 
 
-async def shipped(
+async def with_asyncrl(
     config: Config, run_id: str, generate: Generate, weights: WeightSync
 ) -> tuple[dict[str, torch.Tensor], dict[int, list[tuple[int, ...]]]]:
-    """The same by the coordinator."""
+    """The same with asyncrl's coordinator."""
     in_process = InProcess(config, generate, run_id)
     learner = await LearnerGroup.create(learner_spec(config), run_id, 0)
     try:
@@ -234,7 +235,7 @@ async def shipped(
 def difference(
     config: Config, left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]
 ) -> float:
-    """Of the changes of all weights, L2, relative."""
+    """Relative L2 difference between the changes of all weights."""
     start = dict(load(config.model.path).named_parameters())
     apart = sum((left[name] - right[name]).double().square().sum() for name in start)
     change = sum((right[name] - start[name]).double().square().sum() for name in start)
@@ -242,7 +243,7 @@ def difference(
 
 
 def seeded(config: Config) -> tuple[Any, Sample]:
-    """A plain model, and how it samples."""
+    """A plain model, and a function that samples from it."""
     model = load(config.model.path)
     generator = SeededGenerator(model, EOS)
     return model, lambda request, step: asyncio.run(generator.generate(request)).completions
@@ -255,7 +256,7 @@ def test_twenty_steps_equal_a_plain_synchronous_loop(
 ) -> None:
     config = config_for(model_path, optimizer)
     generator = SeededGenerator(load(model_path), EOS)
-    ours, our_tokens = run(shipped(config, "run", generator, generator))
+    ours, our_tokens = run(with_asyncrl(config, "run", generator, generator))
     theirs, their_tokens = plain_loop(config, *seeded(config))
     assert our_tokens == their_tokens, "token ids, at every step"
     found = difference(config, ours, theirs)
@@ -264,18 +265,18 @@ def test_twenty_steps_equal_a_plain_synchronous_loop(
 
 
 @pytest.mark.timeout(300)
-def test_a_generator_one_version_off_is_noticed(
+def test_a_generator_one_version_off_is_detected(
     ray_cluster: Any, run: Any, model_path: Any
 ) -> None:
     config = config_for(model_path, "sgd")
     generator = OneVersionOff(load(model_path), EOS)
-    ours, our_tokens = run(shipped(config, "run", generator, generator))
+    ours, our_tokens = run(with_asyncrl(config, "run", generator, generator))
     theirs, their_tokens = plain_loop(config, *seeded(config))
     assert our_tokens != their_tokens and difference(config, ours, theirs) > 1e-2
 
 
 class OneAtATime(ServeGenerate):
-    """Real vLLM, one request after the other."""
+    """vLLM replicas that get one request at a time."""
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
@@ -288,11 +289,11 @@ class OneAtATime(ServeGenerate):
 
 @pytest.fixture
 def engine_alone(ray_cluster: Any, generators: Any, engine_starts: list[str]) -> Iterator[Any]:
-    """The same engine configuration without Serve: vLLM called directly, in a process of its
-    own."""
+    """The same engine configuration without Serve: vLLM called directly, in its own process."""
 
     class Alone(Engine):
-        """Defined here so that it travels by value: workers cannot import test modules."""
+        """Defined in the fixture so that Ray pickles it by value: workers cannot import test
+        modules."""
 
     engine_starts.append("engine alone")
     actor = (
@@ -308,7 +309,7 @@ def engine_alone(ray_cluster: Any, generators: Any, engine_starts: list[str]) ->
 
 @pytest.mark.parametrize("through", ["serve", pytest.param("engine", marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
-def test_three_steps_on_real_vllm_equal_a_plain_loop_that_calls_it(
+def test_three_steps_on_vllm_equal_a_plain_loop_with_vllm(
     ray_cluster: Any,
     run: Any,
     generators: Any,
@@ -317,11 +318,11 @@ def test_three_steps_on_real_vllm_equal_a_plain_loop_that_calls_it(
     tmp_path: Path,
     through: str,
 ) -> None:
-    """The plain loop asks the same replica, or (slow: one engine more) an engine of the same
-    configuration without anything of Serve around it."""
+    """The plain loop samples from the same replica, or (slow: it starts another engine) from an
+    engine with the same configuration without Serve."""
     config = config_for(generators.app.model, "sgd", steps=3)
     weights = ServeWeightSync(generators.handle, generators.registry, push_timeout_s=60)
-    _, our_tokens = run(shipped(config, "shipped", OneAtATime(generators.handle), weights))
+    _, our_tokens = run(with_asyncrl(config, "shipped", OneAtATime(generators.handle), weights))
 
     model = load(config.model.path)
     alone = request.getfixturevalue("engine_alone") if through == "engine" else None
@@ -338,17 +339,17 @@ def test_three_steps_on_real_vllm_equal_a_plain_loop_that_calls_it(
         ray_cluster.get(alone.apply.remote(staged.update_info(), step), timeout=120)
         staged.remove()
 
-    def sample(asked: GenerateRequest, step: int) -> tuple[Completion, ...]:
+    def sample(generation: GenerateRequest, step: int) -> tuple[Completion, ...]:
         if step not in published:
             published.append(step)
             update(step)
         completions: tuple[Completion, ...]
         if alone is None:
-            asked = replace(asked, min_weights=WeightsId("plain", 1, step))
-            completions = run(ServeGenerate(generators.handle).generate(asked)).completions
+            generation = replace(generation, min_weights=WeightsId("plain", 1, step))
+            completions = run(ServeGenerate(generators.handle).generate(generation)).completions
         else:
             completions = ray_cluster.get(
-                alone.generate.remote(replace(asked, min_weights=None)), timeout=120
+                alone.generate.remote(replace(generation, min_weights=None)), timeout=120
             )
         return completions
 

@@ -1,5 +1,5 @@
-"""One trajectory a forward, for models that cannot be packed: what the learner computes is what
-transformers computes, and all ranks step together."""
+"""One trajectory in a forward pass, for models that cannot be packed: the learner computes the same
+as transformers, and all ranks step together."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ UNPACKED = (
     "nemotron",
 )
 PACKED = ("granite", "cohere", "gemma4_text")
-"""Whose logits are scaled or soft-capped after the head, in packed rows."""
+"""Families with packed rows whose logits are scaled or soft-capped after the head."""
 EXAMPLES = rows(VOCABULARY, (3, 5, 17, 17, 40))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`saved(name)`: the checkpoint of that family, written once."""
+    """`saved(name)` returns the checkpoint of that family, which is written once."""
     folder = tmp_path_factory.mktemp("families")
 
     @cache
@@ -57,7 +57,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def plain(path: Path) -> PreTrainedModel:
-    """The model as transformers alone has it, in its reference attention."""
+    """transformers' model with its reference attention."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     )
@@ -70,7 +70,7 @@ def plain(path: Path) -> PreTrainedModel:
     ids=["kept", "computed again"],
 )
 @pytest.mark.parametrize("name", [*UNPACKED, *PACKED])
-def test_log_probs_and_gradients_are_those_of_transformers(
+def test_log_probs_and_gradients_equal_those_of_transformers(
     saved: Callable[[str], Path], name: str, checkpointing: bool
 ) -> None:
     model, policy = plain(saved(name)), load_policy(str(saved(name)), torch.float32, TEMPERATURE)
@@ -99,12 +99,14 @@ def test_log_probs_and_gradients_are_those_of_transformers(
 def test_two_trajectories_in_one_forward_are_an_error(saved: Callable[[str], Path]) -> None:
     policy = load_policy(str(saved("gemma2")), torch.float32, 1.0)
     with pytest.raises(
-        ValueError, match=r"learner\.packing: none takes one trajectory a forward, not 2"
+        ValueError, match=r"learner\.packing: none takes one trajectory in a forward pass, not 2"
     ):
         policy(micro_batch(EXAMPLES, [0, 1], "cpu"))
 
 
-def test_what_can_be_packed_is_trained_alike_either_way(saved: Callable[[str], Path]) -> None:
+def test_a_model_that_can_be_packed_computes_the_same_either_way(
+    saved: Callable[[str], Path],
+) -> None:
     either = [
         load_policy(str(saved("qwen3")), torch.float32, 1.0, packing=packing)
         for packing in ("rows", "none")
@@ -150,7 +152,7 @@ WRONG = "log-probs are .* nats from those of the model as transformers runs it"
         ("lfm2", looking_ahead, "looks ahead: log-probs change by"),
     ],
 )
-def test_what_would_train_another_policy_is_found_before_the_first_step(
+def test_a_wrong_policy_is_detected_before_the_first_step(
     saved: Callable[[str], Path], name: str, made: Any, reason: str
 ) -> None:
     policy = load_policy(str(saved(name)), torch.float32, 1.0)
@@ -161,15 +163,15 @@ def test_what_would_train_another_policy_is_found_before_the_first_step(
         )
 
 
-def test_the_reference_policy_takes_one_trajectory_a_forward_too(
+def test_the_reference_policy_also_takes_one_trajectory_in_a_forward_pass(
     saved: Callable[[str], Path],
 ) -> None:
     path = saved("gemma2")
     config = learner_config(path, algorithm={"kl_loss_coef": 0.1})
     reference, model = Reference(reference_spec(config)), plain(path)
-    asked = [((5, 6), (7, 8, 9)), ((5,), ()), ((10, 11, 12), tuple(range(13, 40)))]
-    found = reference.logprobs(asked)
-    for (prompt, following), logprobs in zip(asked, found, strict=True):
+    requested = [((5, 6), (7, 8, 9)), ((5,), ()), ((10, 11, 12), tuple(range(13, 40)))]
+    found = reference.logprobs(requested)
+    for (prompt, following), logprobs in zip(requested, found, strict=True):
         tokens = torch.tensor([[*prompt, *following]])
         with torch.no_grad():
             expected = (
@@ -182,13 +184,13 @@ def test_the_reference_policy_takes_one_trajectory_a_forward_too(
 
 
 UNEVEN = [((5, 6), tuple(range(7, 37))), ((8,), (9, 10, 11)), ((12, 13), (14,))]
-"""Three trajectories: of four forwards on two ranks one has nothing but a token to stand in."""
+"""Three trajectories. Two ranks make four forward passes, one of them with only a filler token."""
 TWO_RANKS = {"gpt_oss": {}, "nemotron_h": {"gradient_checkpointing": True}}
 STEPS = 2
 
 
 @pytest.mark.timeout(600)
-def test_two_ranks_learn_what_one_learns_though_one_has_less_to_do(
+def test_two_ranks_with_uneven_work_learn_the_same_as_one(
     saved: Callable[[str], Path],
 ) -> None:
     paths = {name: saved(name) for name in TWO_RANKS}
@@ -208,13 +210,13 @@ def test_two_ranks_learn_what_one_learns_though_one_has_less_to_do(
                 )
     reached = [rank[name]["experts"] for rank in together for name in TWO_RANKS]
     assert any(len(experts) < 4 for forwards in reached for experts in forwards), (
-        "no forward left an expert out: the test would prove nothing"
+        "the test needs a forward pass that leaves an expert out"
     )
 
 
 def learned(rank: int, world_size: int, paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Supervised steps of a real LearnerRank: the last metrics, forwards, experts that each forward
-    reached, parameters."""
+    """Supervised steps of a real LearnerRank: the last metrics, the number of forward passes, the
+    experts that each of them reached, and the parameters."""
     import deepspeed
 
     found = {}
@@ -250,5 +252,5 @@ def learned(rank: int, world_size: int, paths: dict[str, Path]) -> dict[str, dic
             "parameters": whole,
         }
         learner.state.engine.destroy()
-        del learner  # transformers loads the next model whole only without this one
+        del learner  # while it exists, transformers shards the next model
     return found

@@ -1,18 +1,19 @@
+"""The warm start, with a model whose accuracy grows linearly."""
+
 import asyncio
-import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 
 from asyncrl.config import WarmStartConfig
 from asyncrl.learning.warm_start import WarmStartCheck, WarmStartFailedError, warm_start
+from asyncrl.observe.metric_catalog import known_names
 
 ROWS = [((1, 2), (3, 4))] * 10
 
 
 class Model:
-    """Accuracy grows by learning rate x steps, as if learning were linear."""
+    """A learner whose accuracy is the sum of the learning rates of its steps."""
 
     def __init__(
         self, accuracy: float = 0.0, skips: Callable[[int], bool] = lambda number: False
@@ -65,38 +66,34 @@ def config(**changes: float) -> WarmStartConfig:
     return WarmStartConfig(batch_size=4, check_every_steps=10, **changes)  # type: ignore[arg-type]
 
 
-def test_ends_in_the_window() -> None:
-    seen: list[WarmStartCheck] = []
+def test_the_warm_start_ends_in_the_window() -> None:
+    progress: list[WarmStartCheck] = []
     report = asyncio.run(
-        warm_start(Model(), ROWS, ROWS, config(learning_rate=0.01), progress=seen.append)
+        warm_start(Model(), ROWS, ROWS, config(learning_rate=0.01), progress=progress.append)
     )
     assert report.accuracy == pytest.approx(0.4, abs=1e-6) or report.accuracy == pytest.approx(
         0.5, abs=1e-6
     )
-    assert [check.steps for check in seen] == list(
+    assert [check.steps for check in progress] == list(
         range(0, report.steps + 1, 10)
-    ) and report.checks == tuple(seen)
+    ) and report.checks == tuple(progress)
     assert report.jumps == 0
-    assert [check.pieces_left_out for check in seen] == [0] + [20] * (len(seen) - 1), (
-        "two in each of ten steps"
+    assert [check.pieces_left_out for check in progress] == [0] + [20] * (len(progress) - 1), (
+        "two in each of the ten steps"
     )
-    assert [check.tokens_left_out for check in seen] == [0] + [50] * (len(seen) - 1)
-    first = seen[1].metrics()
+    assert [check.tokens_left_out for check in progress] == [0] + [50] * (len(progress) - 1)
+    first = progress[1].metrics()
     assert (
         first["warm_start/fill"] == pytest.approx(0.055)
         and first["warm_start/imbalance"] == 0.5
         and first["warm_start/micro_batches"] == 3
     )
-    assert set(first) <= set(
-        re.findall(
-            r"`([a-z_0-9/<>]+)`", (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-        )
-    )
+    assert set(first) <= known_names()
 
 
-def test_a_jump_goes_back_and_halves_the_learning_rate() -> None:
+def test_a_jump_restores_the_last_check_and_halves_the_learning_rate() -> None:
     model = Model()
-    # 0 → 0.9 jumps over; half of it ends at 0.45.
+    # The first check jumps from 0 to 0.9. With half the rate, it reaches 0.45.
     report = asyncio.run(warm_start(model, ROWS, ROWS, config(learning_rate=0.09)))
     assert report.accuracy == pytest.approx(0.45) and report.jumps == 1 and report.steps == 20
     assert model.calls == ["reset", "snapshot", "restore", "rate 0.045"]
@@ -111,7 +108,7 @@ def test_a_model_already_in_the_window_takes_no_step() -> None:
     assert asyncio.run(warm_start(Model(0.5), ROWS, ROWS, config())).steps == 0
 
 
-def test_gives_up_with_the_fix() -> None:
+def test_the_error_names_the_fix() -> None:
     with pytest.raises(WarmStartFailedError, match="raise max_steps"):
         asyncio.run(warm_start(Model(), ROWS, ROWS, config(learning_rate=0.0001, max_steps=20)))
     with pytest.raises(WarmStartFailedError, match="before any supervised step"):
@@ -120,7 +117,7 @@ def test_gives_up_with_the_fix() -> None:
         asyncio.run(warm_start(Model(), [], ROWS, config()))
 
 
-def test_a_skipped_step_counts_as_none() -> None:
+def test_a_skipped_step_does_not_count() -> None:
     model = Model(skips=lambda number: number % 3 > 0)
     report = asyncio.run(warm_start(model, ROWS, ROWS, config(learning_rate=0.01)))
     assert report.steps == model.applied < model.attempted / 2 and all(

@@ -1,5 +1,5 @@
-"""Ranks change nothing: the same steps on one rank and on two, and two ranks whose trajectories
-have very different lengths."""
+"""The number of ranks does not change the result. Tested: the same steps on one rank and on two,
+and two ranks with trajectories of very different lengths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 20
 
 
 def gathered(group: LearnerGroup, run: Run, version: int) -> dict[str, np.ndarray]:
-    """Every parameter by its Hugging Face name, as the ranks publish them."""
+    """Every published parameter, by its Hugging Face name."""
     manifest = run(group.gather(version))
     contents = ray.get(list(manifest.buckets))
     return {
@@ -41,7 +41,7 @@ def gathered(group: LearnerGroup, run: Run, version: int) -> dict[str, np.ndarra
 
 
 def trained(config: Config, run: Run) -> tuple[list[float], np.ndarray]:
-    """Gradient norm of each of the steps, and the change of all parameters."""
+    """Gradient norm of each step, and the change of all parameters."""
     group = run(LearnerGroup.create(learner_spec(config), "run", 1))
     try:
         before = gathered(group, run, 0)
@@ -94,7 +94,7 @@ def test_one_rank_and_two_agree_over_twenty_steps(
 
 
 LONG_VOCABULARY = 65_536
-"""So many that 128 log-probs fill a chunk."""
+"""Large enough that 128 log-probs fill a chunk."""
 
 
 def long_model(directory: Path, tied: bool) -> Path:
@@ -120,8 +120,8 @@ def long_model(directory: Path, tied: bool) -> Path:
 
 
 def one_by_one(model: PreTrainedModel, rows: list[tuple[list[int], list[int]]]) -> float:
-    """The mean negative log-likelihood of the second ids, one row at a time by transformers alone,
-    with its gradients in the model."""
+    """The mean negative log-likelihood of the second ids, one row at a time with transformers. The
+    gradients are in the model."""
     count, total = sum(len(following) for _, following in rows), 0.0
     for prompt, following in rows:
         logits = model(input_ids=torch.tensor([[*prompt, *following]]), use_cache=False).logits[
@@ -141,8 +141,8 @@ def one_by_one(model: PreTrainedModel, rows: list[tuple[list[int], list[int]]]) 
 def test_ranks_with_different_numbers_of_chunks_do_not_wait_for_each_other(
     ray_cluster: Any, run: Run, tmp_path: Path, tied: bool
 ) -> None:
-    """One rank has a trajectory of four chunks of log-probs, the other twelve short ones in one:
-    the head is not gathered by the chunk."""
+    """One rank has a trajectory with four chunks of log-probs, the other twelve short ones in one
+    chunk. The head is not gathered for each chunk."""
     draw = np.random.default_rng(0)
     rows = [
         (

@@ -1,5 +1,5 @@
-"""What the learner's memory settings do under real ZeRO-3, on ranks that are plain processes: the
-same gradients, and nothing left of a skipped step."""
+"""The learner's memory settings under real ZeRO-3, on ranks that are plain processes: the gradients
+are the same, and a skipped step leaves no state."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from asyncrl.learning import zero3
 from asyncrl.preflight.specs import learner_spec
 
 ROWS = [(tuple(range(3, 6 + index)), tuple(range(8, 11 + 6 * index))) for index in range(6)]
-"""Of very different lengths: two ranks have different numbers of loss tokens in each micro-batch.
-"""
+"""Rows of very different lengths, so two ranks have different numbers of loss tokens in each
+micro-batch."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 TINY_RATE, TINY_STEPS = 1.6e-5, 25
 
 
-def test_settings_say_what_is_offloaded_and_that_gradients_add_up_in_fp32() -> None:
+def test_settings_offload_as_configured_and_sum_gradients_in_fp32() -> None:
     plain = zero3.settings(LearnerConfig(bf16=True))
     assert (
         plain["data_types"] == {"grad_accum_dtype": "fp32"}
@@ -60,7 +60,7 @@ def test_settings_say_what_is_offloaded_and_that_gradients_add_up_in_fp32() -> N
             }
         )
         assert chosen["stage3_param_persistence_threshold"] == 4_096, (
-            "what is never released would never go back to the host"
+            "a parameter that is never released would never return to host memory"
         )
     kept = {
         size: zero3.settings(LearnerConfig(world_size=size))["zero_optimization"][
@@ -83,7 +83,7 @@ def test_settings_say_what_is_offloaded_and_that_gradients_add_up_in_fp32() -> N
 def found(
     request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, SimpleNamespace]]:
-    """By rank: variant → what was seen."""
+    """For each rank: variant → observations."""
     return on_ranks(request.param, all_variants, model_path, tmp_path_factory.mktemp("snapshots"))
 
 
@@ -92,27 +92,27 @@ def test_gradients_are_the_same_to_one_in_a_million(
     found: list[dict[str, SimpleNamespace]], variant: str
 ) -> None:
     for rank in found:
-        expected, seen = rank["fp32"].gradients, rank[variant].gradients
-        assert seen.shape == expected.shape and float(expected.abs().max()) > 0.1
-        torch.testing.assert_close(seen, expected, rtol=1e-6, atol=1e-6)
+        expected, observed = rank["fp32"].gradients, rank[variant].gradients
+        assert observed.shape == expected.shape and float(expected.abs().max()) > 0.1
+        torch.testing.assert_close(observed, expected, rtol=1e-6, atol=1e-6)
     assert found[0][variant].recomputed == (variant == "checkpointed")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_bad_step_is_skipped_before_the_engines_step_and_leaves_nothing(
+def test_a_bad_step_is_skipped_before_the_engines_step_and_leaves_no_state(
     found: list[dict[str, SimpleNamespace]], variant: str
 ) -> None:
     for rank in found:
-        seen = rank[variant]
-        assert seen.summed_in == torch.float32, "gradients of all ranks"
-        assert seen.skipped == {
+        observed = rank[variant]
+        assert observed.summed_in == torch.float32, "gradients of all ranks"
+        assert observed.skipped == {
             "nonfinite_loss": (0.0, 0),
             "nonfinite_gradient": (0.0, 0),
         }, "(applied, calls of the engine's step)"
-        assert seen.unchanged
+        assert observed.unchanged
         assert (
-            seen.after_skip == pytest.approx(seen.after_restore, rel=1e-6)
-            and seen.after_restore[0] > 0.01
+            observed.after_skip == pytest.approx(observed.after_restore, rel=1e-6)
+            and observed.after_restore[0] > 0.01
         )
 
 
@@ -125,7 +125,7 @@ def test_published_weights_are_the_masters_rounded(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_fresh_optimizer_has_no_memory(
+def test_a_fresh_optimizer_has_no_state(
     found: list[dict[str, SimpleNamespace]], variant: str
 ) -> None:
     assert all(rank[variant].optimizer_steps == (0, 1) for rank in found)
@@ -135,11 +135,11 @@ def test_a_fresh_optimizer_has_no_memory(
 def test_updates_below_bfloat16s_resolution_add_up(
     found: list[dict[str, SimpleNamespace]], variant: str
 ) -> None:
-    """A weight of 0.2 has neighbors 0.0005 away in bfloat16: a step of 1.6e-5 moves hardly any of
-    them there, and 25 move the masters all the way."""
-    seen = found[0][variant]
-    assert seen.moved_by_one_step < 0.1 < 0.4 < seen.moved_by_all_steps
-    assert seen.masters_moved > 0.5 * TINY_STEPS * TINY_RATE
+    """In bfloat16, the values next to 0.2 are 0.0005 away. A step of 1.6e-5 changes hardly any
+    bfloat16 weight, but 25 such steps add up in the fp32 masters."""
+    observed = found[0][variant]
+    assert observed.moved_by_one_step < 0.1 < 0.4 < observed.moved_by_all_steps
+    assert observed.masters_moved > 0.5 * TINY_STEPS * TINY_RATE
 
 
 def all_variants(
@@ -158,23 +158,23 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
 
     config = learner_config(path, world_size=world_size, max_tokens=64, **VARIANTS[name])
     learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
-    seen = SimpleNamespace(summed_in=learner.state.engine.optimizer.communication_data_type)
+    observed = SimpleNamespace(summed_in=learner.state.engine.optimizer.communication_data_type)
 
     taken: list[torch.Tensor] = []
     finite, step, calls = zero3.gradients_finite, learner.state.engine.step, []
 
-    def watched(engine: Any) -> bool:
+    def recording_finite(engine: Any) -> bool:
         taken.append(
             torch.cat([shard.detach().flatten().clone() for shard in zero3.gradient_shards(engine)])
         )
         return finite(engine)
 
-    def counted() -> None:
+    def counting_step() -> None:
         calls.append(1)
         step()
 
-    learner.state.engine.step = counted
-    zero3.gradients_finite = watched
+    learner.state.engine.step = counting_step
+    zero3.gradients_finite = recording_finite
     forwards: list[int] = []
     layer = zero3.policy_of(learner.state.engine).model.model.layers[0].mlp
     hook = layer.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -183,7 +183,7 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
     finally:
         zero3.gradients_finite = finite
         hook.remove()
-    seen.gradients, seen.recomputed = (
+    observed.gradients, observed.recomputed = (
         taken[0],
         len(forwards) == 2 * metrics["micro_batches"] / world_size,
     )
@@ -191,7 +191,7 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
 
     learner.save(folder)
     before = [parameter.ds_tensor.clone() for parameter in learner.state.parameters.values()]
-    seen.skipped = {}
+    observed.skipped = {}
     for kind in ("nonfinite_loss", "nonfinite_gradient"):
         calls.clear()
         supervised_loss = supervised_step.supervised_loss
@@ -200,26 +200,26 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
             metrics = learner.supervised_step(ROWS)
         finally:
             supervised_step.supervised_loss = supervised_loss
-        seen.skipped[kind] = (metrics["applied"], len(calls))
+        observed.skipped[kind] = (metrics["applied"], len(calls))
         assert all(
             bool(torch.isfinite(shard).all())
             for shard in zero3.gradient_shards(learner.state.engine)
-        ), "a gradient of the skipped step is left"
-    seen.unchanged = all(
+        ), "a gradient of the skipped step remains"
+    observed.unchanged = all(
         torch.equal(old, parameter.ds_tensor)
         for old, parameter in zip(before, learner.state.parameters.values(), strict=True)
     )
-    seen.after_skip = [
+    observed.after_skip = [
         learner.supervised_step(ROWS)[key] for key in ("grad_norm", "loss") for _ in range(2)
     ]
     decay = learner.state.engine.optimizer.param_groups[0]["weight_decay"]
     learner.state.engine.optimizer.param_groups[0]["weight_decay"] = decay + 0.125
     learner.load(folder)
     assert learner.state.engine.optimizer.param_groups[0]["weight_decay"] == decay + 0.125, (
-        "the optimizer's settings are this run's, not the checkpoint's"
+        "the optimizer's settings are those of this run"
     )
     learner.state.engine.optimizer.param_groups[0]["weight_decay"] = decay
-    seen.after_restore = [
+    observed.after_restore = [
         learner.supervised_step(ROWS)[key] for key in ("grad_norm", "loss") for _ in range(2)
     ]
 
@@ -231,10 +231,12 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
             ]
         )
     ]
-    seen.master_types = {
+    observed.master_types = {
         group.dtype for group in learner.state.engine.optimizer.fp32_partitioned_groups_flat
     }
-    seen.published, seen.published_equal_masters = compare_published(learner, config.learner.bf16)
+    observed.published, observed.published_equal_masters = compare_published(
+        learner, config.learner.bf16
+    )
 
     state = learner.state.engine.optimizer.optimizer.state
     learner.reset_optimizer(TINY_RATE)
@@ -247,7 +249,7 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
     for number in range(TINY_STEPS if config.learner.bf16 else 1):
         learner.supervised_step(ROWS)
         if number == 0:
-            seen.optimizer_steps = (fresh, int(next(iter(state.values()))["step"]))
+            observed.optimizer_steps = (fresh, int(next(iter(state.values()))["step"]))
             weights.append(
                 torch.cat(
                     [
@@ -269,19 +271,19 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
             ]
         )
     )
-    seen.moved_by_one_step, seen.moved_by_all_steps = (
+    observed.moved_by_one_step, observed.moved_by_all_steps = (
         float((later != weights[0]).float().mean()) for later in weights[1:]
     )
-    seen.masters_moved = float((masters[1] - masters[0]).abs().median())
+    observed.masters_moved = float((masters[1] - masters[0]).abs().median())
     learner.state.engine.destroy()
-    return seen
+    return observed
 
 
 def poisoned(
     loss_of: Any, kind: str, here: bool, logprobs: torch.Tensor, weights: torch.Tensor
 ) -> Any:
-    """On one rank alone: a loss that is NaN, or one that is finite and has a gradient of NaN (0
-    times the infinite slope of a root at 0)."""
+    """Make one rank's loss NaN, or its gradient (a root at 0 has an infinite slope, and 0 times
+    that is NaN)."""
     loss, sums = loss_of(logprobs, weights)
     if not here:
         return loss, sums
@@ -291,13 +293,13 @@ def poisoned(
 
 
 def compare_published(learner: Any, bf16: bool) -> tuple[int, bool]:
-    """Parameters gathered for publishing in each type, and whether each equals its fp32 masters as
-    the learner rounds them, in that type (a collective)."""
+    """Gather all parameters in each dtype (a collective). Returns their number, and whether each
+    equals its fp32 master, rounded to the learner's dtype and then to the published one."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     from asyncrl.weights.gather import TORCH_DTYPES, gather_buckets, weight_layout
 
-    held = torch.bfloat16 if bf16 else torch.float32
+    learner_dtype = torch.bfloat16 if bf16 else torch.float32
     published, equal = 0, True
     for dtype in ("float32", "bfloat16"):
         entries, sizes = weight_layout(learner.state.table, dtype, 20_000)
@@ -320,7 +322,7 @@ def compare_published(learner: Any, bf16: bool) -> tuple[int, bool]:
                     .view(TORCH_DTYPES[dtype])
                     .view(entry.shape)
                 )
-                equal = equal and torch.equal(found, full.to(held).to(TORCH_DTYPES[dtype]))
+                equal = equal and torch.equal(found, full.to(learner_dtype).to(TORCH_DTYPES[dtype]))
                 published += 1
     return published, equal
 
@@ -361,8 +363,8 @@ def test_no_rank_holds_the_checkpoint_whole_while_it_loads(
 
 
 def load_watched(rank: int, world_size: int, small: Path, large: Path) -> tuple[int, int, bool]:
-    """(highest rise of anonymous memory, of private memory with mapped files, weights equal the
-    checkpoint's) over one sharded load."""
+    """Load a checkpoint sharded. Returns the largest increase of anonymous memory, that of private
+    memory with mapped files, and whether the weights equal the checkpoint's."""
     import deepspeed
     from safetensors import safe_open
     from transformers.integrations import HfDeepSpeedConfig
@@ -370,12 +372,12 @@ def load_watched(rank: int, world_size: int, small: Path, large: Path) -> tuple[
     from asyncrl.models.policy import load_policy
 
     sharded = HfDeepSpeedConfig(zero3.settings(LearnerConfig(world_size=world_size)))
-    load_policy(str(small), torch.float32, 1.0)  # whatever loading imports is there
-    before, seen, done = private(), [(0, 0)], threading.Event()
+    load_policy(str(small), torch.float32, 1.0)  # so that all modules are imported
+    before, samples, done = private(), [(0, 0)], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.005):
-            seen.append(private())
+            samples.append(private())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -385,12 +387,12 @@ def load_watched(rank: int, world_size: int, small: Path, large: Path) -> tuple[
         done.set()
         watcher.join()
     del sharded
-    peak, unshared = (max(sample[at] for sample in seen) - before[at] for at in (0, 1))
+    peak, unshared = (max(sample[at] for sample in samples) - before[at] for at in (0, 1))
     parameters = dict(policy.model.named_parameters())
     names, equal = set(), True
     for file in sorted(large.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 (it is no mapping)
+            for name in stored.keys():  # noqa: SIM118 (not a mapping)
                 names.add(name)
                 with deepspeed.zero.GatheredParameters([parameters[name]]):
                     equal = equal and torch.equal(parameters[name], stored.get_tensor(name))
@@ -398,16 +400,16 @@ def load_watched(rank: int, world_size: int, small: Path, large: Path) -> tuple[
 
 
 def private() -> tuple[int, int]:
-    """(anonymous, private) bytes of this process. Private are also the pages of a mapped file that
-    nobody else maps: the kernel takes those back when it needs room, and they are in the page cache
-    whoever reads the file."""
+    """(anonymous, private) bytes of this process. Private memory includes the pages of a mapped
+    file that no other process maps. These are in the page cache, and the kernel can reclaim
+    them."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split()[0]: int(line.split()[1]) * 1024 for line in lines}
     return sizes["Anonymous:"], sizes["Private_Clean:"] + sizes["Private_Dirty:"]
 
 
-def test_padding_of_a_shard_is_not_looked_at():
-    """Five elements over two ranks: the last of the second shard is whatever was there."""
+def test_the_padding_of_a_shard_is_ignored():
+    """Five elements over two ranks: the last element of the second shard is uninitialized."""
     shards = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, math.nan])]
     own = [
         zero3._own_part(SimpleNamespace(ds_tensor=shard, ds_numel=5), rank).tolist()

@@ -1,5 +1,5 @@
-"""Packed = unpacked, for log-probs and gradients, and no model that the attention would get
-wrong."""
+"""Packed and unpacked rows give equal log-probs and gradients, and unsupported models are
+refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def examples(count: int = 9) -> list[Example]:
 
 
 def one_by_one(model: PreTrainedModel, rows: list[Example]) -> list[torch.Tensor]:
-    """Log-probs by transformers' own attention, one trajectory at a time."""
+    """Return the log-probs of transformers' own attention, one trajectory at a time."""
     found = []
     for row in rows:
         tokens = torch.from_numpy(row.tokens)[None]
@@ -87,14 +87,18 @@ def test_packed_equals_unpacked(family: str, tied: bool) -> None:
     weights = torch.linspace(-1, 1, len(expected))
     (logprobs * weights).sum().backward()
     (expected * weights).sum().backward()
-    for (name, one), (_, other) in zip(
+    for (name, actual), (_, wanted) in zip(
         packed.named_parameters(), plain.named_parameters(), strict=True
     ):
-        assert one.grad is not None and other.grad is not None, name
-        # Of the largest element: the loss is a sum over the tokens, and gradients of tens are
-        # rounded to about 1e-6 of that.
+        assert actual.grad is not None and wanted.grad is not None, name
+        # Relative to the largest element. The loss is a sum over the tokens, so gradients are in
+        # the tens, with a rounding error of about 1e-6 of that.
         torch.testing.assert_close(
-            one.grad, other.grad, atol=1e-5 * float(other.grad.abs().max()), rtol=0, msg=name
+            actual.grad,
+            wanted.grad,
+            atol=1e-5 * float(wanted.grad.abs().max()),
+            rtol=0,
+            msg=name,
         )
 
 

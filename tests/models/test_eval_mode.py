@@ -1,5 +1,5 @@
-"""What trains is what generates: no dropout in any step, whatever the model has; activations
-computed again all the same, under real ZeRO-3."""
+"""Training computes the same log-probs as generation, because no step uses dropout. Activation
+checkpointing works in eval mode, with real ZeRO-3."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LONG = [((3, 4), tuple(3 + at % 40 for at in range(1400)))] * 2
 
 
 def save(family: str, directory: Path) -> Path:
-    """A checkpoint whose config has dropout of 0.3 wherever the model takes it."""
+    """Save a checkpoint whose config sets all dropouts of the model to 0.3."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": VOCABULARY,
@@ -89,7 +89,7 @@ def logprobs(policy: Policy) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_asked_to_train_a_policy_computes_what_it_evaluates(
+def test_a_policy_in_train_mode_computes_the_same_log_probs(
     models: dict[str, Path], family: str
 ) -> None:
     policy = load_policy(str(models[family]), torch.float32, 1.0)
@@ -99,7 +99,9 @@ def test_asked_to_train_a_policy_computes_what_it_evaluates(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_dropout_of_these_models_would_be_seen(models: dict[str, Path], family: str) -> None:
+def test_the_dropout_of_these_models_would_change_log_probs(
+    models: dict[str, Path], family: str
+) -> None:
     plain = AutoModelForCausalLM.from_pretrained(models[family])
     ids = torch.tensor([ROWS[0][1]])
     with torch.no_grad():
@@ -110,7 +112,7 @@ def test_the_dropout_of_these_models_would_be_seen(models: dict[str, Path], fami
     assert float((evaluated - trained).abs().mean()) > 0.1
 
 
-def test_a_policy_made_of_a_model_in_train_mode_leaves_it() -> None:
+def test_a_policy_sets_its_model_to_eval_mode() -> None:
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 16,
@@ -144,8 +146,8 @@ def test_activations_computed_again_give_the_same_gradients_with_less_memory(
             rtol=1e-5,
             atol=1e-6 * float(kept["gradients"].abs().max()),
         )
-        # The ratio of a step at staleness 0 is 1: what the step computes is what the check before
-        # it computed.
+        # At staleness 0 the ratio is 1, because the step computes the log-probs that the check
+        # before it computed.
         for metrics in (kept["metrics"], again["metrics"]):
             assert (
                 metrics["applied"]
@@ -166,8 +168,8 @@ def steps_of_both(
 
 
 def steps(rank: int, world_size: int, path: Path, again: bool) -> dict[str, Any]:
-    """A supervised step's gradients and memory, then a policy step on log-probs that the learner
-    gave itself, with one of its settings."""
+    """Return the gradients and memory of a supervised step, and the metrics of a policy step on the
+    learner's own log-probs. `again` sets gradient_checkpointing."""
     config = learner_config(
         path, world_size, 1600, gradient_checkpointing=again, optimizer="sgd", learning_rate=1e-3
     )
@@ -195,7 +197,7 @@ def steps(rank: int, world_size: int, path: Path, again: bool) -> dict[str, Any]
     finally:
         zero3.gradients_finite = finite
         hook.remove()
-    learner.supervised_step(LONG)  # what is allocated once is there
+    learner.supervised_step(LONG)  # makes the allocations that stay
     before, highest = psutil.Process().memory_info().rss, [0]
     backward = learner.state.engine.backward
 
@@ -219,7 +221,7 @@ def steps(rank: int, world_size: int, path: Path, again: bool) -> dict[str, Any]
 
 
 def with_own_logprobs(group: Group, learner: LearnerRank) -> Group:
-    """The group as the learner's policy itself would have sampled it."""
+    """Replace the group's log-probs with those of the learner's policy."""
     rows = [(group.prompt.token_ids, member.completion.token_ids) for member in group.trajectories]
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, learner.logprobs(rows))

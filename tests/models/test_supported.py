@@ -1,5 +1,5 @@
-"""Models whose packed trajectories would leak into one another are trained one a forward, or
-refused: by their config, by their class, by what they do."""
+"""Models that would mix packed trajectories are trained unpacked or refused. The decision uses the
+config, the class, and a check of the log-probs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WAY_OUT = (
 
 @cache
 def source(model_type: str) -> str:
-    """Everything that transformers has on how a model computes."""
+    """Return transformers' source code of a model."""
     folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(model_type)
     return "".join(path.read_text() for path in sorted(folder.glob("modeling_*.py")))
 
@@ -73,7 +73,7 @@ SIGNS = {
 
 
 @pytest.mark.parametrize("sign", SIGNS)
-def test_no_model_of_transformers_with_such_layers_is_packed(sign: str) -> None:
+def test_models_of_transformers_with_such_layers_are_not_packed(sign: str) -> None:
     found = [
         name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if re.search(SIGNS[sign], source(name))
     ]
@@ -82,7 +82,7 @@ def test_no_model_of_transformers_with_such_layers_is_packed(sign: str) -> None:
     assert not packed, f"transformers has {sign} in {packed}, which would be packed"
 
 
-def test_no_model_of_transformers_without_the_attention_interface_is_packed() -> None:
+def test_models_of_transformers_without_the_attention_interface_are_not_packed() -> None:
     without = [
         name
         for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -93,7 +93,7 @@ def test_no_model_of_transformers_without_the_attention_interface_is_packed() ->
     ]
 
 
-def test_no_model_of_transformers_with_an_indexer_is_trained() -> None:
+def test_models_of_transformers_with_an_indexer_are_refused() -> None:
     found = [
         name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if re.search(r"[Ii]ndexer", source(name))
     ]
@@ -122,7 +122,7 @@ HYBRIDS = "qwen3_next qwen3_5_text lfm2 nemotron_h falcon_h1 gpt_oss gemma2"
 
 
 @pytest.mark.parametrize("model_type", HYBRIDS.split())
-def test_what_cannot_be_packed_is_trained_unpacked(model_type: str) -> None:
+def test_a_model_that_cannot_be_packed_is_trained_unpacked(model_type: str) -> None:
     config = AutoConfig.for_model(model_type).to_dict()
     assert (
         support(config).text().startswith("unpacked, because it has ")
@@ -150,7 +150,7 @@ def test_what_cannot_be_packed_is_trained_unpacked(model_type: str) -> None:
         ({"model_type": "gpt_oss"}, "has attention sinks"),
         ({"model_type": "new", "attn_logit_softcapping": 50.0}, "soft-caps its attention scores"),
         ({"model_type": "gptj"}, "does not use transformers' attention interface"),
-        ({"model_type": "nemotron"}, "keeps from its layers what packed attention needs"),
+        ({"model_type": "nemotron"}, "does not pass to its layers what packed attention needs"),
     ],
 )
 def test_packed_rows_are_refused_with_model_reason_and_way_out(
@@ -173,9 +173,9 @@ def test_packed_rows_are_refused_with_model_reason_and_way_out(
         ("rwkv", "divides its own weights"),
     ],
 )
-@pytest.mark.parametrize("asked", [None, "rows", "none"])
-def test_what_cannot_be_trained_is_refused_however_it_is_asked_for(
-    model_type: str, reason: str, asked: Any
+@pytest.mark.parametrize("packing", [None, "rows", "none"])
+def test_a_model_that_cannot_be_trained_is_refused_with_any_packing(
+    model_type: str, reason: str, packing: Any
 ) -> None:
     with pytest.raises(
         ValueError,
@@ -184,7 +184,7 @@ def test_what_cannot_be_trained_is_refused_however_it_is_asked_for(
         chosen_packing(
             {"model_type": "multimodal", "text_config": {"model_type": model_type}}
             | {"model_type": model_type},
-            asked,
+            packing,
         )
     assert support({"model_type": model_type}).text().startswith("refused, because it ")
 
@@ -211,7 +211,7 @@ def test_what_cannot_be_trained_is_refused_however_it_is_asked_for(
         ),
     ],
 )
-def test_what_a_model_does_to_its_logits_is_read_from_its_config(
+def test_a_change_of_the_logits_is_read_from_the_config(
     config: dict[str, Any], change: tuple[float, float | None]
 ) -> None:
     assert logit_change(config) == change
@@ -278,8 +278,8 @@ def test_long_rope_is_known_under_every_name(config: dict[str, Any], tokens: int
 
 
 def test_long_rope_changes_a_short_trajectory_behind_a_long_one() -> None:
-    """What `uniform_rope_tokens` is for: the shorter one's log-probs are its own only while all
-    stay within the short frequencies."""
+    """This is why `uniform_rope_tokens` exists. A longer trajectory changes the log-probs of the
+    shorter one when it needs the long frequencies."""
     torch.manual_seed(0)
     factors = {
         "rope_type": "longrope",
@@ -299,18 +299,16 @@ def test_long_rope_changes_a_short_trajectory_behind_a_long_one() -> None:
     bound = uniform_rope_tokens(config.to_dict())
     assert bound == 16
 
-    def of_the_short_one(longest: int) -> torch.Tensor:
+    def of_the_shorter(longest: int) -> torch.Tensor:
         rows = [token_example((range(3, 6), range(6, 3 + length))) for length in (longest, 12)]
         with torch.no_grad():
             return policy(micro_batch(rows, [0, 1], "cpu"))[0][-9:]
 
-    torch.testing.assert_close(
-        of_the_short_one(bound), of_the_short_one(bound - 3), atol=1e-5, rtol=0
-    )
-    assert float((of_the_short_one(bound + 2) - of_the_short_one(bound)).abs().max()) > 1e-2
+    torch.testing.assert_close(of_the_shorter(bound), of_the_shorter(bound - 3), atol=1e-5, rtol=0)
+    assert float((of_the_shorter(bound + 2) - of_the_shorter(bound)).abs().max()) > 1e-2
 
 
-def test_a_checkpoint_is_refused_as_it_is_loaded(tmp_path: Path) -> None:
+def test_loading_refuses_a_checkpoint(tmp_path: Path) -> None:
     Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])).save_pretrained(
         tmp_path
     )
@@ -322,20 +320,20 @@ def test_a_checkpoint_is_refused_as_it_is_loaded(tmp_path: Path) -> None:
         ),
     ):
         load_policy(str(tmp_path), torch.float32, 1.0, packing="rows")
-    with pytest.raises(ValueError, match=r"learner\.sequence_parallel_size = 2 shares packed rows"):
+    with pytest.raises(ValueError, match=r"learner\.sequence_parallel_size = 2 splits packed rows"):
         load_policy(str(tmp_path), torch.float32, 1.0, sequence_group=SequenceGroup(None, 0, 2))
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("_is_stateful", True), ("_supports_attention_backend", False)]
 )
-def test_a_class_is_refused_by_what_it_says_of_itself(
+def test_loading_refuses_a_class_by_its_attributes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: bool
 ) -> None:
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
     monkeypatch.setattr(LlamaForCausalLM, name, value)
     with pytest.raises(
-        ValueError, match=f"LlamaForCausalLM carries a state or an attention of its own.*{WAY_OUT}"
+        ValueError, match=f"LlamaForCausalLM has a recurrent state or its own attention.*{WAY_OUT}"
     ):
         load_policy(str(tmp_path), torch.float32, 1.0)
 
@@ -360,13 +358,13 @@ def two_rows() -> list[Example]:
 
 
 def bypass(model: Qwen3ForCausalLM) -> None:
-    """The second layer attends by itself."""
+    """The second layer uses its own attention."""
     attention = model.model.layers[1].self_attn
     attention.forward = lambda hidden_states, **rest: (hidden_states, None)
 
 
 def twice(model: Qwen3ForCausalLM) -> None:
-    """The second layer's attention runs in place of the first's as well."""
+    """The second layer's attention also replaces the first's."""
     model.model.layers[0].self_attn = model.model.layers[1].self_attn
 
 
@@ -377,12 +375,12 @@ def twice(model: Qwen3ForCausalLM) -> None:
         (twice, r"1 attended within segments \(2 times\)"),
     ],
 )
-def test_a_layer_that_goes_another_way_is_an_error(
+def test_a_layer_that_bypasses_packed_attention_is_an_error(
     change: Callable[[Qwen3ForCausalLM], None], count: str
 ) -> None:
     model = qwen3()
     policy, batch = Policy(model, 1.0), micro_batch(two_rows(), [0, 1], "cpu")
-    for _ in range(2):  # a batch may be used again
+    for _ in range(2):  # A batch can be used twice.
         policy(batch)
     change(model)
     with pytest.raises(
@@ -399,22 +397,22 @@ def shifted(model: Qwen3ForCausalLM) -> None:
 
 
 def remembering(model: Qwen3ForCausalLM) -> None:
-    """A state that sums up all tokens before."""
+    """A recurrent state that sums up all earlier tokens."""
     model.model.layers[0].mlp.register_forward_hook(
         lambda module, inputs, output: output + 0.01 * output.cumsum(1)
     )
 
 
-def counting_on(model: Qwen3ForCausalLM) -> None:
-    """Positions that do not restart: learnt ones, here, taken by place in the row."""
+def continuing(model: Qwen3ForCausalLM) -> None:
+    """Position embeddings that do not restart with each trajectory."""
     places = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
     model.model.embed_tokens.register_forward_hook(
         lambda module, inputs, output: output + places[: output.shape[1]]
     )
 
 
-@pytest.mark.parametrize("leak", [shifted, remembering, counting_on])
-def test_a_leak_that_no_list_knows_is_found_by_asking_the_model(
+@pytest.mark.parametrize("leak", [shifted, remembering, continuing])
+def test_the_check_finds_a_leak_that_no_list_names(
     leak: Callable[[Qwen3ForCausalLM], None],
 ) -> None:
     model = qwen3()
@@ -429,8 +427,8 @@ def test_a_leak_that_no_list_knows_is_found_by_asking_the_model(
 
 
 @pytest.mark.parametrize("sharpness", [1, 30])
-def test_the_check_knows_the_rounding_of_bfloat16(sharpness: int) -> None:
-    """At 30 logits reach 80, where bfloat16 knows every second half only."""
+def test_the_check_tolerates_the_rounding_of_bfloat16(sharpness: int) -> None:
+    """With a sharpness of 30, logits reach 80, where bfloat16 has a resolution of 0.5."""
     model = qwen3().bfloat16()
     with torch.no_grad():
         model.lm_head.weight *= sharpness
@@ -444,14 +442,14 @@ def test_the_check_knows_the_rounding_of_bfloat16(sharpness: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"attention_mask": torch.ones(4, 4)}, "brings an attention mask of its own"),
+        ({"attention_mask": torch.ones(4, 4)}, "passes its own attention mask"),
         ({"softcap": 50.0}, "soft-caps its attention scores"),
         ({"s_aux": torch.zeros(2)}, "has attention sinks"),
         ({"is_causal": False}, "attends in both directions"),
         ({}, "has a sliding window of 3 tokens in its config and asks for None"),
     ],
 )
-def test_attention_of_another_kind_is_refused(settings: dict[str, Any], reason: str) -> None:
+def test_other_kinds_of_attention_are_refused(settings: dict[str, Any], reason: str) -> None:
     module = torch.nn.Module()
     module.config = Qwen3Config(
         **SIZES,
@@ -468,7 +466,7 @@ def test_attention_of_another_kind_is_refused(settings: dict[str, Any], reason: 
         segment_attention(module, *tensors, **arguments)
 
 
-def test_the_list_needs_no_torch() -> None:
+def test_the_lists_need_no_torch() -> None:
     path = Path(__file__).parents[2] / "asyncrl" / "models" / "supported.py"
     assert not re.search(r"import (torch|transformers)|from (torch|transformers)", path.read_text())
     assert json.dumps(support({"model_type": "rwkv"}).text())

@@ -163,7 +163,7 @@ def test_a_run_without_groups_says_so(tmp_path, capsys):
         path.unlink()
     with pytest.raises(SystemExit) as ended:
         main(["samples", str(run)])
-    assert ended.value.code == 2 and "holds no completions yet" in capsys.readouterr().err
+    assert ended.value.code == 2 and "contains no completions yet" in capsys.readouterr().err
 
 
 def test_what_a_model_wrote_cannot_pass_for_our_lines(tmp_path):

@@ -135,8 +135,8 @@ def test_a_sink_that_fails_is_named_and_left_out_and_the_others_go_on(
     background.close()
     assert got == [1, 2, -1]
     assert [record.message for record in caplog.records] == [
-        "the sink never failed and gets nothing more: ValueError: no key",
-        "the sink bad failed and gets nothing more: ConnectionError: no such host",
+        "the sink never failed and gets no more metrics: ValueError: no key",
+        "the sink bad failed and gets no more metrics: ConnectionError: no such host",
     ]
 
 

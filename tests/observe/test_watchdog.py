@@ -118,7 +118,7 @@ def test_the_stage_that_stands_still_is_named(stage, waits_for, parts):
 
         parts = {"learner": Stuck(4)}
     said = watched(**parts)
-    assert [where.stage for where, _, _ in said] == [stage] * len(said) and 2 <= len(said) <= 3
+    assert [stalled.name for stalled, _, _ in said] == [stage] * len(said) and 2 <= len(said) <= 3
     assert waits_for in said[0][0].waits_for and said[0][2] == f"asked {stage}"
     assert 60 <= said[0][1] <= 70 and 120 <= said[1][1] <= 140
 

@@ -1,4 +1,4 @@
-"""What ranks do at the same time costs about the same: rounds, the largest differencing method, the
+"""Ranks get similar costs at the same time: rounds, the largest differencing method, and the
 quadratic term."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl.packing.packing import best_fit_decreasing, pack
 
 
 def test_the_differencing_method_by_hand() -> None:
-    # 8 and 7 apart: 1. 6 and 5 apart: 1. 4 against the 1s: 3, then 2: {8, 6} and {7, 5, 4}.
+    # 8 - 7 = 1 and 6 - 5 = 1. Then 4 - 1 = 3 and 3 - 1 = 2, which gives {8, 6} and {7, 5, 4}.
     assert sorted(sorted(part) for part in karmarkar_karp([8, 7, 6, 5, 4], 2)) == [
         [0, 2],
         [1, 3, 4],
@@ -27,7 +27,7 @@ def test_the_differencing_method_by_hand() -> None:
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.floats(0.1, 1e6), max_size=60), st.integers(1, 9))
-def test_parts_hold_every_index_once_and_differ_by_at_most_the_largest(
+def test_parts_contain_every_index_once_and_differ_by_at_most_the_largest(
     costs: list[float], parts: int
 ) -> None:
     found = karmarkar_karp(costs, parts)
@@ -59,9 +59,9 @@ def test_fewer_trajectories_than_ranks_leave_empty_micro_batches() -> None:
     assert pack([], 10, world_size=2).micro_batches == (((),), ((),))
 
 
-def test_a_round_is_dealt_anew_by_cost() -> None:
-    """By tokens 8 against 4 + 4 is even; with a term of l², 64 is not 32: the round becomes 8 | 4 4
-    2 2 only where that costs less."""
+def test_a_round_is_distributed_again_by_cost() -> None:
+    """By tokens, 8 and 4 + 4 are equal. With a term of l², 64 exceeds 32, so the round becomes
+    8 | 4 4 2 2 if that costs less."""
     lengths, quadratic = [8, 4, 4, 2, 2], 1.0
     costs = [length + quadratic * length**2 for length in lengths]
     before = [[0, 3], [1, 2, 4]]
@@ -76,7 +76,7 @@ def test_a_round_is_dealt_anew_by_cost() -> None:
 
 
 def test_costs_of_lognormal_lengths_are_nearly_even_over_ranks() -> None:
-    """Against the same micro-batches in rounds by their tokens: 20% of quadratic cost at 2,000
+    """Compared with the same micro-batches in rounds by tokens. The quadratic cost is 20% at 2,000
     tokens."""
     lengths = (
         np.clip(np.random.default_rng(1).lognormal(np.log(200), 1.0, 400), 1, 2000)

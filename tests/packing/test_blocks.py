@@ -1,4 +1,4 @@
-"""Packing of Arrow blocks: every token once, whatever the blocks, with what belongs to it."""
+"""Packing of Arrow tables. Every token is packed once, with its mask, for tables of any size."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ STRATEGIES: list[Strategy] = ["bfd", "bfd_split", "wrapped"]
 
 
 def rows_of(lengths: list[int]) -> pa.Table:
-    """Ids that are all different, a mask that tells even from odd ones, and a column that is not
-    per token."""
+    """Make a table with distinct ids, a mask of even ids, and a column that is not per token."""
     ends = np.cumsum([0, *lengths])
     ids = [list(range(at, to)) for at, to in pairwise(ends.tolist())]
     return pa.table(
@@ -36,7 +35,7 @@ def rows_of(lengths: list[int]) -> pa.Table:
 
 
 def cut_at(table: pa.Table, cuts: list[int]) -> Iterator[pa.Table]:
-    """The table's rows in blocks: slices of it, which share its memory."""
+    """Split the table into blocks. They are slices, which share its memory."""
     yield from (table.slice(at, to - at) for at, to in pairwise([0, *sorted(cuts), table.num_rows]))
 
 
@@ -101,22 +100,22 @@ def test_rows_of_different_blocks_share_a_packed_row() -> None:
     ).type == pa.list_(pa.int8())
 
 
-def test_rows_are_held_by_the_window_and_no_longer() -> None:
-    """The stream is endless: a packed table comes after each window of rows, before another block
-    is asked for."""
-    asked = 0
+def test_only_one_window_of_rows_is_in_memory() -> None:
+    """The stream is endless. A packed table must arrive after each window of rows, before the next
+    block is read."""
+    blocks_read = 0
 
     def blocks() -> Iterator[pa.Table]:
-        nonlocal asked
+        nonlocal blocks_read
         while True:
-            asked += 1
+            blocks_read += 1
             yield rows_of([4, 1, 3])
 
     for strategy in STRATEGIES:
-        asked = 0
+        blocks_read = 0
         stream = pack_blocks(blocks(), 8, strategy, window=6)
         next(stream), next(stream)
-        assert asked == 4
+        assert blocks_read == 4
 
 
 @pytest.mark.parametrize("kind", [pa.large_list(pa.int64()), pa.list_(pa.int64(), 2)])
@@ -176,7 +175,7 @@ def test_byte_for_byte_in_two_processes() -> None:
     assert len(found) == 1 and len(found.pop()) == 65
 
 
-def test_what_cannot_be_packed_is_named_by_its_place_in_the_stream() -> None:
+def test_errors_name_a_row_by_its_index_in_the_stream() -> None:
     blocks = [rows_of([3, 2, 4]), rows_of([2, 9])]
     with pytest.raises(ValueError, match="row 4 has 9 tokens, above the capacity of 8"):
         list(pack_blocks(blocks, 8, window=2))

@@ -1,4 +1,5 @@
-"""Best-fit decreasing against a row-by-row one, TRL's three strategies, and the cap."""
+"""Best-fit decreasing compared with a row-by-row implementation, the three strategies, and the
+cap."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ LENGTHS = st.integers(1, 300).flatmap(
 
 
 def row_by_row(lengths: list[int], capacity: int) -> list[int]:
-    """Fills of best-fit decreasing, one row at a time."""
+    """Best-fit decreasing, one row at a time. Returns the tokens in each bin."""
     fills: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [bin for bin, fill in enumerate(fills) if fill + length <= capacity]
@@ -34,7 +35,7 @@ def bins_of(pieces: Pieces) -> list[list[tuple[int, int, int]]]:
 
 
 def test_best_fit_decreasing_by_hand() -> None:
-    # 7 | 6 | 4 goes to 6 (the fuller one with room) | 3 goes to 7: both full.
+    # 7 and 6 open bins. 4 joins 6, the fullest bin with room. 3 joins 7. Both bins are full.
     plan = pack([3, 7, 4, 6], 10)
     assert plan.micro_batches == (((1, 0), (3, 2)),)
     assert plan.fill == 1.0 and plan.imbalance == 0.0
@@ -65,7 +66,7 @@ def test_the_same_fills_as_row_by_row_with_many_rows(seed: int) -> None:
     )
 
 
-def test_ties_go_by_index() -> None:
+def test_ties_are_broken_by_index() -> None:
     order, offsets = best_fit_decreasing(np.array([2, 3, 2, 3, 2]), 5)
     assert order.tolist() == [1, 0, 3, 2, 4] and offsets.tolist() == [0, 2, 4, 5]
 
@@ -107,7 +108,7 @@ def test_strategies_by_hand() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
-def test_no_rows_make_no_bins(strategy: Strategy) -> None:
+def test_no_rows_give_no_bins(strategy: Strategy) -> None:
     pieces = pack_rows([], 4, strategy)
     assert pieces.row.size == 0 and pieces.offsets.tolist() == [0]
 
@@ -140,7 +141,7 @@ def test_cut_rows_keep_every_token_once_under_the_cap(
         assert sorted(fills) == row_by_row(cut, capacity)
 
 
-def test_what_cannot_be_packed_is_refused() -> None:
+def test_invalid_rows_are_refused() -> None:
     with pytest.raises(
         ValueError,
         match=(

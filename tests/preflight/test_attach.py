@@ -36,8 +36,8 @@ def config(model: Path, **rollout: Any) -> Config:
 def status(model: Path, dtype: str = "float32") -> ReplicaStatus:
     tokenizer = load_tokenizer(str(model))
     stops = load_stops(model, tokenizer)
-    return fake_status(
-        "a",
+    return replace(
+        fake_status("a"),
         parameters=layout_hash(expected_tensors(model, dtype)),
         max_model_len=100,
         stop_token_ids=tuple(sorted(stops.tokens)),
@@ -64,21 +64,21 @@ def test_what_does_not_fit_is_named(tiny_model: Path, untied_model: Path) -> Non
             app.model_copy(update={"dtype": "bfloat16"}),
             status(tiny_model),
             85,
-            "holds bfloat16, the run publishes model.dtype = 'float32'",
+            "uses bfloat16, but the run publishes model.dtype = 'float32'",
         ),
         (
             config(tiny_model),
             app,
             status(untied_model),
             85,
-            "has other parameters than model.path = ",
+            "has different parameters from model.path = ",
         ),
         (
             config(tiny_model),
             app,
             status(tiny_model),
             101,
-            "takes 100 tokens, the run's longest request has 101",
+            "accepts 100 tokens, but the run's longest request has 101",
         ),
         (
             config(tiny_model, rollout_stop_token_ids=[7]),
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_named(tiny_model: Path, untied_model: Path) -> Non
             app,
             replace(status(tiny_model), tokenizer="another"),
             85,
-            "has another tokenizer than model.path",
+            "has a different tokenizer from model.path",
         ),
     ):
         with pytest.raises(AttachError, match=f"generator.attach = 'standing' {text}"):

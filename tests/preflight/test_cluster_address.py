@@ -41,7 +41,7 @@ LOOPBACK = "127.0.0.2"
         ),
         ("127.0.0.1:99999", r"no Ray cluster answers at .*:99999"),
         ("no-such-host.invalid:6379", "RAY_ADDRESS = 'no-such-host.invalid:6379'"),
-        ("nonsense", "RAY_ADDRESS = 'nonsense' is no host and port"),
+        ("nonsense", "RAY_ADDRESS = 'nonsense' is not a host and port"),
         ("127.0.0.1:", "RAY_ADDRESS = '127.0.0.1:'"),
     ],
 )
@@ -64,7 +64,7 @@ def test_what_listens_and_is_not_ray_is_named(monkeypatch):
     with socket.create_server((LOOPBACK, 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"{LOOPBACK}:{server.getsockname()[1]}")
         with pytest.raises(
-            ConfigError, match=r"something listens there, and did not answer as Ray within 0.2 s"
+            ConfigError, match=r"a process listens there, but did not answer like Ray within 0.2 s"
         ):
             answering_cluster()
 

@@ -219,7 +219,8 @@ def test_a_directory_is_a_directory(tiny_model, tmp_path, monkeypatch):
     assert config.model.path == str(tmp_path / "models" / "mine")
     assert resolve_models(config) == config
     with pytest.raises(
-        ValueError, match=r"model.revision = 'main' acts only with the name of a model on the hub"
+        ValueError,
+        match=r"model.revision = 'main' only has an effect with the name of a model on the hub",
     ):
         small_config(model={"path": "models/mine", "revision": "main"})
     assert (
@@ -231,9 +232,7 @@ def test_a_directory_is_a_directory(tiny_model, tmp_path, monkeypatch):
 def test_nodes_that_find_another_model_are_told_apart(tiny_model, tmp_path):
     here = read_snapshot(tiny_model)
     assert look(str(tiny_model)) == here
-    assert "none' holds neither model.safetensors nor" in difference(
-        look(str(tmp_path / "none")), here
-    )
+    assert "none' has no model.safetensors and no" in difference(look(str(tmp_path / "none")), here)
     other = tmp_path / "other"
     shutil.copytree(tiny_model, other)
     (other / "tokenizer_config.json").write_text("{}")

@@ -13,7 +13,8 @@ from ray.exceptions import RpcError
 from small_config import small_config as config
 
 from asyncrl.contracts.errors import PartDiedError, PlacementError, PlacementLostError
-from asyncrl.data.prompts import RayPromptSource, check_prompts
+from asyncrl.data.prompt_stream import RayPromptSource
+from asyncrl.data.prompts import check_prompts
 from asyncrl.preflight import placement
 from asyncrl.preflight.placement import needed, wait_for_placement, wait_for_resources
 from asyncrl.preflight.resources import Node
@@ -91,7 +92,7 @@ def test_room_that_others_hold_is_waited_for_and_then_refused(ray_cluster, holde
         ),
     ) as error:
         asyncio.run(wait_for_resources(config(placement_timeout_s=1), tell=told.append))
-    assert "who holds the rest is not known: this cluster has no dashboard" in str(error.value)
+    assert "the users of the rest are not known: this cluster has no dashboard" in str(error.value)
     # Processes of earlier tests may give back theirs meanwhile.
     assert re.match(
         r"waiting up to 1 s for room on the cluster: CPU: 1\.1 needed, 0\.\d+ free", told[0]
@@ -219,8 +220,7 @@ def test_nodes_that_are_not_registered_yet_are_waited_for_and_asked_for(nodes_se
     asked = nodes_seen(0, 0, 1, 8)
     begun, table = asyncio.run(wait_for_resources(config(generator=RANGE, placement_timeout_s=600)))
     assert (
-        begun.generator.num_replicas == 4
-        and "begins with as many replicas as have room, 2 to 4;" in table
+        begun.generator.num_replicas == 4 and "starts with the replicas that fit, 2 to 4." in table
     )
     assert asked == [("demand", 4), "removed"]
 

@@ -156,24 +156,24 @@ def test_a_cluster_of_two_nodes(tmp_path, tiny_model):
     never, held = answers["never"]["error"], answers["held"]["error"]
     assert never.startswith(
         "the cluster is too small for this run after placement_timeout_s = 1 s (learner ranks: 1 x"
-        " (CPU 3, memory 4.0 MiB), each on one node, and registered is room for none"
+        " (CPU 3, memory 4.0 MiB), each on one node, but registered resources fit none"
     )
     assert "# cluster, 2 nodes" in never and "decoupled needs total >= 0 + 0 = 0" in never
     assert held.startswith(
         "no room on the cluster after placement_timeout_s = 1 s (learner ranks: 1 x (CPU 0.55"
     )
-    assert held.count("held by Holder of job ") == 2 and "not known" not in held
+    assert held.count("used by Holder of job ") == 2 and "not known" not in held
     assert (
         answers["told"][0].startswith(
             "waiting up to 1 s for room on the cluster: learner ranks: 1 x (CPU 0.55"
         )
-        and "held by Holder" in answers["told"][0]
+        and "used by Holder" in answers["told"][0]
     )
     assert "room for learner ranks 1 of 1" in answers["freed"]["returned"]
     assert answers["codes"] == [0, 1]
     text = (tmp_path / "plan").read_text()
     assert (
-        "nothing speaks against placing this run now" in text
+        "this run fits now" in text
         and "this run does not fit here: learner ranks: 1 x (CPU 3" in text
     )
-    assert "held by placement group of job " in text
+    assert "used by placement group of job " in text

@@ -115,7 +115,7 @@ def test_two_versions_must_fit_into_one_nodes_object_store():
     )
     assert short == [
         "two published versions: 1 x (shared memory 2.00 GiB, object store 2.00 GiB), each on one"
-        " node, and registered is room for none on any"
+        " node, but registered resources fit none on any node"
     ]
     assert (
         shortages(
@@ -130,7 +130,7 @@ def test_enough_in_all_is_not_enough_where_no_node_has_enough_for_one():
     free."""
     nodes = [node("a", 8, 1), node("b", 3, 3), node("c", 8)]
     assert shortages(run_needs(config(**GPUS)), nodes, "registered") == [
-        "learner ranks: 3 x (CPU 4, GPU 1), each on one node, and registered is room for 1 on a"
+        "learner ranks: 3 x (CPU 4, GPU 1), each on one node, but registered resources fit 1 on a"
     ]
     nodes = [node("a", 64, 4, free={"CPU": 3, "GPU": 4}), node("b", 64, 0)]
     assert shortages(run_needs(config(**GPUS)), nodes, "registered") == []
@@ -139,7 +139,7 @@ def test_enough_in_all_is_not_enough_where_no_node_has_enough_for_one():
         "generator replicas",
     ]
     assert shortages(run_needs(config(**GPUS)), nodes, "free")[0].endswith(
-        "free is room for none on any"
+        "resources fit none on any node"
     )
 
 
@@ -149,7 +149,7 @@ def test_memory_is_asked_of_one_node_too_and_a_silent_node_may_have_any():
     wanted = run_needs(config(generator={"kv_cache_memory_bytes": GIB // 2}), 1 << 20)
     assert shortages(wanted, small, "free") == [
         "generator replicas: 1 x (CPU 0.4, memory 513.0 MiB, shared memory 1.0 MiB), each on one"
-        " node, and free is room for none on any"
+        " node, but free resources fit none on any node"
     ]
     assert shortages(wanted, [*small, node("c", 1)], "free") == []
 
@@ -201,8 +201,8 @@ def test_the_table_shows_each_node_and_who_holds_what():
         "shared memory 3.00 GiB not known not known",
         "node 10.0.0.1",
         "CPU 8 2",
-        "held by Serve replica other#Generator of job 02000000: CPU 4, GPU 1",
-        "held by 2 x Trainer of job 03000000: CPU 2",
+        "used by Serve replica other#Generator of job 02000000: CPU 4, GPU 1",
+        "used by 2 x Trainer of job 03000000: CPU 2",
     ):
         assert line in lines, text
     assert any(
@@ -217,7 +217,7 @@ def test_the_table_shows_each_node_and_who_holds_what():
     )
     held = node("a", 2, free={"CPU": 1})
     assert cluster_text(run_needs(config()), [held], "no dashboard").endswith(
-        "who holds the rest is not known: no dashboard"
+        "the users of the rest are not known: no dashboard"
     )
     assert "not known" not in cluster_text(run_needs(config()), [node("a", 2)], "no dashboard"), (
         "nobody holds anything"

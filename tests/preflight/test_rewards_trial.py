@@ -115,8 +115,8 @@ def test_none_is_said_to_be_unscored(trial):
         (
             "wants",
             (
-                "TypeError: it takes solution, which neither a column of the data nor an entry of"
-                " its arguments is; there are answer, [a-z_, ]*$"
+                "TypeError: it takes solution, which no column of the data and no entry of its"
+                " arguments provides; available: answer, [a-z_, ]*$"
             ),
         ),
         ("no_list", "'trial_rewards:no_list' returned float; return a list of 1 floats or None"),

@@ -39,7 +39,7 @@ def test_cohere2_is_served_within_its_window():
 
 def test_phimoe_is_served_without_a_bias_of_its_head_alone():
     for config in (small_config(), small_config(**CUDA)):
-        assert "leaves out the bias of its head (lm_head_bias)" in refusal(
+        assert "ignores the bias of its head (lm_head_bias)" in refusal(
             {"model_type": "phimoe", "lm_head_bias": True}, config
         )
         assert refusal({"model_type": "phimoe", "lm_head_bias": False}, config) is None
@@ -51,7 +51,7 @@ def test_phimoe_is_served_without_a_bias_of_its_head_alone():
 )
 def test_nemotron_h_with_experts_is_not_served_on_cpu(layers):
     tree = {"model_type": "nemotron_h", **layers}
-    assert "vLLM on CPU has no experts without a gate" in refusal(tree, small_config())
+    assert "vLLM on CPU does not support experts without a gate" in refusal(tree, small_config())
     assert refusal(tree, small_config(**CUDA)) is None
 
 

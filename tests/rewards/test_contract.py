@@ -67,8 +67,8 @@ def test_what_nobody_tells_a_reward_is_named():
     with pytest.raises(
         RewardError,
         match=(
-            "it takes solution, which neither a column of the data nor an entry of its arguments"
-            " is; there are answer, "
+            "it takes solution, which no column of the data and no entry of its arguments"
+            " provides; available: answer, "
         ),
     ):
         call("asks_for_what_nobody_tells", {"answer": "x"})

@@ -307,7 +307,7 @@ def test_what_derives_from_base_exception_is_a_failure_like_any_other(
         ("too_large", "at index 0; return a finite number"),
         ("parts_too_large", "sum of parts' returned inf at index 0"),
         ("a_set", "returned set; return a list"),
-        ("raises_what_cannot_be_read", "raised Unreadable: .a Unreadable whose text cannot be had"),
+        ("raises_what_cannot_be_read", "raised Unreadable: .a Unreadable without a text"),
         ("returns_what_cannot_be_read", r"\(Unreadable\) at index 0"),
     ],
 )

@@ -233,14 +233,14 @@ def run(whole_run, tmp_path):
     return tmp_path / "run"
 
 
-def said(directory):
+def checks_of(directory):
     return {check.name: check for check in audit(asyncrl.open_run(directory))}
 
 
 def test_a_run_that_was_killed_and_resumed_passes(run, capsys):
-    checks = said(run)
+    checks = checks_of(run)
     assert all(check.passed for check in checks.values()), audit_text(list(checks.values()))
-    accounted = checks["every admitted group is accounted for"].said
+    accounted = checks["every admitted group is accounted for"].summary
     assert "96 trained" in accounted and "abandoned by a restart" in accounted
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run)])
@@ -252,20 +252,20 @@ def test_a_run_that_lies_elsewhere_now_has_its_checkpoints_with_it(whole_run, tm
     shutil.copytree(whole_run, tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "checkpoints")
     assert (
-        said(tmp_path / "moved")["trained tokens equal the learner's count"].said
+        checks_of(tmp_path / "moved")["trained tokens equal the learner's count"].summary
         == "no checkpoint yet"
     )
     shutil.copytree(whole_run / "checkpoints", tmp_path / "moved" / "checkpoints")
     assert (
         "no checkpoint"
-        not in said(tmp_path / "moved")["trained tokens equal the learner's count"].said
+        not in checks_of(tmp_path / "moved")["trained tokens equal the learner's count"].summary
     )
 
 
 def test_a_run_just_killed_passes_as_well(tmp_path, no_threads):
     attempt(tmp_path, 30, 6.5, graceful=False)
-    assert all(check.passed for check in said(tmp_path / "run").values())
-    assert "waiting" in said(tmp_path / "run")["every admitted group is accounted for"].said
+    assert all(check.passed for check in checks_of(tmp_path / "run").values())
+    assert "waiting" in checks_of(tmp_path / "run")["every admitted group is accounted for"].summary
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -274,10 +274,10 @@ def test_killed_at_any_moments(tmp_path, no_threads, seed):
     for _ in range(6):
         if attempt(tmp_path, 15, random_.uniform(0, 5), random_.random() < 0.3) == 15:
             break
-        checks = said(tmp_path / "run").values()
+        checks = checks_of(tmp_path / "run").values()
         assert all(check.passed for check in checks), audit_text(list(checks))
     assert attempt(tmp_path, 15, None) == 15
-    checks = said(tmp_path / "run").values()
+    checks = checks_of(tmp_path / "run").values()
     assert all(check.passed for check in checks), audit_text(list(checks))
 
 
@@ -365,7 +365,7 @@ FALSIFIED_ROWS = {
     "negative version": (POSSIBLE, {"versions": spans(lambda one: [{**one[0], "version": -1}])}),
     "no span": (POSSIBLE, {"versions": spans(lambda one: [])}),
     "version to come": (
-        "no token is of a version to come",
+        "no token is from a future version",
         {"versions": spans(lambda one: [{**one[0], "version": 10_000}])},
     ),
     "missing trajectory in one list": (POSSIBLE, {"status": lambda values: values[:1]}),
@@ -377,8 +377,8 @@ def test_a_row_that_was_falsified_is_named(run, what):
     check, changes = FALSIFIED_ROWS[what]
     ordinal = surviving_trained(run)[7]["ordinal"]
     change(run, "groups", in_row(ordinal, **changes))
-    found = said(run)[check]
-    assert not found.passed and f", {ordinal})" in found.said, found.said
+    found = checks_of(run)[check]
+    assert not found.passed and f", {ordinal})" in found.summary, found.summary
     if check != CONTENT:
         assert (
             any(line.startswith(f"{ordinal}: ") for line in wrong(run))
@@ -400,10 +400,10 @@ def add_copy(directory, ordinal, **changes):
 def test_two_rows_of_one_group(run):
     ended = surviving_trained(run)[7]
     add_copy(run, ended["ordinal"], replica="another")
-    check = said(run)["each group has one row of its own"]
+    check = checks_of(run)["each group has exactly one row"]
     assert (
         not check.passed
-        and f"two rows that differ: ({ended['attempt']}, {ended['ordinal']})" in check.said
+        and f"two rows that differ: ({ended['attempt']}, {ended['ordinal']})" in check.summary
     )
     assert f"{ended['ordinal']}: two rows" in wrong(run)
 
@@ -411,7 +411,7 @@ def test_two_rows_of_one_group(run):
 def test_a_row_that_was_merged_and_whose_file_is_still_there_is_fine(run):
     """As a crash between the two leaves it."""
     add_copy(run, surviving_trained(run)[7]["ordinal"])
-    assert all(check.passed for check in said(run).values()) and not wrong(run)
+    assert all(check.passed for check in checks_of(run).values()) and not wrong(run)
 
 
 def test_content_trained_again_under_another_ordinal(run):
@@ -438,11 +438,11 @@ def test_content_trained_again_under_another_ordinal(run):
             for row in old
         ],
     )
-    check = said(run)["each group has one row of its own"]
+    check = checks_of(run)["each group has exactly one row"]
     assert (
         not check.passed
         and f"trained again under another ordinal: {other['ordinal']} (as {one['ordinal']})"
-        in check.said
+        in check.summary
     )
     assert f"{other['ordinal']}: the same as {one['ordinal']}" in wrong(run)
 
@@ -469,8 +469,8 @@ def test_a_step_that_is_no_batch(run, change_of, text):
         "outcomes",
         lambda rows: [{**row, **change_of(row)} if row == ended else row for row in rows],
     )
-    check = said(run)["every step trained one batch"]
-    assert not check.passed and text in check.said
+    check = checks_of(run)["every step trained one batch"]
+    assert not check.passed and text in check.summary
     assert wrong(run)
 
 
@@ -481,11 +481,11 @@ def test_an_outcome_with_other_tokens_or_without_a_hash(run):
         "outcomes",
         lambda rows: [{**row, "completion_tokens": 1} if row == ended else row for row in rows],
     )
-    check = said(run)[CONTENT]
+    check = checks_of(run)[CONTENT]
     assert (
         not check.passed
-        and f"of tokens than the outcome says: ({ended['attempt']}, {ended['ordinal']})"
-        in check.said
+        and f"token count differs from the outcome: ({ended['attempt']}, {ended['ordinal']})"
+        in check.summary
     )
     assert f"{ended['ordinal']}: 1 tokens in its outcome" in wrong(run)
     change(
@@ -495,11 +495,11 @@ def test_an_outcome_with_other_tokens_or_without_a_hash(run):
             {**row, "content": None} if row["ordinal"] == ended["ordinal"] else row for row in rows
         ],
     )
-    check = said(run)[CONTENT]
+    check = checks_of(run)[CONTENT]
     assert (
         not check.passed
-        and f"trained, and the outcome has no hash: ({ended['attempt']}, {ended['ordinal']})"
-        in check.said
+        and f"trained, but the outcome has no hash: ({ended['attempt']}, {ended['ordinal']})"
+        in check.summary
     )
 
 
@@ -508,8 +508,8 @@ def test_an_outcome_that_was_changed_without_its_files_checksum(run):
     table = pq.read_table(path)
     rows = [{**row, "reason": "because"} for row in table.to_pylist()]
     pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
-    check = said(run)["every file can be read"]
-    assert not check.passed and f"{path} does not hold what was written" in check.said
+    check = checks_of(run)["every file can be read"]
+    assert not check.passed and f"{path} was changed after it was written" in check.summary
 
 
 def test_a_record_that_was_changed(run, capsys):
@@ -553,7 +553,7 @@ def reseal(run, ordinal):
         ({"ended_in": None}, "lacks a value"),
         ({"attempt": -1}, "was made in attempt -1"),
         ({"ordinal": None}, "lacks a value"),
-        ({"ordinal": -5}, "is of step"),
+        ({"ordinal": -5}, "has step"),
         ({"outcome": "lost"}, "is 'lost', which is none of"),
         ({"trained_at_version": None}, "was trained at version None"),
     ],
@@ -564,11 +564,11 @@ def test_an_outcome_that_cannot_be(run, changes, text):
     change(
         run, "outcomes", lambda rows: [{**row, **changes} if row == ended else row for row in rows]
     )
-    check = said(run)["every file can be read"]
+    check = checks_of(run)["every file can be read"]
     assert (
         not check.passed
         and f"the outcome of ordinal {changes.get('ordinal', ended['ordinal'])} {text}"
-        in check.said
+        in check.summary
     )
 
 
@@ -576,14 +576,14 @@ def test_an_outcome_that_cannot_be(run, changes, text):
 def test_outstanding_ordinals_that_are_none(run, text):
     path = sorted((run / "outcomes").glob("*.parquet"))[-1]
     pq.write_table(_sealed(pq.read_table(path), text), path)
-    check = said(run)["every file can be read"]
-    assert not check.passed and f"{path} is damaged: its outstanding ordinals" in check.said
+    check = checks_of(run)["every file can be read"]
+    assert not check.passed and f"{path} is damaged: its outstanding ordinals" in check.summary
 
 
 def test_ordinals_of_any_size_are_no_work(run):
     path = sorted((run / "outcomes").glob("*.parquet"))[-1]
     pq.write_table(_sealed(pq.read_table(path), b"[1000000000000]"), path)
-    assert not said(run)["every admitted group is accounted for"].passed
+    assert not checks_of(run)["every admitted group is accounted for"].passed
 
 
 @pytest.mark.parametrize("folder", ["groups", "outcomes", "evaluations"])
@@ -602,8 +602,8 @@ def test_what_asyncrl_did_not_write_is_named(run, folder, name):
         path.symlink_to(run / "moved")
     else:
         path.write_bytes(sorted((run / "groups").glob("*.parquet"))[0].read_bytes())
-    check = said(run)["every file can be read"]
-    assert not check.passed and str(path) in check.said
+    check = checks_of(run)["every file can be read"]
+    assert not check.passed and str(path) in check.summary
 
 
 @pytest.mark.parametrize(
@@ -612,15 +612,15 @@ def test_what_asyncrl_did_not_write_is_named(run, folder, name):
         (
             "reward",
             lambda values: [float("nan"), *values[1:]],
-            "rewards or advantages that are no numbers",
+            "rewards or advantages that are not numbers",
         ),
         (
             "advantage",
             lambda values: [float("inf"), *values[1:]],
-            "rewards or advantages that are no numbers",
+            "rewards or advantages that are not numbers",
         ),
-        ("logprobs", first_token(lambda value: 3.0), "log-probs that are no log-probs"),
-        ("logprobs", first_token(lambda value: float("nan")), "log-probs that are no log-probs"),
+        ("logprobs", first_token(lambda value: 3.0), "invalid log-probs"),
+        ("logprobs", first_token(lambda value: float("nan")), "invalid log-probs"),
         ("completion_ids", first_token(lambda value: -7), "negative or missing token ids"),
         ("completion_ids", first_token(lambda value: None), "negative or missing token ids"),
         ("status", lambda values: ["fine", *values[1:]], "an unknown status or finish reason"),
@@ -633,10 +633,10 @@ def test_values_that_asyncrl_cannot_have_written(run, name, new, fault):
     ended = surviving_trained(run)[5]
     change(run, "groups", in_row(ended["ordinal"], **{name: new}))
     reseal(run, ended["ordinal"])
-    checks = said(run)
+    checks = checks_of(run)
     assert (
         not checks[POSSIBLE].passed
-        and f"{fault}: ({ended['attempt']}, {ended['ordinal']})" in checks[POSSIBLE].said
+        and f"{fault}: ({ended['attempt']}, {ended['ordinal']})" in checks[POSSIBLE].summary
     )
     assert checks[CONTENT].passed
 
@@ -649,17 +649,17 @@ def test_two_outcomes_of_one_group_in_one_attempt(run):
         "outcomes",
         lambda rows: [one for row in rows for one in ([row, other] if row == ended else [row])],
     )
-    check = said(run)["each ordinal has one outcome"]
+    check = checks_of(run)["each ordinal has one outcome"]
     assert (
         not check.passed
         and f"with two outcomes in one attempt: ({ended['attempt']}, {ended['ordinal']})"
-        in check.said
+        in check.summary
     )
 
 
 @pytest.mark.parametrize(
     ("outcome", "text"),
-    [("failed", "not a full batch: skipped step"), ("every", "of which no group tells")],
+    [("failed", "not a full batch: skipped step"), ("every", "steps without any group")],
 )
 def test_a_skipped_step_is_a_batch_as_well(run, outcome, text):
     """One of its groups, or all of them, are said to have failed."""
@@ -675,8 +675,8 @@ def test_a_skipped_step_is_a_batch_as_well(run, outcome, text):
         "outcomes",
         lambda rows: [{**row, "outcome": "failed"} if row in chosen else row for row in rows],
     )
-    check = said(run)["every step trained one batch"]
-    assert not check.passed and text in check.said
+    check = checks_of(run)["every step trained one batch"]
+    assert not check.passed and text in check.summary
 
 
 def rewrite_record(run, edit):
@@ -692,9 +692,9 @@ def rewrite_record(run, edit):
     [
         (
             lambda tree: tree["attempts"][0].update(from_attempt=5),
-            "attempt 0 is called 0 and goes on from 5",
+            "attempt 0 is called 0 and continues from 5",
         ),
-        (lambda tree: tree["attempts"][3].update(from_attempt=3), "goes on from 3"),
+        (lambda tree: tree["attempts"][3].update(from_attempt=3), "continues from 3"),
         (lambda tree: tree["attempts"][5].pop("frontier"), "attempts, 5 frontier: field required"),
         (lambda tree: tree["attempts"][5].update(waiting=[3]), "attempts, 5 waiting 0"),
         (lambda tree: tree.update(attempts=[]), "at least 1 item"),
@@ -721,23 +721,23 @@ def test_a_record_that_is_none(run, text, capsys):
     [
         (
             lambda tree: [one.update(max_staleness=50) for one in tree["attempts"]],
-            "began with max_staleness 50, and config.yaml has 2",
+            "began with max_staleness 50, but config.yaml has 2",
         ),
         (
             lambda tree: tree["attempts"][5].update(version=3),
-            "attempt 5 began at version 3, and from",
+            "attempt 5 began at version 3, but from",
         ),
         (
             lambda tree: tree["attempts"][0].update(frontier=10**12),
-            "began from no checkpoint, and at frontier 1000000000000",
+            "began from no checkpoint, but at frontier 1000000000000",
         ),
-        (lambda tree: tree.update(run_id="another"), "is of run"),
+        (lambda tree: tree.update(run_id="another"), "belongs to run"),
     ],
 )
 def test_a_record_that_the_other_files_do_not_bear_out(run, edit, text):
     rewrite_record(run, edit)
-    check = said(run)["record, config and checkpoints agree"]
-    assert not check.passed and text in check.said
+    check = checks_of(run)["record, config and checkpoints agree"]
+    assert not check.passed and text in check.summary
 
 
 def write_metrics(run):
@@ -777,14 +777,14 @@ def write_metrics(run):
     (run / "metrics.jsonl").write_text("".join(lines))
 
 
-METRICS = "metrics are those of the groups"
+METRICS = "metrics match their groups"
 
 
 def test_metrics_bear_out_what_each_step_trained(run):
     """A group moved to the next step with its staleness, and a reward changed with its hash, leave
     the other files in agreement."""
     write_metrics(run)
-    checks = said(run)
+    checks = checks_of(run)
     assert all(check.passed for check in checks.values()), audit_text(list(checks.values()))
     trained = [ended for ended in surviving_trained(run) if ended["ended_in"] == 5]
     pairs = (
@@ -819,7 +819,7 @@ def test_metrics_bear_out_what_each_step_trained(run):
             {**row, **moved[row["ordinal"]]} if row in (one, other) else row for row in rows
         ],
     )
-    failed = {name: check.said for name, check in said(run).items() if not check.passed}
+    failed = {name: check.summary for name, check in checks_of(run).items() if not check.passed}
     assert list(failed) == [METRICS] and f"step {one['step']} of attempt 5" in failed[METRICS], (
         failed
     )
@@ -830,7 +830,7 @@ def test_a_reward_that_was_changed_with_its_hash(run):
     ended = surviving_trained(run)[5]
     change(run, "groups", in_row(ended["ordinal"], reward=lambda values: [5.0, *values[1:]]))
     reseal(run, ended["ordinal"])
-    failed = {name: check.said for name, check in said(run).items() if not check.passed}
+    failed = {name: check.summary for name, check in checks_of(run).items() if not check.passed}
     assert (
         list(failed) == [METRICS]
         and "reward/mean 0.5, its groups give" in failed[METRICS]
@@ -860,9 +860,9 @@ def test_metrics_that_were_changed(run, how):
     else:
         path.unlink()
         os.mkfifo(path) if how == "pipe" else path.symlink_to(run / "config.yaml")
-    check = said(run)[METRICS if how in ("edited", "gone") else "every file can be read"]
+    check = checks_of(run)[METRICS if how in ("edited", "gone") else "every file can be read"]
     assert not check.passed and (
-        "step" in check.said if how in ("edited", "gone") else str(path) in check.said
+        "step" in check.summary if how in ("edited", "gone") else str(path) in check.summary
     )
 
 
@@ -891,16 +891,19 @@ def test_an_evaluation_is_that_of_its_completions(run):
         "eval/a_accuracy": 0.5,
     }
     (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    name = "evaluations are those of their completions"
-    assert all(check.passed for check in said(run).values())
+    name = "evaluations match their completions"
+    assert all(check.passed for check in checks_of(run).values())
     (run / "metrics.jsonl").write_text(json.dumps(record | {"eval/a_accuracy": 0.75}) + "\n")
     assert (
         "set a at version 24 of attempt 5: accuracy 0.75, its completions give 0.5"
-        in said(run)[name].said
+        in checks_of(run)[name].summary
     )
     path.rename(path.with_name("attempt_0005-version_00000023-a.parquet"))
-    assert "a row is of set 'a', attempt 5, version 24" in said(run)["every file can be read"].said
-    assert "without completions (attempt, version): (5, 24)" in said(run)[name].said
+    assert (
+        "a row has set 'a', attempt 5, version 24"
+        in checks_of(run)["every file can be read"].summary
+    )
+    assert "without completions (attempt, version): (5, 24)" in checks_of(run)[name].summary
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"trained_tokens": null}', "[" * 100000])
@@ -915,8 +918,8 @@ def test_counters_that_are_none(run, content):
     )
     manifest.write_text(text)
     (manifest.parent / "COMMITTED").write_text(str(_checksum_of_text(text)))
-    check = said(run)["trained tokens equal the learner's count"]
-    assert not check.passed and f"{path} cannot be read" in check.said
+    check = checks_of(run)["trained tokens equal the learner's count"]
+    assert not check.passed and f"{path} cannot be read" in check.summary
 
 
 @pytest.mark.parametrize("folder", ["groups", "outcomes"])
@@ -935,8 +938,8 @@ def test_a_file_that_cannot_be_read_is_named(run, folder, how):
         path.write_bytes(
             {"empty": b"", "cut": content[: len(content) // 2], "text": b"hello " * 100}[how]
         )
-    check = said(run)["every file can be read"]
-    assert not check.passed and str(path) in check.said
+    check = checks_of(run)["every file can be read"]
+    assert not check.passed and str(path) in check.summary
 
 
 @pytest.mark.parametrize("folder", ["groups", "outcomes"])
@@ -944,7 +947,7 @@ def test_any_flip_that_changes_what_a_reader_gets_is_found(run, folder):
     """Of pages, which have checksums, and of footers, which have none."""
     path = sorted((run / folder).glob("*.parquet"))[1]
     write_table(pq.read_table(path), path)
-    assert all(check.passed for check in said(run).values())
+    assert all(check.passed for check in checks_of(run).values())
     whole, seen, random_ = path.read_bytes(), 0, random.Random(0)
     read = read_outcomes if folder == "outcomes" else read_rows
     before = read(path)
@@ -960,7 +963,7 @@ def test_any_flip_that_changes_what_a_reader_gets_is_found(run, folder):
         if after == before:
             continue
         assert folder == "groups", f"byte {place} changed the outcomes that are read"
-        assert not all(check.passed for check in said(run).values()), (
+        assert not all(check.passed for check in checks_of(run).values()), (
             f"byte {place} changed what is read"
         )
         seen += 1
@@ -988,8 +991,8 @@ def with_data(tmp_path, tiny_model, no_threads):
 
 
 def test_the_prompts_are_made_again_from_the_data(with_data):
-    check = said(with_data)["each prompt is its ordinal's"]
-    assert check.passed and re.fullmatch(r"\d+ ordinals", check.said), check.said
+    check = checks_of(with_data)["each prompt is its ordinal's"]
+    assert check.passed and re.fullmatch(r"\d+ ordinals", check.summary), check.summary
 
 
 def test_another_prompt_than_the_ordinals(with_data):
@@ -1010,7 +1013,9 @@ def test_another_prompt_than_the_ordinals(with_data):
             for row in old
         ],
     )
-    failed = {name: check.said for name, check in said(with_data).items() if not check.passed}
+    failed = {
+        name: check.summary for name, check in checks_of(with_data).items() if not check.passed
+    }
     assert (
         list(failed) == ["each prompt is its ordinal's"]
         and f"another prompt: (0, {ordinal})" in failed["each prompt is its ordinal's"]
@@ -1020,8 +1025,8 @@ def test_another_prompt_than_the_ordinals(with_data):
 def test_prompts_of_data_that_has_changed_are_not_checked_and_it_says_so(with_data):
     path = with_data.parent / "train.jsonl"
     path.write_text(path.read_text() + '{"prompt": "1+1="}\n')
-    check = said(with_data)["each prompt is its ordinal's"]
-    assert check.passed and check.said.startswith("not checked: the data or the tokenizer")
+    check = checks_of(with_data)["each prompt is its ordinal's"]
+    assert check.passed and check.summary.startswith("not checked: the run's data or tokenizer")
 
 
 def test_an_outcome_that_vanished(run):
@@ -1029,7 +1034,7 @@ def test_an_outcome_that_vanished(run):
     change(
         run, "outcomes", lambda rows: [row for row in rows if row["ordinal"] != ended["ordinal"]]
     )
-    checks = said(run)
+    checks = checks_of(run)
     assert not checks["no gap below the frontier"].passed
     assert not checks["trained tokens equal the learner's count"].passed
 
@@ -1038,8 +1043,8 @@ def test_a_group_lost_without_a_trace(run):
     lost = next(ended for ended in surviving_trained(run) if ended["attempt"] == 0)
     for which in ("outcomes", "groups"):
         change(run, which, lambda rows: [row for row in rows if row["ordinal"] != lost["ordinal"]])
-    check = said(run)["every admitted group is accounted for"]
-    assert not check.passed and f"without any trace: (0, {lost['ordinal']})" in check.said
+    check = checks_of(run)["every admitted group is accounted for"]
+    assert not check.passed and f"without any trace: (0, {lost['ordinal']})" in check.summary
 
 
 def test_an_ordinal_trained_twice(run):
@@ -1051,7 +1056,7 @@ def test_an_ordinal_trained_twice(run):
         "outcomes",
         lambda rows: [*rows, again] if any(row["ended_in"] == last for row in rows) else rows,
     )
-    checks = said(run)
+    checks = checks_of(run)
     assert (
         not checks["each ordinal has one outcome"].passed
         and not checks["trained ordinals are distinct"].passed
@@ -1066,7 +1071,7 @@ def test_an_ordinal_with_two_outcomes_in_one_attempt(run):
         "outcomes",
         lambda rows: [row for old in rows for row in ([old, other] if old == one else [old])],
     )
-    checks = said(run)
+    checks = checks_of(run)
     assert (
         not checks["each ordinal has one outcome"].passed
         and not checks["trained ordinals are distinct"].passed
@@ -1080,11 +1085,10 @@ def test_a_group_that_was_scored_and_forgotten(run):
         ended for ended in surviving_trained(run) if ended["attempt"] == ended["ended_in"] == last
     )
     change(run, "outcomes", lambda rows: [row for row in rows if row != one])
-    check = said(run)["every admitted group is accounted for"]
+    check = checks_of(run)["every admitted group is accounted for"]
     assert (
         not check.passed
-        and f"nobody counts as under way, and without an outcome: ({last}, {one['ordinal']})"
-        in check.said
+        and f"not outstanding and without an outcome: ({last}, {one['ordinal']})" in check.summary
     )
 
 
@@ -1098,11 +1102,11 @@ def test_a_trajectory_beyond_the_bound(run):
             for row in rows
         ],
     )
-    check = said(run)["staleness stays within the bound"]
+    check = checks_of(run)["staleness stays within the bound"]
     assert (
         not check.passed
-        and f"beyond it: {ended['ordinal']}" in check.said
-        and "another than its outcome says" in check.said
+        and f"beyond it: {ended['ordinal']}" in check.summary
+        and "not the value in their outcome" in check.summary
     )
 
 
@@ -1132,7 +1136,7 @@ def test_a_trajectory_that_is_missing_from_its_group(run):
         ]
 
     change(run, "groups", cut)
-    checks = said(run)
+    checks = checks_of(run)
     assert (
         not checks["trained groups are whole"].passed
         and not checks["trained tokens equal the learner's count"].passed
@@ -1152,13 +1156,13 @@ def test_a_token_without_its_version(run):
             ],
         ),
     )
-    assert not said(run)["trained groups are whole"].passed
+    assert not checks_of(run)["trained groups are whole"].passed
 
 
 def test_a_row_that_vanished(run):
     ended = surviving_trained(run)[3]
     change(run, "groups", lambda rows: [row for row in rows if row["ordinal"] != ended["ordinal"]])
-    assert "without a row" in said(run)["trained groups are whole"].said
+    assert "without a row" in checks_of(run)["trained groups are whole"].summary
 
 
 def test_a_learner_that_counted_otherwise(run):
@@ -1172,21 +1176,22 @@ def test_a_learner_that_counted_otherwise(run):
     )
     manifest.write_text(text)
     (manifest.parent / "COMMITTED").write_text(str(_checksum_of_text(text)))
-    assert not said(run)["trained tokens equal the learner's count"].passed
+    assert not checks_of(run)["trained tokens equal the learner's count"].passed
 
 
 def test_a_damaged_checkpoint_is_no_missing_one(run):
     paths = sorted((run / "checkpoints").glob("step_*"))
     (paths[-1] / "COMMITTED").write_text("1")
-    check = said(run)["the newest checkpoint is whole"]
-    assert not check.passed and f"{paths[-1].name} is damaged" in check.said
+    check = checks_of(run)["the newest checkpoint is whole"]
+    assert not check.passed and f"{paths[-1].name} is damaged" in check.summary
     for path in paths:
         (path / "COMMITTED").write_text("1")
-    checks = said(run)
+    checks = checks_of(run)
     assert not checks["the newest checkpoint is whole"].passed
     assert (
         not checks["trained tokens equal the learner's count"].passed
-        and "no checkpoint can be read" in checks["trained tokens equal the learner's count"].said
+        and "no checkpoint can be read"
+        in checks["trained tokens equal the learner's count"].summary
     )
 
 
@@ -1200,8 +1205,8 @@ def test_a_replica_that_went_back(run):
             for row in rows
         ],
     )
-    check = said(run)["versions of a replica never go back"]
-    assert not check.passed and "went back for" in check.said
+    check = checks_of(run)["versions of a replica never go back"]
+    assert not check.passed and "went back for" in check.summary
 
 
 def test_training_that_prefers_short_completions(run):
@@ -1218,7 +1223,7 @@ def test_training_that_prefers_short_completions(run):
             for row in rows
         ],
     )
-    assert not said(run)["lengths trained are those generated"].passed
+    assert not checks_of(run)["trained lengths match generated lengths"].passed
 
 
 def test_a_run_without_a_record_is_refused(tmp_path, capsys, no_threads):
@@ -1232,5 +1237,5 @@ def test_a_run_without_a_record_is_refused(tmp_path, capsys, no_threads):
 def test_a_smaller_bound_on_resume(tmp_path, no_threads):
     attempt(tmp_path, 12, 3.0)
     assert attempt(tmp_path, 12, None, staleness={"max_staleness": 1}) == 12
-    checks = list(said(tmp_path / "run").values())
+    checks = list(checks_of(tmp_path / "run").values())
     assert all(check.passed for check in checks), audit_text(checks)

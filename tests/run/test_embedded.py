@@ -49,7 +49,7 @@ def test_a_config_that_is_refused_leaves_nothing(settings, tmp_path):
 
     asyncio.run(in_a_loop())
     assert not (tmp_path / "runs").exists()
-    with pytest.raises(ConfigError, match=r"overrides = .* go with the path of a YAML file"):
+    with pytest.raises(ConfigError, match=r"overrides = .* work only with the path of a YAML file"):
         asyncrl.train(settings, ["--seed", "1"])
 
 
@@ -67,7 +67,7 @@ def test_arguments_of_other_kinds_are_named(tmp_path, settings):
         (
             tmp_path / "mine.yaml",
             "--seed 3",
-            "overrides = '--seed 3' is one text; give a list of words",
+            "overrides = '--seed 3' is a string; give a list of words",
         ),
         (tmp_path / "mine.yaml", ["--seed", -3], "seed = '-3'"),
         (tmp_path, [], r"is a directory; give the path of a YAML file, such as '.*config\.yaml'"),

@@ -160,7 +160,7 @@ def test_what_breaks_outside_the_reward_leaves_one_prompt_unscored(tmp_path, cap
 def test_a_completion_of_another_version_counts_as_failed(tmp_path):
     metrics = evaluate(tmp_path, config_of({"data": "d"}), Recording(version=4), version=3)
     assert metrics["eval/greedy_failed_ratio"] == 1.0 and metrics["eval/greedy_accuracy"] == 0.0
-    assert rows(tmp_path, "greedy")[0]["reason"] == "made by versions [4], not 3 alone"
+    assert rows(tmp_path, "greedy")[0]["reason"] == "made by versions [4], not only by 3"
 
 
 def test_an_evaluation_whose_replica_is_gone_is_lost_and_not_wrong(tmp_path):
@@ -352,7 +352,7 @@ def test_parts_of_a_reward_are_reported(tmp_path):
 )
 def test_no_metric_hides_another(sets, reward, metric):
     rewards = {"functions": dict.fromkeys(("exact", reward), REWARD["functions"]["exact"])}
-    with pytest.raises(ValueError, match=f"two metrics would be called eval/{metric}"):
+    with pytest.raises(ValueError, match=f"two metrics would have the name eval/{metric}"):
         config_of({"data": "d", "sets": sets}, reward=rewards)
     config_of(
         {"data": "d"}, reward={"functions": {"accuracy": REWARD["functions"]["exact"]}}

@@ -131,7 +131,7 @@ def test_a_flipped_bit_in_latest_costs_nothing_and_is_said(tmp_path):
     (tmp_path / "LATEST").unlink()
     is_said()
     checkpoints.point_at("step_000009")
-    assert "names 'step_000009', which is no committed checkpoint" in checkpoints.find()[2][0]
+    assert "names 'step_000009', which is not a committed checkpoint" in checkpoints.find()[2][0]
 
 
 def test_a_manifest_cannot_name_what_lies_outside(tmp_path):
@@ -141,7 +141,7 @@ def test_a_manifest_cannot_name_what_lies_outside(tmp_path):
     text = json.dumps({"../../secret": [1, 2363233923]})
     (path / "MANIFEST").write_text(text)
     (path / "COMMITTED").write_text(str(zlib.crc32(text.encode())))
-    with pytest.raises(UnreadableCheckpointError, match="lies outside"):
+    with pytest.raises(UnreadableCheckpointError, match="which is outside"):
         checkpoints.find()
 
 
@@ -380,7 +380,7 @@ def test_the_manifest_holds_what_the_ranks_summed_and_a_bit_that_flipped_on_the_
     found, _, passed_over = checkpoints.find()
     assert (
         found.name == "step_000001"
-        and "learner/weights is not what its MANIFEST says" in passed_over[0]
+        and "learner/weights does not match its MANIFEST" in passed_over[0]
     )
 
 

@@ -54,7 +54,7 @@ def test_a_new_run_begins_at_version_0(tmp_path):
 def test_never_refuses_a_directory_that_exists(tmp_path):
     with RunDirectory(config(tmp_path)):
         pass
-    with pytest.raises(ConfigError, match="exists; go on with it"):
+    with pytest.raises(ConfigError, match="exists; resume it"):
         RunDirectory(config(tmp_path))
 
 
@@ -101,7 +101,7 @@ def test_a_resumed_attempt_goes_on_counting(tmp_path):
         ) == (run_id, 1, 2, 16, (18,))
         assert state.waiting == ((0, 17),)
         assert directory.checkpoint == tmp_path / "run" / "checkpoints" / "step_000002"
-        assert "step_000002 (version 2, 1 groups waiting)" in directory.said[0]
+        assert "step_000002 (version 2, 1 groups waiting)" in directory.notes[0]
     attempts = json.loads((tmp_path / "run" / "run.json").read_text())["attempts"]
     assert [
         (one["attempt"], one["version"], one["frontier"], one["waiting"]) for one in attempts
@@ -125,8 +125,8 @@ def test_an_unreadable_one_means_the_one_before_and_is_said(tmp_path):
     with RunDirectory(config(tmp_path, resume="must")) as directory:
         assert directory.state.version == 1
         assert (
-            "passed over: checkpoint" in directory.said[0]
-            and "step_000002 is damaged: learner/weights" in directory.said[0]
+            "passed over: checkpoint" in directory.notes[0]
+            and "step_000002 is damaged: learner/weights" in directory.notes[0]
         )
 
 
@@ -152,10 +152,13 @@ def test_a_step_that_is_asked_for_is_gone_on_from_and_stays_the_newest(tmp_path)
         ),
         (
             {"learner": {"world_size": 2}},
-            "learner.world_size = 2, but .* holds the shards of that many ranks",
+            "learner.world_size = 2, but .* contains the shards of that many ranks",
         ),
         ({"algorithm": {"advantage": "gae"}}, "only one of them has a value head"),
-        ({"data": {"train": "train.parquet", "max_prompt_length": 21}}, "ordinals count those"),
+        (
+            {"data": {"train": "train.parquet", "max_prompt_length": 21}},
+            "ordinals count only those",
+        ),
         *(
             (
                 {"data": {"train": "train.parquet", "max_prompt_length": 20, **changed}},
@@ -186,7 +189,7 @@ def test_other_changes_are_shown(tmp_path):
     with RunDirectory(
         config(tmp_path, resume="must", max_steps=9, learner={"learning_rate": 0.5})
     ) as directory:
-        assert [line for line in directory.said if "changed" in line] == [
+        assert [line for line in directory.notes if "changed" in line] == [
             "changed since: max_steps 3 → 9",
             "changed since: learner.learning_rate 1e-06 → 0.5",
         ]
@@ -199,7 +202,7 @@ def test_other_data_under_the_same_name_are_refused(tmp_path):
         write(directory)
     (tmp_path / "train.parquet").write_bytes(b"other rows")
     with pytest.raises(
-        ConfigError, match=r"data.train: its content .* ordinals stand for its rows; put it back"
+        ConfigError, match=r"data.train: its content .* ordinals identify its rows; restore it"
     ):
         RunDirectory(config(tmp_path, data=data, resume="must"))
 
@@ -220,14 +223,14 @@ def test_sources_may_move_and_keep_their_rows_weights_and_order(tmp_path):
     with RunDirectory(config(tmp_path, data=data())) as directory:
         write(directory)
     with RunDirectory(config(tmp_path, data=data("there"), resume="must")) as directory:
-        assert [line[:27] for line in directory.said if "changed" in line] == [
+        assert [line[:27] for line in directory.notes if "changed" in line] == [
             "changed since: data.train ["
         ]
     (tmp_path / "there" / "b.jsonl").write_text(json.dumps({"prompt": "c"}))
     for changed in (data(weights=(1, 2)), data(names="ba", weights=(3, 1)), data("there")):
         with pytest.raises(
             ConfigError,
-            match=r"data.train: its content .* ordinals stand for its rows; put it back",
+            match=r"data.train: its content .* ordinals identify its rows; restore it",
         ):
             RunDirectory(config(tmp_path, data=changed, resume="must"))
 
@@ -238,7 +241,7 @@ def test_another_model_under_the_same_name_is_refused(tmp_path):
     with RunDirectory(config(tmp_path, model={"path": str(tmp_path / "model")})) as directory:
         write(directory)
     (tmp_path / "model" / "config.json").write_text('{"hidden_size": 1}')
-    with pytest.raises(ConfigError, match=r"model.path: its content is no longer"):
+    with pytest.raises(ConfigError, match=r"model.path: its content has changed"):
         RunDirectory(config(tmp_path, model={"path": str(tmp_path / "model")}, resume="must"))
 
 
@@ -264,12 +267,13 @@ def test_load_begins_a_new_run_from_another_ones_checkpoint(tmp_path):
         assert directory.state.run_id != state.run_id and directory.checkpoint.is_relative_to(
             tmp_path / "old"
         )
-        assert "groups that waited there are made again" in directory.said[-1]
+        assert "its waiting groups are generated again" in directory.notes[-1]
     with RunDirectory(
         config(tmp_path, name="new", resume="auto", checkpoint={"load": str(tmp_path / "old")})
     ) as directory:
         assert (
-            directory.said[0] == f"resume auto: no checkpoint in {tmp_path / 'new' / 'checkpoints'}"
+            directory.notes[0]
+            == f"resume auto: no checkpoint in {tmp_path / 'new' / 'checkpoints'}"
         )
 
 
@@ -329,7 +333,7 @@ def test_groups_whose_scores_go_with_other_settings_are_made_again(tmp_path, cha
     with RunDirectory(config(tmp_path, resume="must", **changes)) as directory:
         assert (
             directory.state.waiting == ()
-            and "the 1 groups that waited are made again" in directory.said[-1]
+            and "the 1 waiting groups are generated again" in directory.notes[-1]
         )
 
 
@@ -348,7 +352,7 @@ def test_a_driver_that_was_faster_is_noticed(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(module, "find_beginning", slow)
-    with pytest.raises(ConfigError, match="another driver has begun a run there"):
+    with pytest.raises(ConfigError, match="another driver has started a run there"):
         RunDirectory(config(tmp_path))
 
 
@@ -376,8 +380,7 @@ def test_auto_never_starts_a_run_anew_whose_checkpoints_are_gone(tmp_path):
     with pytest.raises(
         ConfigError,
         match=(
-            r"auto would begin at version 0 again: .*checkpoints holds none that is committed; put"
-            r" them back"
+            r"auto would start at version 0 again: .*checkpoints has no committed one; restore them"
         ),
     ):
         RunDirectory(config(tmp_path, resume="auto"))
@@ -390,7 +393,7 @@ def test_auto_never_starts_a_run_anew_whose_checkpoints_are_gone(tmp_path):
         '{"event": "checkpoint", "attempt": 0, "step": 1, "version": 1, "time": 0.0}\n'
     )
     for save in ({}, {"save": str(tmp_path / "mistyped")}):
-        with pytest.raises(ConfigError, match="auto would begin at version 0 again"):
+        with pytest.raises(ConfigError, match="auto would start at version 0 again"):
             RunDirectory(config(tmp_path, resume="auto", checkpoint=save))
     assert not (tmp_path / "mistyped").exists()
 
@@ -424,10 +427,10 @@ def test_checkpoints_elsewhere_belong_to_one_run_at_a_time(tmp_path):
         ):
             RunDirectory(config(tmp_path, name="other", checkpoint=elsewhere))
         write(directory)
-    with pytest.raises(ConfigError, match=r"is of another run .* not this new one"):
+    with pytest.raises(ConfigError, match=r"belongs to another run .* not this new one"):
         RunDirectory(config(tmp_path, name="third", checkpoint=elsewhere, resume="auto"))
     (tmp_path / "run" / "run.json").unlink()
-    with pytest.raises(ConfigError, match=r"is of another run .* set checkpoint.load"):
+    with pytest.raises(ConfigError, match=r"belongs to another run .* set checkpoint.load"):
         RunDirectory(config(tmp_path, checkpoint=elsewhere, resume="must"))
 
 
@@ -437,11 +440,11 @@ def test_checkpoints_elsewhere(tmp_path):
         assert write(directory).parent == tmp_path / "elsewhere"
     with RunDirectory(config(tmp_path, checkpoint=elsewhere, resume="must")) as directory:
         assert directory.checkpoint is not None
-    with pytest.raises(ConfigError, match="holds checkpoints of another run"):
+    with pytest.raises(ConfigError, match="has checkpoints of another run"):
         RunDirectory(config(tmp_path, name="other", checkpoint=elsewhere))
     with RunDirectory(config(tmp_path, name="third")):
         pass
-    with pytest.raises(ConfigError, match=r"is of another run .* set checkpoint.load"):
+    with pytest.raises(ConfigError, match=r"belongs to another run .* set checkpoint.load"):
         RunDirectory(config(tmp_path, name="third", checkpoint=elsewhere, resume="auto"))
 
 

@@ -144,7 +144,7 @@ def test_a_wrong_path_is_answered_in_one_line(small_run: Path) -> None:
     with pytest.raises(RunNotFoundError, match=r"is not a directory; give the path") as missing:
         asyncrl.open_run(small_run / "nothing")
     with pytest.raises(
-        RunNotFoundError, match=rf"no run directory; did you mean '{small_run}'\?"
+        RunNotFoundError, match=rf"not a run directory; did you mean '{small_run}'\?"
     ) as parent:
         asyncrl.open_run(small_run.parent)
     assert "\n" not in str(missing.value) + str(parent.value)
@@ -152,5 +152,5 @@ def test_a_wrong_path_is_answered_in_one_line(small_run: Path) -> None:
 
 def test_a_folder_of_an_older_asyncrl_is_named_with_its_new_name(small_run):
     (small_run / "outcomes").rename(small_run / "fates")
-    with pytest.raises(ConfigError, match="fates is what an older asyncrl called outcomes; rename"):
+    with pytest.raises(ConfigError, match="fates has the old name of the outcomes folder; rename"):
         asyncrl.open_run(small_run)

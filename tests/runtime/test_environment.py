@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.generation.engine import engine_environment
+from asyncrl.generation.arguments import engine_environment
 from asyncrl.learning.group import rank_environment
 from asyncrl.preflight.specs import learner_spec
 from asyncrl.runtime import environment
@@ -107,7 +107,7 @@ def test_a_damaged_cache_is_removed_once_and_said(tmp_path, monkeypatch, unset, 
         and again.damaged == cut
         and [file.name for file in path.iterdir()] == ["lock"]
     )
-    assert "is damaged (inductor/fx/b.best_config is not JSON): removed" in caplog.text
+    assert "was damaged (inductor/fx/b.best_config is not JSON) and was emptied" in caplog.text
     caplog.clear()
     give_back()
     assert claim_caches("generator", tmp_path).damaged is None and not caplog.records

@@ -146,7 +146,7 @@ def test_what_an_engine_makes_after_its_start_was_cancelled_goes_as_well(short, 
     """A replica is ended while it loads: the thread that makes vLLM's engine, and its sockets, goes
     on."""
 
-    async def hangs(engine, caches):
+    async def hangs(engine, caches, folder):
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Engine, "_load", hangs)

@@ -1,5 +1,4 @@
-"""The endpoint's core: many choices side by side, one failure for all, and nothing that goes on for
-nobody."""
+"""The endpoint's core: concurrent choices, failures, and generation that ends with its reader."""
 
 from __future__ import annotations
 
@@ -12,16 +11,15 @@ import pytest
 
 from asyncrl.contracts.errors import StaleReplicaError
 from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
-from asyncrl.serving.answers import Told, ask, siblings
+from asyncrl.serving.answers import ChoicePiece, ask, siblings
 from asyncrl.serving.dialects.fields import Sampling
 from asyncrl.testing import FakeWords
 
-ASKED = GenerateRequest((5,), 1, 100, 1.0, seed=7)
+REQUEST = GenerateRequest((5,), 1, 100, 1.0, seed=7)
 
 
 class Endless:
-    """Pieces for ever, but for the choice of seed `fails`, which ends in an error after `after`
-    pieces."""
+    """Yields pieces without end. The choice with seed `fails` raises after `after` pieces."""
 
     def __init__(self, fails: int | None = None, after: int = 3) -> None:
         self.fails, self.after = fails, after
@@ -42,11 +40,11 @@ class Endless:
 
 
 def started(endless: Endless, n: int) -> Any:
-    return ask(endless, FakeWords(200), siblings(ASKED, n), Details())
+    return ask(endless, FakeWords(200), siblings(REQUEST, n), Details())
 
 
-def test_siblings_have_seeds_of_their_own() -> None:
-    assert [request.seed for request in siblings(ASKED, 3)] == [7, 8, 9]
+def test_each_choice_has_its_own_seed() -> None:
+    assert [request.seed for request in siblings(REQUEST, 3)] == [7, 8, 9]
     assert [request.seed for request in siblings(GenerateRequest((5,), 1, 9, 1.0), 2)] == [
         None,
         None,
@@ -56,13 +54,13 @@ def test_siblings_have_seeds_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("tokens", "seconds"), [(16, 300.0), (1500, 300.0), (1501, 301.0), (16_384, 3277.0)]
 )
-def test_long_answers_have_longer(tokens: int, seconds: float) -> None:
-    """A full engine makes some five tokens a second of one completion."""
+def test_long_completions_have_a_later_deadline(tokens: int, seconds: float) -> None:
+    """A full engine generates about five tokens per second for one completion."""
     assert Sampling(model="m").request([5], tokens).deadline_s == seconds
 
 
 def test_the_first_failure_ends_all_choices() -> None:
-    async def scenario() -> list[Told]:
+    async def scenario() -> list[ChoicePiece]:
         return [told async for told in started(endless, 4)]
 
     endless = Endless(fails=9)
@@ -72,7 +70,7 @@ def test_the_first_failure_ends_all_choices() -> None:
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
-def test_what_nobody_reads_any_more_ends(how: str) -> None:
+def test_closing_or_cancelling_the_reader_ends_all_choices(how: str) -> None:
     async def read() -> None:
         async with contextlib.aclosing(started(endless, 3)) as pieces:
             async for _ in pieces:
@@ -92,8 +90,8 @@ def test_what_nobody_reads_any_more_ends(how: str) -> None:
     asyncio.run(scenario())
 
 
-def test_a_slow_reader_holds_the_pieces_back() -> None:
-    """They stay in the engine, which puts them together. Here they would fill the memory."""
+def test_a_slow_reader_does_not_fill_the_memory() -> None:
+    """Pieces wait in the engine, which merges them. A queue here would grow without limit."""
 
     async def scenario() -> None:
         pieces = started(endless, 3)
@@ -101,7 +99,7 @@ def test_a_slow_reader_holds_the_pieces_back() -> None:
         for _ in range(1000):
             await asyncio.sleep(0)
         assert sum(endless.given.values()) <= 1 + 3 + 3, (
-            "one read, one waiting place and one at hand for each choice"
+            "one piece read; and for each choice, one in the queue and one waiting for it"
         )
         await pieces.aclose()
 

@@ -1,5 +1,4 @@
-"""Bodies that nobody wrote: whatever comes is answered in OpenAI's form, and never by a failure of
-ours."""
+"""Random bodies: every one gets an answer or an error in OpenAI's format, and none a 500."""
 
 from __future__ import annotations
 
@@ -55,11 +54,11 @@ NAMES = sorted(
     }
     - {"model", "prompt", "messages"}
 )
-OTHERS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3)
+OTHER_FIELDS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3)
 
 
-async def answered(path: str, body: Any) -> tuple[int, str]:
-    """Status and body."""
+async def post(path: str, body: Any) -> tuple[int, str]:
+    """The status and body of the answer."""
     sent: list[dict[str, Any]] = []
     parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
@@ -88,11 +87,11 @@ async def answered(path: str, body: Any) -> tuple[int, str]:
         ("/v1/completions", "prompt", PROMPTS),
     ],
 )
-def test_any_body_has_an_answer(path: str, field: str, values: st.SearchStrategy[Any]) -> None:
+def test_any_body_gets_an_answer(path: str, field: str, values: st.SearchStrategy[Any]) -> None:
     @settings(deadline=None, max_examples=400)
-    @given(values, OTHERS)
-    def check(value: Any, others: dict[str, Any]) -> None:
-        status, text = asyncio.run(answered(path, {"model": "tiny", field: value, **others}))
+    @given(values, OTHER_FIELDS)
+    def check(value: Any, other_fields: dict[str, Any]) -> None:
+        status, text = asyncio.run(post(path, {"model": "tiny", field: value, **other_fields}))
         assert status in (200, 400), text
         if status == 400:
             error = json.loads(text)["error"]

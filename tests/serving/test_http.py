@@ -1,5 +1,4 @@
-"""The HTTP routes over a fake replica: what they answer, what they refuse, and that there are no
-others."""
+"""The HTTP routes over a fake replica: their answers, their errors, and that no others exist."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ def ask(
         try:
             await app(scope, receive, send)
         except Exception:
-            if not sent:  # an error in a route is answered, then raised for the server's log
+            if not sent:  # FastAPI answers an error, then raises it for the server's log
                 raise
 
     asyncio.run(answered())
@@ -90,7 +89,7 @@ def ask(
     )
 
 
-def test_a_completion_has_token_ids_logprobs_and_the_weights_that_made_it() -> None:
+def test_a_completion_has_token_ids_logprobs_and_weights() -> None:
     replica = served()
     replica.version = 7
     replica.held = ServedWeights(WeightsId("abc", 1, 7), "run 'first'")
@@ -150,7 +149,7 @@ def test_a_text_prompt_is_encoded() -> None:
     ) == ((97, 98), ("x",), 16)
 
 
-def test_models_and_health_say_whose_weights_answer() -> None:
+def test_models_and_health_describe_the_weights() -> None:
     replica, words = served(), []
     last = WeightsId("abc", 1, 7)
     for held in (
@@ -181,17 +180,17 @@ def test_models_and_health_say_whose_weights_answer() -> None:
             {"prompt": list(range(60))},
             400,
             "context_length_exceeded",
-            "prompt of 60 tokens and max_tokens 8 are above the 64",
+            "prompt of 60 tokens and max_tokens 8 exceed the 64",
         ),
         ({"prompt": "x" * 60}, 400, "context_length_exceeded", "shorten one"),
         (
             {"prompt": "x" * 257},
             400,
             "context_length_exceeded",
-            "257 characters, above the 256 that 64 tokens of 'tiny' can hold",
+            "257 characters, above the 256 that 64 tokens of 'tiny' can represent",
         ),
         ({"prompt": [5] * 64}, 400, "context_length_exceeded", "leaves no room in the 64"),
-        ({"n": 2, "temperature": 0}, 400, "invalid_value", "temperature 0 gives one answer only"),
+        ({"n": 2, "temperature": 0}, 400, "invalid_value", "temperature 0 gives only one answer"),
         ({"temperature": 2.1}, 400, "invalid_value", "temperature: "),
         ({"prompt": []}, 400, "invalid_value", "prompt is empty"),
         ({"prompt": ""}, 400, "invalid_value", "prompt is empty"),
@@ -202,7 +201,7 @@ def test_models_and_health_say_whose_weights_answer() -> None:
             {"prompt": [[5], "a"]},
             400,
             "invalid_value",
-            "prompt: send a text, a list of token ids, or a list of such prompts",
+            "prompt: send a string, a list of token ids, or a list of such prompts",
         ),
         ({"prompt": [[5], [200]]}, 400, "invalid_value", "outside 0 to 199"),
         ({"prompt": [[5], []]}, 400, "invalid_value", "prompt is empty"),
@@ -219,13 +218,13 @@ def test_models_and_health_say_whose_weights_answer() -> None:
             {"prompt": ["a"] * 65, "n": 2},
             400,
             "invalid_value",
-            "65 prompts of n = 2 completions are above 128",
+            "65 prompts with n = 2 are above 128",
         ),
         ({"prompt": None}, 400, "invalid_value", "prompt"),
         ({"n": 0}, 400, "invalid_value", "n: "),
         ({"n": 10**9}, 400, "invalid_value", "n: "),
         ({"n": "2"}, 400, "invalid_value", "n: "),
-        ({"max_tokens": 0}, 400, "invalid_value", "max_tokens: 0 gives nothing"),
+        ({"max_tokens": 0}, 400, "invalid_value", "max_tokens: 0 generates nothing"),
         (
             {"max_tokens": 0, "echo": True, "prompt": [5] * 64},
             400,
@@ -243,7 +242,7 @@ def test_models_and_health_say_whose_weights_answer() -> None:
             {"stream_options": {"include_usage": True}},
             400,
             "invalid_value",
-            "stream_options: it acts only with stream: true",
+            "stream_options: only valid with stream: true",
         ),
         (
             {"stream": True, "stream_options": {"x": 1}},
@@ -259,7 +258,7 @@ def test_models_and_health_say_whose_weights_answer() -> None:
             "logprobs: input should be less than or equal to 20",
         ),
         ({"logprobs": True}, 400, "invalid_value", "logprobs: "),
-        ({"best_of": 3}, 400, "unknown_parameter", "ask for n completions"),
+        ({"best_of": 3}, 400, "unknown_parameter", "use n"),
         ({"top_p": 0.5}, 400, "unknown_parameter", "use temperature"),
         ({"stream": 0}, 400, "invalid_value", "stream: input should be a valid boolean"),
         ({"top_p": True}, 400, "unknown_parameter", "use temperature"),
@@ -276,7 +275,7 @@ def test_models_and_health_say_whose_weights_answer() -> None:
         ({"\ud800": 1}, 400, "invalid_body", "surrogate"),
     ],
 )
-def test_bad_input_is_refused_in_openais_form(
+def test_invalid_input_is_refused_in_openais_format(
     change: dict[str, Any], status: int, code: str, text: str
 ) -> None:
     replica = served()
@@ -287,7 +286,7 @@ def test_bad_input_is_refused_in_openais_form(
     assert replica.requests == []
 
 
-def test_fields_whose_values_change_nothing_are_taken() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     neutral: dict[str, Any] = {
         "stream": False,
         "top_p": 1,
@@ -307,8 +306,8 @@ def test_fields_whose_values_change_nothing_are_taken() -> None:
     }
     replica = served()
     plain = ask(routes(replica, None), "POST", "/v1/completions", BODY)
-    taken = ask(routes(replica, None), "POST", "/v1/completions", {**BODY, **neutral})
-    assert plain[0] == taken[0] == 200 and replica.requests[0] == replica.requests[1]
+    accepted = ask(routes(replica, None), "POST", "/v1/completions", {**BODY, **neutral})
+    assert plain[0] == accepted[0] == 200 and replica.requests[0] == replica.requests[1]
     named = {
         **{name: value for name, value in BODY.items() if name != "max_tokens"},
         "max_completion_tokens": BODY["max_tokens"],
@@ -332,7 +331,7 @@ def test_fields_whose_values_change_nothing_are_taken() -> None:
     ],
     ids=["cut", "list", "bytes", "deep", "no prompt", "a page's form", "large"],
 )
-def test_bodies_that_are_no_request(raw: bytes, headers: dict[str, str], status: int) -> None:
+def test_invalid_bodies_are_refused(raw: bytes, headers: dict[str, str], status: int) -> None:
     got, answer, _ = ask(
         routes(served(), None), "POST", "/v1/completions", raw=raw, headers=headers
     )
@@ -354,13 +353,13 @@ def test_bodies_that_are_no_request(raw: bytes, headers: dict[str, str], status:
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])
-def test_there_is_nothing_else(method: str, path: str) -> None:
+def test_there_are_no_other_paths(method: str, path: str) -> None:
     status, answer, _ = ask(routes(served(), None), method, path, BODY)
     assert (status, answer["error"]["message"]) == (
         404,
         (
-            "no such path; there are /v1/completions, /v1/chat/completions, /v1/models, /health,"
-            " /metrics"
+            "no such path; the paths are /v1/completions, /v1/chat/completions, /v1/models,"
+            " /health, /metrics"
         ),
     )
 
@@ -394,7 +393,7 @@ def test_other_methods_are_refused() -> None:
         "Bearer \xff",
     ],
 )
-def test_without_the_key_nothing_answers(path: str, authorization: str | None) -> None:
+def test_no_path_answers_without_the_key(path: str, authorization: str | None) -> None:
     replica = served()
     status, answer, headers = ask(
         routes(replica, KEY),
@@ -411,7 +410,7 @@ def test_without_the_key_nothing_answers(path: str, authorization: str | None) -
     assert KEY not in json.dumps(answer) and replica.requests == []
 
 
-def test_with_the_key_all_three_answer_from_anywhere() -> None:
+def test_with_the_key_all_hosts_are_answered() -> None:
     headers = {"authorization": f"bearer {KEY}", "host": "generators.example"}
     app = routes(served(), KEY)
     assert [
@@ -421,9 +420,9 @@ def test_with_the_key_all_three_answer_from_anywhere() -> None:
     assert ask(app, "GET", "/docs", headers=headers)[0] == 404
 
 
-def test_without_a_key_a_name_that_points_to_loopback_is_refused() -> None:
-    """A page whose own name is made to point to 127.0.0.1 would otherwise reach the generators from
-    a browser."""
+def test_without_a_key_other_host_names_are_refused() -> None:
+    """Otherwise a web page whose name resolves to 127.0.0.1 could reach the generators from a
+    browser."""
     app = routes(served(), None)
     for host in ("127.0.0.1:8000", "localhost", "[::1]:8000"):
         assert ask(app, "GET", "/health", headers={"host": host})[0] == 200, host
@@ -483,7 +482,7 @@ def test_failures_of_the_generator(failure: Exception, status: int) -> None:
     ) and "secret inside" not in json.dumps(answer)
 
 
-def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
+def test_a_refusal_of_the_engine_keeps_its_message() -> None:
     replica = served()
     replica.failure = InvalidRequestError("temperature must be at most 2")
     got, answer, _ = ask(routes(replica, None), "POST", "/v1/completions", BODY)
@@ -494,13 +493,13 @@ def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
     )
 
 
-async def status_of(*asked: Any) -> int:
-    """The status of one request among several."""
-    return (await call(*asked))[0]
+async def status_of(*arguments: Any) -> int:
+    """The status of one request, which may run concurrently with others."""
+    return (await call(*arguments))[0]
 
 
-def test_a_large_body_is_refused_by_what_its_headers_say() -> None:
-    """Before a byte of it is read: a client may send the rest slowly, or never."""
+def test_a_large_body_is_refused_by_its_content_length() -> None:
+    """It is refused before the body is read, since a client may send that slowly, or never."""
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -517,9 +516,9 @@ def test_a_large_body_is_refused_by_what_its_headers_say() -> None:
     assert sent[0]["status"] == 413
 
 
-def test_many_long_texts_neither_fill_the_memory_nor_hold_up_health() -> None:
-    """Texts that no model of this length takes are refused before they are tokenized. Of the others
-    two are tokenized at once."""
+def test_long_texts_do_not_fill_the_memory_or_block_health() -> None:
+    """Texts too long for the model are refused before tokenization. At most two others are
+    tokenized at once."""
     model = ServedModel("tiny", max_model_len=4096, vocabulary=200, longest_token=8)
     body = {"model": "tiny", "max_tokens": 8}
 
@@ -551,7 +550,7 @@ def test_many_long_texts_neither_fill_the_memory_nor_hold_up_health() -> None:
             )
             for _ in range(12)
         ]
-        while replica.encoding < 2:  # noqa: ASYNC110  # the requests go on meanwhile
+        while replica.encoding < 2:  # noqa: ASYNC110  # polls while the requests run
             await asyncio.sleep(0)
         assert await status_of(app, "GET", "/health") == 200 and replica.encoded == 0
         replica.go_on.set()
@@ -566,10 +565,10 @@ def test_many_long_texts_neither_fill_the_memory_nor_hold_up_health() -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 64 << 20, f"{peak:,} bytes, most of them the 27 MB of the requests themselves"
+    assert peak < 64 << 20, f"{peak:,} bytes, of which the requests are 27 MB"
 
 
-def test_a_client_that_leaves_ends_its_generation() -> None:
+def test_a_disconnect_ends_the_generation() -> None:
     class Endless(FakeServed):
         ended = False
 
@@ -600,7 +599,7 @@ def test_a_broken_generator_is_not_healthy() -> None:
     assert ask(routes(replica, None), "GET", "/health")[0] == 503
 
 
-def test_another_host_needs_a_key() -> None:
+def test_a_host_other_than_loopback_needs_a_key() -> None:
     for host in ("127.0.0.1", "127.8.0.1", "localhost", "::1", "[::1]"):
         assert is_loopback(host)
         refuse_open_host(host, None)
@@ -636,9 +635,9 @@ def test_a_replica_refuses_an_open_host_before_it_starts_an_engine(
         )
 
 
-def test_the_replica_is_what_the_routes_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put together as Serve does it, with an engine that is a stub: names of Serve's wrapper and of
-    ours must not meet."""
+def test_a_replica_serves_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds the replica as Serve does, with a stub engine. Serve's wrapper class must not override
+    our attributes."""
     from asyncrl.generation import replica
     from asyncrl.serving import standing
 
@@ -665,7 +664,7 @@ def test_the_replica_is_what_the_routes_need(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(replica, "lease_holder", nothing)
     replica_ = object.__new__(standing.HttpGenerator)
     asyncio.run(standing.HttpGenerator.__init__(replica_, {"model": "/models/tiny", "http": True}))
-    replica_.words = made.words  # there is no model
+    replica_.words = made.words  # the test has no checkpoint
     replica_._set_asgi_app(replica_.__serve_build_asgi_app__())
     headers = {"authorization": f"Bearer {KEY}"}
     status, answer, _ = ask(
@@ -680,10 +679,10 @@ def test_the_replica_is_what_the_routes_need(monkeypatch: pytest.MonkeyPatch) ->
     assert ask(replica_.app, "GET", "/v1/models")[0] == 401
 
 
-def test_a_key_is_a_key() -> None:
+def test_invalid_keys_are_refused() -> None:
     assert api_key({}) is None and api_key({"ASYNCRL_API_KEY": KEY}) == KEY
     for wrong in ("", " ", " key", "key\n", "schlüssel"):
-        with pytest.raises(ValueError, match="ASYNCRL_API_KEY is set, and is empty or"):
+        with pytest.raises(ValueError, match="ASYNCRL_API_KEY is empty, has spaces"):
             api_key({"ASYNCRL_API_KEY": wrong})
 
 
@@ -708,19 +707,19 @@ def test_a_key_is_a_key() -> None:
             b'{"model": "tiny", "prompt": [[1.5]]}',
             {},
             400,
-            "prompt: send a text, a list of token ids, or a list of such prompts",
+            "prompt: send a string, a list of token ids, or a list of such prompts",
         ),
         (
             b'{"model": "tiny", "prompt": [true]}',
             {},
             400,
-            "prompt: send a text, a list of token ids, or a list of such prompts",
+            "prompt: send a string, a list of token ids, or a list of such prompts",
         ),
         (
             b'{"model": "tiny", "prompt": [1], "stop": ["a", "b", "c", "d", "e"]}',
             {},
             400,
-            "stop: send a text, or a list of at most 4 texts",
+            "stop: send a string, or a list of at most 4 strings",
         ),
         (
             b'{"model": "tiny", "prompt": [1], "stop": ""}',
@@ -736,7 +735,7 @@ def test_a_key_is_a_key() -> None:
         ),
     ],
 )
-def test_bodies_that_could_be_read_in_two_ways_or_not_at_all(
+def test_ambiguous_or_unreadable_bodies_are_refused(
     raw: bytes, headers: dict[str, str], status: int, words: str
 ) -> None:
     found, body, _ = ask(

@@ -1,5 +1,5 @@
-"""The HTTP routes over a real vLLM engine: what the schema lets through the engine takes, what the
-engine refuses is a 400, and a client that leaves frees what it held."""
+"""The HTTP routes over a real vLLM engine. The engine accepts every body that the schema accepts,
+its refusals are a 400, and a disconnect frees the KV cache."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from asyncrl.text.tokenizer import load_tokenizer
 MODEL = ServedModel("tiny", max_model_len=256, vocabulary=64, longest_token=5)
 
 
-class OverEngine(FakeServed):
-    """`asyncrl.serving.http.Served` over the session's one replica."""
+class EngineServed(FakeServed):
+    """`asyncrl.serving.http.Served` over the session's only replica."""
 
     def __init__(self, generators: Any) -> None:
         super().__init__(MODEL)
@@ -48,14 +48,14 @@ class OverEngine(FakeServed):
 
 
 async def post(app: Any, body: Any, left: asyncio.Event | None = None) -> tuple[int, Any]:
-    """Status and answer. The client leaves when `left` is set."""
+    """The status and the answer. The client disconnects when `left` is set."""
     return await call(app, "POST", "/v1/completions", body, left)
 
 
 @pytest.mark.timeout(300)
-def test_whatever_the_schema_takes_the_engine_takes(generators: Any) -> None:
+def test_the_engine_accepts_what_the_schema_accepts(generators: Any) -> None:
     async def scenario() -> None:
-        app = routes(OverEngine(generators), None)
+        app = routes(EngineServed(generators), None)
         values = {
             "temperature": (0, 0.01, 2),
             "n": (1, 2),
@@ -87,17 +87,17 @@ def test_whatever_the_schema_takes_the_engine_takes(generators: Any) -> None:
     ],
     ids=["greedy twice", "negative", "long", "none"],
 )
-def test_what_the_engine_refuses_comes_as_an_invalid_request(
+def test_a_refusal_of_the_engine_is_an_invalid_request(
     generators: Any, request_: GenerateRequest, words: str
 ) -> None:
-    """Our schema catches these; whatever it does not catch becomes a 400 with the engine's
-    words."""
+    """The schema catches these requests. Any that it misses become a 400 with the engine's
+    message."""
     with pytest.raises(InvalidRequestError, match=f"(?i){words}"):
         asyncio.run(ServeGenerate(generators.handle).generate(request_))
 
 
 @pytest.mark.timeout(300)
-def test_a_client_that_leaves_in_mid_answer_frees_its_kv_cache(generators: Any) -> None:
+def test_a_disconnect_frees_the_kv_cache(generators: Any) -> None:
     async def status() -> dict[str, Any]:
         return await generators.handle.status.remote()
 
@@ -111,12 +111,12 @@ def test_a_client_that_leaves_in_mid_answer_frees_its_kv_cache(generators: Any) 
             "temperature": 2,
             "seed": 1,
         }
-        asked = asyncio.create_task(post(routes(OverEngine(generators), None), body, left))
+        request = asyncio.create_task(post(routes(EngineServed(generators), None), body, left))
         async with asyncio.timeout(120):
             while (await status()).tokens_generated == before.tokens_generated:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             left.set()
-            assert (await asked)[0] == 499
+            assert (await request)[0] == 499
             while (await generators.handle.pause_empty.remote())["in_flight"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         after = await status()
@@ -139,20 +139,19 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def chats(generators: Any, tmp_path: Path) -> OverEngine:
-    """The session's replica, with a chat template beside its tokenizer."""
+def chats(generators: Any, tmp_path: Path) -> EngineServed:
+    """The session's replica, whose tokenizer has a chat template."""
     tokenizer = copy.deepcopy(load_tokenizer(generators.app.model))
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(tmp_path / "chats")
-    served = OverEngine(generators)
+    served = EngineServed(generators)
     served.words = ModelWords(str(tmp_path / "chats"))  # type: ignore[assignment]
     return served
 
 
 @pytest.mark.timeout(300)
-def test_the_official_client_against_a_real_engine(chats: OverEngine, generators: Any) -> None:
-    """What comes in pieces is what the engine gives in one: tokens, text, log-probs and
-    versions."""
+def test_the_official_client_against_a_real_engine(chats: EngineServed, generators: Any) -> None:
+    """A stream has the same tokens, text, log-probs and versions as the engine's whole answer."""
     tokenizer = load_tokenizer(generators.app.model)
     prompt = tokenizer.encode("user: 3+4\nassistant: ", add_special_tokens=False)
     first, second = asyncio.run(
@@ -160,7 +159,7 @@ def test_the_official_client_against_a_real_engine(chats: OverEngine, generators
             GenerateRequest(tuple(prompt), 2, 40, 1.5, seed=7)
         )
     ).completions
-    asked: dict[str, Any] = {
+    body: dict[str, Any] = {
         "model": "tiny",
         "n": 2,
         "seed": 7,
@@ -172,7 +171,7 @@ def test_the_official_client_against_a_real_engine(chats: OverEngine, generators
         OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
     ):
         chat: dict[str, Any] = {
-            **asked,
+            **body,
             "messages": [{"role": "user", "content": "3+4"}],
             "logprobs": True,
             "top_logprobs": 20,
@@ -204,17 +203,17 @@ def test_the_official_client_against_a_real_engine(chats: OverEngine, generators
             assert choice.versions == parts[-1].versions and choice.versions[-1]["end"] == len(
                 made.token_ids
             )
-            told = [token for part in parts for token in part.logprobs.content]
-            for tokens in (choice.logprobs.content, told):
+            streamed = [token for part in parts for token in part.logprobs.content]
+            for tokens in (choice.logprobs.content, streamed):
                 assert [token.logprob for token in tokens] == pytest.approx(made.logprobs, abs=1e-5)
             best = choice.logprobs.content[0].top_logprobs
-            assert len(best) == 20 and [one.logprob for one in best] == sorted(
-                (one.logprob for one in best), reverse=True
+            assert len(best) == 20 and [token.logprob for token in best] == sorted(
+                (token.logprob for token in best), reverse=True
             )
         assert len(chunks) > 10
 
         stop = first.text[5:8]
-        cut = client.completions.create(**{**asked, "n": 1}, prompt=prompt, stop=stop, stream=True)
+        cut = client.completions.create(**{**body, "n": 1}, prompt=prompt, stop=stop, stream=True)
         assert "".join(chunk.choices[0].text for chunk in cut) == first.text.partition(stop)[0]
 
         rows = [(prompt[:1], prompt[1:])]
@@ -241,19 +240,19 @@ def test_the_official_client_against_a_real_engine(chats: OverEngine, generators
 
 
 async def handle_logprobs(generators: Any, rows: Any) -> Any:
-    """Log-probs of the one row, from the one replica."""
+    """Log-probs of the only row, from the only replica."""
     (scored,) = (await ServeGenerate(generators.handle).logprobs(rows, None)).values()
     return scored[0]
 
 
 @pytest.mark.timeout(300)
-def test_a_client_that_leaves_a_stream_frees_its_kv_cache(generators: Any) -> None:
+def test_closing_a_stream_frees_the_kv_cache(generators: Any) -> None:
     async def status() -> dict[str, Any]:
         return await generators.handle.status.remote()
 
     async def scenario() -> None:
         before = await status()
-        with listening(routes(OverEngine(generators), None)) as address:
+        with listening(routes(EngineServed(generators), None)) as address:
             async with AsyncOpenAI(
                 base_url=f"{address}/v1", api_key="none", max_retries=0
             ) as client:
@@ -281,9 +280,9 @@ def test_a_client_that_leaves_a_stream_frees_its_kv_cache(generators: Any) -> No
 
 
 @pytest.mark.timeout(300)
-def test_a_stream_that_is_late_or_refused_says_so(generators: Any) -> None:
+def test_late_and_refused_streams_raise(generators: Any) -> None:
     async def pieces(request: GenerateRequest) -> list[Piece]:
-        return [piece async for piece in OverEngine(generators).stream(request, Details())]
+        return [piece async for piece in EngineServed(generators).stream(request, Details())]
 
     with pytest.raises(GenerationTimeoutError, match=r"were not done in 0\.02 s"):
         asyncio.run(pieces(GenerateRequest((5, 6), 1, 250, 1.0, ignore_eos=True, deadline_s=0.02)))

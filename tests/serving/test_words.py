@@ -1,4 +1,4 @@
-"""What the endpoint makes of text, with a real tokenizer and chat template."""
+"""The endpoint's texts, with a real tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def served_model(path: Path) -> ServedModel:
     return ServedModel("llama", 256, len(load_tokenizer(str(path))), 20)
 
 
-def test_a_chat_has_the_tokens_that_a_run_gives_it(llama_model: Path) -> None:
+def test_a_chat_has_the_same_tokens_as_in_a_run(llama_model: Path) -> None:
     chat = Chat({"model": "llama", "messages": MESSAGES}, served_model(llama_model))
     (request,) = asyncio.run(chat.requests(ModelWords(str(llama_model)), served_model(llama_model)))
     (expected,) = Template(str(llama_model)).render([MESSAGES]).ids
@@ -37,7 +37,7 @@ def test_a_chat_has_the_tokens_that_a_run_gives_it(llama_model: Path) -> None:
     )
 
 
-def test_a_plain_prompt_has_the_tokens_that_a_run_gives_it(llama_model: Path) -> None:
+def test_a_plain_prompt_has_the_same_tokens_as_in_a_run(llama_model: Path) -> None:
     completions = Completions(
         {"model": "llama", "prompt": ["What is 2", "and 3"]}, served_model(llama_model)
     )
@@ -64,8 +64,8 @@ def test_every_token_has_a_text(llama_model: Path) -> None:
     assert sum("\ufffd" in texts[token] for token in ids) == 3, "the bytes of one character"
 
 
-def test_parts_of_characters_have_numbers_and_no_bytes(llama_model: Path) -> None:
-    """Their texts are all one character, which would be one key."""
+def test_parts_of_characters_have_ids_and_no_bytes(llama_model: Path) -> None:
+    """Their texts are all U+FFFD, which would be a single key."""
     model, tokenizer = served_model(llama_model), load_tokenizer(str(llama_model))
     parts = tokenizer.encode("日", add_special_tokens=False)
 
@@ -80,21 +80,21 @@ def test_parts_of_characters_have_numbers_and_no_bytes(llama_model: Path) -> Non
                 Tokens(tuple(parts), (-1.0, float("-inf"), -2.0), (best,) * 3), "日", "stop"
             )
 
-    async def told(dialect: Any) -> Any:
+    async def generated(dialect: Any) -> Any:
         requests = await dialect.requests(Parts.words, model)
         return [one async for one in ask(Parts(), Parts.words, requests, dialect.details)]
 
     completions = Completions({"model": "llama", "prompt": "a", "logprobs": 3}, model)
-    written = completions._choice(asyncio.run(told(completions))[0])["logprobs"]
+    written = completions._choice(asyncio.run(generated(completions))[0])["logprobs"]
     names = [f"token_id:{token}" for token in parts]
     assert written["tokens"] == names and written["token_logprobs"] == [-1.0, -9999.0, -2.0]
     assert list(written["top_logprobs"][0]) == names
     chat = Chat({"model": "llama", "messages": MESSAGES, "logprobs": True}, model)
-    content = chat._choice(asyncio.run(told(chat))[0], {})["logprobs"]["content"]
+    content = chat._choice(asyncio.run(generated(chat))[0], {})["logprobs"]["content"]
     assert [(token["token"], token["bytes"]) for token in content] == [("\ufffd", None)] * 3
 
 
-def test_a_model_without_a_template_says_so(llama_model: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_template_refuses_chats(llama_model: Path, tmp_path: Path) -> None:
     plain = shutil.copytree(llama_model, tmp_path / "plain")
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         (plain / name).unlink(missing_ok=True)
@@ -109,7 +109,7 @@ def test_a_model_without_a_template_says_so(llama_model: Path, tmp_path: Path) -
         asyncio.run(chat.requests(ModelWords(str(plain)), served_model(llama_model)))
 
 
-def test_a_client_brings_no_template_and_learns_no_path(llama_model: Path) -> None:
+def test_a_client_cannot_replace_the_template_or_see_paths(llama_model: Path) -> None:
     words = ModelWords(str(llama_model))
     for name in ("chat_template", "tokenize", "tools", "add_generation_prompt"):
         with pytest.raises(MessagesError, match=f"^{name} is not a variable of a template$"):
@@ -123,10 +123,10 @@ def test_a_client_brings_no_template_and_learns_no_path(llama_model: Path) -> No
             assert text == asyncio.run(words.render(MESSAGES, {}))
 
 
-def test_more_of_the_best_tokens_than_there_are_is_refused() -> None:
-    """vLLM's engine would end of it."""
+def test_top_logprobs_above_the_vocabulary_are_refused() -> None:
+    """vLLM's engine would crash."""
     small = ServedModel("small", 64, vocabulary=8, longest_token=2)
-    with pytest.raises(ApiError, match="logprobs: 'small' has 8 tokens; ask for no more"):
+    with pytest.raises(ApiError, match="logprobs: 'small' has 8 tokens; use at most that many"):
         Completions({"model": "small", "prompt": "a", "logprobs": 9}, small)
     with pytest.raises(ApiError, match="top_logprobs: 'small' has 8 tokens"):
         Chat({"model": "small", "messages": MESSAGES, "logprobs": True, "top_logprobs": 9}, small)

@@ -1,4 +1,4 @@
-"""The tiny checkpoints: each loads as it was saved, and holds nothing that a wrong tensor could
+"""Each tiny checkpoint loads as it was saved, and has no constant tensor that a wrong tensor could
 equal."""
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def test_the_families_are_many_and_tiny() -> None:
 def test_a_setting_that_the_family_does_not_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="LlamaConfig has no setting num_expert"):
         family("llama").save(tmp_path, num_expert=4)
-    with pytest.raises(KeyError, match="no family 'lama'; there are llama, mistral"):
+    with pytest.raises(KeyError, match="there is no family 'lama'; use one of llama, mistral"):
         family("lama")
 
 
-def test_any_text_goes_through_the_tokenizer(tmp_path: Path) -> None:
+def test_the_tokenizer_handles_any_text(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(family("qwen3").save(tmp_path))
     text = "2 + 2 = 4;\n Größe \N{SNOWMAN}"
     ids = tokenizer(text)["input_ids"]

@@ -1,4 +1,4 @@
-"""What ends a completion."""
+"""Stop tokens and stop strings."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def test_union_with_sources(tokenizer: AutoTokenizer, tiny_model: Path) -> None:
 
 
 def test_a_stop_string_may_be_any_number_of_tokens(tokenizer: AutoTokenizer) -> None:
-    """A special token shows in no text, so it ends a completion as a token; every other string does
-    so wherever the text holds it."""
+    """Decoded text never contains a special token, so its id becomes a stop token. Any other string
+    is looked for in the text."""
     stops = make_stops(tokenizer, [], ["\n", "ab c", "<pad>", "ab c"])
     assert stops.strings == ("\n", "ab c")
     assert stops.tokens == {0: ("rollout_stop '<pad>'",), 2: ("tokenizer EOS",)}
 
 
 def test_spaces_at_the_edges_of_a_stop_string_are_kept(llama_model: Path) -> None:
-    """A tokenizer may drop the space before a text's first word, and not within a text."""
+    """A tokenizer may drop a space at the start of a text, but not inside it."""
     assert make_stops(
         AutoTokenizer.from_pretrained(llama_model), [], [" plus", ".\n\n", "日本"]
     ).strings == (" plus", ".\n\n", "日本")
@@ -58,7 +58,7 @@ def test_chat_end_token(tokenizer: AutoTokenizer) -> None:
     ],
     ids=["an x in the end token", "no end token", "a template that refuses"],
 )
-def test_the_end_of_an_assistants_turn_in_odd_templates(
+def test_chat_end_token_of_unusual_templates(
     tokenizer: AutoTokenizer, template: str, end: str | None
 ) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|context_end|>"]})
@@ -68,8 +68,8 @@ def test_the_end_of_an_assistants_turn_in_odd_templates(
     )
 
 
-def test_special_tokens_that_only_tokenizer_json_names(llama_model: Path, tmp_path: Path) -> None:
-    """As Phi-3's `<|end|>`: no text shows it, whatever the config lists."""
+def test_special_tokens_that_only_tokenizer_json_lists(llama_model: Path, tmp_path: Path) -> None:
+    """For example Phi-3's `<|end|>`. Decoding drops it, although the config does not list it."""
     model = shutil.copytree(llama_model, tmp_path / "unlisted")
     file = model / "tokenizer_config.json"
     file.write_text(
@@ -89,14 +89,14 @@ def test_special_tokens_that_only_tokenizer_json_names(llama_model: Path, tmp_pa
     )
 
 
-def test_what_cannot_stop(tokenizer: AutoTokenizer) -> None:
-    with pytest.raises(ValueError, match="'Ä' never shows in a text"):
+def test_invalid_stops_are_refused(tokenizer: AutoTokenizer) -> None:
+    with pytest.raises(ValueError, match="'Ä' never occurs in text"):
         make_stops(tokenizer, [], ["Ä"])
     with pytest.raises(
         ValueError,
         match=(
-            r"'<eos>\\n' never shows in a text of this tokenizer \(its tokens: \['<eos>',"
-            r" '\\n'\]\); name a special token alone"
+            r"'<eos>\\n' never occurs in text of this tokenizer \(its tokens: \['<eos>',"
+            r" '\\n'\]\); use a special token alone"
         ),
     ):
         make_stops(tokenizer, [], ["<eos>\n"])
@@ -114,12 +114,12 @@ def test_a_text_ends_before_the_first_stop_string() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON object"),
-        ("[]", "is no JSON object"),
+        ("{", "is not a JSON object"),
+        ("[]", "is not a JSON object"),
         ('{"eos_token_id": "2"}', "has eos_token_id = '2'"),
     ],
 )
-def test_a_damaged_generation_config_is_named(
+def test_an_invalid_generation_config_is_refused(
     tmp_path: Path, tokenizer: AutoTokenizer, text: str, message: str
 ) -> None:
     (tmp_path / "generation_config.json").write_text(text)

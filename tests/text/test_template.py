@@ -1,5 +1,5 @@
-"""Prompts as the model sees them: chats, a system prompt, tools, a template's own switches; and
-settings that a template ignores."""
+"""Rendered prompts: chats, a system prompt, tools and template variables; and settings that a
+template ignores."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CHAT = [{"role": "user", "content": "3+4="}]
 
 @pytest.fixture
 def model(llama_model: Path, tmp_path: Path) -> Any:
-    """`model(template)`: the checkpoint with this chat template; without one for None."""
+    """`model(template)` makes a checkpoint with this chat template; None for no template."""
 
     def make(template: str | None = FULL) -> str:
         directory = shutil.copytree(
@@ -60,7 +60,7 @@ def model(llama_model: Path, tmp_path: Path) -> Any:
     return make
 
 
-def test_settings_are_in_every_prompt_and_said(model: Any) -> None:
+def test_settings_apply_to_every_prompt_and_are_described(model: Any) -> None:
     template = Template(model(), True, {"enable_thinking": False}, "Be brief.", [ADD])
     rendered = template.render(["3+4=", CHAT])
     schema = json.dumps([ADD])
@@ -81,14 +81,14 @@ def test_settings_are_in_every_prompt_and_said(model: Any) -> None:
     assert Template(model(), True).check(["3+4="]) == []
 
 
-def test_a_variable_may_have_the_value_that_the_template_takes_anyway(model: Any) -> None:
+def test_a_variable_may_have_the_default_value(model: Any) -> None:
     notes = Template(model(), True, {"enable_thinking": True}).check(["3+4="])
-    assert notes == ["enable_thinking = True (which changes nothing in this prompt)"]
+    assert notes == ["enable_thinking = True (no effect on this prompt)"]
 
 
-def test_a_template_that_writes_todays_date_is_said(model: Any) -> None:
-    """As Llama 3.2's does: a run over midnight, or one that is resumed, would train on other
-    prompts than were checked."""
+def test_a_template_that_writes_todays_date_is_noted(model: Any) -> None:
+    """Llama 3.2's template does. A run that crosses midnight would train on prompts that differ
+    from those it checked."""
     dated = (
         "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{%"
         " endif %}Today Date: {{ date_string }}" + FULL
@@ -102,15 +102,13 @@ def test_a_template_that_writes_todays_date_is_said(model: Any) -> None:
     ).texts[0].startswith("Today Date: 26 Jul 2024")
 
 
-def test_a_prompts_own_tools_stand_in_for_those_of_the_settings(model: Any) -> None:
+def test_a_prompts_own_tools_replace_those_of_the_settings(model: Any) -> None:
     double = {"type": "function", "function": {"name": "double", "parameters": {"default": None}}}
     template = Template(model(), tools=[ADD])
     own, text, none, empty = template.render(
         [CHAT] * 4, [[double], json.dumps([double]), None, []]
     ).texts
-    assert '"name": "double"' in own and '"default": null' in own, (
-        "a null that a schema has is one of its values"
-    )
+    assert '"name": "double"' in own and '"default": null' in own, "a null inside a schema is kept"
     assert '"name": "double"' in text and '"name": "add"' not in own + text
     assert none == empty and '"name": "add"' in none
     without = Template(template.model)
@@ -129,13 +127,13 @@ def test_a_chat_with_tool_calls_keeps_its_shape(model: Any) -> None:
     assert text == f"{BOS}<|user|>3+4={END}<|assistant|>{END}call add<|tool|>7{END}<|assistant|>"
 
 
-def test_strings_and_chats_are_told_apart_one_by_one(model: Any) -> None:
-    """What a prompt becomes must not depend on those that share its block."""
+def test_strings_and_chats_may_be_mixed(model: Any) -> None:
+    """The rendering of a prompt must not depend on the other prompts of its block."""
     template = Template(model())
     alone = [template.render([value]) for value in ("3+4=", CHAT, f"{BOS}3+4=")]
     together = template.render(["3+4=", CHAT, f"{BOS}3+4="])
-    assert together.texts == [one.texts[0] for one in alone] and together.ids == [
-        one.ids[0] for one in alone
+    assert together.texts == [single.texts[0] for single in alone] and together.ids == [
+        single.ids[0] for single in alone
     ]
     assert together.own_bos == 1 and [ids.count(1) for ids in together.ids] == [1, 1, 1]
 
@@ -161,17 +159,21 @@ def test_strings_and_chats_are_told_apart_one_by_one(model: Any) -> None:
         (
             NO_SYSTEM,
             {"kwargs": {"enable_thinking": False}},
-            "data.chat_template_kwargs: the chat template of .* knows no enable_thinking",
+            "data.chat_template_kwargs: the chat template of .* does not use enable_thinking",
         ),
         (
             FULL,
             {"kwargs": {"add_generation_prompt": False}},
             "add_generation_prompt is not a variable of a template",
         ),
-        (FULL, {"kwargs": {"thinking": 1}}, "knows no thinking, so it would do nothing; remove it"),
+        (
+            FULL,
+            {"kwargs": {"thinking": 1}},
+            "does not use thinking, so it has no effect; remove it",
+        ),
     ],
 )
-def test_what_a_template_ignores_is_refused(
+def test_settings_that_the_template_ignores_are_refused(
     model: Any, jinja: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TemplateError, match=message) as error:
@@ -186,32 +188,36 @@ def test_what_a_template_ignores_is_refused(
             {"system_prompt": "Be brief."},
             ["3+4="],
             (
-                "data.system_prompt acts on chats, and these prompts are plain strings; set"
+                "data.system_prompt applies to chats, and these prompts are plain strings; set"
                 " data.apply_chat_template: true"
             ),
         ),
-        ({"tools": [ADD]}, ["3+4=", CHAT], "data.tools acts on chats"),
+        ({"tools": [ADD]}, ["3+4=", CHAT], "data.tools applies to chats"),
         (
             {"kwargs": {"enable_thinking": False}},
             ["3+4="],
-            "data.chat_template_kwargs acts on chats",
+            "data.chat_template_kwargs applies to chats",
         ),
         (
             {"system_prompt": "Be brief."},
             [CHAT, [{"role": "system", "content": "Be long."}, *CHAT]],
-            "row 8 has a system message of its own",
+            "row 8 has its own system message",
         ),
         (
             {"apply": True},
             ["3+4=", f"{BOS}<|user|>3+4={END}"],
             "row 8 begins with '<s>', as a rendered template does, and would be rendered twice",
         ),
-        ({}, [CHAT, []], r"row 8 holds '\[\]': neither a string nor chat messages"),
-        ({}, [CHAT, [{"role": "user"}]], "row 8 holds .*: neither a string nor chat messages"),
-        ({}, [CHAT, None], "row 8 holds 'None': neither a string nor chat messages"),
+        ({}, [CHAT, []], r"row 8: the prompt is '\[\]'; give a string, or a list of messages"),
+        (
+            {},
+            [CHAT, [{"role": "user"}]],
+            "row 8: the prompt is .*; give a string, or a list of messages",
+        ),
+        ({}, [CHAT, None], "row 8: the prompt is 'None'; give a string, or a list of messages"),
     ],
 )
-def test_prompts_that_do_not_go_with_the_settings(
+def test_prompts_that_contradict_the_settings_are_refused(
     model: Any, settings: dict[str, Any], values: list[Any], message: str
 ) -> None:
     with pytest.raises(TemplateError, match=message):
@@ -219,7 +225,7 @@ def test_prompts_that_do_not_go_with_the_settings(
 
 
 @pytest.mark.parametrize("tools", ["no json", "{}1", '"add"', 7, ["add"]])
-def test_tools_that_are_none(model: Any, tools: Any) -> None:
+def test_invalid_tools_are_refused(model: Any, tools: Any) -> None:
     with pytest.raises(TemplateError, match="row 3: its tools are"):
         Template(model()).render([CHAT], [tools], first_row=3)
 

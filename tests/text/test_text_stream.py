@@ -1,5 +1,5 @@
-"""Text in pieces is the text of the whole, for tokenizers of several kinds, and shows nothing of a
-stop string."""
+"""Streamed text: the parts equal the whole text, for several kinds of tokenizers, and never contain
+a stop string."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def byte_level() -> Any:
 
 @cache
 def with_word_marks() -> Any:
-    """As Llama 2's: a mark before each word, whose space a text loses at its beginning; other
-    characters are bytes."""
+    """A tokenizer like Llama 2's. Each word begins with a mark that decodes to a space, except at
+    the start of a text. Other characters are bytes."""
     pieces = [
         "<unk>",
         *(f"<0x{byte:02X}>" for byte in range(256)),
@@ -74,7 +74,7 @@ SIZES = st.lists(st.integers(0, 4), max_size=60)
     SIZES,
     st.lists(st.text(st.characters(codec="ascii"), min_size=1, max_size=4), max_size=3),
 )
-def test_any_tokens_of_bytes(ids: list[int], sizes: list[int], stops: list[str]) -> None:
+def test_byte_level_tokens(ids: list[int], sizes: list[int], stops: list[str]) -> None:
     whole = text_before(decode(byte_level(), ids), stops)
     assert "".join(parts_of(byte_level(), ids, sizes, stops)) == whole
 
@@ -86,14 +86,14 @@ def test_any_tokens_of_bytes(ids: list[int], sizes: list[int], stops: list[str])
     st.lists(st.sampled_from([".", " sat", "s s", "日🙂"]), max_size=2),
 )
 @example(" the cat", [1, 1, 1], [])
-def test_texts_of_marked_words(text: str, sizes: list[int], stops: list[str]) -> None:
+def test_tokens_with_word_marks(text: str, sizes: list[int], stops: list[str]) -> None:
     ids = with_word_marks().encode(text, add_special_tokens=False)
     assert "".join(parts_of(with_word_marks(), ids, sizes, stops)) == text_before(
         decode(with_word_marks(), ids), stops
     )
 
 
-def test_text_comes_as_soon_as_nothing_can_change_it() -> None:
+def test_text_is_returned_as_early_as_possible() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("ab 日c", add_special_tokens=False)
     parts = parts_of(tokenizer, ids, [1] * len(ids), [])
@@ -110,4 +110,4 @@ def test_text_comes_as_soon_as_nothing_can_change_it() -> None:
         "",
         "",
         "",
-    ], "what may begin a stop string is kept back, and nothing comes after one"
+    ], "the possible start of a stop string is held back, and no text follows a stop string"

@@ -1,4 +1,4 @@
-"""One tokenizer for prompts, completions, the engine and the exported model."""
+"""The tokenizer of prompts, completions, the engine and the exported model."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from asyncrl.text.tokenizer import (
 
 @pytest.fixture
 def misnamed(llama_model: Path, tmp_path: Path) -> Path:
-    """A byte-level BPE that calls itself LlamaTokenizerFast."""
+    """A checkpoint with a byte-level BPE whose config names LlamaTokenizerFast."""
     return claim_llama_class(shutil.copytree(llama_model, tmp_path / "misnamed"))
 
 
 def changed(model: Path, target: Path, **changes: Any) -> Path:
-    """A copy of the checkpoint with other parts in its tokenizer.json."""
+    """A copy of the checkpoint with changes to its tokenizer.json."""
     shutil.copytree(model, target)
     tree = json.loads((target / "tokenizer.json").read_text())
     (target / "tokenizer.json").write_text(json.dumps(tree | changes))
     return target
 
 
-def test_text_survives_both_ways_whatever_class_the_checkpoint_names(
+def test_round_trips_do_not_depend_on_the_class_that_the_checkpoint_names(
     misnamed: Path, llama_model: Path
 ) -> None:
     ours, theirs = load_tokenizer(str(misnamed)), AutoTokenizer.from_pretrained(misnamed)
     for text in ROUND_TRIP_TEXTS:
         assert decode(ours, ours.encode(text, add_special_tokens=False)) == text
     assert theirs.decode(ours.encode("What is 2", add_special_tokens=False)) == "WhatĠisĠ2", (
-        "transformers' own class does what it did"
+        "transformers' own class still decodes this wrongly"
     )
     assert (
         tokenizer_hash(ours)
@@ -56,14 +56,14 @@ def test_text_survives_both_ways_whatever_class_the_checkpoint_names(
     )
 
 
-def test_two_sides_that_differ_are_refused_by_name(misnamed: Path) -> None:
+def test_two_different_tokenizers_are_refused(misnamed: Path) -> None:
     ours, theirs = load_tokenizer(str(misnamed)), AutoTokenizer.from_pretrained(misnamed)
     refuse_lossy(ours, str(misnamed), ours)
     with pytest.raises(
         TokenizerError,
         match=(
-            r"model.path = '.*misnamed': the engine's tokenizer decodes what the prompts' encodes:"
-            r" '3 \+ 40 =' comes"
+            r"model.path = '.*misnamed': the engine's tokenizer does not decode what the prompts'"
+            r" tokenizer encodes: '3 \+ 40 =' comes"
         ),
     ) as error:
         refuse_lossy(ours, str(misnamed), theirs)
@@ -75,7 +75,7 @@ def test_generators_with_another_tokenizer_are_refused(misnamed: Path) -> None:
     with pytest.raises(
         TokenizerError,
         match=(
-            r"model.path = '.*misnamed': the generators read and write text with another tokenizer"
+            r"model.path = '.*misnamed': the generators' tokenizer differs from that of the prompts"
         ),
     ):
         refuse_another_tokenizer(
@@ -96,7 +96,7 @@ def test_a_tokenizer_without_its_decoder_is_refused(
 
 
 def sentencepiece_like() -> Tokenizer:
-    """As Llama 2's and Gemma's: spaces as ▁, one put in front, bytes for what is unknown."""
+    """Like Llama 2's and Gemma's: ▁ for a space and at the start, bytes for unknown characters."""
     bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
     vocabulary = {
         token: index
@@ -128,7 +128,7 @@ def sentencepiece_like() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """As BERT's: lower case, accents gone, words and their ends, [UNK] for the rest."""
+    """Like BERT's: lower case, no accents, words and word ends, and [UNK] for other characters."""
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     made.normalizer, made.pre_tokenizer = (
         normalizers.BertNormalizer(lowercase=True),
@@ -143,7 +143,7 @@ def word_piece() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As T5's: spaces collapse, and what it does not know is <unk>."""
+    """Like T5's: spaces collapse, and unknown characters become <unk>."""
     made = Tokenizer(models.Unigram())
     made.normalizer = normalizers.Sequence(
         [normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " ")]
@@ -161,9 +161,7 @@ def unigram() -> Tokenizer:
 @pytest.mark.parametrize(
     ("make", "unknown"), [(sentencepiece_like, "<unk>"), (word_piece, "[UNK]"), (unigram, "<unk>")]
 )
-def test_other_kinds_of_tokenizers_are_taken_and_their_broken_ones_are_not(
-    make: Any, unknown: str
-) -> None:
+def test_other_kinds_of_tokenizers_and_their_broken_versions(make: Any, unknown: str) -> None:
     refuse_lossy(PreTrainedTokenizerFast(tokenizer_object=make(), unk_token=unknown), "whole")
     broken = make()
     broken.decoder = decoders.ByteLevel()
@@ -171,7 +169,7 @@ def test_other_kinds_of_tokenizers_are_taken_and_their_broken_ones_are_not(
         refuse_lossy(PreTrainedTokenizerFast(tokenizer_object=broken, unk_token=unknown), "broken")
 
 
-def test_what_a_tokenizer_normalizes_is_no_loss(llama_model: Path, tmp_path: Path) -> None:
+def test_normalization_is_not_a_loss(llama_model: Path, tmp_path: Path) -> None:
     lower = changed(llama_model, tmp_path / "lower", normalizer={"type": "Lowercase"})
     refuse_lossy(load_tokenizer(str(lower)), str(lower))
 
@@ -179,8 +177,7 @@ def test_what_a_tokenizer_normalizes_is_no_loss(llama_model: Path, tmp_path: Pat
 def test_spaces_before_punctuation_stay(
     llama_model: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """`clean_up_tokenization_spaces` in a checkpoint's config joins them, unless it is told not
-    to."""
+    """By default, `clean_up_tokenization_spaces` in a checkpoint's config removes them."""
     model = shutil.copytree(tiny_model, tmp_path / "tidy")
     file = model / "tokenizer_config.json"
     file.write_text(
@@ -194,31 +191,29 @@ def test_spaces_before_punctuation_stay(
     )
 
 
-def test_a_prompt_that_begins_with_bos_has_one(llama_model: Path) -> None:
+def test_a_prompt_that_begins_with_bos_gets_no_second_one(llama_model: Path) -> None:
     tokenizer = load_tokenizer(str(llama_model))
     ids, own = encode_prompts(tokenizer, ["3+4=", f"{BOS}<|user|>3+4=", ""])
     assert (
         own == 1
-        and [one.count(tokenizer.bos_token_id) for one in ids] == [1, 1, 1]
+        and [row.count(tokenizer.bos_token_id) for row in ids] == [1, 1, 1]
         and ids[1] == ids[1][:1] + tokenizer.encode("<|user|>3+4=")[1:]
     )
     assert encode_prompts(tokenizer, [f"{BOS}a"], rendered=True) == ([tokenizer.encode("a")], 0)
     assert encode_prompts(tokenizer, []) == ([], 0)
 
 
-def test_a_prompt_does_not_end_with_an_end_that_the_tokenizer_adds(
-    llama_model: Path, tmp_path: Path
-) -> None:
+def test_an_eos_that_the_tokenizer_appends_is_removed(llama_model: Path, tmp_path: Path) -> None:
     tree = json.loads((llama_model / "tokenizer.json").read_text())["post_processor"]
     tree["single"].append({"SpecialToken": {"id": EOS, "type_id": 0}})
     tree["special_tokens"][EOS] = {"id": EOS, "ids": [2], "tokens": [EOS]}
     tokenizer = load_tokenizer(str(changed(llama_model, tmp_path / "ends", post_processor=tree)))
     assert tokenizer.encode("3+4=")[-1] == 2
-    (plain, asked), _ = encode_prompts(tokenizer, ["3+4=", f"3+4={EOS}"])
-    assert plain == tokenizer.encode("3+4=")[:-1] and asked[:-1] == [*plain, 2]
+    (plain, own_eos), _ = encode_prompts(tokenizer, ["3+4=", f"3+4={EOS}"])
+    assert plain == tokenizer.encode("3+4=")[:-1] and own_eos[:-1] == [*plain, 2]
 
 
-def test_the_files_are_put_as_they_are(misnamed: Path, tmp_path: Path) -> None:
+def test_the_tokenizers_files_are_copied_unchanged(misnamed: Path, tmp_path: Path) -> None:
     target = tmp_path / "exported"
     target.mkdir()
     save_tokenizer(str(misnamed), target)

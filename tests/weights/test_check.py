@@ -1,5 +1,4 @@
-"""The log-prob comparison, on a learner and a generator that agree, differ by a little, or give
-NaN."""
+"""The log-prob check, with a learner and a generator that agree, differ slightly, or return NaN."""
 
 import asyncio
 from dataclasses import replace
@@ -23,7 +22,7 @@ class Learner:
 
 
 class Consistent(FakeGenerate):
-    """Samples with the log-probs that it also scores."""
+    """A generator whose sampled log-probs equal its scored ones."""
 
     async def generate(self, request):
         generated = await super().generate(request)
@@ -54,7 +53,7 @@ async def versions(probe_check, *versions):
     return results
 
 
-def test_counts_the_tokens_and_goes_on():
+def test_equal_logprobs_pass_and_are_counted():
     first, later = asyncio.run(versions(check(0.0), 0, 20))
     assert (
         first
@@ -67,13 +66,14 @@ def test_counts_the_tokens_and_goes_on():
     )
 
 
-def test_refuses_past_the_tolerance():
+def test_a_difference_above_the_tolerance_raises():
     with pytest.raises(RuntimeError, match=r"differ by up to 1\.00e-03 at version 0"):
         asyncio.run(versions(check(1e-3), 0))
 
 
 def test_probes_are_sampled_from_the_whole_distribution():
-    """Whatever the rollouts keep of it: the learner's log-probs are over all tokens."""
+    """The learner's log-probs are over all tokens, so the rollouts' top_p and similar are
+    ignored."""
 
     requests = []
 
@@ -83,13 +83,13 @@ def test_probes_are_sampled_from_the_whole_distribution():
             return await super().generate(request)
 
     asyncio.run(versions(check(generate=Recording()), 0))
-    assert [(one.top_p, one.top_k, one.min_p, one.stop, one.ignore_eos) for one in requests] == [
+    assert [(r.top_p, r.top_k, r.min_p, r.stop, r.ignore_eos) for r in requests] == [
         (1.0, 0, 0.0, (), True)
     ] * 2
 
 
-class OneOff(Consistent):
-    """Two replicas, of which one scores with other weights."""
+class OneReplicaOff(Consistent):
+    """Two replicas. One of them scores with other weights."""
 
     async def logprobs(self, rows, min_weights):
         right = (await super().logprobs(rows, min_weights))["fake"]
@@ -98,16 +98,18 @@ class OneOff(Consistent):
 
 def test_every_replica_is_compared():
     with pytest.raises(RuntimeError, match=r"by up to 1\.00e-03 at version 20, .*32 tokens"):
-        asyncio.run(versions(check(generate=OneOff()), 0, 20))
+        asyncio.run(versions(check(generate=OneReplicaOff()), 0, 20))
 
 
-def test_in_bfloat16_the_mean_of_each_replica_is_bounded():
-    """Not the mean over replicas, in which one that is off would be lost among many."""
+def test_the_mean_statistic_bounds_the_mean_of_each_replica():
+    """The mean over all replicas would hide a single wrong replica among many."""
     with pytest.raises(
         RuntimeError,
-        match=r"in the mean by 1\.00e-03 at version 20, above weights.logprob_tolerance = 0.0009",
+        match=r"on average by 1\.00e-03 at version 20, above weights.logprob_tolerance = 0.0009",
     ):
-        asyncio.run(versions(check(tolerance=9e-4, statistic="mean", generate=OneOff()), 0, 20))
+        asyncio.run(
+            versions(check(tolerance=9e-4, statistic="mean", generate=OneReplicaOff()), 0, 20)
+        )
     assert compare([[0.0, 0.0]], [[[0.2, 0.0]]])["check/logprob_mean_diff"] == pytest.approx(0.1)
 
 
@@ -115,15 +117,15 @@ def test_nan_is_never_within_the_tolerance():
     assert compare([[float("nan")]], [[[0.0]]])["check/logprob_max_diff"] == float("inf")
 
 
-def test_past_the_tolerance_it_says_which_tensor_differs_most():
-    async def names_one():
+def test_the_error_names_the_tensor_that_differs_most():
+    async def names_a_tensor():
         return "of 2 tensors compared 1 differ, most of all 'w' on replica r"
 
     async def fails():
         raise RuntimeError("no replica answered\nand more")
 
     for explain, end in (
-        (names_one, "; of 2 tensors compared 1 differ, most of all 'w' on replica r"),
+        (names_a_tensor, "; of 2 tensors compared 1 differ, most of all 'w' on replica r"),
         (fails, r"; the tensors could not .* \(RuntimeError: no replica answered\)"),
     ):
         failing = check(1e-3)

@@ -1,5 +1,5 @@
-"""What a model of vLLM's copies into its parameters past their loaders arrives as well, whichever
-way it copies."""
+"""Direct copies into a vLLM model's parameters, without their weight loaders, take effect in every
+form."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from asyncrl.weights.apply import StagedWeights
 
 
 class Layer(torch.nn.Module):
-    """Parameters on itself, as a mixture's experts or an attention's sinks are."""
+    """A layer with its own parameters, such as experts or attention sinks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,9 +73,9 @@ def update(model: Model, new: dict[str, torch.Tensor], monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("copies", [whole, through_data, slice_by_slice, assigned, transposed])
 @pytest.mark.parametrize(
-    "through_the_loader", [True, False], ids=["the rest by loaders", "the rest never comes"]
+    "through_the_loader", [True, False], ids=["the rest by loaders", "no weights for the rest"]
 )
-def test_every_copy_arrives_where_the_parameter_was(monkeypatch, copies, through_the_loader):
+def test_every_copy_reaches_the_parameters_memory(monkeypatch, copies, through_the_loader):
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     model = Model(copies, through_the_loader)
@@ -89,8 +89,8 @@ def test_every_copy_arrives_where_the_parameter_was(monkeypatch, copies, through
             for name, parameter in model.named_parameters()
         }
         for name, parameter in held.items():
-            came = name != "loaded" or through_the_loader
-            assert torch.equal(parameter, new[name] if came else torch.zeros(2, 2)), name
+            updated = name != "loaded" or through_the_loader
+            assert torch.equal(parameter, new[name] if updated else torch.zeros(2, 2)), name
         assert {
             name: parameter.data_ptr() for name, parameter in model.named_parameters()
         } == places

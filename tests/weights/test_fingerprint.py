@@ -1,5 +1,5 @@
-"""Fingerprints of published and of held tensors, without an engine: fused, padded, packed in a
-kernel, in bfloat16."""
+"""Fingerprints of published tensors and of an engine's tensors, without an engine: fused, padded,
+packed in a kernel, in bfloat16."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from asyncrl.weights.held import held_fingerprints
 from asyncrl.weights.layout import plan_buckets
 
 
-def test_hand_computed():
+def test_a_hand_computed_fingerprint():
     assert list(signs(8)) == list(signs(100)[:8]) and set(signs(64)) == {1.0, -1.0}
     one, other, *_ = signs(3)
     matrix = np.array([[1.0, 2.0], [3.0, -4.0], [0.0, 0.0]], dtype=np.float32)
@@ -33,7 +33,7 @@ def test_hand_computed():
     assert list(row_products(np.array([1.0, -2.0]))) == [1.0, -2.0]
 
 
-def test_chunks_change_nothing(monkeypatch):
+def test_chunks_do_not_change_the_products(monkeypatch):
     matrix = np.random.default_rng(0).normal(size=(37, 5))
     whole = row_products(matrix)
     monkeypatch.setattr("asyncrl.weights.fingerprint.CHUNK_ELEMENTS", 12)
@@ -41,7 +41,7 @@ def test_chunks_change_nothing(monkeypatch):
 
 
 class Packed:
-    """A linear layer's method on CPU: the weight is only in the kernel."""
+    """The quant method of a linear layer on CPU, whose weight is only in the kernel."""
 
     def apply(self, layer, x, bias=None):
         return layer.cpu_linear(x)
@@ -80,7 +80,7 @@ def published():
 
 
 def engine_of(tensors):
-    """A model as vLLM holds it: q, k and v as one, the vocabulary padded, a tied head with a packed
+    """A model in vLLM's form: q, k and v fused, the vocabulary padded, a tied head with a packed
     copy."""
     model = torch.nn.Module()
     model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
@@ -119,7 +119,7 @@ def publish(tensors, dtype="float32"):
     )
 
 
-def test_what_is_held_is_what_was_published(published):
+def test_equal_weights_have_equal_fingerprints(published):
     held = held_fingerprints(engine_of(published), Head)
     assert set(held) == {*published, "lm_head.weight"}
     text = difference_text(publish(published), {"a": held}, "float32")
@@ -150,7 +150,7 @@ def test_the_tensor_that_differs_is_named(published, name):
     )
 
 
-def test_a_tied_head_whose_packed_copy_was_not_renewed_is_named(published):
+def test_a_tied_head_with_a_stale_packed_copy_is_named(published):
     model = engine_of(published)
     stale = torch.randn(16, 8)
     model.lm_head.cpu_linear = lambda x: x @ stale.T
@@ -160,7 +160,7 @@ def test_a_tied_head_whose_packed_copy_was_not_renewed_is_named(published):
     )
 
 
-def test_bfloat16_rounding_is_no_difference_and_nan_is(published):
+def test_bfloat16_rounding_is_tolerated_and_nan_is_not(published):
     rounded = {name: tensor.bfloat16() for name, tensor in published.items()}
     held = held_fingerprints(
         engine_of({name: tensor.float() for name, tensor in rounded.items()}), Head
@@ -179,7 +179,7 @@ def test_bfloat16_rounding_is_no_difference_and_nan_is(published):
     "wrong", ["model.language_model.attn.k_proj.weight", "model.language_model.embed_tokens.weight"]
 )
 def test_a_model_with_vision_is_compared_under_the_checkpoints_names(published, wrong):
-    """vLLM gives its parts other prefixes than the checkpoint has."""
+    """vLLM renames the prefixes of a vision model's parts."""
     model = torch.nn.Module()
     model.language_model = engine_of(published)
     model.packed_modules_mapping = model.language_model.packed_modules_mapping

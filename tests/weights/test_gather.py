@@ -1,5 +1,5 @@
-"""Memory of the gather: random models of over 150 MB, buckets of at most an eighth of them or as
-large as their largest parameter."""
+"""Memory of the gather, with random models of over 150 MB. A bucket has at most 1/8 of the model,
+or the size of its largest parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUCKET_BYTES = 24 << 20
 
 
 class Gatherer:
-    """A rank in its own process, which watches its private memory while it gathers."""
+    """A rank in its own process that measures its private memory during a gather."""
 
     def __init__(self, rank: int, config: Config) -> None:
         from asyncrl.learning.group import RankProcess
@@ -34,8 +34,8 @@ class Gatherer:
         self.rank = self.process.rank
 
     def greedy(self) -> None:
-        """From now on every parameter is gathered before the first bucket is filled, as nobody
-        should."""
+        """Make `gather` collect all parameters before it fills the first bucket: the wrong way,
+        which the test must detect."""
         import deepspeed
 
         import asyncrl.learning.rank as rank_module
@@ -49,7 +49,7 @@ class Gatherer:
         rank_module.gather_buckets = all_at_once
 
     def rise(self, version: int) -> tuple[int, int]:
-        """(highest rise of private memory, bytes published) over one gather."""
+        """(largest increase of private memory, bytes published) during one gather."""
         before, highest, done = private_bytes(), [0], threading.Event()
 
         def watch() -> None:
@@ -67,7 +67,7 @@ class Gatherer:
 
 
 def private_bytes() -> int:
-    """Anonymous resident memory of this process: shared memory is not in it."""
+    """Anonymous resident memory of this process, without shared memory."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -77,7 +77,7 @@ def private_bytes() -> int:
 
 
 def save_model(path: Path, vocabulary: int) -> Path:
-    """A Qwen3 of 54 M parameters and 640 for each token of the vocabulary."""
+    """A Qwen3 with 54 M parameters, plus 640 for each token of the vocabulary."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -98,8 +98,8 @@ def save_model(path: Path, vocabulary: int) -> Path:
 
 
 def save_mixture(path: Path, vocabulary: int) -> Path:
-    """A Qwen3-MoE of 48 M parameters: the experts of a layer are one parameter in the learner, and
-    larger than two buckets."""
+    """A Qwen3-MoE with 48 M parameters. A layer's experts are one parameter in the learner, larger
+    than two buckets."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -133,7 +133,7 @@ CASES = {
         40_000,
         save_model,
     ),
-    "two ranks, experts taken apart": (2, "float32", 1000, save_mixture),
+    "two ranks, split experts": (2, "float32", 1000, save_mixture),
 }
 
 
@@ -157,9 +157,8 @@ def test_private_memory_rises_by_at_most_two_buckets(
             "learner": {"world_size": world_size},
         }
     )
-    # Every block of 64 KiB is mapped by itself and given back when freed: what is resident is what
-    # is alive. Otherwise it would matter which of the free pages that loading left behind glibc
-    # happens to touch first.
+    # Blocks of 64 KiB and more get their own mapping, which ends when they are freed, so resident
+    # memory is memory in use. Otherwise the result depends on which free pages glibc reuses.
     environment = {
         **rank_environment(learner_spec(config)),
         "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -188,7 +187,7 @@ def test_private_memory_rises_by_at_most_two_buckets(
                 " parameter is gathered at once"
             )
             assert max(rise for rise, _ in greedy) > 2 * bucket, (
-                "the measurement must see it when somebody gathers more"
+                "the measurement must detect a gather of all parameters"
             )
     finally:
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""Buckets by hand."""
+"""Bucket layouts, computed by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asyncrl.contracts.messages import TensorEntry
 from asyncrl.weights.layout import plan_buckets
 
 
-def test_parameters_are_aligned_and_none_straddles() -> None:
+def test_parameters_are_aligned_and_never_split() -> None:
     entries, sizes = plan_buckets(
         [
             ("a", (3,), "float32"),
@@ -40,10 +40,10 @@ def test_a_bucket_grows_to_the_largest_parameter() -> None:
     [
         ([], "at least one"),
         ([("a", (1,), "int4")], "dtype 'int4'"),
-        ([("a", (1,), "float32"), ("a", (2,), "float32")], "'a' comes twice"),
+        ([("a", (1,), "float32"), ("a", (2,), "float32")], "'a' is listed twice"),
     ],
 )
-def test_what_cannot_be_laid_out(
+def test_a_bad_list_of_parameters_raises(
     shapes: list[tuple[str, tuple[int, ...], str]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

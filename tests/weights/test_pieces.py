@@ -1,5 +1,5 @@
-"""Selections against real tensors of element numbers: whatever is done to both, the pieces copy the
-same elements."""
+"""Selections compared with real tensors of element numbers: after the same operations, the pieces
+copy the same elements."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ OPERATIONS: dict[str, Operation] = {
         lambda t: torch.chunk(torch.chunk(t["a"], 2, dim=1)[1], 4, dim=0)[3].squeeze()
     ),
     "the last chunk is smaller": lambda t: torch.chunk(t["c"], 5, dim=0)[3],
-    "turned": lambda t: torch.transpose(t["a"], 1, 2).contiguous(),
-    "turned from the end": lambda t: t["a"].transpose(-1, 0),
-    "cut, then turned": lambda t: torch.chunk(t["a"], 3, dim=1)[1].transpose(0, 2),
+    "transposed": lambda t: torch.transpose(t["a"], 1, 2).contiguous(),
+    "transposed by a negative dimension": lambda t: t["a"].transpose(-1, 0),
+    "cut, then transposed": lambda t: torch.chunk(t["a"], 3, dim=1)[1].transpose(0, 2),
     "joined": lambda t: torch.cat([t["a"], t["b"]], dim=1),
     "joined and cut across the seam": lambda t: torch.cat([t["a"], t["b"]], dim=-2).narrow(1, 4, 4),
     "stacked": lambda t: torch.stack([t["c"], t["c"]], dim=1),
@@ -42,14 +42,14 @@ OPERATIONS: dict[str, Operation] = {
     "split within a digit": (
         lambda t: t["c"].reshape(2, 6, 5, 2).permute(3, 1, 0, 2).reshape(4, 3, 10)
     ),
-    "made of everything": lambda t: torch.cat(
+    "joined after other operations": lambda t: torch.cat(
         [t["a"].reshape(12, 10).transpose(0, 1), t["c"].transpose(0, 1)], dim=1
     ),
 }
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Every element its own number."""
+    """Tensors in which every element has a unique number."""
     return {
         name: torch.arange(index * 1000, index * 1000 + torch.Size(shape).numel()).view(shape)
         for index, (name, shape) in enumerate(SHAPES.items())
@@ -68,7 +68,7 @@ def copied(shape: tuple[int, ...], pieces: tuple[Piece, ...] | list[Piece]) -> t
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("limit", [1, 3, 7, 40, 1000])
-def test_the_pieces_copy_what_the_operations_would(name: str, limit: int) -> None:
+def test_the_pieces_copy_the_result_of_the_operation(name: str, limit: int) -> None:
     right = OPERATIONS[name](tensors())
     selection = OPERATIONS[name](
         {name: Selection.of(name, shape) for name, shape in SHAPES.items()}
@@ -80,7 +80,7 @@ def test_the_pieces_copy_what_the_operations_would(name: str, limit: int) -> Non
     assert all(part.span <= limit or part.elements == 1 for part in parts)
 
 
-def test_neighbors_become_one_piece() -> None:
+def test_contiguous_elements_become_one_piece() -> None:
     (piece,) = Selection.of("a", (4, 6, 5)).chunk(4)[1].pieces()
     assert piece == Piece("a", (30,), 30, (1,), 0, (1,))
     assert (
@@ -104,6 +104,6 @@ def test_neighbors_become_one_piece() -> None:
         (lambda t: t["c"].reshape(7, 7), "reshapes 120 elements"),
     ],
 )
-def test_what_cannot_be_expressed_is_an_error(operation: Operation, words: str) -> None:
+def test_an_unsupported_operation_raises(operation: Operation, words: str) -> None:
     with pytest.raises(NotExpressibleError, match=words):
         operation({name: Selection.of(name, shape) for name, shape in SHAPES.items()})

@@ -1,5 +1,5 @@
-"""Tables of real checkpoints: what each published tensor takes from the model's parameters is what
-the checkpoint holds under its name."""
+"""Version tables of real checkpoints: the elements that each published tensor takes from the
+model's parameters equal the checkpoint's tensor of that name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncrl.weights.published import CannotPublishError, VersionTable, outline,
 from asyncrl.weights.stored import INDEX
 
 RENAMED = ["qwen3", "qwen3_moe", "mixtral", "gpt_neox", "gemma3", "apertus", "glm4_moe", "gpt_oss"]
-"""Families whose names transformers changes, fuses or adds buffers to, and a plain one."""
+"""Families whose parameters transformers renames, fuses or extends by buffers, and a plain one."""
 
 
 def contents(path: Path) -> dict[str, torch.Tensor]:
@@ -30,7 +30,9 @@ def contents(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def taken(table: VersionTable, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def from_parameters(
+    table: VersionTable, parameters: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The tensors that come from the parameters, copied in small parts."""
     found = {}
     for tensor in table.tensors:
@@ -60,7 +62,7 @@ def test_a_version_is_the_whole_checkpoint_under_its_names(name: str, tmp_path: 
     assert dict(table.parameters) == {
         name: tuple(parameter.shape) for name, parameter in parameters.items()
     }
-    for key, values in taken(table, parameters).items():
+    for key, values in from_parameters(table, parameters).items():
         assert torch.equal(values, stored[key]), key
     kept = {tensor.name for tensor in table.tensors if not tensor.pieces}
     assert len(kept) == sum(1 for name, _ in model.named_buffers() if name in model.state_dict())
@@ -76,7 +78,7 @@ def rewritten(path: Path, change: object) -> Path:
     return path
 
 
-def test_a_head_that_is_tied_and_saved_all_the_same_is_the_embedding(tmp_path: Path) -> None:
+def test_a_saved_copy_of_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     path = family("qwen3").save(tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in {tensor.name for tensor in version_table(path).tensors}
     rewritten(
@@ -103,8 +105,8 @@ def test_a_head_that_is_tied_and_saved_all_the_same_is_the_embedding(tmp_path: P
     assert untied["lm_head.weight"] == "lm_head.weight"
 
 
-def test_names_without_the_prefix_of_the_backbone_stay_so(tmp_path: Path) -> None:
-    """As GPT-2's first checkpoints have them."""
+def test_names_without_the_base_model_prefix_are_kept(tmp_path: Path) -> None:
+    """The original GPT-2 checkpoints have such names."""
     path = family("gpt2").save(tmp_path)
     rewritten(
         path,
@@ -120,7 +122,7 @@ def test_names_without_the_prefix_of_the_backbone_stay_so(tmp_path: Path) -> Non
     parameters = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
     assert all(
         torch.equal(values, contents(path)[name])
-        for name, values in taken(table, parameters).items()
+        for name, values in from_parameters(table, parameters).items()
     )
 
 
@@ -157,15 +159,15 @@ def test_rotary_frequencies_of_old_checkpoints_are_left_out_and_buffers_keep_the
         (
             lambda tensors: tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight"),
             (
-                "cannot make the parameters of Qwen3MoeForCausalLM from the checkpoint's tensors,"
-                " some of which are missing"
+                "cannot make the parameters of Qwen3MoeForCausalLM from the checkpoint's tensors:"
+                " some are missing"
             ),
         ),
         (
             lambda tensors: tensors.pop("model.norm.weight"),
             (
-                r"lacks 'model.norm.weight' of Qwen3MoeForCausalLM, which would begin with random"
-                r" numbers"
+                r"lacks 'model.norm.weight' of Qwen3MoeForCausalLM, which would start from random"
+                r" values"
             ),
         ),
         (

@@ -1,4 +1,4 @@
-"""Who counts as committed and who as unroutable, on scripted answers of replicas."""
+"""Which replicas count as committed and which as unroutable, with scripted answers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ MANIFEST = Manifest("r", 1, 4, (), (), (), ())
 
 
 def at(replica: str, version: int, attempt: int = 1) -> ReplicaStatus:
-    return fake_status(replica, weights=WeightsId("r", attempt, version), applied={"pause_s": 0.1})
+    return replace(
+        fake_status(replica),
+        weights=WeightsId("r", attempt, version),
+        applied={"pause_s": 0.1},
+    )
 
 
 def sync(
     status: Callable[[], list[Any]], applied: Callable[[], list[Any]] = list, timeout_s: float = 0.5
 ) -> tuple[ServeWeightSync, list[Manifest]]:
-    """A push against a handle that answers so; and what was announced."""
+    """A `ServeWeightSync` over a handle with these answers, and the list of announcements."""
     announced: list[Manifest] = []
 
     class Call:
@@ -38,11 +42,11 @@ def sync(
 
         async def _fetch_replica_results_async(self) -> list[Any]:
             return [
-                SimpleNamespace(get_async=lambda answer=answer: given(answer))
+                SimpleNamespace(get_async=lambda answer=answer: reply(answer))
                 for answer in self.answers()
             ]
 
-    async def given(answer: Any) -> Any:
+    async def reply(answer: Any) -> Any:
         if answer is SILENT:
             await asyncio.Event().wait()
         if isinstance(answer, BaseException):
@@ -59,7 +63,7 @@ def sync(
     return ServeWeightSync(handle, registry, timeout_s), announced
 
 
-def test_all_have_it() -> None:
+def test_all_replicas_have_the_version() -> None:
     push, announced = sync(lambda: [at("a", 4), at("b", 5)])
     report = asyncio.run(push.push(MANIFEST))
     assert report.version == 4
@@ -68,13 +72,13 @@ def test_all_have_it() -> None:
     assert announced == [MANIFEST]
 
 
-def test_the_late_one_is_asked_again() -> None:
+def test_a_late_replica_gets_the_broadcast_again() -> None:
     rounds = iter([[at("a", 4), at("b", 3)], [at("a", 4), at("b", 3)], [at("a", 4), at("b", 4)]])
     push, _ = sync(lambda: next(rounds), timeout_s=30)
     assert set(asyncio.run(push.push(MANIFEST)).replicas) == {"a", "b"}
 
 
-def test_one_that_stays_behind_is_unroutable() -> None:
+def test_a_replica_that_stays_behind_is_unroutable() -> None:
     push, _ = sync(lambda: [at("a", 4), at("b", 3), at("d", 4), at("c", 9, attempt=0)])
     report = asyncio.run(push.push(MANIFEST))
     assert set(report.replicas) == {"a", "d"}
@@ -99,19 +103,19 @@ def test_fewer_than_half_are_not_enough(monkeypatch: pytest.MonkeyPatch, others:
         asyncio.run(push.push(MANIFEST))
 
 
-def test_after_the_grace_half_are_enough_and_nobody_waits_for_the_timeout() -> None:
+def test_half_the_replicas_are_enough_after_the_grace_period() -> None:
     push, _ = sync(lambda: [at("a", 4), at("b", 3)], timeout_s=3600)
     push._grace_s = 0.5
     assert asyncio.run(asyncio.wait_for(push.push(MANIFEST), 20)).unroutable == ("b",)
 
 
-def test_before_the_grace_all_live_ones_are_waited_for() -> None:
+def test_the_push_waits_for_all_live_replicas_during_the_grace_period() -> None:
     rounds = iter([[at("a", 4), at("b", 3)]] * 3 + [[at("a", 4), at("b", 4)]])
     push, _ = sync(lambda: next(rounds), timeout_s=30)
     assert asyncio.run(push.push(MANIFEST)).unroutable == ()
 
 
-def test_one_silent_replica_excuses_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_silent_replica_does_not_excuse_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push_module, "STATUS_S", 0.05)
     answers: list[Any] = [at("a", 4), at("b", 4), SILENT]
     push, _ = sync(lambda: answers, timeout_s=3600)
@@ -122,24 +126,24 @@ def test_one_silent_replica_excuses_no_second_one(monkeypatch: pytest.MonkeyPatc
         asyncio.run(asyncio.wait_for(push.push(MANIFEST), 1.5))
 
 
-def test_a_known_silent_one_delays_neither_the_broadcast_nor_the_survey() -> None:
-    """Each would wait for its own time, 15 and 10 s."""
+def test_a_known_silent_replica_does_not_delay_broadcast_or_survey() -> None:
+    """Without this, the broadcast would wait for 15 s and the survey for 10 s."""
     push, _ = sync(lambda: [at("a", 4), SILENT], lambda: [at("a", 4), SILENT], timeout_s=3600)
     push._behind = Counter([SILENT])
     assert asyncio.run(asyncio.wait_for(push.push(MANIFEST), 5)).unroutable == (SILENT,)
 
 
 @pytest.mark.parametrize("other", [at("b", 3), SILENT], ids=["slow", "silent"])
-def test_the_grace_ends_a_round_that_is_under_way(other: Any) -> None:
-    """A round of its own would take 15 s, and asking where the replicas are 10 s."""
+def test_the_end_of_the_grace_period_ends_a_running_round(other: Any) -> None:
+    """A full round would take 15 s, and a survey 10 s."""
     push, _ = sync(lambda: [at("a", 4), other], lambda: [at("a", 4), SILENT], timeout_s=3600)
     push._grace_s = 0.3
     assert asyncio.run(asyncio.wait_for(push.push(MANIFEST), 5)).unroutable in (("b",), (SILENT,))
 
 
 @pytest.mark.parametrize("late", [at("b", 3), SILENT], ids=["behind", "silent"])
-def test_one_that_has_caught_up_is_waited_for_again(late: Any) -> None:
-    """Even if another one always answers first."""
+def test_the_push_waits_again_for_a_replica_that_caught_up(late: Any) -> None:
+    """Also if another replica always answers first."""
     rounds: list[list[Any]] = [[at("a", 4), late]]
     push, _ = sync(lambda: rounds[0] if len(rounds) == 1 else rounds.pop(0), timeout_s=3600)
     push._grace_s = 0.0
@@ -150,9 +154,8 @@ def test_one_that_has_caught_up_is_waited_for_again(late: Any) -> None:
     assert set(report.replicas) == {"a", "b"} and report.unroutable == ()
 
 
-def test_a_drain_that_goes_on_is_no_timeout() -> None:
-    """Generations longer than the timeout end before the version is applied; one that makes no
-    token any more ends the wait."""
+def test_a_drain_with_progress_extends_the_timeout() -> None:
+    """The push waits for generations longer than the timeout, as long as they produce tokens."""
     tokens = iter(range(100))
     answers = [[replace(at("a", 3), tokens_generated=next(tokens))] for _ in range(12)] + [
         [at("a", 4)]
@@ -167,7 +170,7 @@ def test_a_drain_that_goes_on_is_no_timeout() -> None:
         asyncio.run(push.push(MANIFEST))
 
 
-def test_one_that_comes_back_is_waited_for() -> None:
+def test_the_push_waits_for_a_replica_that_comes_back() -> None:
     answers = iter([None, TimeoutError(), [at("a", 4)]])
 
     def status() -> list[Any]:
@@ -182,7 +185,7 @@ def test_one_that_comes_back_is_waited_for() -> None:
     assert set(asyncio.run(push.push(MANIFEST)).replicas) == {"a"}
 
 
-def test_nobody_has_it() -> None:
+def test_no_replica_has_the_version() -> None:
     push, _ = sync(lambda: [at("a", 3), ValueError("gone")], lambda: [OSError("no room")])
     with pytest.raises(
         RuntimeError, match=r"no replica of 1 applied version 4 within .* OSError: no room"
@@ -196,23 +199,23 @@ def test_a_manifest_that_does_not_fit_ends_at_once() -> None:
         asyncio.run(push.push(MANIFEST))
 
 
-def test_one_that_stands_still_does_not_silence_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_replica_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push_module, "STATUS_S", 0.05)
     push, _ = sync(lambda: [at("a", 4), SILENT], timeout_s=0.3)
     report = asyncio.run(push.push(MANIFEST))
     assert set(report.replicas) == {"a"}
     assert report.unroutable == (SILENT,)
     push._timeout_s = 3600
-    assert asyncio.run(push.push(MANIFEST)).unroutable == (SILENT,)  # once is enough
+    assert asyncio.run(push.push(MANIFEST)).unroutable == (SILENT,)  # no second wait
 
 
-def test_the_replica_that_is_held_keeps_its_version_and_is_not_counted() -> None:
+def test_a_held_replica_keeps_its_version_and_is_not_counted() -> None:
     versions = {"a": 4, "b": 4, "c": 4}
-    told: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
     push, _ = sync(lambda: [at(name, version) for name, version in versions.items()])
 
     def answer(method: str, *arguments: Any) -> Any:
-        told.append((method, *arguments))
+        calls.append((method, *arguments))
         if method == "hold":
             return [name == arguments[0] for name in versions]
         if method == "apply_version":
@@ -225,12 +228,12 @@ def test_the_replica_that_is_held_keeps_its_version_and_is_not_counted() -> None
 
     broadcast = push._handle.broadcast
 
-    def asked(method: str, *arguments: Any) -> Any:
+    def recording_broadcast(method: str, *arguments: Any) -> Any:
         call = broadcast("status")
         call.answers = lambda: answer(method, *arguments)
         return call
 
-    push._handle = SimpleNamespace(broadcast=asked)
+    push._handle = SimpleNamespace(broadcast=recording_broadcast)
 
     async def scenario() -> None:
         await push.push(MANIFEST)
@@ -241,7 +244,7 @@ def test_the_replica_that_is_held_keeps_its_version_and_is_not_counted() -> None
         assert report.unroutable == ()
         assert versions == {"a": 5, "b": 5, "c": 4}
         await push.release("c")
-        assert told[-1] == ("release", "c")
+        assert calls[-1] == ("release", "c")
         report = await push.push(replace(MANIFEST, version=6))
         assert set(report.replicas) == {"a", "b", "c"}
 
@@ -259,8 +262,8 @@ def test_the_only_replica_with_the_version_is_not_held(answers: list[Any]) -> No
     assert asyncio.run(push.hold(4)) is None
 
 
-def test_a_replica_that_will_not_be_held_is_not() -> None:
-    """It has begun to take another version, or died: nobody says yes."""
+def test_hold_returns_none_if_the_replica_refuses() -> None:
+    """The replica has started to take another version, or died."""
     push, _ = sync(lambda: [at("a", 4), at("b", 4)], lambda: [False, False])
     asyncio.run(push.push(MANIFEST))
     assert asyncio.run(push.hold(4)) is None

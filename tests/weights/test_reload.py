@@ -1,5 +1,5 @@
-"""A version in vLLM's own layers on CPU, without an engine: what they have packed for their kernels
-is made anew by an update."""
+"""Updates of vLLM's own layers on CPU, without an engine: an update renews the weights packed for
+their kernels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ EXPERTS, HIDDEN, WIDTH = 4, 64, 48
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """vLLM's groups of one process."""
+def single_process_groups() -> Iterator[None]:
+    """vLLM's process groups for a single process."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
         destroy_distributed_environment,
@@ -52,7 +52,7 @@ def mixture(name: str) -> Any:
 
 
 def load(model: Any, seed: int) -> None:
-    """As a model's `load_weights` gives each expert its three tensors."""
+    """Load three tensors for each expert, like a model's `load_weights`."""
     from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
 
     generator = torch.Generator().manual_seed(seed)
@@ -85,8 +85,8 @@ def processed(model: Any) -> None:
             method.process_weights_after_loading(module)
 
 
-def backend(model: Any) -> Any:
-    """Ours around a model, as an engine makes it."""
+def backend_around(model: Any) -> Any:
+    """asyncrl's weight backend for a model, as an engine creates it."""
     from asyncrl.weights.apply import StagedWeights
 
     made = StagedWeights.__new__(StagedWeights)
@@ -96,7 +96,7 @@ def backend(model: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_head_within_a_model_with_vision_is_packed_again(tied: bool) -> None:
+def test_the_head_of_a_vision_model_is_packed_again(tied: bool) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,
@@ -105,7 +105,7 @@ def test_a_head_within_a_model_with_vision_is_packed_again(tied: bool) -> None:
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, HIDDEN, generator=generator)
-    with alone():
+    with single_process_groups():
         model, inner = torch.nn.Module(), torch.nn.Module()
         model.language_model = inner
         inner.embed_tokens = VocabParallelEmbedding(64, HIDDEN, params_dtype=torch.float32)
@@ -128,7 +128,7 @@ def test_a_head_within_a_model_with_vision_is_packed_again(tied: bool) -> None:
         for module in (inner.embed_tokens, inner.lm_head):
             module.quant_method.process_weights_after_loading(module)
         torch.testing.assert_close(logits(), hidden @ old.T)
-        weights = backend(model)
+        weights = backend_around(model)
         weights.start_weight_update()
         new = load_new()
         weights.finish_weight_update()
@@ -140,7 +140,7 @@ def test_experts_are_packed_again() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    with alone():
+    with single_process_groups():
         first, fresh = mixture("first"), mixture("fresh")
         record_metadata_for_reloading(first)
         load(first, seed=1)
@@ -150,7 +150,7 @@ def test_experts_are_packed_again() -> None:
         held, wanted = (dict(model.named_parameters()) for model in (first, fresh))
         assert any(not torch.equal(held[name], wanted[name]) for name in held)
 
-        weights = backend(first)
+        weights = backend_around(first)
         weights.start_weight_update()
         load(first, seed=2)
         weights.finish_weight_update()

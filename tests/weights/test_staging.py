@@ -1,5 +1,5 @@
-"""Manifests and staging files: what is checked before anything is applied, and what is left behind
-(nothing)."""
+"""Manifests and staging files: the checks before a version is applied, and the cleanup after a
+failure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def manifest(publish: Any, parameters: Parameters) -> Manifest:
     return made
 
 
-def test_what_is_fetched_is_what_the_worker_maps(
+def test_the_worker_maps_the_fetched_tensors(
     manifest: Manifest, parameters: Parameters, expected: Any, tmp_path: Path
 ) -> None:
     staged = fetch_version(manifest, expected, 60, tmp_path)
@@ -55,7 +55,7 @@ def test_what_is_fetched_is_what_the_worker_maps(
 def test_a_short_file_is_not_mapped(manifest: Manifest, expected: Any, tmp_path: Path) -> None:
     staged = fetch_version(manifest, expected, 60, tmp_path)
     os.truncate(staged.path, staged.nbytes - 1)
-    with pytest.raises(ValueError, match="its layout says"):
+    with pytest.raises(ValueError, match="its layout needs"):
         map_tensors(StagedUpdate(**staged.update_info()))
 
 
@@ -68,7 +68,7 @@ def test_a_corrupt_bucket_is_refused_and_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_shared_memory_that_takes_no_more_is_named_and_keeps_nothing(
+def test_full_shared_memory_is_named_and_leaves_no_file(
     manifest: Manifest, expected: Any, tmp_path: Path, full_disk: Any
 ) -> None:
     with (
@@ -82,7 +82,7 @@ def test_shared_memory_that_takes_no_more_is_named_and_keeps_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bucket_of_another_size_is_refused(
+def test_a_bucket_of_the_wrong_size_is_refused(
     manifest: Manifest, expected: Any, tmp_path: Path
 ) -> None:
     sizes = (manifest.sizes[0] + 64, *manifest.sizes[1:])
@@ -90,7 +90,9 @@ def test_a_bucket_of_another_size_is_refused(
         fetch_version(replace(manifest, sizes=sizes), expected, 60, tmp_path)
 
 
-def test_every_parameter_has_to_be_there_once_and_right(manifest: Manifest, expected: Any) -> None:
+def test_a_manifest_must_list_every_parameter_once_and_correctly(
+    manifest: Manifest, expected: Any
+) -> None:
     check_manifest(manifest, expected)
     entries = {entry.name: entry for entry in manifest.tensors}
 
@@ -141,11 +143,11 @@ def test_expected_tensors_are_those_of_transformers(tiny_model: Path, untied_mod
             name: (tuple(p.shape), ("bfloat16", "float32")) for name, p in model.named_parameters()
         }
     assert "lm_head.weight" not in expected_tensors(tiny_model, "float32")
-    with pytest.raises(CheckpointFilesError, match=r"holds neither model\.safetensors"):
+    with pytest.raises(CheckpointFilesError, match=r"has no model\.safetensors"):
         expected_tensors(tiny_model / "nowhere", "float32")
 
 
-def test_sweep_takes_what_dead_processes_left(tmp_path: Path) -> None:
+def test_sweep_deletes_the_files_of_dead_processes(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     dead, alive = (

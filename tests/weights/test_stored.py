@@ -1,4 +1,4 @@
-"""Which files of a directory are the checkpoint."""
+"""Which files of a directory belong to the checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def index(directory: Path, **weight_map: str) -> None:
     (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def test_the_index_says_which_files_count(tmp_path: Path) -> None:
+def test_the_index_lists_the_checkpoints_files(tmp_path: Path) -> None:
     save(tmp_path / "model-00001-of-00002.safetensors", a=torch.ones(2, 3))
     save(
         tmp_path / "model-00002-of-00002.safetensors",
@@ -55,30 +55,30 @@ def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
     assert stored_files(tmp_path) == [tmp_path / "model.safetensors"]
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_unreadable_file(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointFilesError,
-        match=r"holds neither model.safetensors nor model.safetensors.index.json",
+        match=r"has no model.safetensors and no model.safetensors.index.json",
     ):
         stored_files(tmp_path)
     save(tmp_path / "model.safetensors", a=torch.ones(2))
     save(tmp_path / "consolidated.safetensors", b=torch.ones(2))
     with pytest.raises(
-        CheckpointFilesError, match=r"consolidated.safetensors beside model.safetensors and no"
+        CheckpointFilesError, match=r"model.safetensors and consolidated.safetensors, but no"
     ):
         stored_files(tmp_path)
     for weight_map, words in (
         ({"a": "gone.safetensors"}, "and an .* that names other files"),
-        ({}, "without files"),
-        ({"a": 1}, "without files"),
+        ({}, "names no files"),
+        ({"a": 1}, "names no files"),
     ):
         index(tmp_path, **weight_map)  # type: ignore[arg-type]
         with pytest.raises(CheckpointFilesError, match=words):
             stored_files(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "part.safetensors")
     for weight_map, words in (
-        ({"a": "gone.safetensors"}, "'gone.safetensors', which is not there"),
-        ({"a": "../part.safetensors"}, "no file of that directory"),
+        ({"a": "gone.safetensors"}, "'gone.safetensors', which is missing"),
+        ({"a": "../part.safetensors"}, "not a file of that directory"),
     ):
         index(tmp_path, **weight_map)
         with pytest.raises(CheckpointFilesError, match=words):
@@ -91,5 +91,5 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointFilesError, match=r"part.safetensors cannot be read"):
         stored_tensors(tmp_path)
     save(tmp_path / "part.safetensors", b=torch.ones(2))
-    with pytest.raises(CheckpointFilesError, match="both hold 'b'"):
+    with pytest.raises(CheckpointFilesError, match="both have 'b'"):
         stored_tensors(tmp_path)

@@ -1,4 +1,4 @@
-"""The lease: one job at a time, freed with its driver however that ends."""
+"""The lease on an application: one job has it at a time, and it ends with the job's driver."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ sys.stdin.read()
 
 
 class Scripted:
-    """A version registry as far as its holder goes."""
+    """A version registry that only answers `holder`."""
 
     def __init__(self, answer: Any) -> None:
         self.holder = self
@@ -45,12 +45,12 @@ class Scripted:
         return str(self.answer)
 
 
-def taken(*args: Any) -> Any:
-    raise ValueError("the name is taken")
+def name_taken(*args: Any) -> Any:
+    raise ValueError("the name is name_taken")
 
 
-def test_a_second_job_is_refused_and_told_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "open_registry", taken)
+def test_a_second_job_is_refused_with_the_holders_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "open_registry", name_taken)
     monkeypatch.setattr(
         registry, "find_registry", lambda name: Scripted("run 'first' (abc, attempt 0, process 7)")
     )
@@ -67,7 +67,7 @@ def test_a_second_job_is_refused_and_told_who_has_it(monkeypatch: pytest.MonkeyP
 def test_a_holder_that_does_not_answer_does_not_hang_the_second_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry, "open_registry", taken)
+    monkeypatch.setattr(registry, "open_registry", name_taken)
     monkeypatch.setattr(registry, "find_registry", lambda name: Scripted(None))
     monkeypatch.setattr(registry, "ANSWER_S", 0.01)
     with pytest.raises(
@@ -76,8 +76,8 @@ def test_a_holder_that_does_not_answer_does_not_hang_the_second_job(
         asyncio.run(take_lease("standing-versions", "run 'second'", "standing", release_s=0))
 
 
-def test_a_lease_that_ends_meanwhile_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([taken, taken, lambda *args: "the lease"])
+def test_a_lease_that_ends_while_waiting_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([name_taken, name_taken, lambda *args: "the lease"])
     monkeypatch.setattr(registry, "open_registry", lambda *args: next(answers)(*args))
     monkeypatch.setattr(registry, "find_registry", lambda name: None)
     monkeypatch.setattr(registry, "LOOK_EVERY_S", 0)
@@ -114,11 +114,11 @@ def test_a_killed_driver_frees_its_lease(ray_cluster: Any) -> None:
         first.wait()
 
 
-def test_a_version_that_is_withdrawn_is_current_no_more() -> None:
-    """Its learner has ended, and a replica that starts now could not fetch it."""
-    one = VersionRegistry()
-    one.announce(Manifest("run", 0, 7, (), (), (), ()))
-    one.withdraw()
-    assert one.current() is None and one.newest() is None
-    one.announce(Manifest("run", 1, 5, (), (), (), ()))
-    assert one.newest() == ("run", 1, 5)
+def test_a_withdrawn_version_is_not_current() -> None:
+    """Its learner has ended, so a replica that starts now could not fetch it."""
+    versions = VersionRegistry()
+    versions.announce(Manifest("run", 0, 7, (), (), (), ()))
+    versions.withdraw()
+    assert versions.current() is None and versions.newest() is None
+    versions.announce(Manifest("run", 1, 5, (), (), (), ()))
+    assert versions.newest() == ("run", 1, 5)

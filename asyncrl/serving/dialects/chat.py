@@ -1,14 +1,14 @@
-"""OpenAI's /v1/chat/completions: messages, through the model's chat template."""
+"""OpenAI's /v1/chat/completions: renders messages with the model's chat template."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from asyncrl.contracts.messages import Details, GenerateRequest, Piece
-from asyncrl.serving.answers import Head, Told, Words, siblings
+from asyncrl.serving.answers import ChoicePiece, Head, Words, siblings
 from asyncrl.serving.dialects.fields import (
     MOST_LOGPROBS,
     Sampling,
@@ -26,9 +26,9 @@ from asyncrl.text.template import MessagesError
 __all__ = ["Chat", "ChatBody"]
 
 OBJECT, EVENT = "chat.completion", "chat.completion.chunk"
-UNSAID = ("annotations", "audio", "function_call", "name", "refusal", "tool_calls")
-"""Fields of a message that a client sends back as null, or as an empty list, as the answer before
-had them."""
+OPTIONAL = ("annotations", "audio", "function_call", "name", "refusal", "tool_calls")
+"""Fields of a message that clients copy from an earlier answer. They may be null or an empty
+list."""
 
 
 class TextPart(BaseModel):
@@ -46,18 +46,18 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    """`developer` is OpenAI's newer name of `system`, which templates know."""
+    """`developer` is OpenAI's newer name for `system`. Templates only know `system`."""
     content: str | list[TextPart]
-    """Text, or parts that become lines."""
+    """A string, or text parts that are joined with line breaks."""
 
     @model_validator(mode="before")
     @classmethod
-    def without_unsaid(cls, tree: Any) -> Any:
+    def without_empty_fields(cls, tree: object) -> object:
         return (
             {
                 name: value
                 for name, value in tree.items()
-                if name not in UNSAID or value not in (None, [])
+                if name not in OPTIONAL or value not in (None, [])
             }
             if isinstance(tree, dict)
             else tree
@@ -65,7 +65,7 @@ class Message(BaseModel):
 
     @property
     def plain(self) -> dict[str, str]:
-        """As a template takes it."""
+        """The message as chat templates expect it."""
         content = (
             self.content
             if isinstance(self.content, str)
@@ -75,16 +75,16 @@ class Message(BaseModel):
 
 
 class ChatBody(Sampling):
-    """The body of POST /v1/chat/completions, without fields that change nothing."""
+    """The body of POST /v1/chat/completions, without fields that have no effect."""
 
     messages: list[Message] = Field(min_length=1)
     """The chat so far."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Longest answer, in tokens. Default: what the context has left."""
+    """Longest completion, in tokens. Default: the rest of the context."""
     logprobs: bool = False
-    """Name the answer's tokens, with their log-probs."""
+    """Return the completion's tokens with their log-probs."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    """So many of the most probable tokens at each place. Only with `logprobs`."""
+    """Number of most probable tokens to return at each position. Requires `logprobs`."""
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking."""
 
@@ -93,7 +93,7 @@ class ChatBody(Sampling):
         self.refuse_contradictions()
         if self.top_logprobs and not self.logprobs:
             raise ValueError(
-                "top_logprobs: it acts only with logprobs: true; leave it out, or set that"
+                "top_logprobs: only valid with logprobs: true; remove it, or set logprobs"
             )
         return self
 
@@ -103,9 +103,9 @@ class Chat:
 
     prefix = "chatcmpl"
 
-    def __init__(self, tree: Any, model: ServedModel) -> None:
-        """Raises ApiError for a body that is wrong. What no model of this length takes is refused
-        before anything works through it."""
+    def __init__(self, tree: object, model: ServedModel) -> None:
+        """Validate the body. Raises ApiError. Lengths are checked first, so that an oversized body
+        costs no further work."""
         if isinstance(tree, dict):
             _refuse_many(tree.get("messages"), model)
         self.body = check(ChatBody, tree, "model and messages")
@@ -117,8 +117,8 @@ class Chat:
         )
         self._usage = Usage()
         self._prompt_ids: list[int] = []
-        self._begun: set[int] = set()
-        """Choices that have had an event."""
+        self._started: set[int] = set()
+        """Choices that have sent an event."""
 
     @property
     def streams(self) -> bool:
@@ -132,56 +132,56 @@ class Chat:
         try:
             text = await words.render(self._messages, self.body.chat_template_kwargs)
         except MessagesError as error:
-            said = (
+            message = (
                 f"the chat template of {model.name!r} refuses the messages ({error}); correct them,"
                 " or use /v1/completions"
             )
-            raise ApiError(400, said, "invalid_value", "messages") from None
-        refuse_long_text(text, model, "messages")  # what the template wrote around them included
+            raise ApiError(400, message, "invalid_value", "messages") from None
+        refuse_long_text(text, model, "messages")  # now with the template's own text
         self._prompt_ids = await words.encode(text, rendered=True)
         longest = check_prompt(self._prompt_ids, self.body.max_tokens, model, "messages")
         self._usage.of_prompts([self._prompt_ids])
         return siblings(self.body.request(self._prompt_ids, longest), self.body.n)
 
-    def answer(self, head: Head, choices: Sequence[Told]) -> dict[str, Any]:
+    def answer(self, head: Head, choices: Sequence[ChoicePiece]) -> dict[str, object]:
         written = [
             self._choice(
-                told,
-                {"message": {"role": "assistant", "content": told.piece.text, "refusal": None}},
+                part,
+                {"message": {"role": "assistant", "content": part.piece.text, "refusal": None}},
             )
-            for told in choices
+            for part in choices
         ]
         return envelope(head, OBJECT, written) | {
             "usage": self._usage.shown(),
             "prompt_token_ids": self._prompt_ids,
         }
 
-    def event(self, head: Head, told: Told) -> dict[str, Any]:
+    def event(self, head: Head, part: ChoicePiece) -> dict[str, object]:
         delta = (
-            {"content": told.piece.text}
-            if told.choice in self._begun
-            else {"role": "assistant", "content": told.piece.text}
+            {"content": part.piece.text}
+            if part.choice in self._started
+            else {"role": "assistant", "content": part.piece.text}
         )
-        first = {} if self._begun else {"prompt_token_ids": self._prompt_ids}
-        self._begun.add(told.choice)
+        first = {} if self._started else {"prompt_token_ids": self._prompt_ids}
+        self._started.add(part.choice)
         return (
-            envelope(head, EVENT, [self._choice(told, {"delta": delta})])
+            envelope(head, EVENT, [self._choice(part, {"delta": delta})])
             | first
             | self._usage.in_event(self.body)
         )
 
-    def last_event(self, head: Head) -> dict[str, Any] | None:
+    def last_event(self, head: Head) -> dict[str, object] | None:
         return self._usage.last_event(self.body, envelope(head, EVENT, []))
 
-    def _choice(self, told: Told, said: Mapping[str, Any]) -> dict[str, Any]:
-        piece = told.piece
+    def _choice(self, part: ChoicePiece, content: Mapping[str, object]) -> dict[str, object]:
+        piece = part.piece
         self._usage.completion += len(piece.tokens.ids)
         return {
-            "index": told.choice,
-            **said,
+            "index": part.choice,
+            **content,
             "token_ids": list(piece.tokens.ids),
             "logprobs": (
-                {"content": _content(piece, told.texts), "refusal": None}
+                {"content": _content(piece, part.texts), "refusal": None}
                 if self.body.logprobs
                 else None
             ),
@@ -189,27 +189,28 @@ class Chat:
         }
 
 
-def _refuse_many(messages: Any, model: ServedModel) -> None:
-    """Each message takes a token at least."""
+def _refuse_many(messages: object, model: ServedModel) -> None:
+    """Raise ApiError for more messages than tokens, since each message takes at least one."""
     if isinstance(messages, list) and len(messages) > model.max_model_len:
         text = (
             f"messages has {len(messages):,} messages, above the {model.max_model_len} tokens that"
-            f" {model.name!r} takes; send fewer"
+            f" {model.name!r} accepts; send fewer"
         )
         raise ApiError(400, text, "context_length_exceeded", "messages")
 
 
-def _content(piece: Piece, texts: Mapping[int, str]) -> list[dict[str, Any]]:
+def _content(piece: Piece, texts: Mapping[int, str]) -> list[dict[str, object]]:
     tokens = piece.tokens
     tops = tokens.top or ((),) * len(tokens.ids)
     return [
-        _token(token, logprob, texts) | {"top_logprobs": [_token(*one, texts) for one in best]}
+        _token(token, logprob, texts)
+        | {"top_logprobs": [_token(*alternative, texts) for alternative in best]}
         for token, logprob, best in zip(tokens.ids, tokens.logprobs, tops, strict=True)
     ]
 
 
-def _token(token: int, logprob: float | None, texts: Mapping[int, str]) -> dict[str, Any]:
-    """`bytes` is null for a part of a character: the tokenizer does not tell which."""
+def _token(token: int, logprob: float | None, texts: Mapping[int, str]) -> dict[str, object]:
+    """`bytes` is null for a part of a character, because the tokenizer does not say which part."""
     text = texts[token]
     return {
         "token": text,

@@ -1,14 +1,14 @@
-"""OpenAI's /v1/completions: prompts of text or token ids, one or several."""
+"""OpenAI's /v1/completions: one or more prompts, as text or token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from asyncrl.contracts.messages import Details, GenerateRequest, Piece, Tokens
-from asyncrl.serving.answers import Head, Told, Words, siblings
+from asyncrl.serving.answers import ChoicePiece, Head, Words, siblings
 from asyncrl.serving.dialects.fields import (
     MOST_CHOICES,
     MOST_LOGPROBS,
@@ -17,6 +17,7 @@ from asyncrl.serving.dialects.fields import (
     check_name,
     check_prompt,
     check_top,
+    refuse_long_prompt,
     refuse_long_text,
 )
 from asyncrl.serving.dialects.render import Usage, ending, envelope, finite
@@ -30,32 +31,32 @@ NO_TOKENS = Tokens((), ())
 
 
 class CompletionBody(Sampling):
-    """The body of POST /v1/completions, without fields that change nothing."""
+    """The body of POST /v1/completions, without fields that have no effect."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    """Text, token ids, or a list of either."""
+    """A string, token ids, or a list of either."""
     max_tokens: int = Field(default=16, ge=0)
-    """Longest completion, in tokens. 0 with `echo`: the prompt alone."""
+    """Longest completion, in tokens. 0 is valid with `echo`, and returns the prompt alone."""
     echo: bool = False
-    """Put the prompt before each completion, in the text and in the log-probs."""
+    """Return the prompt before each completion, in the text and in the log-probs."""
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    """Name the tokens, and so many of the most probable ones at each place."""
+    """Return the tokens, and this many of the most probable ones at each position."""
 
     @model_validator(mode="after")
     def fields_fit(self) -> Self:
         self.refuse_contradictions()
         if not self.max_tokens and not self.echo:
-            raise ValueError("max_tokens: 0 gives nothing; ask for 1 or more, or set echo: true")
+            raise ValueError("max_tokens: 0 generates nothing; use 1 or more, or set echo: true")
         if len(self.prompts) * self.n > MOST_CHOICES:
             raise ValueError(
-                f"prompt: {len(self.prompts)} prompts of n = {self.n} completions are above"
-                f" {MOST_CHOICES}; send several requests"
+                f"prompt: {len(self.prompts)} prompts with n = {self.n} are above {MOST_CHOICES}"
+                " completions; send several requests"
             )
         return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several."""
+        """The prompts, also if there is only one."""
         several = (
             isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
         )
@@ -67,9 +68,9 @@ class Completions:
 
     prefix = "cmpl"
 
-    def __init__(self, tree: Any, model: ServedModel) -> None:
-        """Raises ApiError for a body that is wrong. What no model of this length takes is refused
-        before anything works through it."""
+    def __init__(self, tree: object, model: ServedModel) -> None:
+        """Validate the body. Raises ApiError. Lengths are checked first, so that an oversized body
+        costs no further work."""
         if isinstance(tree, dict):
             _refuse_long(tree.get("prompt"), model)
         self.body = check(CompletionBody, tree, "model and prompt")
@@ -78,7 +79,7 @@ class Completions:
         self._usage = Usage()
         self._echoed: list[str] = []
         self._written: dict[int, int] = {}
-        """Choice → characters of its tokens that were told."""
+        """Choice → number of characters of its tokens that have been sent."""
 
     @property
     def streams(self) -> bool:
@@ -106,34 +107,34 @@ class Completions:
             for choice in siblings(body.request(ids, body.max_tokens), body.n)
         ]
 
-    def answer(self, head: Head, choices: Sequence[Told]) -> dict[str, Any]:
-        written = [self._choice(told) for told in choices]
+    def answer(self, head: Head, choices: Sequence[ChoicePiece]) -> dict[str, object]:
+        written = [self._choice(part) for part in choices]
         return envelope(head, OBJECT, written) | {"usage": self._usage.shown()}
 
-    def event(self, head: Head, told: Told) -> dict[str, Any]:
-        return envelope(head, OBJECT, [self._choice(told)]) | self._usage.in_event(self.body)
+    def event(self, head: Head, part: ChoicePiece) -> dict[str, object]:
+        return envelope(head, OBJECT, [self._choice(part)]) | self._usage.in_event(self.body)
 
-    def last_event(self, head: Head) -> dict[str, Any] | None:
+    def last_event(self, head: Head) -> dict[str, object] | None:
         return self._usage.last_event(self.body, envelope(head, OBJECT, []))
 
-    def _choice(self, told: Told) -> dict[str, Any]:
-        piece, first = told.piece, told.choice not in self._written
-        echoed = self._echoed[told.choice // self.body.n] if first and self.body.echo else ""
+    def _choice(self, part: ChoicePiece) -> dict[str, object]:
+        piece, first = part.piece, part.choice not in self._written
+        echoed = self._echoed[part.choice // self.body.n] if first and self.body.echo else ""
         self._usage.completion += len(piece.tokens.ids)
         return {
-            "index": told.choice,
+            "index": part.choice,
             "text": echoed + piece.text,
             "token_ids": list(piece.tokens.ids),
-            "logprobs": self._logprobs(piece, told.texts, told.choice),
+            "logprobs": self._logprobs(piece, part.texts, part.choice),
             **ending(piece),
         }
 
-    def _logprobs(self, piece: Piece, texts: Mapping[int, str], choice: int) -> dict[str, Any]:
-        """Of the completion's tokens, and of an echoed prompt's before them."""
+    def _logprobs(self, piece: Piece, texts: Mapping[int, str], choice: int) -> dict[str, object]:
+        """Log-probs of the tokens of an echoed prompt, and of the completion."""
         offset = self._written.setdefault(choice, 0)
         if self.body.logprobs is None:
             return {
-                "token_logprobs": [finite(one) for one in piece.tokens.logprobs],
+                "token_logprobs": [finite(logprob) for logprob in piece.tokens.logprobs],
                 "tokens": None,
                 "top_logprobs": None,
                 "text_offset": None,
@@ -151,7 +152,7 @@ class Completions:
                 for place in zip(ids, logprobs, (*prompt.top, *piece.tokens.top), strict=True)
             ]
         return {
-            "token_logprobs": [finite(one) for one in logprobs],
+            "token_logprobs": [finite(logprob) for logprob in logprobs],
             "tokens": [_name(token, texts) for token in ids],
             "top_logprobs": tops or None,
             "text_offset": offsets,
@@ -161,37 +162,35 @@ class Completions:
 def _top(
     token: int, logprob: float | None, best: Sequence[tuple[int, float]], texts: Mapping[int, str]
 ) -> dict[str, float | None] | None:
-    """The most probable tokens at one place, and the one that was chosen. Of two with one text
-    the better one is named."""
+    """The most probable tokens at one position, and the sampled token. If two tokens have the same
+    text, only the more probable one is returned."""
     if logprob is None:
         return None
     named: dict[str, float | None] = {}
-    for one, its in (*best, (token, logprob)):
-        named.setdefault(_name(one, texts), finite(its))
+    for candidate, value in (*best, (token, logprob)):
+        named.setdefault(_name(candidate, texts), finite(value))
     return named
 
 
 def _name(token: int, texts: Mapping[int, str]) -> str:
-    """A token's text; its number if it has none of its own."""
+    """A token's text; its id if the text is empty or a part of a character."""
     return f"token_id:{token}" if not texts[token] or "\ufffd" in texts[token] else texts[token]
 
 
-def _refuse_long(prompt: Any, model: ServedModel) -> None:
-    """Before the body is worked through. Wrong kinds are left to its check."""
-    several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt[:1])
-    if several and len(prompt) > MOST_CHOICES:
+def _refuse_long(prompt: object, model: ServedModel) -> None:
+    """Raise ApiError for a prompt that is too long. Wrong types are left to `check`."""
+    prompts: list[object] = [prompt]
+    if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt[:1]):
+        prompts = prompt
+    if len(prompts) > MOST_CHOICES:
         raise ApiError(
             400,
-            f"prompt has {len(prompt):,} prompts, above {MOST_CHOICES}; send several requests",
+            f"prompt has {len(prompts):,} prompts, above {MOST_CHOICES}; send several requests",
             "invalid_value",
             "prompt",
         )
-    for one in prompt if several else [prompt]:
-        if isinstance(one, str):
-            refuse_long_text(one, model, "prompt")
-        elif isinstance(one, list) and len(one) >= model.max_model_len:
-            text = (
-                f"prompt of {len(one):,} tokens leaves no room in the {model.max_model_len} that"
-                f" {model.name!r} takes; shorten it"
-            )
-            raise ApiError(400, text, "context_length_exceeded", "prompt")
+    for text_or_ids in prompts:
+        if isinstance(text_or_ids, str):
+            refuse_long_text(text_or_ids, model, "prompt")
+        elif isinstance(text_or_ids, list):
+            refuse_long_prompt(len(text_or_ids), model, "prompt")

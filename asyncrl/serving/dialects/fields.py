@@ -1,13 +1,14 @@
-"""What OpenAI's bodies have in common: fields that sample, fields that change nothing, and errors
-that name a field."""
+"""The fields that the bodies of OpenAI's requests share, and validation with errors that name a
+field."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 
 from asyncrl.config.derived import request_deadline_s
 from asyncrl.contracts.messages import GenerateRequest
@@ -15,29 +16,30 @@ from asyncrl.serving.errors import ApiError, printable
 from asyncrl.serving.identity import ServedModel
 
 __all__ = [
-    "LONGEST_SEED",
     "MOST_CHOICES",
     "MOST_LOGPROBS",
+    "SEED_LIMIT",
     "Sampling",
     "check",
     "check_name",
     "check_prompt",
     "check_top",
+    "refuse_long_prompt",
     "refuse_long_text",
 ]
 
 MOST_CHOICES = 128
-"""Completions of one HTTP request."""
+"""Most completions of one HTTP request."""
 
 MOST_LOGPROBS = 20
-"""Most probable tokens at one place: as many as vLLM gives."""
+"""Upper limit of the most probable tokens at one position, as in vLLM."""
 
-LONGEST_SEED = 1 << 53
-"""JSON numbers above it lose digits in some clients."""
+SEED_LIMIT = 1 << 53
+"""Seeds are below this. Some clients lose digits of larger JSON numbers."""
 
 WHOLE = (
-    "the model's whole distribution is sampled, so that log-probs are those of the policy; use"
-    " temperature"
+    "completions are sampled from the whole distribution, so that log-probs are those of the"
+    " policy; use temperature"
 )
 HINTS = {
     **dict.fromkeys(
@@ -56,12 +58,12 @@ HINTS = {
         ("tools", "tool_choice", "functions", "function_call"),
         "tool calls are not implemented; leave it out",
     ),
-    "response_format": "only text is written; leave it out",
-    "best_of": "ask for n completions",
+    "response_format": "only text output is supported; leave it out",
+    "best_of": "use n",
 }
-"""Fields of OpenAI's and vLLM's that there are not → why, and what to do."""
+"""Unsupported fields of OpenAI's and vLLM's APIs → why, and what to do."""
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "logprobs": (False,),
     "return_token_ids": (True, False, None),
     "suffix": ("", None),
@@ -89,81 +91,85 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
 }
-"""Fields that there are not → values that change nothing, and are taken: clients send them as they
-are by default."""
+"""Unsupported fields → values that have no effect, and are accepted. Clients send these by
+default."""
 
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
-"""Texts by which a client's own provider tells its users apart. Nothing here asks."""
+"""Strings that identify a client's users to OpenAI. They are accepted and ignored."""
 
 KINDS = {
-    "prompt": "send a text, a list of token ids, or a list of such prompts",
-    "stop": "send a text, or a list of at most 4 texts",
+    "prompt": "send a string, a list of token ids, or a list of such prompts",
+    "stop": "send a string, or a list of at most 4 strings",
     "messages": (
         "send a list of messages with a role (system, developer, user, assistant) and a content: a"
-        " text, or parts of type text"
+        " string, or parts of type text"
     ),
 }
-"""Fields of several kinds → what they may be. pydantic would name the first kind alone."""
+"""Fields of several types → the valid ones. pydantic would only name the first type."""
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside the pieces."""
+    """What a stream sends in addition to the pieces."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     include_usage: bool = False
-    """Numbers of tokens in an event of its own, at the end."""
+    """Send the numbers of tokens in a separate last event."""
     include_obfuscation: Literal[False] = False
-    """OpenAI's padding of events, which there is not."""
+    """OpenAI's padding of events, which is not supported."""
 
 
 class Sampling(BaseModel):
-    """How a body asks for completions. Unknown fields and wrong types are refused."""
+    """The fields that both bodies share. Unknown fields and wrong types are refused."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     model: str
-    """Name of the model, as /v1/models gives it."""
+    """Name of the model, as listed by /v1/models."""
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
-    """Completions of each prompt."""
+    """Number of completions for each prompt."""
     temperature: float = Field(default=1.0, ge=0, le=2)
-    """0 = greedy. Else at least 0.01."""
-    seed: int | None = Field(default=None, ge=0, lt=LONGEST_SEED)
-    """Of the first completion of each prompt; each further one has the next."""
+    """0 is greedy. Other values are at least 0.01."""
+    seed: int | None = Field(default=None, ge=0, lt=SEED_LIMIT)
+    """Seed of the first completion of each prompt. Each further completion gets the next seed."""
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
-    """Strings that end a completion, beside the model's own stop tokens."""
+    """Strings that end a completion, in addition to the generator's own stops."""
     stream: bool = False
     """Send the answer in pieces, as server-sent events."""
     stream_options: StreamOptions = StreamOptions()
-    """Only with `stream`."""
+    """Requires `stream`."""
 
     @field_validator("temperature")
     @classmethod
-    def engine_takes_it(cls, temperature: float) -> float:
+    def engine_uses_it_unchanged(cls, temperature: float) -> float:
         if 0 < temperature < 0.01:
-            raise ValueError("between 0 and 0.01 the engine would take 0.01; use 0 for greedy")
+            raise ValueError(
+                "the engine would use 0.01 for values between 0 and 0.01; use 0 for greedy"
+            )
         return temperature
 
     @field_validator("stop")
     @classmethod
-    def stops_are_texts(cls, stop: str | list[str] | None) -> str | list[str] | None:
+    def stops_are_not_empty(cls, stop: str | list[str] | None) -> str | list[str] | None:
         if "" in ([stop] if isinstance(stop, str) else stop or []):
             raise ValueError("an empty string would stop at once; leave it out")
         return stop
 
     def refuse_contradictions(self) -> None:
-        """Raise ValueError, naming a field, for two that cannot be combined."""
+        """Raise ValueError for fields that cannot be combined. The message begins with a field."""
         if self.temperature == 0 and self.n > 1:
-            raise ValueError("n: temperature 0 gives one answer only; ask for n = 1, or sample")
+            raise ValueError(
+                "n: temperature 0 gives only one answer; use n = 1, or a higher temperature"
+            )
         if "stream_options" in self.model_fields_set and not self.stream:
             raise ValueError(
-                "stream_options: it acts only with stream: true; leave it out, or set that"
+                "stream_options: only valid with stream: true; remove it, or set stream"
             )
 
     def request(self, prompt_ids: list[int], max_tokens: int) -> GenerateRequest:
-        """What the engine is asked for one prompt."""
+        """The engine's request for one prompt."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return GenerateRequest(
             tuple(prompt_ids),
@@ -179,11 +185,14 @@ class Sampling(BaseModel):
 Body = TypeVar("Body", bound=Sampling)
 
 
-def check(kind: type[Body], tree: Any, needs: str) -> Body:
-    """A body of this kind, checked; its lengths must have been.
+def check(kind: type[Body], tree: object, needs: str) -> Body:
+    """Validate a body. The caller has already checked its lengths.
+
+    Args:
+        needs: the required fields, for an error message.
 
     Raises:
-        ApiError: 400, with the first field that is wrong.
+        ApiError: 400, for the first invalid field.
     """
     if not isinstance(tree, dict):
         raise ApiError(
@@ -196,18 +205,18 @@ def check(kind: type[Body], tree: Any, needs: str) -> Body:
     except UnicodeEncodeError:
         raise ApiError(
             400,
-            "the body has half of a surrogate pair, which no tokenizer takes; send whole"
+            "the body contains half of a surrogate pair, which tokenizers reject; send whole"
             " characters",
             "invalid_body",
         ) from None
     try:
         return kind.model_validate(_without_neutral(tree, kind))
     except ValidationError as error:
-        raise _explain(dict(error.errors(include_url=False)[0])) from None
+        raise _explain(error.errors(include_url=False)[0]) from None
 
 
 def check_name(body: Sampling, model: ServedModel) -> None:
-    """Raise ApiError, 404, unless the body asks for this model."""
+    """Raise ApiError, 404, unless the body names this model."""
     if body.model != model.name:
         raise ApiError(
             404,
@@ -218,41 +227,49 @@ def check_name(body: Sampling, model: ServedModel) -> None:
 
 
 def check_top(top: int | None, model: ServedModel, field: str) -> None:
-    """Raise ApiError, 400, for more of the most probable tokens than the model has."""
+    """Raise ApiError, 400, if `top` is above the size of the vocabulary."""
     if top is not None and top > model.vocabulary:
         raise ApiError(
             400,
-            f"{field}: {model.name!r} has {model.vocabulary} tokens; ask for no more",
+            f"{field}: {model.name!r} has {model.vocabulary} tokens; use at most that many",
             "invalid_value",
             field,
         )
 
 
 def refuse_long_text(text: str, model: ServedModel, field: str) -> None:
-    """Raise ApiError, 400, for a text that no prompt of this model can hold. Before anything works
-    through it."""
+    """Raise ApiError, 400, for a text that is too long for any prompt of this model. Tokenizing it
+    would take much memory."""
     if len(text) > model.most_characters:
-        held = (
-            f"the {model.most_characters:,} that {model.max_model_len} tokens of {model.name!r} can"
-            " hold"
-        )
         raise ApiError(
             400,
-            f"{field} has {len(text):,} characters, above {held}; shorten it",
+            f"{field} has {len(text):,} characters, above the {model.most_characters:,} that"
+            f" {model.max_model_len} tokens of {model.name!r} can represent; shorten it",
+            "context_length_exceeded",
+            field,
+        )
+
+
+def refuse_long_prompt(tokens: int, model: ServedModel, field: str) -> None:
+    """Raise ApiError, 400, for a prompt that leaves no room for a completion."""
+    if tokens >= model.max_model_len:
+        raise ApiError(
+            400,
+            f"{field} of {tokens:,} tokens leaves no room in the {model.max_model_len} tokens of"
+            f" {model.name!r}; shorten it",
             "context_length_exceeded",
             field,
         )
 
 
 def check_prompt(ids: list[int], max_tokens: int | None, model: ServedModel, field: str) -> int:
-    """Longest completion of a prompt: `max_tokens`, or what the context has left.
+    """The longest completion of a prompt: `max_tokens`, or by default the rest of the context.
 
     Raises:
-        ApiError: 400, for a prompt that is empty, too long, or has ids that the model does not
-            know.
+        ApiError: 400, for a prompt that is empty, too long, or has ids outside the vocabulary.
     """
     if not ids:
-        raise ApiError(400, f"{field} is empty; give at least one token", "invalid_value", field)
+        raise ApiError(400, f"{field} is empty; send at least one token", "invalid_value", field)
     if not all(0 <= token < model.vocabulary for token in ids):
         raise ApiError(
             400,
@@ -261,25 +278,20 @@ def check_prompt(ids: list[int], max_tokens: int | None, model: ServedModel, fie
             "invalid_value",
             field,
         )
-    if len(ids) >= model.max_model_len:
-        text = (
-            f"{field} of {len(ids):,} tokens leaves no room in the {model.max_model_len} that"
-            f" {model.name!r} takes; shorten it"
-        )
-        raise ApiError(400, text, "context_length_exceeded", field)
+    refuse_long_prompt(len(ids), model, field)
     longest = model.max_model_len - len(ids) if max_tokens is None else max_tokens
     if len(ids) + longest > model.max_model_len:
         text = (
-            f"{field} of {len(ids)} tokens and max_tokens {longest} are above the"
-            f" {model.max_model_len} that {model.name!r} takes; shorten one"
+            f"{field} of {len(ids)} tokens and max_tokens {longest} exceed the"
+            f" {model.max_model_len} tokens of {model.name!r}; shorten one"
         )
         raise ApiError(400, text, "context_length_exceeded", field)
     return longest
 
 
-def _without_neutral(tree: Mapping[str, Any], kind: type[Sampling]) -> dict[str, Any]:
-    """The body without fields whose values change nothing, and with OpenAI's newer name of
-    max_tokens under the older one. Raises ApiError if both differ."""
+def _without_neutral(tree: Mapping[str, object], kind: type[Sampling]) -> dict[str, object]:
+    """Drop fields whose values have no effect, and rename max_completion_tokens to its older name,
+    max_tokens. Raises ApiError if the two differ."""
     kept = {
         name: value
         for name, value in tree.items()
@@ -306,9 +318,9 @@ def _without_neutral(tree: Mapping[str, Any], kind: type[Sampling]) -> dict[str,
     return kept
 
 
-def _explain(item: dict[str, Any]) -> ApiError:
-    """The first wrong field in one line. Its value is not repeated: it may be long, or not for a
-    log."""
+def _explain(item: ErrorDetails) -> ApiError:
+    """Describe the first invalid field in one line, without its value, which may be long or
+    private."""
     field = printable(str(item["loc"][0])) if item["loc"] else None
     if (
         field in KINDS
@@ -327,6 +339,6 @@ def _explain(item: dict[str, Any]) -> ApiError:
     if item["type"] == "missing":
         return ApiError(400, f"{field} is missing; set it", "missing_parameter", field)
     message = item["msg"].removeprefix("Value error, ")
-    if field is None:  # of several fields together: it names the first itself
+    if field is None:  # several fields together: the message begins with the first
         return ApiError(400, message, "invalid_value", message.partition(":")[0])
     return ApiError(400, f"{field}: {message[0].lower()}{message[1:]}", "invalid_value", field)

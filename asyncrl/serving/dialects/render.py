@@ -1,9 +1,8 @@
-"""What the answers of OpenAI's two forms have in common."""
+"""The parts that the answers of both OpenAI dialects share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from asyncrl.contracts.messages import Piece
 from asyncrl.serving.answers import Head
@@ -12,11 +11,11 @@ from asyncrl.serving.dialects.fields import Sampling
 __all__ = ["Usage", "ending", "envelope", "finite"]
 
 LEAST = -9999.0
-"""Written for a log-prob of minus infinity, which JSON does not have."""
+"""Replaces a log-prob of minus infinity, which JSON cannot represent."""
 
 
 class Usage:
-    """Tokens of one answer."""
+    """Counts the tokens of one answer."""
 
     def __init__(self) -> None:
         self.prompt = self.completion = 0
@@ -31,17 +30,17 @@ class Usage:
             "total_tokens": self.prompt + self.completion,
         }
 
-    def in_event(self, body: Sampling) -> dict[str, Any]:
-        """What an event says of it before the end."""
+    def in_event(self, body: Sampling) -> dict[str, object]:
+        """The field of an event before the last: null, if the client wants usage."""
         return {"usage": None} if body.stream_options.include_usage else {}
 
-    def last_event(self, body: Sampling, event: dict[str, Any]) -> dict[str, Any] | None:
-        """The event that tells it, if it was asked for."""
+    def last_event(self, body: Sampling, event: dict[str, object]) -> dict[str, object] | None:
+        """The last event, with the counts, if the client wants usage."""
         return {**event, "usage": self.shown()} if body.stream_options.include_usage else None
 
 
-def envelope(head: Head, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """What surrounds choices, in an answer and in an event."""
+def envelope(head: Head, kind: str, choices: list[dict[str, object]]) -> dict[str, object]:
+    """An answer or event with these choices."""
     return {
         "id": head.name,
         "object": kind,
@@ -51,9 +50,12 @@ def envelope(head: Head, kind: str, choices: list[dict[str, Any]]) -> dict[str, 
     }
 
 
-def ending(piece: Piece) -> dict[str, Any]:
-    """How a choice ended; nulls before that. Version spans are per token, since weights may change
-    under way: half-open, over the completion's tokens."""
+def ending(piece: Piece) -> dict[str, object]:
+    """Finish reason and version spans of a choice; a null reason before its end.
+
+    Weights may change during a completion, so each version has a half-open span of the
+    completion's tokens.
+    """
     if piece.finish_reason is None:
         return {"finish_reason": None}
     versions = [
@@ -66,5 +68,5 @@ def ending(piece: Piece) -> dict[str, Any]:
 
 
 def finite(logprob: float | None) -> float | None:
-    """As JSON can write it."""
+    """Replace minus infinity with a number that JSON can represent."""
     return None if logprob is None else max(logprob, LEAST)

@@ -1,0 +1,275 @@
+"""Rows as prompts: text and token ids as the model sees them, within the limits.
+
+Training, evaluation and the warm start share these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from asyncrl.config import ConfigError, Source, sources_of
+from asyncrl.contracts.columns import (
+    column_values,
+    encode_column,
+    is_json,
+    json_field,
+    row_values,
+    without_absent,
+)
+from asyncrl.contracts.rows import (
+    COLUMNS,
+    REFERENCE_COLUMN,
+    SCORED_COLUMNS,
+    TOKEN_REWARDS_COLUMN,
+    TRAJECTORY_COLUMNS,
+    Prompt,
+)
+from asyncrl.data.length_limits import Limit, Limits, Truncated, truncate
+from asyncrl.data.sources import Rows, read_sources
+from asyncrl.data.spec import DataSpec
+from asyncrl.text.template import Rendered, Template
+from asyncrl.text.tokenizer import decode_prompt, load_tokenizer
+
+__all__ = [
+    "TOKENS",
+    "Data",
+    "limits",
+    "named",
+    "prompt_values",
+    "prompts_and_tools",
+    "prompts_of",
+    "read_prompt_rows",
+    "refuse_empty",
+    "render_rows",
+    "render_table",
+    "reward_schema",
+    "template_of",
+    "truncate_prompts",
+    "with_ordinals",
+]
+
+TOKENS = pa.list_(pa.int32())
+MESSAGES = "messages"
+"""Column with the chat that a template rendered; rewards get it."""
+Data = str | tuple[Source, ...]
+"""A setting that names rows."""
+TAKEN_COLUMNS = {
+    *COLUMNS,
+    *SCORED_COLUMNS,
+    REFERENCE_COLUMN,
+    TOKEN_REWARDS_COLUMN,
+    "reward_parts",
+    "prompts",
+    "completions",
+    *TRAJECTORY_COLUMNS,
+}
+"""Names of our own columns and of the reward's arguments."""
+
+
+def read_prompt_rows(data: Data, spec: DataSpec, field: str) -> Rows:
+    """The rows of a setting that names prompts, with columns that may travel beside ours.
+
+    Raises:
+        ConfigError: as `read_sources`, the column of tools is missing, or a column has a name of
+            ours.
+    """
+    found = read_sources(data, field, spec.data.prompt_column)
+    if spec.data.tools_column not in (None, *found.table.column_names):
+        raise ConfigError(
+            f"data.tools_column = {spec.data.tools_column!r} is not a column of"
+            f" {named(data, field)}, which has {found.table.column_names}; name one of them"
+        )
+    names = {*found.table.column_names} - {spec.data.prompt_column}
+    if taken := sorted(TAKEN_COLUMNS & names):
+        raise ConfigError(
+            f"{named(data, field)} has columns {taken}, names that asyncrl uses; rename them"
+        )
+    return found
+
+
+def named(data: Data, field: str) -> str:
+    """A setting and its paths, for messages."""
+    paths = [source.path for source in sources_of(data)]
+    return f"{field} = {paths[0]!r}" if len(paths) == 1 else f"{field} = {paths}"
+
+
+def prompt_values(table: pa.Table, column: str) -> list[object]:
+    """The prompts of a table, or its tools: strings, or chats with the keys that they were given.
+
+    A Parquet struct has every key in every row, so None there means an absent key.
+    """
+    field = table.schema.field(column)
+    values = column_values(table[column], field)
+    return [without_absent(value) for value in values] if pa.types.is_nested(field.type) else values
+
+
+def template_of(spec: DataSpec) -> Template:
+    """How the run's prompts become text and tokens."""
+    data = spec.data
+    return Template(
+        spec.model_path,
+        data.apply_chat_template,
+        data.chat_template_kwargs,
+        data.system_prompt,
+        data.tools,
+    )
+
+
+def prompts_and_tools(table: pa.Table, spec: DataSpec) -> tuple[list[object], list[object] | None]:
+    """The prompts of a table, and their tools if it has any."""
+    column = spec.data.tools_column
+    return prompt_values(table, spec.data.prompt_column), (
+        prompt_values(table, column) if column is not None else None
+    )
+
+
+def render_rows(table: pa.Table, spec: DataSpec, first_row: int = 0) -> Rendered:
+    """The prompts of a table as the model sees them.
+
+    Raises:
+        TemplateError: a prompt cannot be rendered.
+    """
+    return template_of(spec).render(*prompts_and_tools(table, spec), first_row=first_row)
+
+
+def limits(spec: DataSpec, targets: bool = False, split: bool = False) -> Limits:
+    """The limits of prompts, or of supervised rows, which have targets; `split`: of rows that
+    packing will cut, whose prompt alone is bounded."""
+    data = spec.data
+    prompt = Limit(
+        data.max_prompt_length,
+        data.prompt_policy,
+        "keep_end",
+        "data.max_prompt_length",
+        "data.prompt_policy",
+    )
+    if split:
+        return Limits(prompt)
+    chosen = spec.warm_start.completion_policy
+    policy = "error" if spec.warm_start.splits or chosen == "split" else chosen
+    completion = Limit(
+        spec.max_completion_length,
+        policy,
+        "keep_start",
+        "rollout.max_completion_length",
+        "warm_start.completion_policy",
+    )
+    whole = (
+        None
+        if data.max_length is None
+        else Limit(
+            data.max_length,
+            data.length_policy,
+            data.length_side,
+            "data.max_length",
+            "data.length_policy",
+            "data.length_side",
+        )
+    )
+    return Limits(prompt, completion if targets else None, whole)
+
+
+def truncate_prompts(
+    texts: Sequence[str], ids: Sequence[Sequence[int]], spec: DataSpec, first_row: int = 0
+) -> tuple[list[str], Truncated]:
+    """The prompts that are used, within the limits, and their texts: a prompt that was cut is
+    decoded from the tokens that are left of it.
+
+    Raises:
+        TooLongError: as `truncate`.
+    """
+    truncated = truncate(pa.array(ids, TOKENS), {}, limits(spec), first_row)
+    used = [texts[row] for row in truncated.kept]
+    for place in np.flatnonzero(truncated.cut):
+        used[place] = decode_prompt(
+            load_tokenizer(spec.model_path), truncated.prompts[place].as_py()
+        )
+    return used, truncated
+
+
+def refuse_empty(ids: Sequence[Sequence[int]], first_row: int, data: Data, field: str) -> None:
+    """Raise ConfigError if a prompt has no tokens: the first completion token needs a token before
+    it."""
+    empty = [row for row, tokens in enumerate(ids, first_row) if not tokens]
+    if empty:
+        raise ConfigError(
+            f"{named(data, field)}: row {empty[0]} has an empty prompt, one of {len(empty)} such"
+            " rows; remove them"
+        )
+
+
+def with_ordinals(table: pa.Table, ordinals: Sequence[int], epochs: Sequence[int]) -> pa.Table:
+    return table.append_column("ordinal", pa.array(ordinals, pa.int64())).append_column(
+        "epoch", pa.array(epochs, pa.int32())
+    )
+
+
+def render_table(table: pa.Table, spec: DataSpec) -> pa.Table:
+    """Replace the prompt column by prompt_text and prompt_ids, within the limits. Only rows that
+    `check_prompts` kept come here.
+
+    Raises:
+        ConfigError: a row is not used after all, so that its ordinal would be missing.
+    """
+    rendered = render_rows(table, spec)
+    texts, truncated = truncate_prompts(rendered.texts, rendered.ids, spec)
+    if truncated.report.used < table.num_rows:
+        raise ConfigError(
+            "prompts are no longer those that were checked before the run"
+            f" ({truncated.report.text()}); give the file as it was, or start again"
+        )
+    table = _with_messages(table, spec)
+    return table.append_column("prompt_text", pa.array(texts, pa.string())).append_column(
+        "prompt_ids", truncated.prompts
+    )
+
+
+def _gives_messages(table: pa.Table, spec: DataSpec) -> bool:
+    """Whether rewards get the chats of the prompts, as MESSAGES: there are some, and no other
+    column has that name."""
+    column = spec.data.prompt_column
+    field = table.schema.field(column)
+    chats = spec.data.apply_chat_template or is_json(field) or pa.types.is_nested(field.type)
+    return chats and MESSAGES not in {*table.column_names} - {column}
+
+
+def reward_schema(table: pa.Table, spec: DataSpec) -> pa.Schema:
+    """The columns that rewards get, of a dataset's table."""
+    column = spec.data.prompt_column
+    fields = [field for field in table.schema if field.name != column]
+    return pa.schema([*fields, json_field(MESSAGES)] if _gives_messages(table, spec) else fields)
+
+
+def _with_messages(table: pa.Table, spec: DataSpec) -> pa.Table:
+    """The table with the chats of its prompts, as the dataset has them, in place of the prompts;
+    null for a prompt that is no chat."""
+    column = spec.data.prompt_column
+    rest = table.drop_columns([column])
+    if not _gives_messages(table, spec):
+        return rest
+    of_string = (
+        (lambda text: [{"role": "user", "content": text}])
+        if spec.data.apply_chat_template
+        else (lambda text: None)
+    )
+    chats = [
+        of_string(value) if isinstance(value, str) else value
+        for value in prompt_values(table, column)
+    ]
+    field = json_field(MESSAGES)
+    return rest.append_column(field, encode_column(chats, field))
+
+
+def prompts_of(table: pa.Table, schema: pa.Schema) -> Iterator[Prompt]:
+    """`schema`: of the dataset's columns."""
+    ours = (table[name].to_pylist() for name in ("ordinal", "epoch", "prompt_text", "prompt_ids"))
+    rows = (
+        row_values(table.select(schema.names).cast(schema))
+        if schema.names
+        else [{} for _ in range(table.num_rows)]
+    )
+    for ordinal, epoch, text, ids, columns in zip(*ours, rows, strict=True):
+        yield Prompt(ordinal, epoch, text, tuple(ids), columns, schema)

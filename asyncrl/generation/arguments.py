@@ -1,0 +1,163 @@
+"""The arguments of vLLM: environment variables, engine config and sampling parameters.
+
+The functions import vLLM themselves, which keeps this module cheap to import.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from asyncrl.contracts.messages import Details, GenerateRequest
+from asyncrl.generation.settings import GeneratorApp
+from asyncrl.runtime.environment import passed_on
+from asyncrl.text.stops import Stops
+from asyncrl.weights.engine import BACKEND, OWNED, TOKENIZER_MODE
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.v1.executor import Executor
+
+__all__ = [
+    "engine_config",
+    "engine_environment",
+    "sampling_params",
+    "scoring_params",
+    "sibling_params",
+    "stream_params",
+]
+
+
+def engine_environment(device: str) -> dict[str, str]:
+    """Environment variables of a process that runs an engine; its child processes inherit them.
+
+    The user's variables for torch, vLLM and similar libraries pass through
+    (`asyncrl.runtime.environment`), unless asyncrl needs another value.
+    """
+    required = {
+        OWNED: "1",
+        "VLLM_PLUGINS": "asyncrl_weights",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_COLOR": "0",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        # One thread per engine: two replicas share two cores with the learner, and vLLM would pin
+        # its threads to cores. Without TORCH_COMPILE_DISABLE, the first generation runs a C++
+        # compiler for one small kernel of the sampler, for about 15 s.
+        defaults = {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+        return defaults | passed_on(os.environ) | required
+    return passed_on(os.environ) | required
+
+
+def engine_config(app: GeneratorApp) -> tuple[VllmConfig, type[Executor]]:
+    """vLLM's config and executor class."""
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.executor import Executor, UniProcExecutor
+
+    generator = app.generator
+    arguments = AsyncEngineArgs(
+        model=app.model,
+        dtype=app.dtype,
+        max_num_seqs=app.max_num_seqs,
+        seed=app.seed,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls="asyncrl.weights.held.HeldWeights",
+        trust_remote_code=False,
+        tokenizer_mode=TOKENIZER_MODE,
+        load_format="safetensors",
+    )
+    if app.max_model_len is not None:
+        arguments.max_model_len = app.max_model_len
+    if generator.device != "cpu":
+        arguments.gpu_memory_utilization = generator.gpu_memory_utilization
+        config = arguments.create_engine_config()
+        return config, Executor.get_class(config)
+    arguments.kv_cache_memory_bytes = generator.kv_cache_memory_bytes
+    arguments.enforce_eager = True
+    # vLLM rewinds the random generator of a seeded request that it prefills in chunks, as in a
+    # recompute of many requests. torch's CPU generator cannot be rewound, and the engine dies.
+    arguments.enable_chunked_prefill = False
+    if arguments.create_model_config().has_inner_state:
+        # vLLM caches the state of a prefix only with chunked prefill.
+        arguments.enable_prefix_caching = False
+    config = arguments.create_engine_config()
+    # By default vLLM runs a CPU worker in a separate process, to bind its threads. These threads
+    # are not bound. One process saves an import of vLLM, and the core that polling between the two
+    # processes takes.
+    config.parallel_config.distributed_executor_backend = "uni"
+    return config, UniProcExecutor
+
+
+def sampling_params(request: GenerateRequest, stops: Stops) -> SamplingParams:
+    """Parameters of a request whose completions are returned whole, with their log-probs."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
+
+    ngram, times = request.repetition or (0, 0)
+    return SamplingParams(
+        n=request.n,
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        seed=request.seed,
+        ignore_eos=request.ignore_eos,
+        stop_token_ids=list(stops.tokens),
+        repetition_detection=(
+            RepetitionDetectionParams(max_pattern_size=ngram, min_count=times) if ngram else None
+        ),
+        stop=list(stops.strings),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(stops.strings),  # vLLM searches only the text for stop strings
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def stream_params(request: GenerateRequest, stops: Stops, details: Details) -> SamplingParams:
+    """Parameters of one completion that is returned in pieces. vLLM generates at least one token,
+    even when only the prompt is read."""
+    from vllm.sampling_params import RequestOutputKind
+
+    params = sampling_params(replace(request, max_tokens=max(request.max_tokens, 1)), stops)
+    params.logprobs = details.top
+    params.prompt_logprobs = details.top if details.prompt else None
+    params.output_kind = RequestOutputKind.FINAL_ONLY if details.whole else RequestOutputKind.DELTA
+    return params
+
+
+def sibling_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Parameters of one of n completions as a separate request, with the seed that vLLM gives the
+    completion of this index in a request for n."""
+    sibling = params.clone()
+    sibling.n = 1
+    sibling.seed = None if params.seed is None else params.seed + index
+    return sibling
+
+
+def scoring_params() -> SamplingParams:
+    """Parameters of a request for the log-probs of its prompt. vLLM always generates one more
+    token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,130 @@
+"""What a model can process: its longest sequence, and the tokens in a generator's KV cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from asyncrl.config import Config, ConfigError
+from asyncrl.config.rules import length_text
+from asyncrl.models.supported import NO_SHARES, chosen_packing, keeps_state, uniform_rope_tokens
+from asyncrl.preflight.served import refusal, text_config, unusable
+from asyncrl.weights.stored import CheckpointFilesError, stored_files
+
+__all__ = ["check_kv_cache", "kv_bytes_per_token", "kv_tokens", "model_context"]
+
+KV_BLOCK = 128
+"""Tokens in one block of vLLM's KV cache on CPU."""
+UNBOUNDED_CONTEXT = 1 << 30
+"""Context of a model whose config.json has no max_position_embeddings, in tokens."""
+
+
+def model_context(config: Config, at: str | None = None, field: str = "model.path") -> int:
+    """Longest sequence that the model accepts, in tokens. With LongRoPE, the range of its short
+    frequencies.
+
+    Args:
+        at: checkpoint directory. Default: model.path.
+        field: setting that names it, for messages.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read, the learner or the generators do not support it,
+            or a trajectory could be longer than its context.
+    """
+    path = Path(at or config.model.path)
+    try:
+        tree: dict[str, object] = json.loads((path / "config.json").read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{field} = {str(path)!r}: {error.strerror} (config.json); give a Hugging Face"
+            " checkpoint directory"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{field} = {str(path)!r}: config.json is not JSON ({error})") from None
+    if why := unusable(tree):
+        raise ConfigError(f"{field} = {str(path)!r}: config.json {why}")
+    try:
+        stored_files(path)
+    except CheckpointFilesError as error:
+        raise ConfigError(f"{field} = {error}") from None
+    try:
+        packing = chosen_packing(tree, config.learner.packing)
+    except ValueError as error:
+        raise ConfigError(f"{field} = {str(path)!r}: {error}") from None
+    if at is None and (reason := refusal(tree, config)):
+        raise ConfigError(
+            f"{field} = {str(path)!r} (model_type {tree.get('model_type')!r}): {reason}"
+        )
+    if packing == "none" and at is None and config.learner.sequence_parallel_size > 1:
+        raise ConfigError(
+            f"{field} = {str(path)!r}:"
+            f" {NO_SHARES.format(size=config.learner.sequence_parallel_size)}"
+        )
+    positions = text_config(tree).get("max_position_embeddings")
+    context = positions if isinstance(positions, int) else UNBOUNDED_CONTEXT
+    if config.longest_trajectory > context:
+        raise ConfigError(
+            f"{length_text(config)} tokens is above the model's context of {context}; lower it, or"
+            " set a lower data.max_length"
+        )
+    uniform = uniform_rope_tokens(tree) or context
+    if config.longest_trajectory > uniform:
+        raise ConfigError(
+            f"{length_text(config)} tokens is above original_max_position_embeddings = {uniform} of"
+            f" {field} = {str(path)!r}. Above that, its LongRoPE changes the frequencies of every"
+            " trajectory in the packed row; lower it, or set a lower data.max_length"
+        )
+    return min(context, uniform)
+
+
+def kv_bytes_per_token(config: Config) -> int | None:
+    """Bytes of one token's keys and values in all layers, in the published type. None if the sizes
+    are missing or the model caches something else, such as latent attention."""
+    tree = json.loads((Path(config.model.path) / "config.json").read_text())
+    tree = tree.get("text_config", tree)
+    heads, layers, hidden = (
+        tree.get(name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")
+    )
+    every_layer = (
+        set(tree.get("layer_types") or ["full_attention"]) == {"full_attention"}
+        and not tree.get("num_kv_shared_layers")
+        and not keeps_state(tree)
+    )
+    if tree.get("kv_lora_rank") or not (heads and layers and hidden and every_layer):
+        return None
+    width = tree.get("head_dim") or hidden // heads
+    return (
+        2
+        * int(layers)
+        * int(tree.get("num_key_value_heads") or heads)
+        * int(width)
+        * (4 if config.model.dtype == "float32" else 2)
+    )
+
+
+def check_kv_cache(config: Config, context: int) -> None:
+    """Refuse a KV cache that is too small for the longest request, because the engine would not
+    start.
+
+    On a GPU, the engine itself checks the cache, which is what `gpu_memory_utilization` leaves.
+    """
+    width, generator = kv_bytes_per_token(config), config.generator
+    if width is None or generator.device != "cpu" or not generator.own:
+        return
+    held, wanted = (
+        kv_tokens(generator.kv_cache_memory_bytes, width),
+        min(config.longest_request + 1, context),
+    )
+    if held < wanted:
+        enough = (-(-wanted // KV_BLOCK) + 1) * KV_BLOCK * width
+        raise ConfigError(
+            f"generator.kv_cache_memory_bytes = {generator.kv_cache_memory_bytes} has room for"
+            f" {held} tokens of {width} bytes, and the longest request has {wanted}; raise it to"
+            f" {enough} or more"
+        )
+
+
+def kv_tokens(cache_bytes: int, width: int) -> int:
+    """Tokens of `width` bytes that fit in vLLM's cache on CPU: whole blocks, minus one that vLLM
+    reserves."""
+    return max(0, cache_bytes // (KV_BLOCK * width) - 1) * KV_BLOCK

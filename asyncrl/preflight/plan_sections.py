@@ -1,0 +1,172 @@
+"""Sections of the printed plan that depend only on the config and the data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.config import Config
+from asyncrl.config.derived import derived_settings
+from asyncrl.models.supported import chosen_packing, support
+from asyncrl.preflight.specs import data_spec
+
+if TYPE_CHECKING:
+    from asyncrl.data.prompts import PromptReport
+
+__all__ = [
+    "algorithm_text",
+    "arithmetic",
+    "derived_text",
+    "no_gpu_text",
+    "rows_text",
+    "sources_text",
+]
+
+SHOWN = {
+    ("ppo", "behavior", "none"),
+    ("ppo", "learner", "token"),
+    ("ppo", "log_linear", "token"),
+    ("gspo", "behavior", "none"),
+    ("cispo", "behavior", "none"),
+    ("reinforce", "learner", "token"),
+}
+"""(loss, old policy, truncation) of the complete runs in docs/evidence.md."""
+SHOWN_WITH = ("grpo", "token_mean")
+"""Advantage and aggregation of those runs. None of them has masks, a KL term, a dual clip or an
+entropy bonus."""
+
+
+def arithmetic(config: Config) -> str:
+    """The batch arithmetic, with the name of every number."""
+    rollout, staleness, learner = config.rollout, config.staleness, config.learner
+    bound = (
+        f", at most max_length {config.data.max_length},"
+        if config.data.max_length is not None
+        else ""
+    )
+    extra = f" + over_sampling {staleness.over_sampling}" if staleness.over_sampling else ""
+    return (
+        "# batch arithmetic\n  groups per step     = rollout_batch_size"
+        f" {rollout.rollout_batch_size} / num_steps_per_rollout {rollout.num_steps_per_rollout} ="
+        f" {config.groups_per_step}\n  global_batch_size   = groups per step * n_samples_per_prompt"
+        f" {rollout.n_samples_per_prompt} = {config.global_batch_size} trajectories\n  outstanding,"
+        f" at most = (max_staleness {staleness.max_staleness} + 1) * groups per step{extra} ="
+        f" {config.max_outstanding} groups\n  longest trajectory  = max_prompt_length"
+        f" {config.data.max_prompt_length} + max_completion_length"
+        f" {rollout.max_completion_length}{bound} = {config.longest_trajectory} tokens\n "
+        f" micro-batch, at most = max_tokens_per_gpu {learner.max_tokens_per_gpu} *"
+        f" sequence_parallel_size {learner.sequence_parallel_size} = {learner.max_tokens_per_row}"
+        f" tokens\n  data-parallel size  = world_size {learner.world_size} / sequence_parallel_size"
+        f" {learner.sequence_parallel_size} = {learner.data_parallel_size}"
+    )
+
+
+def derived_text(config: Config) -> str:
+    """The value and reason of each setting that the user did not set, one per line."""
+    lines = [f"  {derived.text()}" for derived in derived_settings(config)] or [
+        "  none: the config sets all of them"
+    ]
+    return "\n".join(["# derived settings (the config can set each one)", *lines])
+
+
+def no_gpu_text(config: Config, gpus: int) -> str:
+    """A note if this machine has no GPU and the config uses cuda; else empty."""
+    on_cuda = [
+        name
+        for name, part in (("learner", config.learner), ("generator", config.generator))
+        if part.device == "cuda"
+    ]
+    if gpus or not on_cuda:
+        return ""
+    named = " and ".join(f"{name}.device" for name in on_cuda)
+    return (
+        f"\n  this machine has no GPU, and {named} is cuda: set RAY_ADDRESS to a cluster with GPUs,"
+        " or set device: cpu"
+    )
+
+
+def rows_text(config: Config) -> str:
+    """How the learner batches trajectories, and why."""
+    tree = json.loads((Path(config.model.path) / "config.json").read_text())
+    if chosen_packing(tree, config.learner.packing) == "rows":
+        return (
+            "# learner rows\n  packed: many trajectories share a row of tokens, and each attends"
+            " only to itself"
+        )
+    requested = "learner.packing: none is set, although this model allows packing, which is faster"
+    reason = support(tree).reason
+    why = f"this model (model_type {tree.get('model_type')!r}) {reason}" if reason else requested
+    return (
+        "# learner rows\n  unpacked: one trajectory per forward pass, with the model's own"
+        f" attention, because {why}"
+    )
+
+
+def algorithm_text(config: Config) -> str:
+    """Advantage, loss and correction in one line. Marked as experimental unless a complete run in
+    the evidence has shown that this combination learns."""
+    algorithm = config.algorithm
+    correction = [
+        f"{name} {value}"
+        for name, value in algorithm.correction.model_dump().items()
+        if value not in (None, "none", False)
+    ]
+    if not algorithm.caps:
+        correction = [item for item in correction if not item.startswith("cap ")]
+    if algorithm.correction.reject_above is None:
+        correction = [item for item in correction if not item.startswith("reject_")]
+    shown = (algorithm.loss, algorithm.old_policy, algorithm.correction.truncation)
+    extras = (
+        algorithm.correction.masks,
+        algorithm.correction.normalize,
+        algorithm.has_reference,
+        algorithm.dual_clip,
+        algorithm.entropy_coef,
+        # The cispo run in docs/evidence.md had a lower clip.
+        algorithm.loss == "cispo" and algorithm.eps_clip is None,
+    )
+    plain = (algorithm.advantage, algorithm.loss_aggregation) == SHOWN_WITH and not any(extras)
+    note = (
+        ""
+        if shown in SHOWN and plain
+        else (
+            "\n  experimental: no complete run has shown that this combination learns"
+            " (docs/evidence.md lists those that have)"
+        )
+    )
+    kind = "corrected" if algorithm.corrected else "uncorrected"
+    correction_text = ", ".join(correction) or ("only the ratio" if algorithm.corrected else "none")
+    places = {"the reward": algorithm.kl_coef, "the loss": algorithm.kl_loss_coef}
+    kl = "".join(
+        f"; {value:g} x KL ({algorithm.kl_estimator}) from {config.reference_path} in {place}"
+        for place, value in places.items()
+        if value
+    )
+    shuffled = (
+        "\n  rewards are shuffled over each step's batch (reward.shuffle): a control run that must"
+        " not learn"
+        if config.reward.shuffle
+        else ""
+    )
+    return (
+        f"# algorithm\n  advantage {algorithm.advantage}, loss {algorithm.loss} against old policy"
+        f" {algorithm.old_policy}, {algorithm.loss_aggregation}; {kind}; correction:"
+        f" {correction_text}{kl}{note}{shuffled}"
+    )
+
+
+def sources_text(report: PromptReport, config: Config) -> str:
+    """Each source of data.train with its rows and its share of the prompts, one per line."""
+    from asyncrl.data.prompts import order_of
+
+    lines = []
+    for source, share in zip(
+        report.sources, order_of(report, data_spec(config)).shares, strict=True
+    ):
+        files = "1 file" if source.files == 1 else f"{source.files} files"
+        lines.append(
+            f"  source {source.name}: {source.rows} rows used from {files}; {share:.1%} of the"
+            " prompts\n"
+        )
+    return "".join(lines)

@@ -1,0 +1,230 @@
+"""Checks of the groups' rows: whole, unchanged, possible, and from the right prompt and version."""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+
+from asyncrl.config import ConfigError
+from asyncrl.data.prompts import prompt_ids_of
+from asyncrl.preflight.specs import data_spec
+from asyncrl.run.audit.books import Books, Key, key_of, trained_at
+from asyncrl.run.audit.check import Check, listed
+from asyncrl.rundir.resume import data_hash, model_hash
+from asyncrl.rundir.rows import FAULTS, UNEVEN, Row
+
+__all__ = [
+    "check_content",
+    "check_lengths",
+    "check_monotone",
+    "check_one_row",
+    "check_possible",
+    "check_prompts",
+    "check_versions_exist",
+    "check_whole",
+]
+
+BIAS = 0.05
+"""Largest allowed distance between the length distributions of trained and generated completions,
+as a share. The distance that chance explains is added."""
+
+
+def check_whole(books: Books) -> Check:
+    """Every trained group has its row, with all trajectories and all of their tokens."""
+    without, torn, count = [], [], 0
+    for outcome, row in books.trained():
+        count += 1
+        if row is None:
+            without.append(outcome["ordinal"])
+        elif (
+            not row.whole or len(row.lengths) != books.attempts[row.attempt]["n_samples_per_prompt"]
+        ):
+            torn.append(outcome["ordinal"])
+    summary = (
+        f"{count} trained"
+        + (f"; without a row: {listed(without)}" if without else "")
+        + (f"; not whole: {listed(torn)}" if torn else "")
+    )
+    return Check("trained groups are whole", not without and not torn, summary)
+
+
+def check_one_row(books: Books) -> Check:
+    """A group has one row, and no two trained groups are the same generation."""
+    first: dict[str, Key] = {}
+    copies = []
+    for outcome, row in books.trained():
+        if row is not None and first.setdefault(row.generation, key_of(row)) != key_of(row):
+            copies.append(f"{outcome['ordinal']} (as {first[row.generation][1]})")
+    summary = f"{len(books.rows)} groups"
+    summary += f"; two rows that differ: {listed(books.twice)}" if books.twice else ""
+    summary += f"; trained again under another ordinal: {listed(copies)}" if copies else ""
+    return Check("each group has exactly one row", not books.twice and not copies, summary)
+
+
+def check_content(books: Books) -> Check:
+    """Each row is what was scored: its hash and its tokens equal those in its outcome."""
+    changed, tokens, checked = [], [], 0
+    for outcome in books.outcomes:
+        row = books.rows.get(key_of(outcome))
+        if row is None or outcome["content"] is None:
+            continue
+        checked += 1
+        if row.content != outcome["content"]:
+            changed.append(key_of(row))
+        if outcome["completion_tokens"] != sum(row.lengths) and (
+            outcome["completion_tokens"] is not None or outcome["outcome"] == "trained"
+        ):
+            tokens.append(key_of(row))
+    unsealed = sorted(
+        {
+            key_of(outcome)
+            for outcome in books.outcomes
+            if outcome["outcome"] == "trained" and not outcome["content"]
+        }
+    )
+    summary = f"{checked} compared"
+    summary += f"; changed since: {listed(sorted(set(changed)))}" if changed else ""
+    if tokens:
+        summary += f"; token count differs from the outcome: {listed(sorted(set(tokens)))}"
+    summary += f"; trained, but the outcome has no hash: {listed(unsealed)}" if unsealed else ""
+    return Check("rows are what was scored", not changed and not tokens and not unsealed, summary)
+
+
+def check_possible(books: Books) -> Check:
+    """Masks, spans and times have values that asyncrl can write."""
+    found = [
+        f"{fault}: {listed(keys)}"
+        for fault in (*FAULTS, UNEVEN)
+        if (keys := [key for key, row in books.rows.items() if fault in row.faults])
+    ]
+    return Check(
+        "masks, version spans and times are possible",
+        not found,
+        "; ".join(found) or f"{len(books.rows)} groups",
+    )
+
+
+def check_versions_exist(books: Books) -> Check:
+    """No token has a version that did not exist yet: one beyond the version that trained it, or
+    beyond the newest of its attempt."""
+    reached = {attempt["attempt"]: attempt["version"] for attempt in books.attempts}
+    for outcome in books.outcomes:
+        if outcome["outcome"] == "trained":
+            reached[outcome["ended_in"]] = max(
+                reached[outcome["ended_in"]], trained_at(outcome) + 1
+            )
+    found = {
+        key
+        for key, row in books.rows.items()
+        if row.newest is not None and row.newest > reached.get(row.attempt, -1)
+    }
+    found |= {
+        key_of(row)
+        for outcome, row in books.trained()
+        if row is not None and (row.newest or 0) > trained_at(outcome)
+    }
+    summary = f"newest version {max(reached.values(), default=0)}" + (
+        f"; from the future: {listed(sorted(found))}" if found else ""
+    )
+    return Check("no token is from a future version", not found, summary)
+
+
+def check_prompts(books: Books) -> Check:
+    """Every group has the prompt of its ordinal, recomputed from the data and the tokenizer. They
+    are not checked if either has changed."""
+    name, last = "each prompt is its ordinal's", books.attempts[books.last]
+    try:
+        config = books.run.config
+        same = (
+            data_hash(config) == last["data_hash"] != ""
+            and model_hash(config) == last["model_hash"] != ""
+        )
+    except ConfigError as error:
+        return Check(name, True, f"not checked: {error}")
+    if not same:
+        return Check(
+            name,
+            True,
+            "not checked: the run's data or tokenizer is missing here, or has changed",
+        )
+    rows: dict[int, list[Row]] = defaultdict(list)
+    for row in books.rows.values():
+        rows[row.ordinal].append(row)
+    recomputed = prompt_ids_of(data_spec(config), sorted(rows))
+    others = [
+        (row.attempt, ordinal)
+        for ordinal, ids in recomputed
+        for row in rows[ordinal]
+        if row.prompt_ids != ids
+    ]
+    return Check(
+        name,
+        not others,
+        f"{len(rows)} ordinals" + (f"; another prompt: {listed(others)}" if others else ""),
+    )
+
+
+def check_monotone(books: Books) -> Check:
+    """A replica's weights never go back. After it has finished a group, no group that it receives
+    later has a token of an older version."""
+    processes: dict[tuple[int, str], list[Row]] = defaultdict(list)
+    for row in books.rows.values():
+        if row.oldest is not None:
+            processes[row.attempt, row.replica].append(row)
+    back = []
+    for rows in processes.values():
+        done = sorted(rows, key=lambda row: row.finished_at)
+        times = [row.finished_at for row in done]
+        newest = np.maximum.accumulate([-1 if row.newest is None else row.newest for row in done])
+        for row in rows:
+            before = bisect.bisect_left(times, row.started_at)
+            if before and row.oldest is not None and row.oldest < newest[before - 1]:
+                back.append(row.ordinal)
+    summary = f"{len(processes)} replica process{'es' * (len(processes) != 1)}" + (
+        f"; went back for {listed(back)}" if back else ""
+    )
+    return Check("versions of a replica never go back", not back, summary)
+
+
+def check_lengths(books: Books) -> Check:
+    """Training does not prefer some lengths: the Kolmogorov-Smirnov distance between the completion
+    lengths of trained groups and of all generated groups is small.
+
+    Groups without an outcome are left out because they may still be trained. Groups filtered for
+    zero variance are left out because training excludes them on purpose.
+    """
+    generated = _sorted_lengths(
+        row for key, row in books.rows.items() if books.outcome.get(key, "filtered") != "filtered"
+    )
+    trained = _sorted_lengths(row for _, row in books.trained() if row is not None)
+    name = "trained lengths match generated lengths"
+    if not len(trained):
+        return Check(name, True, "nothing was trained yet")
+    at = np.unique(generated)
+    distance = float(
+        np.abs(
+            np.searchsorted(trained, at, "right") / len(trained)
+            - np.searchsorted(generated, at, "right") / len(generated)
+        ).max()
+    )
+    allowed = BIAS + 1.36 / np.sqrt(len(trained))
+    summary = (
+        f"trained {_quantiles(trained)}; generated {_quantiles(generated)}; largest distance"
+        f" {distance:.3f}, allowed {allowed:.3f}"
+    )
+    return Check(name, distance <= allowed, summary)
+
+
+def _sorted_lengths(rows: Iterable[Row]) -> np.ndarray:
+    return np.sort(np.array([length for row in rows for length in row.lengths], np.int64))
+
+
+def _quantiles(lengths: np.ndarray) -> str:
+    tenth, half, most = (int(np.quantile(lengths, share)) for share in (0.1, 0.5, 0.9))
+    return (
+        f"{len(lengths)} completions of {tenth}, {half}, {most} tokens (10, 50, 90%), mean"
+        f" {lengths.mean():.1f}"
+    )

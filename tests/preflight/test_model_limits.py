@@ -1,0 +1,92 @@
+"""The longest sequence that a model takes, by its config.json."""
+
+import json
+import shutil
+
+import pytest
+
+from asyncrl.config import ConfigError, load_config
+from asyncrl.preflight.plan import make_plan
+from asyncrl.testing.families import family
+
+
+def test_a_long_rope_model_is_held_to_its_short_frequencies(write, tiny_model, tmp_path):
+    """Past them, one long trajectory of a packed row would change all the others."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    model = shutil.copytree(tiny_model, tmp_path / "phi3")
+    factors = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 16,
+        "long_factor": [2.0] * 16,
+    }
+    for original in (28, 27):
+        shape = {
+            "vocab_size": 64,
+            "hidden_size": 128,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "pad_token_id": 0,
+        }
+        shape |= {"bos_token_id": 1, "eos_token_id": 2}
+        made = Phi3Config(
+            max_position_embeddings=512,
+            original_max_position_embeddings=original,
+            rope_parameters=factors,
+            **shape,
+        )
+        Phi3ForCausalLM(made).save_pretrained(model)
+        config = load_config(write({"model.path": str(model)}))
+        assert config.longest_trajectory == 28
+        if original == 28:
+            assert make_plan(config).context == 28, (
+                "the generators' engines are told as well: vLLM chooses by its longest sequence"
+            )
+            continue
+        with pytest.raises(
+            ConfigError,
+            match=(
+                r"= 28 tokens is above original_max_position_embeddings = 27 of model.path ="
+                r" .*LongRoPE"
+            ),
+        ) as error:
+            make_plan(config)
+        assert "\n" not in str(error.value)
+
+
+def test_pieces_of_supervised_rows_are_held_to_the_short_frequencies_too(write, tmp_path):
+    """A piece may fill a micro-batch, and reach further than any trajectory."""
+    split = {"warm_start.completion_policy": "split", "warm_start.packing_strategy": "bfd_split"}
+    files = {
+        "warm_start.data": "HERE/train.parquet",
+        "eval.data": "HERE/train.parquet",
+        "model.path": str(family("phi3_longrope").save(tmp_path / "phi3")),
+    }
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"creates pieces of up to .* = 65 tokens, above the model's context of 64; lower"
+            r" learner\.max_tokens_per_gpu"
+        ),
+    ):
+        make_plan(load_config(write({**split, **files, "learner.max_tokens_per_gpu": 65})))
+
+
+def test_the_context_of_a_text_config_is_seen(write, tmp_path, tiny_model):
+    shutil.copytree(tiny_model, tmp_path / "nested")
+    tree = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "nested" / "config.json").write_text(
+        json.dumps(
+            {**{name: tree[name] for name in ("model_type", "architectures")}, "text_config": tree}
+        )
+    )
+    with pytest.raises(ConfigError, match=r"above the model's context of 512"):
+        make_plan(
+            load_config(
+                write(
+                    {"model.path": str(tmp_path / "nested"), "rollout.max_completion_length": 4000}
+                )
+            )
+        )

@@ -1,0 +1,271 @@
+"""What `asyncrl plan` prints."""
+
+import json
+import re
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.config import load_config
+from asyncrl.observe.metric_catalog import known_names
+from asyncrl.preflight.plan import make_plan
+from asyncrl.preflight.plan_sections import no_gpu_text
+
+
+def test_shows_arithmetic_cpus_memory_prompts_and_stops(write):
+    text = make_plan(load_config(write())).text()
+    for part in (
+        "global_batch_size   = groups per step",
+        "learner ranks",
+        "free in /dev/shm",
+        "# disk, for checkpoints and exported models\n",
+        (
+            "parameters, as float32 under the checkpoint's names\n  tensors copied from its files"
+            " unchanged: none; left out because the model does not use them: none\n"
+        ),
+        "/ 1024 bytes per token = 262016 tokens per replica",
+        "first prompt '1 + 2 ='",
+        "stop token ids",
+        "decoupled needs total >= 0 + 0 = 0\n",
+    ):
+        assert part in text
+
+
+def test_shows_each_source_and_what_all_settings_that_name_data_hold(write, tmp_path):
+    """Of a mixture: a glob, a folder with splits, and one file; the others take sources too."""
+    for name, count in (("a", 2), ("b", 1), ("folder/test", 3), ("folder/train", 5)):
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            "".join(
+                json.dumps({"prompt": f"{row} + 1 =", "answer": "1", "level": row}) + "\n"
+                for row in range(count)
+            )
+        )
+    test = {"path": str(tmp_path / "folder"), "split": "test"}
+    glob = {"path": str(tmp_path / "[ab].jsonl"), "weight": 1, "name": "sums"}
+    train = [
+        glob,
+        {**test, "split": "train", "weight": 2},
+        {"path": str(tmp_path / "train.parquet"), "weight": 1},
+    ]
+    changes = {
+        "data.train": train,
+        "eval.data": test,
+        "eval.sets": {"two": {"data": [test, str(tmp_path / "a.jsonl")]}},
+        "warm_start.data": [str(tmp_path / "b.jsonl"), test],
+    }
+    text = make_plan(load_config(write(changes))).prompts_text()
+    for line in (
+        "  source sums: 3 rows used from 2 files; 25.0% of the prompts\n",
+        "  source folder.train: 5 rows used from 1 file; 50.0% of the prompts\n",
+        "  source train: 2 rows used from 1 file; 25.0% of the prompts\n",
+        "  data.train: 10 of 10 rows used;",
+        "  eval.data: 3 of 3 rows used;",
+        "  eval.sets.two.data: 5 of 5 rows used;",
+        "  supervised rows of warm_start.data: 4 of 4 rows used;",
+        "columns for the reward: answer, level, source_name\n",
+    ):
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({}, ["# evaluation\n  none (eval.data)"]),
+        (
+            {"eval.data": "HERE/train.parquet", "eval.max_prompts": 1},
+            [
+                "greedy: 1 prompts x 1 at temperature 0, up to 8 tokens each",
+                "before and after training; under a second",
+                "with one replica, updates wait for the evaluation",
+            ],
+        ),
+        (
+            {
+                "eval.sets": {
+                    "long": {"data": "HERE/train.parquet", "n": 256, "max_completion_length": 300}
+                },
+                "eval.every_steps": 5,
+            },
+            [
+                "long: 2 prompts x 256 at temperature 1, up to 300 tokens each",
+                "before, every 5 steps and after; about 43 s on one replica",
+                "num_replicas: 2",
+            ],
+        ),
+        (
+            {"eval.data": "HERE/train.parquet", "generator.num_replicas": 2},
+            [
+                "of generator.num_replicas = 2, one replica keeps its version meanwhile, and"
+                " training goes on with the others"
+            ],
+        ),
+        (
+            {"eval.data": "HERE/train.parquet", "eval.in_flight": True},
+            ["a completion may have tokens of several versions"],
+        ),
+        (
+            {"eval.data": "HERE/train.parquet", "generator.attach": "app"},
+            ["generator.attach: if the application has several replicas"],
+        ),
+    ],
+)
+def test_shows_what_an_evaluation_asks_for_and_what_it_does_to_training(
+    write, tmp_path, changes, lines
+):
+    changes = json.loads(json.dumps(changes).replace("HERE", str(tmp_path)))
+    text = make_plan(load_config(write(changes))).text()
+    for line in lines:
+        assert line in text
+
+
+def test_shows_what_the_limits_do_to_every_file(write, tmp_path):
+    # The supervised rows of the held-out file are the same ones, with their targets.
+    changes = {
+        "data.max_prompt_length": 7,
+        "data.prompt_policy": "truncate",
+        "data.max_length": 9,
+        "data.length_policy": "drop",
+    }
+    changes |= {"eval.data": "HERE/train.parquet", "warm_start.data": "HERE/train.parquet"}
+    plan = make_plan(load_config(write(changes, ["1 + 2 =", "10 + 20 =", "4 ="])))
+    text = plan.text()
+    for line in (
+        "data.train: 3 of 3 rows used; max_prompt_length: 1 row cut by 2 tokens",
+        "eval.data: 3 of 3 rows used; max_prompt_length: 1 row cut by 2 tokens",
+        (
+            "supervised rows of warm_start.data: 3 of 3 rows used; max_prompt_length: 1 row cut by"
+            " 2 tokens"
+        ),
+        "longest prompt 7 tokens; columns for the reward: answer",
+        "max_prompt_length 7 + max_completion_length 8, at most max_length 9, = 9 tokens",
+    ):
+        assert line in text
+    metrics = plan.truncation_metrics()
+    assert (
+        metrics["truncation/data.train/prompt_rows"] == 1
+        and metrics["truncation/data.train/prompt_tokens"] == 2
+    )
+    assert metrics["truncation/supervised_rows_of_warm_start.data/used"] == 3
+    assert {re.sub("/[^/]+/", "/<file>/", name) for name in metrics} <= known_names()
+    plan = make_plan(
+        load_config(write({**changes, "data.max_length": 8}, ["1 + 2 =", "10 + 20 =", "4 ="]))
+    )
+    assert (
+        "supervised rows of eval.data: 1 of 3 rows used; max_length: 2 rows dropped\n"
+        in plan.prompts_text()
+    )
+    assert "data.train: 3 of 3 rows used" in plan.prompts_text()
+
+
+def test_shows_what_ranks_that_share_rows_take_together(write):
+    text = make_plan(
+        load_config(
+            write(
+                {
+                    "learner.world_size": 4,
+                    "learner.sequence_parallel_size": 2,
+                    "learner.max_tokens_per_gpu": 14,
+                }
+            )
+        )
+    ).text()
+    assert (
+        "max_tokens_per_gpu 14 * sequence_parallel_size 2 = 28 tokens" in text
+        and "world_size 4 / sequence_parallel_size 2 = 2" in text
+    )
+
+
+def test_shows_what_template_stops_and_bos_do(write, llama_model, tmp_path):
+    changes = {"model.path": str(llama_model), "rollout.rollout_stop": [" plus", "<|user|>"]}
+    text = make_plan(
+        load_config(
+            write(
+                {**changes, "data.max_prompt_length": 40},
+                ["<s><|user|>1 + 2 =<|end|><|assistant|>", "30 - 4 ="],
+            )
+        )
+    ).prompts_text()
+    assert (
+        "1 of 2 prompts already begin with BOS: it is not added again" in text
+        and "\n  its token ids 1, 3, " in text
+    )
+    assert "3 (rollout_stop '<|user|>')" in text and "; stop strings ' plus'" in text
+    changes |= {
+        "data.apply_chat_template": True,
+        "data.system_prompt": "Be brief.",
+        "data.max_prompt_length": 80,
+    }
+    text = make_plan(load_config(write(changes))).prompts_text()
+    assert (
+        "\n  system prompt of 9 characters\n  first prompt '<s><|system|>Be brief.<|end|><|user|>1"
+        " + 2 =<|end|><|assistant|>'\n" in text
+    )
+
+
+def test_a_machine_without_a_gpu_is_named_where_something_asks_for_one(write):
+    config = load_config(write({"generator.device": "cuda"}))
+    assert (
+        "this machine has no GPU, and generator.device is cuda: set RAY_ADDRESS to a cluster"
+        " with GPUs, or set device: cpu" in no_gpu_text(config, 0)
+    )
+    assert no_gpu_text(config, 1) == "" and no_gpu_text(load_config(write()), 0) == ""
+
+
+def test_ten_lines_and_the_config_are_there_on_request(write, capsys):
+    path = str(write())
+    assert cli.run("plan", path, [], {"brief"}) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()] == [
+        *(
+            "run",
+            "model",
+            "prompts",
+            "batch",
+            "length",
+            "staleness",
+            "algorithm",
+            "learner",
+            "generators",
+            "rewards",
+        )
+    ]
+    assert (
+        "2 rows used, the longest of " in said and "first '1 + 2 ='" in said and "= 28 " not in said
+    )
+    plan = make_plan(load_config(path))
+    assert "temperature: 1.0" in plan.config_text() and "temperature: 1.0" not in plan.text()
+
+
+def test_shows_what_ends_a_loop(write):
+    assert "n-gram" not in make_plan(load_config(write())).prompts_text()
+    assert (
+        "; so does an n-gram of up to 16 tokens 20 times in a row"
+        in make_plan(load_config(write({"rollout.repetition_stop": 20}))).prompts_text()
+    )
+
+
+def test_a_loss_that_no_run_has_shown_is_called_experimental(write):
+    assert "experimental" not in make_plan(load_config(write({}))).text()
+    text = make_plan(
+        load_config(write({"algorithm": {"loss": "sapo", "correction": {"reject_above": 0.5}}}))
+    ).text()
+    assert (
+        "loss sapo against old policy behavior, token_mean; corrected; correction: reject_above 0.5"
+        in text
+        and "experimental: no complete run" in text
+    )
+
+
+def test_the_plan_says_how_the_learner_takes_trajectories_and_why(write, hybrid):
+    text = make_plan(load_config(write({"model.path": hybrid}))).text()
+    assert (
+        "unpacked: one trajectory per forward pass, with the model's own attention, because this"
+        " model (model_type 'qwen3') has layers of type linear" in text
+    )
+    assert (
+        "learner.packing: none is set, although this model allows packing"
+        in make_plan(load_config(write({"learner.packing": "none"}))).text()
+    )
+    assert "packed: many trajectories share a row" in make_plan(load_config(write({}))).text()
